@@ -1,0 +1,67 @@
+"""shardspec: which box of a tensor each device holds, and the cheapest way to change it.
+
+The public names are handed on lazily, so that planning and merging never pay for importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from shardspec.comm.cost import CostModel, Link
+    from shardspec.comm.process_group import ProcessGroupCommunicator
+    from shardspec.comm.simulated import SimulatedCommunicator
+    from shardspec.errors import ShardSpecError
+    from shardspec.layout.converter import ConversionPlan, LayoutConverter
+    from shardspec.layout.layout import Layout
+    from shardspec.layout.spec import DimSpec, ShardingSpec
+    from shardspec.mesh import DeviceMesh
+
+_HOME: Final = {
+    "ConversionPlan": "shardspec.layout.converter",
+    "CostModel": "shardspec.comm.cost",
+    "DTensor": "shardspec.dtensor",
+    "DeviceMesh": "shardspec.mesh",
+    "DimSpec": "shardspec.layout.spec",
+    "Layout": "shardspec.layout.layout",
+    "LayoutConverter": "shardspec.layout.converter",
+    "Link": "shardspec.comm.cost",
+    "ProcessGroupCommunicator": "shardspec.comm.process_group",
+    "ShardSpecError": "shardspec.errors",
+    "ShardingSpec": "shardspec.layout.spec",
+    "SimulatedCommunicator": "shardspec.comm.simulated",
+    "distribute_tensor": "shardspec.dtensor",
+    "load_sharded": "shardspec.checkpoint.load",
+    "match_rules": "shardspec.layout.rules",
+    "merge": "shardspec.checkpoint.merge",
+    "save_sharded": "shardspec.checkpoint.save",
+}
+
+__all__ = [
+    "ConversionPlan",
+    "CostModel",
+    "DTensor",
+    "DeviceMesh",
+    "DimSpec",
+    "Layout",
+    "LayoutConverter",
+    "Link",
+    "ProcessGroupCommunicator",
+    "ShardSpecError",
+    "ShardingSpec",
+    "SimulatedCommunicator",
+    "distribute_tensor",
+    "load_sharded",
+    "match_rules",
+    "merge",
+    "save_sharded",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardspec' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

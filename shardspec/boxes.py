@@ -1,0 +1,103 @@
+"""Boxes: which part of a global tensor something holds, and arithmetic on them.
+
+A box is one half-open interval ``(lo, hi)`` per tensor dim. The box of a scalar is ``()``. A box
+with ``lo == hi`` in some dim is empty.
+"""
+
+from math import prod
+from typing import TypeAlias
+
+__all__ = [
+    "Box",
+    "box_shape",
+    "box_size",
+    "contains",
+    "intersect",
+    "slices_within",
+    "split_interval",
+]
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+
+
+def split_interval(lo: int, hi: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the part `index` of ``[lo, hi)`` cut into `parts` by the rule of `torch.chunk`.
+
+    Blocks are ``ceil(size / parts)`` long, then comes a short one, then empty ones.
+
+    Examples
+    --------
+    >>> [split_interval(0, 7, 4, i) for i in range(4)]
+    [(0, 2), (2, 4), (4, 6), (6, 7)]
+    >>> [split_interval(0, 3, 4, i) for i in range(4)]
+    [(0, 1), (1, 2), (2, 3), (3, 3)]
+    """
+    block = -(-(hi - lo) // parts)
+    return min(lo + index * block, hi), min(lo + (index + 1) * block, hi)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Return the lengths of a box's sides.
+
+    Examples
+    --------
+    >>> box_shape(((0, 2), (3, 7)))
+    (2, 4)
+    """
+    return tuple(hi - lo for lo, hi in box)
+
+
+def box_size(box: Box) -> int:
+    """Return how many elements a box holds.
+
+    Examples
+    --------
+    >>> box_size(((0, 2), (3, 7))), box_size(()), box_size(((2, 2),))
+    (8, 1, 0)
+    """
+    return prod(hi - lo for lo, hi in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return what two boxes share, or None where that is nothing.
+
+    Examples
+    --------
+    >>> intersect(((0, 4), (0, 2)), ((2, 6), (1, 9)))
+    ((2, 4), (1, 2))
+    >>> intersect(((0, 2),), ((2, 4),)) is None
+    True
+    """
+    shared = []
+    for (a_lo, a_hi), (b_lo, b_hi) in zip(a, b, strict=True):
+        lo, hi = max(a_lo, b_lo), min(a_hi, b_hi)
+        if lo >= hi:
+            return None
+        shared.append((lo, hi))
+    return tuple(shared)
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """Say whether all of `inner` lies in `outer`.
+
+    Examples
+    --------
+    >>> contains(((0, 4),), ((1, 4),)), contains(((0, 4),), ((1, 5),))
+    (True, False)
+    """
+    return all(
+        o_lo <= lo and hi <= o_hi for (o_lo, o_hi), (lo, hi) in zip(outer, inner, strict=True)
+    )
+
+
+def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index that selects `inner` from an array that holds `outer`.
+
+    Examples
+    --------
+    >>> slices_within(((2, 4), (1, 2)), ((2, 6), (0, 3)))
+    (slice(0, 2, None), slice(1, 2, None))
+    """
+    return tuple(
+        slice(lo - o_lo, hi - o_lo) for (lo, hi), (o_lo, _) in zip(inner, outer, strict=True)
+    )

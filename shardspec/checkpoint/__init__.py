@@ -1,0 +1,1 @@
+"""Boxes on disk: saving with sharding info, loading, inspecting and merging. Plain Python."""

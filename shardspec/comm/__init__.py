@@ -1,0 +1,1 @@
+"""How data moves: steps, what they cost, and who carries them out."""

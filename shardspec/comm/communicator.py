@@ -1,0 +1,79 @@
+"""The protocol between layouts and whatever carries out their steps."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+
+from shardspec.boxes import Box
+from shardspec.comm.steps import Step
+from shardspec.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BoxOf", "Communicator"]
+
+T = TypeVar("T")
+
+BoxOf: TypeAlias = Callable[[int], Box]
+"""Physical id to the box that the device holds, as ``layout.box``."""
+
+
+class Communicator(Protocol):
+    """Runs steps on the shards of the devices that this process holds.
+
+    A simulated communicator holds every device of the mesh, one over `torch.distributed` holds its
+    own rank. Callers never ask which: they work on all of `addressable`.
+    """
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The devices among which data moves."""
+        ...
+
+    @property
+    def addressable(self) -> tuple[int, ...]:
+        """Physical ids whose shards live in this process."""
+        ...
+
+    def run(
+        self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
+    ) -> dict[int, "torch.Tensor"]:
+        """Carry out one step.
+
+        Parameters
+        ----------
+        step
+            What moves along which axes.
+        shards
+            The shard of every addressable device, shaped as its box before the step. They are
+            only read.
+        before, after
+            Which box each device of the mesh holds before and after the step.
+
+        Returns
+        -------
+        dict
+            The shard of every addressable device after the step: new contiguous tensors that share
+            no memory with `shards`.
+
+        Notes
+        -----
+        Every process of the mesh calls this with the same step in the same order.
+        """
+        ...
+
+    def gather(self, values: Mapping[int, T]) -> dict[int, T]:
+        """Return one small picklable value per device of the mesh, on every process.
+
+        Parameters
+        ----------
+        values
+            The value of every addressable device.
+
+        Returns
+        -------
+        dict
+            The value of every device of the mesh, in the order of the mesh's ids. The call also
+            serves as a barrier.
+        """
+        ...

@@ -1,0 +1,130 @@
+"""The closed set of steps: one collective or one local move each, as pure data.
+
+A step says what moves along which mesh axes; it holds no tensor, no group and no sizes. Several
+axes of one step travel in one collective. The step that undoes a cut is the step's backward:
+
+=============== ============= ==================================================
+step            from → to     backward
+=============== ============= ==================================================
+`Slice`         R → S         `AllGather`
+`AllGather`     S → R         `Slice`
+`AllToAll`      S → S         `AllToAll` the other way
+`ReduceScatter` P → S         `AllGather`
+`AllReduce`     P → R         none: the gradient of a sum is the gradient of each addend
+=============== ============= ==================================================
+
+The table holds under the convention of `torch.distributed.tensor`: the gradient that arrives at a
+device is that of its box of the global tensor, so devices that hold the same box receive the same
+gradient. For a mean the result is scaled; see `shardspec.dtensor`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "ReduceOp",
+    "ReduceScatter",
+    "Slice",
+    "Step",
+    "backward",
+]
+
+ReduceOp = Literal["sum", "avg", "min", "max", "prod"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Keep one part of what every device holds whole; no communication.
+
+    Examples
+    --------
+    >>> Slice(0, (1,))
+    Slice(dim=0, axes=(1,))
+    """
+
+    dim: int
+    """Tensor dim that is cut further."""
+    axes: tuple[int, ...]
+    """Mesh axes put after those that cut the dim already, the major one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Collect the innermost axes of one dim."""
+
+    dim: int
+    """Tensor dim that becomes less cut."""
+    axes: tuple[int, ...]
+    """The innermost mesh axes of the dim, in the order of the spec before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Move the innermost axes of one dim onto the end of another."""
+
+    src_dim: int
+    """Tensor dim that becomes less cut."""
+    dst_dim: int
+    """Tensor dim that is cut further."""
+    src_axes: tuple[int, ...]
+    """The innermost axes of `src_dim`, in the order of the spec before the step."""
+    dst_axes: tuple[int, ...]
+    """The same axes in the order in which they arrive at the end of `dst_dim`."""
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Mesh axes along which data moves."""
+        return self.dst_axes
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """Finish a pending reduction and keep one part of the result."""
+
+    dim: int
+    """Tensor dim that is cut further."""
+    axes: tuple[int, ...]
+    """Mesh axes of the reduction, in the order in which they arrive at the end of the dim."""
+    op: ReduceOp
+    """What is pending over the axes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Finish a pending reduction; every device gets the whole result."""
+
+    axes: tuple[int, ...]
+    """Mesh axes of the reduction, ascending."""
+    op: ReduceOp
+    """What is pending over the axes."""
+
+
+Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce
+
+
+def backward(step: Step) -> Step | None:
+    """Return the step that carries a gradient back, or None where it stays in place.
+
+    See Also
+    --------
+    shardspec.comm.steps : the convention about gradients, and the table of backwards.
+
+    Examples
+    --------
+    >>> backward(AllGather(0, (1,)))
+    Slice(dim=0, axes=(1,))
+    >>> backward(AllReduce((1,), "sum")) is None
+    True
+    """
+    match step:
+        case Slice(dim, axes) | ReduceScatter(dim, axes, _):
+            return AllGather(dim, axes)
+        case AllGather(dim, axes):
+            return Slice(dim, axes)
+        case AllToAll(src_dim, dst_dim, src_axes, dst_axes):
+            return AllToAll(dst_dim, src_dim, dst_axes, src_axes)
+        case AllReduce():
+            return None

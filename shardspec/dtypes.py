@@ -1,0 +1,114 @@
+"""Element types as plain names, so that nothing below the tensors needs torch.
+
+A dtype is kept as torch's own name for it (``"bfloat16"``). Anything that prints as such a name is
+understood: ``torch.bfloat16``, ``numpy.dtype("float32")``, the usual short forms (``"bf16"``) and
+the names of the safetensors format (``"BF16"``).
+"""
+
+from typing import Final
+
+from shardspec.errors import DTypeError
+
+__all__ = ["dtype_name", "from_safetensors", "is_floating", "item_bytes", "to_safetensors"]
+
+# name: (bytes an element, name in the safetensors format, short forms)
+# https://github.com/huggingface/safetensors: the format's dtypes
+_DTYPES: Final[dict[str, tuple[int, str, tuple[str, ...]]]] = {
+    "float64": (8, "F64", ("f64", "fp64", "double")),
+    "float32": (4, "F32", ("f32", "fp32", "float")),
+    "float16": (2, "F16", ("f16", "fp16", "half")),
+    "bfloat16": (2, "BF16", ("bf16",)),
+    "float8_e4m3fn": (1, "F8_E4M3", ("f8_e4m3", "fp8", "fp8_e4m3")),
+    "float8_e5m2": (1, "F8_E5M2", ("f8_e5m2", "fp8_e5m2")),
+    "float8_e8m0fnu": (1, "F8_E8M0", ("f8_e8m0",)),
+    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ", ("f8_e4m3fnuz",)),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ", ("f8_e5m2fnuz",)),
+    "complex64": (8, "C64", ("c64", "cfloat")),
+    "int64": (8, "I64", ("i64", "long")),
+    "int32": (4, "I32", ("i32", "int")),
+    "int16": (2, "I16", ("i16", "short")),
+    "int8": (1, "I8", ("i8",)),
+    "uint64": (8, "U64", ("u64",)),
+    "uint32": (4, "U32", ("u32",)),
+    "uint16": (2, "U16", ("u16",)),
+    "uint8": (1, "U8", ("u8", "byte")),
+    "bool": (1, "BOOL", ()),
+}
+_SAFETENSORS: Final[dict[str, str]] = {code: name for name, (_, code, _) in _DTYPES.items()}
+_ALIASES: Final[dict[str, str]] = {
+    alias: name for name, (_, _, short) in _DTYPES.items() for alias in (name, *short)
+}
+
+
+def dtype_name(dtype: object) -> str:
+    """Return torch's name of a dtype given as a torch or numpy dtype or as text.
+
+    Raises
+    ------
+    DTypeError
+        If shardspec does not know the dtype.
+
+    Examples
+    --------
+    >>> dtype_name("bf16"), dtype_name("F32")
+    ('bfloat16', 'float32')
+    >>> import torch
+    >>> dtype_name(torch.int64)
+    'int64'
+    """
+    text = str(dtype).removeprefix("torch.")
+    name = _SAFETENSORS.get(text) or _ALIASES.get(text.lower())
+    if name is None:
+        raise DTypeError(f"unknown dtype {text!r}; known: {', '.join(_DTYPES)}")
+    return name
+
+
+def item_bytes(name: str) -> int:
+    """Return the bytes one element takes.
+
+    Examples
+    --------
+    >>> item_bytes("bfloat16")
+    2
+    """
+    return _DTYPES[name][0]
+
+
+def is_floating(name: str) -> bool:
+    """Say whether a dtype has fractions (real or complex).
+
+    Examples
+    --------
+    >>> is_floating("bfloat16"), is_floating("int8")
+    (True, False)
+    """
+    return name.startswith(("float", "bfloat", "complex"))
+
+
+def to_safetensors(name: str) -> str:
+    """Return the safetensors name of a dtype.
+
+    Examples
+    --------
+    >>> to_safetensors("bfloat16")
+    'BF16'
+    """
+    return _DTYPES[name][1]
+
+
+def from_safetensors(code: str) -> str:
+    """Return torch's name for a dtype of the safetensors format.
+
+    Raises
+    ------
+    DTypeError
+        If shardspec does not know the dtype.
+
+    Examples
+    --------
+    >>> from_safetensors("F8_E4M3")
+    'float8_e4m3fn'
+    """
+    if code not in _SAFETENSORS:
+        raise DTypeError(f"unknown safetensors dtype {code!r}; known: {', '.join(_SAFETENSORS)}")
+    return _SAFETENSORS[code]

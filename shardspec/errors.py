@@ -1,0 +1,70 @@
+"""Every exception shardspec raises on purpose.
+
+Catch `ShardSpecError` to catch them all. Each child also inherits the built-in that a reader
+would expect, so ``except ValueError`` keeps working. Messages name the values and the remedy.
+"""
+
+__all__ = [
+    "AxisError",
+    "CheckpointError",
+    "CommunicatorError",
+    "DTypeError",
+    "LayoutError",
+    "MeshError",
+    "OutputExistsError",
+    "ShardSpecError",
+    "SpecSyntaxError",
+]
+
+
+class ShardSpecError(Exception):
+    """Root of every error that shardspec raises on purpose."""
+
+
+class SpecSyntaxError(ShardSpecError, ValueError):
+    """The text of a sharding spec does not follow the grammar.
+
+    Attributes
+    ----------
+    text
+        The whole text that was parsed.
+    position
+        Index of the offending character in `text`; ``len(text)`` when the text ends too early.
+    """
+
+    def __init__(self, problem: str, text: str, position: int) -> None:
+        super().__init__(f"{problem}\n  {text}\n  {' ' * position}^")
+        self.problem = problem
+        self.text = text
+        self.position = position
+
+    def __reduce__(self) -> tuple[type["SpecSyntaxError"], tuple[str, str, int]]:
+        return type(self), (self.problem, self.text, self.position)
+
+
+class AxisError(ShardSpecError, ValueError):
+    """A mesh axis or a tensor dim is used twice, out of range, or unknown by name."""
+
+
+class MeshError(ShardSpecError, ValueError):
+    """Device ids, mesh shape, axis names or links do not describe a mesh."""
+
+
+class DTypeError(ShardSpecError, TypeError):
+    """A dtype is unknown, or an operation does not exist for it."""
+
+
+class LayoutError(ShardSpecError, ValueError):
+    """A layout, a tensor and a conversion do not fit together."""
+
+
+class CommunicatorError(ShardSpecError, RuntimeError):
+    """The process group is missing, or does not reach the devices that are asked for."""
+
+
+class CheckpointError(ShardSpecError, ValueError):
+    """A checkpoint on disk is missing, incomplete, damaged or contradicts itself."""
+
+
+class OutputExistsError(CheckpointError, FileExistsError):
+    """The place to write to is taken, and overwriting it was not asked for."""

@@ -1,0 +1,175 @@
+"""A layout: mesh, spec, global shape and dtype, and from them the box of every device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+from shardspec.boxes import Box, box_shape, split_interval
+from shardspec.comm.steps import ReduceOp
+from shardspec.dtypes import dtype_name, is_floating, item_bytes
+from shardspec.errors import AxisError, DTypeError, LayoutError
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import Axis, DeviceMesh
+
+__all__ = ["Layout", "SpecLike", "resolve_axes"]
+
+SpecLike: TypeAlias = ShardingSpec | str
+
+
+def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
+    """Return the spec with every axis as a number of `mesh`.
+
+    Raises
+    ------
+    AxisError
+        If the mesh lacks an axis, or a name and a number mean the same one.
+
+    Examples
+    --------
+    >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
+    >>> str(resolve_axes(ShardingSpec.parse("[S(tp),R|P(dp)]"), mesh))
+    '[S1,R|P0]'
+    """
+    try:
+        # No short cut for specs without names: the range of every number is to be checked too.
+        cuts = {d: [mesh.axis(a) for a in axes] for d, axes in spec.dim_partition_dict.items()}
+        pending: dict[Axis, ReduceOp] = {}
+        for partial in spec.partials:
+            axis = mesh.axis(partial.axis)
+            if axis in pending:
+                raise AxisError(f"axis {partial.axis} is pending twice, by name and by number")
+            pending[axis] = partial.op
+        return ShardingSpec(spec.dims, cuts, partial=pending)
+    except AxisError as error:
+        raise AxisError(f"spec {spec}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Layout:
+    """Which box of a global tensor each device of a mesh holds.
+
+    Each split follows `torch.chunk` (ceil-sized blocks, then a short one, then empty ones), applied
+    axis by axis from the major one inward, so boxes agree with `torch.distributed.tensor`.
+
+    Parameters
+    ----------
+    mesh, spec
+        Where, and how it is cut; a spec may be given in its notation.
+    global_shape
+        Sizes of the whole tensor; ``()`` for a scalar, zeros allowed.
+    dtype
+        A torch or numpy dtype, or a name such as ``"bf16"``.
+
+    Raises
+    ------
+    LayoutError
+        If the spec has another number of dims than the shape, or a size is negative.
+    AxisError
+        If the mesh lacks an axis of the spec.
+    DTypeError
+        If the dtype is unknown, or a pending reduction does not exist for it.
+
+    Examples
+    --------
+    >>> layout = Layout(DeviceMesh(range(4), (2, 2)), "[S01,R]", (7, 3), "bf16")
+    >>> layout.box(3)
+    ((6, 7), (0, 3))
+    >>> [layout.local_shape(i) for i in range(4)]
+    [(2, 3), (2, 3), (2, 3), (1, 3)]
+    """
+
+    mesh: DeviceMesh
+    """The devices."""
+    spec: ShardingSpec
+    """The cut, every axis by number."""
+    global_shape: tuple[int, ...]
+    """Sizes of the whole tensor."""
+    dtype: str
+    """torch's name of the element type."""
+
+    def __init__(
+        self, mesh: DeviceMesh, spec: SpecLike, global_shape: Sequence[int], dtype: object
+    ) -> None:
+        shape = tuple(int(size) for size in global_shape)
+        resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+        if any(size < 0 for size in shape):
+            raise LayoutError(f"global shape {shape} has a negative size")
+        if resolved.dims != len(shape):
+            raise LayoutError(
+                f"spec {spec} is for {_dims(resolved.dims)}, but the tensor of shape {shape} has "
+                f"{_dims(len(shape))}"
+            )
+        name = dtype_name(dtype)
+        for partial in resolved.partials:
+            _check_reducible(partial.op, name)
+        for field, value in zip(self.__slots__, (mesh, resolved, shape, name), strict=True):
+            object.__setattr__(self, field, value)
+
+    def __str__(self) -> str:
+        return f"{self.spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
+
+    def box(self, physical_id: int) -> Box:
+        """Return the part of the global tensor that a device holds.
+
+        Raises
+        ------
+        MeshError
+            If the device is not in the mesh.
+        """
+        at = self.mesh.coordinates(physical_id)
+        sides = []
+        for size, cut in zip(self.global_shape, self.spec.dim_specs, strict=True):
+            lo, hi = 0, size
+            for axis in cut.axes:
+                assert isinstance(axis, int), "axes are resolved when the layout is made"
+                lo, hi = split_interval(lo, hi, self.mesh.shape[axis], at[axis])
+            sides.append((lo, hi))
+        return tuple(sides)
+
+    def boxes(self) -> dict[int, Box]:
+        """Return the box of every device, by physical id.
+
+        Examples
+        --------
+        >>> Layout(DeviceMesh([5, 9], (2,)), "[S0]", (3,), "int8").boxes()
+        {5: ((0, 2),), 9: ((2, 3),)}
+        """
+        return {physical_id: self.box(physical_id) for physical_id in self.mesh.ids}
+
+    def local_shape(self, physical_id: int) -> tuple[int, ...]:
+        """Return the shape of a device's shard."""
+        return box_shape(self.box(physical_id))
+
+    @property
+    def max_local_bytes(self) -> int:
+        """Bytes of the largest shard: the one at coordinates zero, by the rule of the cuts."""
+        return prod(box_shape(self.box(self.mesh.ids[0]))) * item_bytes(self.dtype)
+
+    @property
+    def global_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.global_shape) * item_bytes(self.dtype)
+
+    def with_spec(self, spec: SpecLike) -> "Layout":
+        """Return the same tensor cut another way.
+
+        Examples
+        --------
+        >>> str(Layout(DeviceMesh(range(2), (2,)), "[S0,R]", (4, 4), "f32").with_spec("[R,S0]"))
+        '[R,S0] of [4, 4] float32 on 2'
+        """
+        return Layout(self.mesh, spec, self.global_shape, self.dtype)
+
+
+def _dims(count: int) -> str:
+    return f"{count} {'dim' if count == 1 else 'dims'}"
+
+
+def _check_reducible(op: str, dtype: str) -> None:
+    if op == "avg" and not is_floating(dtype):
+        raise DTypeError(f"a pending avg of {dtype} has no exact result; use sum and divide")
+    if op in ("min", "max") and dtype.startswith("complex"):
+        raise DTypeError(f"{op} is not defined for {dtype}: complex numbers have no order")
+    if dtype.startswith("float8"):
+        raise DTypeError(f"no reduction is defined for {dtype}; convert to a wider dtype first")

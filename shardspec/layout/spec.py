@@ -1,0 +1,252 @@
+"""Sharding specs: how the dims of a tensor are cut over the axes of a mesh.
+
+The notation is the one of Alpa and Colossal-AI, extended by pending reductions and axis names; the
+grammar is in `shardspec.layout.grammar`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, get_args
+
+from shardspec.comm.steps import ReduceOp
+from shardspec.errors import AxisError
+from shardspec.mesh import Axis
+
+__all__ = ["DimSpec", "Partial", "ShardingSpec"]
+
+_OPS: Final[tuple[str, ...]] = get_args(ReduceOp)
+
+
+def _axes_text(axes: Sequence[Axis]) -> str:
+    """Write axes as bare digits where each is one digit, else in brackets."""
+    if all(isinstance(axis, int) and axis < 10 for axis in axes):
+        return "".join(map(str, axes))
+    return f"({','.join(map(str, axes))})"
+
+
+def _check_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    checked: list[Axis] = []
+    for axis in axes:
+        if isinstance(axis, str):
+            if not axis.isidentifier():
+                raise AxisError(f"axis name {axis!r}: use letters, digits and '_', no digit first")
+        elif isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
+            raise AxisError(f"axis {axis!r}: an axis is a number from 0 or a name")
+        checked.append(axis)
+    return tuple(checked)
+
+
+@dataclass(frozen=True, slots=True)
+class DimSpec:
+    """How one tensor dim is cut: the mesh axes that split it, the major one first.
+
+    Examples
+    --------
+    >>> str(DimSpec((0, 1))), str(DimSpec()), str(DimSpec((10,))), str(DimSpec(("dp", "tp")))
+    ('S01', 'R', 'S(10)', 'S(dp,tp)')
+    """
+
+    axes: tuple[Axis, ...] = ()
+    """Axes by number or name; empty where the dim is whole on every device."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", _check_axes(self.axes))
+
+    def __str__(self) -> str:
+        return f"S{_axes_text(self.axes)}" if self.axes else "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A reduction that is still pending over one mesh axis.
+
+    Every device along the axis holds one addend (for ``"sum"``) of the tensor's value. A partial
+    mean is the sum scaled by one over the axis size.
+    """
+
+    axis: Axis
+    op: ReduceOp = "sum"
+
+    def __post_init__(self) -> None:
+        _check_axes((self.axis,))
+        if self.op not in _OPS:
+            raise AxisError(f"reduction {self.op!r} over axis {self.axis}: use one of {_OPS}")
+
+
+def _partial_key(partial: Partial) -> tuple[int, bool, int, str]:
+    by_name = isinstance(partial.axis, str)
+    number = -1 if isinstance(partial.axis, str) else partial.axis
+    return _OPS.index(partial.op), by_name, number, str(partial.axis)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ShardingSpec:
+    """Per tensor dim the ordered mesh axes that split it, plus pending reductions.
+
+    Parameters
+    ----------
+    dims
+        Number of tensor dims.
+    dim_partition_dict
+        Tensor dim to the mesh axes that split it, major first. Missing dims are whole.
+    partial
+        Mesh axis to the operation of a reduction pending over it.
+
+    Raises
+    ------
+    AxisError
+        If a dim is out of range, an axis is used twice, or pending reductions do not commute.
+
+    Examples
+    --------
+    >>> spec = ShardingSpec(2, {0: [0, 1]})
+    >>> str(spec), spec == ShardingSpec.parse("[S01,R]")
+    ('[S01,R]', True)
+    >>> str(ShardingSpec(1, {0: ["tp"]}, partial={"dp": "avg"}))
+    '[S(tp)|Pavg(dp)]'
+    """
+
+    dim_specs: tuple[DimSpec, ...]
+    """One entry per tensor dim."""
+    partials: tuple[Partial, ...]
+    """Pending reductions in canonical order: by operation, then by axis."""
+
+    def __init__(
+        self,
+        dims: int,
+        dim_partition_dict: Mapping[int, Sequence[Axis]] | None = None,
+        *,
+        partial: Mapping[Axis, ReduceOp] | None = None,
+    ) -> None:
+        cuts = dict(dim_partition_dict or {})
+        if dims < 0:
+            raise AxisError(f"a tensor cannot have {dims} dims")
+        for dim in cuts:
+            if not 0 <= dim < dims:
+                raise AxisError(
+                    f"dim_partition_dict names dim {dim}, but the tensor has {dims} "
+                    f"{'dim' if dims == 1 else 'dims'}, numbered from 0"
+                )
+        dim_specs = tuple(DimSpec(tuple(cuts.get(dim, ()))) for dim in range(dims))
+        pending = tuple(
+            sorted((Partial(a, op) for a, op in (partial or {}).items()), key=_partial_key)
+        )
+        _check_used_once(dim_specs, pending)
+        _check_commute(pending)
+        object.__setattr__(self, "dim_specs", dim_specs)
+        object.__setattr__(self, "partials", pending)
+
+    @classmethod
+    def parse(cls, text: str) -> "ShardingSpec":
+        """Read a spec from its notation; brackets and blanks are optional.
+
+        Raises
+        ------
+        SpecSyntaxError
+            If the text does not follow the grammar; shows the text and a caret.
+        AxisError
+            If an axis is used twice or pending reductions do not commute.
+
+        Examples
+        --------
+        >>> ShardingSpec.parse("[S10,R|P2]").dim_partition_dict
+        {0: [1, 0]}
+        >>> ShardingSpec.parse("[S0,X]")
+        Traceback (most recent call last):
+            ...
+        shardspec.errors.SpecSyntaxError: expected R or S and its axes
+          [S0,X]
+              ^
+        """
+        from shardspec.layout.grammar import parse_spec
+
+        return parse_spec(text)
+
+    @classmethod
+    def of(cls, spec: "ShardingSpec | str") -> "ShardingSpec":
+        """Return a spec given as one or in its notation."""
+        return cls.parse(spec) if isinstance(spec, str) else spec
+
+    def __str__(self) -> str:
+        text = ",".join(map(str, self.dim_specs))
+        pending = []
+        for op in _OPS:
+            axes = [p.axis for p in self.partials if p.op == op]
+            if axes:
+                pending.append(f"P{'' if op == 'sum' else op}{_axes_text(axes)}")
+        return f"[{text}|{','.join(pending)}]" if pending else f"[{text}]"
+
+    def __repr__(self) -> str:
+        return f"ShardingSpec.parse({str(self)!r})"
+
+    @property
+    def dims(self) -> int:
+        """Number of tensor dims."""
+        return len(self.dim_specs)
+
+    @property
+    def dim_partition_dict(self) -> dict[int, list[Axis]]:
+        """Tensor dim to the mesh axes that split it; whole dims are left out. A fresh dict."""
+        return {dim: list(cut.axes) for dim, cut in enumerate(self.dim_specs) if cut.axes}
+
+    @property
+    def sharding_sequence(self) -> tuple[DimSpec, ...]:
+        """One `DimSpec` per tensor dim, as Colossal-AI calls it."""
+        return self.dim_specs
+
+    @property
+    def partial(self) -> dict[Axis, ReduceOp]:
+        """Mesh axis to the operation of the reduction pending over it. A fresh dict."""
+        return {p.axis: p.op for p in self.partials}
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Every axis used, in the order of the text."""
+        cuts = (axis for cut in self.dim_specs for axis in cut.axes)
+        return (*cuts, *(p.axis for p in self.partials))
+
+    def with_dims(self, changes: Mapping[int, Sequence[Axis]]) -> "ShardingSpec":
+        """Return the spec with the axes of some dims replaced.
+
+        Examples
+        --------
+        >>> str(ShardingSpec.parse("[S0,R|P1]").with_dims({0: [], 1: [0]}))
+        '[R,S0|P1]'
+        """
+        cuts: dict[int, Sequence[Axis]] = {**self.dim_partition_dict, **changes}
+        return ShardingSpec(self.dims, cuts, partial=self.partial)
+
+    def without_partial(self, axes: Iterable[Axis] | None = None) -> "ShardingSpec":
+        """Return the spec with the reductions over some axes, or over all, no longer pending.
+
+        Examples
+        --------
+        >>> str(ShardingSpec.parse("[R|P01]").without_partial([1]))
+        '[R|P0]'
+        """
+        done = set(self.partial if axes is None else axes)
+        pending = {axis: op for axis, op in self.partial.items() if axis not in done}
+        return ShardingSpec(self.dims, self.dim_partition_dict, partial=pending)
+
+
+def _check_used_once(dim_specs: Sequence[DimSpec], partials: Sequence[Partial]) -> None:
+    where: dict[Axis, str] = {}
+    uses = [(axis, f"dim {dim}") for dim, cut in enumerate(dim_specs) for axis in cut.axes]
+    uses += [(p.axis, f"the pending {p.op}") for p in partials]
+    for axis, place in uses:
+        if axis in where:
+            raise AxisError(
+                f"axis {axis} is used twice, by {where[axis]} and by {place}; "
+                "a mesh axis can cut a tensor only once"
+            )
+        where[axis] = place
+
+
+def _check_commute(partials: Sequence[Partial]) -> None:
+    """Refuse mixed reductions whose result depends on which axis is reduced first."""
+    ops = {p.op for p in partials}
+    if len(ops) > 1 and not ops <= {"sum", "avg"}:
+        raise AxisError(
+            f"pending reductions {sorted(ops)} do not commute, so their result depends on the "
+            "order; finish one before starting the other (sum and avg may be mixed)"
+        )

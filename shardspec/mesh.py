@@ -1,0 +1,386 @@
+"""The device mesh: which device ids there are, and how they are arranged.
+
+An *axis* is always a mesh axis and a *dim* always a tensor dimension. A mesh is a plain value: it
+owns no process group, so that planning needs no job, no GPU and no rank.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Final, Literal, Protocol, cast, get_args
+
+from shardspec.errors import AxisError, MeshError
+
+__all__ = ["Axis", "DeviceMesh", "LinkModel"]
+
+Axis = int | str
+LinkModel = Literal["ring", "shared-bus"]
+
+
+class _HasToList(Protocol):
+    """What torch tensors and numpy arrays have in common here."""
+
+    def tolist(self) -> object: ...
+
+
+Ids = _HasToList | Iterable[object]
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class DeviceMesh:
+    """Device ids arranged in a grid.
+
+    Parameters
+    ----------
+    physical_mesh_id
+        The physical ids: the global rank numbers. Distinct, non-negative, in any order. A torch
+        tensor, a numpy array or any (nested) sequence.
+    mesh_shape
+        Devices along each axis, the outermost axis first. Defaults to the shape of
+        `logical_mesh_id`, or of `physical_mesh_id`.
+    logical_mesh_id
+        The same ids already arranged, as an alternative to `mesh_shape`.
+    mesh_alpha
+        Per axis: start-up latency, in seconds a message.
+    mesh_beta
+        Per axis: transfer cost, in seconds a byte (the inverse of the bandwidth).
+    axis_names
+        Per axis: a name, usable wherever an axis number is.
+    link_model
+        ``"ring"`` where every axis has links of its own; ``"shared-bus"`` where all devices share
+        one bus (processes on one host), and what counts is the total of the bytes moved.
+    init_process_group
+        Also make the `torch.distributed` groups of this mesh. Every rank of the mesh must then
+        construct it. See `shardspec.comm.process_group.ProcessGroupCommunicator`.
+
+    Raises
+    ------
+    MeshError
+        If ids repeat, are negative or do not fill the shape, or if names or links do not match it.
+
+    Examples
+    --------
+    >>> mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
+    >>> mesh.coordinates(6)
+    (1, 2)
+    >>> mesh.group(6, ["dp"])
+    (2, 6)
+    >>> mesh == DeviceMesh(range(8), logical_mesh_id=[[0, 1, 2, 3], [4, 5, 6, 7]],
+    ...                    axis_names=("dp", "tp"))
+    True
+    """
+
+    ids: tuple[int, ...]
+    """Physical ids in row-major order of their coordinates."""
+    shape: tuple[int, ...]
+    """Devices along each axis; every entry is at least 1."""
+    axis_names: tuple[str, ...] | None
+    """One distinct name per axis, or None."""
+    mesh_alpha: tuple[float, ...] | None
+    """Seconds a message, per axis, or None where the caller gave none."""
+    mesh_beta: tuple[float, ...] | None
+    """Seconds a byte, per axis, or None where the caller gave none."""
+    link_model: LinkModel
+    """How links are shared; see the class."""
+    _position: Mapping[int, int] = field(compare=False, repr=False)
+    _hash: int = field(compare=False, repr=False)
+
+    def __init__(
+        self,
+        physical_mesh_id: Ids,
+        mesh_shape: Sequence[int] | None = None,
+        logical_mesh_id: Ids | None = None,
+        mesh_alpha: Sequence[float] | None = None,
+        mesh_beta: Sequence[float] | None = None,
+        *,
+        axis_names: Sequence[str] | None = None,
+        link_model: LinkModel = "ring",
+        init_process_group: bool = False,
+    ) -> None:
+        ids, own_shape = _flatten(physical_mesh_id)
+        _check_ids(ids)
+        if logical_mesh_id is not None:
+            logical, logical_shape = _flatten(logical_mesh_id)
+            _check_ids(logical)
+            if set(logical) != set(ids):
+                raise MeshError(
+                    f"logical_mesh_id holds the ids {_some(sorted(logical))} but physical_mesh_id "
+                    f"holds {_some(sorted(ids))}; give the same ids in both"
+                )
+            if mesh_shape is not None and tuple(mesh_shape) != logical_shape:
+                raise MeshError(
+                    f"mesh_shape {tuple(mesh_shape)} differs from the shape {logical_shape} of "
+                    "logical_mesh_id; give one of the two"
+                )
+            ids, shape = logical, logical_shape
+        else:
+            shape = own_shape if mesh_shape is None else tuple(int(n) for n in mesh_shape)
+        if not shape or min(shape) < 1:
+            raise MeshError(
+                f"mesh shape {shape}: need at least one axis, each of at least 1 device"
+            )
+        if math.prod(shape) != len(ids):
+            raise MeshError(
+                f"mesh shape {'x'.join(map(str, shape))} has {math.prod(shape)} places but "
+                f"{len(ids)} device ids were given"
+            )
+        if link_model not in get_args(LinkModel):
+            raise MeshError(f"link_model {link_model!r}: use one of {get_args(LinkModel)}")
+        names = _check_names(axis_names, shape)
+        alpha = _check_links("mesh_alpha", mesh_alpha, shape)
+        beta = _check_links("mesh_beta", mesh_beta, shape)
+        if (alpha is None) != (beta is None):
+            raise MeshError("give both mesh_alpha and mesh_beta, or neither")
+        identity = (ids, shape, names, alpha, beta, link_model)
+        values = (*identity, {id_: i for i, id_ in enumerate(ids)}, hash(identity))
+        for name, value in zip(self.__dataclass_fields__, values, strict=True):
+            object.__setattr__(self, name, value)
+        if init_process_group:
+            # The one import that points upwards: a mesh is a value, and this is sugar for
+            # building its communicator, which is found again through torch's own default group.
+            from shardspec.comm.process_group import ProcessGroupCommunicator
+
+            ProcessGroupCommunicator.create(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        if self.axis_names is None:
+            return "x".join(map(str, self.shape))
+        return ",".join(f"{a}={n}" for a, n in zip(self.axis_names, self.shape, strict=True))
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return len(self.ids)
+
+    def axis(self, axis: Axis) -> int:
+        """Return the number of an axis given by number or name.
+
+        Raises
+        ------
+        AxisError
+            If the mesh has no such axis.
+
+        Examples
+        --------
+        >>> DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp")).axis("tp")
+        1
+        """
+        if isinstance(axis, str):
+            if self.axis_names is None or axis not in self.axis_names:
+                known = ", ".join(self.axis_names) if self.axis_names else "none, only numbers"
+                raise AxisError(f"mesh {self} has no axis named {axis!r}; its names: {known}")
+            return self.axis_names.index(axis)
+        if not 0 <= axis < self.ndim:
+            raise AxisError(
+                f"axis {axis} is out of range: mesh {self} has {self.ndim} "
+                f"{'axis' if self.ndim == 1 else 'axes'}, numbered from 0"
+            )
+        return axis
+
+    def axis_label(self, axis: int) -> str:
+        """Return the name of an axis, or its number where axes have no names."""
+        return str(axis) if self.axis_names is None else self.axis_names[axis]
+
+    def __contains__(self, physical_id: object) -> bool:
+        return physical_id in self._position
+
+    def coordinates(self, physical_id: int) -> tuple[int, ...]:
+        """Return where a device sits: one index per axis.
+
+        Raises
+        ------
+        MeshError
+            If the device is not in the mesh.
+        """
+        if physical_id not in self._position:
+            raise MeshError(f"device {physical_id} is not in the mesh of ids {_some(self.ids)}")
+        position = self._position[physical_id]
+        coordinates = []
+        for size in reversed(self.shape):
+            position, index = divmod(position, size)
+            coordinates.append(index)
+        return tuple(reversed(coordinates))
+
+    def id_at(self, coordinates: Sequence[int]) -> int:
+        """Return the device at the given coordinates.
+
+        Raises
+        ------
+        MeshError
+            If the coordinates do not lie in the mesh.
+
+        Examples
+        --------
+        >>> DeviceMesh([3, 1, 0, 2], (2, 2)).id_at((1, 0))
+        0
+        """
+        if len(coordinates) != self.ndim or not all(
+            0 <= c < n for c, n in zip(coordinates, self.shape, strict=True)
+        ):
+            raise MeshError(f"coordinates {tuple(coordinates)} do not lie in mesh {self}")
+        position = 0
+        for index, size in zip(coordinates, self.shape, strict=True):
+            position = position * size + index
+        return self.ids[position]
+
+    def group(self, physical_id: int, axes: Iterable[Axis]) -> tuple[int, ...]:
+        """Return the ids that differ from a device only along `axes`, itself included.
+
+        They come in the order of `axes`, the first axis major.
+
+        Raises
+        ------
+        AxisError
+            If an axis does not exist or is named twice.
+        MeshError
+            If the device is not in the mesh.
+
+        Examples
+        --------
+        >>> mesh = DeviceMesh(range(8), (2, 2, 2))
+        >>> mesh.group(0, [0, 2]), mesh.group(0, [2, 0])
+        ((0, 1, 4, 5), (0, 4, 1, 5))
+        """
+        numbers = self._distinct(axes)
+        here = list(self.coordinates(physical_id))
+        members = []
+        for indices in product(*(range(self.shape[a]) for a in numbers)):
+            for axis, index in zip(numbers, indices, strict=True):
+                here[axis] = index
+            members.append(self.id_at(here))
+        return tuple(members)
+
+    def groups(self, axes: Iterable[Axis]) -> tuple[tuple[int, ...], ...]:
+        """Return every group along `axes`; together they hold each device once.
+
+        Examples
+        --------
+        >>> DeviceMesh(range(4), (2, 2)).groups([0])
+        ((0, 2), (1, 3))
+        """
+        numbers = self._distinct(axes)
+        free = (range(1) if a in numbers else range(n) for a, n in enumerate(self.shape))
+        return tuple(self.group(self.id_at(start), numbers) for start in product(*free))
+
+    def submesh(self, fixed: Mapping[Axis, int]) -> "DeviceMesh":
+        """Return the mesh that is left when some axes are held at one index each.
+
+        Raises
+        ------
+        AxisError
+            If an axis does not exist.
+        MeshError
+            If an index lies outside its axis, or no axis is left.
+
+        Examples
+        --------
+        >>> mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
+        >>> mesh.submesh({"dp": 1}).ids
+        (4, 5, 6, 7)
+        """
+        at = {self.axis(axis): index for axis, index in fixed.items()}
+        for axis, index in at.items():
+            if not 0 <= index < self.shape[axis]:
+                raise MeshError(f"index {index} lies outside axis {axis} of mesh {self}")
+        kept = [a for a in range(self.ndim) if a not in at]
+        if not kept:
+            raise MeshError(f"fixing every axis of mesh {self} leaves no mesh; keep one axis")
+        places = (range(n) if a in kept else (at[a],) for a, n in enumerate(self.shape))
+
+        def keep(values: Sequence[float] | None) -> list[float] | None:
+            return None if values is None else [values[a] for a in kept]
+
+        return DeviceMesh(
+            [self.id_at(place) for place in product(*places)],
+            [self.shape[a] for a in kept],
+            mesh_alpha=keep(self.mesh_alpha),
+            mesh_beta=keep(self.mesh_beta),
+            axis_names=None if self.axis_names is None else [self.axis_names[a] for a in kept],
+            link_model=self.link_model,
+        )
+
+    def _distinct(self, axes: Iterable[Axis]) -> tuple[int, ...]:
+        numbers = tuple(self.axis(axis) for axis in axes)
+        if len(set(numbers)) != len(numbers):
+            raise AxisError(f"axes {numbers} name one axis twice; name each once")
+        return numbers
+
+
+_SHOWN: Final = 8
+
+
+def _some(ids: Sequence[int]) -> str:
+    """List ids, the middle of a long list left out."""
+    shown = ", ".join(map(str, ids[:_SHOWN]))
+    return f"({shown}, … {len(ids)} in all)" if len(ids) > _SHOWN else f"({shown})"
+
+
+def _flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return ids in row-major order, and the shape they came in."""
+    nested = cast(_HasToList, ids).tolist() if callable(getattr(ids, "tolist", None)) else ids
+    shape: list[int] = []
+    level: list[object] = [nested]
+    while level and all(isinstance(item, Iterable) and not isinstance(item, str) for item in level):
+        rows = [list(cast(Iterable[object], item)) for item in level]
+        if len({len(row) for row in rows}) != 1:
+            raise MeshError("the device ids form no grid: rows differ in length")
+        shape.append(len(rows[0]))
+        level = [item for row in rows for item in row]
+    return tuple(_as_id(item) for item in level), tuple(shape)
+
+
+def _as_id(item: object) -> int:
+    if isinstance(item, bool) or not isinstance(item, int):
+        raise MeshError(f"device id {item!r} is not a whole number")
+    return item
+
+
+def _check_ids(ids: Sequence[int]) -> None:
+    if ids and min(ids) < 0:
+        raise MeshError(f"device id {min(ids)} is negative; ids are global rank numbers from 0")
+    if len(set(ids)) != len(ids):
+        repeated = next(iter(_repeats(ids)))
+        raise MeshError(f"device id {repeated} appears more than once; every id must be distinct")
+
+
+def _repeats(ids: Sequence[int]) -> Iterator[int]:
+    seen: set[int] = set()
+    for id_ in ids:
+        if id_ in seen:
+            yield id_
+        seen.add(id_)
+
+
+def _check_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if len(names) != len(shape):
+        raise MeshError(f"{len(names)} axis names {tuple(names)} for {len(shape)} axes {shape}")
+    for name in names:
+        if not name.isidentifier():
+            raise MeshError(f"axis name {name!r}: use letters, digits and '_', no digit first")
+    if len(set(names)) != len(names):
+        raise MeshError(f"axis names {tuple(names)} repeat; every name must be distinct")
+    return tuple(names)
+
+
+def _check_links(
+    what: str, values: Sequence[float] | None, shape: tuple[int, ...]
+) -> tuple[float, ...] | None:
+    if values is None:
+        return None
+    if len(values) != len(shape):
+        raise MeshError(f"{what} has {len(values)} values for {len(shape)} axes {shape}")
+    for value in values:
+        if not (math.isfinite(value) and value >= 0):
+            raise MeshError(f"{what} {tuple(values)}: each value must be finite and not negative")
+    return tuple(float(value) for value in values)
