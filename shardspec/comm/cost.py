@@ -1,0 +1,183 @@
+"""What a step costs: seconds from a latency-bandwidth model, and the bytes it moves.
+
+With ``b`` the bytes a device holds before the step, ``n`` the devices along the step's axes, alpha
+and beta the largest latency and cost a byte among those axes:
+
+============== =====================================================================
+step           seconds on rings, one per group
+============== =====================================================================
+all-gather     (n-1) alpha + b (n-1) beta
+reduce-scatter (n-1) alpha + b (n-1)/n beta
+all-reduce     2 (n-1) alpha + 2 b (n-1)/n beta
+all-to-all     sum over the n-1 peers of (alpha_link + b/n beta_link)
+slice          0
+============== =====================================================================
+
+A link between two devices has the largest alpha and beta among the axes on which they differ. The
+formulas are those of the nccl-tests manual (doc/PERFORMANCE.md) and of Thakur, Rabenseifner and
+Gropp, "Optimization of Collective Communication Operations in MPICH", 2005. Arithmetic and local
+copies are not counted. Such a model ranks plans; fitted to published curves it is typically 7 to
+11 % off and 21 to 37 % at worst.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from typing import Final
+
+from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
+from shardspec.mesh import DeviceMesh, LinkModel
+
+__all__ = ["DEFAULT_LINK", "CostModel", "Link", "bytes_received"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How fast data travels along one mesh axis."""
+
+    latency_s: float
+    """Start-up latency: seconds a message."""
+    seconds_per_byte: float
+    """Transfer cost: the inverse of the bandwidth in one direction."""
+    name: str = "given"
+    """Where the numbers come from."""
+
+    def __str__(self) -> str:
+        rate = f"{1e-9 / self.seconds_per_byte:.4g} GB/s" if self.seconds_per_byte else "free"
+        return f"{self.name}: {self.latency_s * 1e6:.4g} µs, {rate}"
+
+
+DEFAULT_LINK: Final = Link(3.4e-6, 1 / 362e9, "assumed h100-nvswitch")
+"""One H100 node: NCCL's NVLink ring step and a measured all-gather rate (NCCL 2.30 tuning.cc; ML
+Engineering Open Book, network benchmarks)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Prices steps on one mesh shape.
+
+    Parameters
+    ----------
+    mesh_shape
+        Devices along each axis.
+    links
+        One link per axis.
+    link_model
+        ``"ring"``: every group has links of its own. ``"shared-bus"``: all devices share one bus,
+        and a step costs the bytes that all of them receive together.
+
+    Examples
+    --------
+    >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
+    >>> round(model.step_seconds(AllGather(0, (1,)), 1_000_000) * 1e6, 3)
+    6.0
+    """
+
+    mesh_shape: tuple[int, ...]
+    links: tuple[Link, ...]
+    link_model: LinkModel = "ring"
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> "CostModel":
+        """Return the model of a mesh's own links, or of `DEFAULT_LINK` where it has none.
+
+        Examples
+        --------
+        >>> str(CostModel.of_mesh(DeviceMesh(range(2), (2,))).links[0])
+        'assumed h100-nvswitch: 3.4 µs, 362 GB/s'
+        """
+        if mesh.mesh_alpha is None or mesh.mesh_beta is None:
+            links: tuple[Link, ...] = (DEFAULT_LINK,) * mesh.ndim
+        else:
+            links = tuple(map(Link, mesh.mesh_alpha, mesh.mesh_beta))
+        return cls(mesh.shape, links, mesh.link_model)
+
+    def step_seconds(self, step: Step, num_bytes: int) -> float:
+        """Return the seconds of one step.
+
+        Parameters
+        ----------
+        step
+            What moves.
+        num_bytes
+            Bytes of the largest shard before the step.
+        """
+        if self.link_model == "shared-bus":
+            return self._shared_bus_seconds(step, num_bytes)
+        n = prod(self.mesh_shape[axis] for axis in step.axes)
+        match step:
+            case Slice():
+                return 0.0
+            case AllGather(_, axes):
+                alpha, beta = self._slowest(axes)
+                return (n - 1) * alpha + num_bytes * (n - 1) * beta
+            case ReduceScatter(_, axes, _):
+                alpha, beta = self._slowest(axes)
+                return (n - 1) * alpha + num_bytes * (n - 1) / n * beta
+            case AllReduce(axes, _):
+                alpha, beta = self._slowest(axes)
+                return 2 * (n - 1) * alpha + 2 * num_bytes * (n - 1) / n * beta
+            case AllToAll():
+                return self._all_to_all_seconds(sorted(step.axes), num_bytes / n)
+
+    def _all_to_all_seconds(self, axes: Sequence[int], bytes_per_peer: float) -> float:
+        """Add up the links to all peers: those that differ on the same axes cost the same."""
+        seconds = 0.0
+        for count in range(1, len(axes) + 1):
+            for differing in combinations(axes, count):
+                alpha, beta = self._slowest(differing)
+                peers = prod(self.mesh_shape[axis] - 1 for axis in differing)
+                seconds += peers * (alpha + bytes_per_peer * beta)
+        return seconds
+
+    def _shared_bus_seconds(self, step: Step, num_bytes: int) -> float:
+        n = prod(self.mesh_shape[axis] for axis in step.axes)
+        received = _ring_bytes(step, n, num_bytes)
+        if isinstance(step, Slice):
+            return 0.0
+        alpha, beta = self._slowest(step.axes)
+        messages = 2 * (n - 1) if isinstance(step, AllReduce) else n - 1
+        return messages * alpha + prod(self.mesh_shape) * received * beta
+
+    def _slowest(self, axes: Sequence[int]) -> tuple[float, float]:
+        """Return the largest latency and the largest cost a byte among some axes."""
+        return (
+            max(self.links[axis].latency_s for axis in axes),
+            max(self.links[axis].seconds_per_byte for axis in axes),
+        )
+
+
+def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int:
+    """Return the bytes that a device receives in a step, by a bandwidth-optimal algorithm.
+
+    Parameters
+    ----------
+    step
+        What moves.
+    mesh_shape
+        Devices along each axis.
+    num_bytes
+        Bytes of the largest shard before the step.
+
+    Examples
+    --------
+    >>> bytes_received(AllGather(0, (1,)), (2, 4), 100)
+    300
+    >>> bytes_received(AllReduce((1,), "sum"), (2, 4), 100)
+    150
+    """
+    n = prod(mesh_shape[axis] for axis in step.axes)
+    return -int(-_ring_bytes(step, n, num_bytes) // 1)
+
+
+def _ring_bytes(step: Step, n: int, num_bytes: int) -> float:
+    match step:
+        case Slice():
+            return 0.0
+        case AllGather():
+            return float(num_bytes * (n - 1))
+        case AllToAll() | ReduceScatter():
+            return num_bytes * (n - 1) / n
+        case AllReduce():
+            return 2 * num_bytes * (n - 1) / n

@@ -1,0 +1,67 @@
+"""All devices of a mesh in one process."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+from shardspec.boxes import box_shape, slices_within
+from shardspec.comm.communicator import BoxOf
+from shardspec.comm.reduce import combine
+from shardspec.comm.steps import AllReduce, ReduceScatter, Step
+from shardspec.comm.transfers import incoming
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["SimulatedCommunicator"]
+
+T = TypeVar("T")
+
+
+class SimulatedCommunicator:
+    """A `Communicator` that holds every device's shard, for tests, notebooks and one-host work.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh, DTensor
+    >>> mesh = DeviceMesh(range(4), (2, 2))
+    >>> t = DTensor(torch.arange(4), mesh, "[S0]", communicator=SimulatedCommunicator(mesh))
+    >>> t.redistribute("[S1]").shards
+    {0: tensor([0, 1]), 1: tensor([2, 3]), 2: tensor([0, 1]), 3: tensor([2, 3])}
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The devices among which data moves."""
+        return self._mesh
+
+    @property
+    def addressable(self) -> tuple[int, ...]:
+        """Every device of the mesh."""
+        return self._mesh.ids
+
+    def run(
+        self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
+    ) -> dict[int, torch.Tensor]:
+        """Carry out one step; see `Communicator.run`."""
+        results = {}
+        for device in self.addressable:
+            wanted = after(device)
+            parts = [
+                (box, shards[peer][slices_within(box, before(peer))])
+                for peer, box in incoming(step, self._mesh, device, before, after)
+            ]
+            if parts and isinstance(step, ReduceScatter | AllReduce):
+                results[device] = combine([part for _, part in parts], step.op).contiguous()
+                continue
+            result = shards[device].new_empty(box_shape(wanted))
+            for box, part in parts:
+                result[slices_within(box, wanted)] = part
+            results[device] = result
+        return results
+
+    def gather(self, values: Mapping[int, T]) -> dict[int, T]:
+        """Return the values, which are all here already."""
+        return {device: values[device] for device in self._mesh.ids}
