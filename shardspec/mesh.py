@@ -146,6 +146,11 @@ class DeviceMesh:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Made anew: the kept hash is of this process only, since each salts its text hashes.
+        values = (self.axis_names, self.mesh_alpha, self.mesh_beta, self.link_model)
+        return _remake, (self.ids, self.shape, *values)
+
     def __str__(self) -> str:
         if self.axis_names is None:
             return "x".join(map(str, self.shape))
@@ -315,6 +320,19 @@ class DeviceMesh:
         return numbers
 
 
+def _remake(
+    ids: tuple[int, ...],
+    shape: tuple[int, ...],
+    names: tuple[str, ...] | None,
+    alpha: tuple[float, ...] | None,
+    beta: tuple[float, ...] | None,
+    link_model: LinkModel,
+) -> DeviceMesh:
+    return DeviceMesh(
+        ids, shape, mesh_alpha=alpha, mesh_beta=beta, axis_names=names, link_model=link_model
+    )
+
+
 _SHOWN: Final = 8
 
 
@@ -326,16 +344,20 @@ def _some(ids: Sequence[int]) -> str:
 
 def _flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return ids in row-major order, and the shape they came in."""
-    nested = cast(_HasToList, ids).tolist() if callable(getattr(ids, "tolist", None)) else ids
     shape: list[int] = []
-    level: list[object] = [nested]
+    level = [_plain(ids)]
     while level and all(isinstance(item, Iterable) and not isinstance(item, str) for item in level):
         rows = [list(cast(Iterable[object], item)) for item in level]
         if len({len(row) for row in rows}) != 1:
             raise MeshError("the device ids form no grid: rows differ in length")
         shape.append(len(rows[0]))
-        level = [item for row in rows for item in row]
+        level = [_plain(item) for row in rows for item in row]
     return tuple(_as_id(item) for item in level), tuple(shape)
+
+
+def _plain(ids: object) -> object:
+    """Turn a tensor or array, also one with a single number, into plain lists and numbers."""
+    return cast(_HasToList, ids).tolist() if callable(getattr(ids, "tolist", None)) else ids
 
 
 def _as_id(item: object) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import index
 from typing import TypeAlias
 
 from shardspec.boxes import Box, box_shape, split_interval
@@ -50,7 +51,8 @@ class Layout:
     """Which box of a global tensor each device of a mesh holds.
 
     Each split follows `torch.chunk` (ceil-sized blocks, then a short one, then empty ones), applied
-    axis by axis from the major one inward, so boxes agree with `torch.distributed.tensor`.
+    axis by axis from the major one inward, so boxes agree with `torch.distributed.tensor`. Where a
+    device gets nothing of a dim, its interval is ``(size, size)``, which is torch's offset too.
 
     Parameters
     ----------
@@ -64,7 +66,7 @@ class Layout:
     Raises
     ------
     LayoutError
-        If the spec has another number of dims than the shape, or a size is negative.
+        If the spec has another number of dims than the shape, or a size is no whole number from 0.
     AxisError
         If the mesh lacks an axis of the spec.
     DTypeError
@@ -77,6 +79,8 @@ class Layout:
     ((6, 7), (0, 3))
     >>> [layout.local_shape(i) for i in range(4)]
     [(2, 3), (2, 3), (2, 3), (1, 3)]
+    >>> Layout(DeviceMesh(range(6), (2, 3)), "[S01]", (8,), "bf16").box(2)
+    ((8, 8),)
     """
 
     mesh: DeviceMesh
@@ -91,7 +95,12 @@ class Layout:
     def __init__(
         self, mesh: DeviceMesh, spec: SpecLike, global_shape: Sequence[int], dtype: object
     ) -> None:
-        shape = tuple(int(size) for size in global_shape)
+        try:
+            shape = tuple(index(size) for size in global_shape)
+        except TypeError:
+            raise LayoutError(
+                f"global shape {global_shape!r}: give a sequence of whole numbers"
+            ) from None
         resolved = resolve_axes(ShardingSpec.of(spec), mesh)
         if any(size < 0 for size in shape):
             raise LayoutError(f"global shape {shape} has a negative size")
@@ -124,7 +133,7 @@ class Layout:
             for axis in cut.axes:
                 assert isinstance(axis, int), "axes are resolved when the layout is made"
                 lo, hi = split_interval(lo, hi, self.mesh.shape[axis], at[axis])
-            sides.append((lo, hi))
+            sides.append((lo, hi) if lo < hi else (size, size))
         return tuple(sides)
 
     def boxes(self) -> dict[int, Box]:

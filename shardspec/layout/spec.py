@@ -127,6 +127,11 @@ class ShardingSpec:
                     f"dim_partition_dict names dim {dim}, but the tensor has {dims} "
                     f"{'dim' if dims == 1 else 'dims'}, numbered from 0"
                 )
+            if isinstance(cuts[dim], str) or not isinstance(cuts[dim], Iterable):
+                raise AxisError(
+                    f"dim_partition_dict gives {cuts[dim]!r} for dim {dim}; "
+                    f"give a list of axes: [{cuts[dim]!r}]"
+                )
         dim_specs = tuple(DimSpec(tuple(cuts.get(dim, ()))) for dim in range(dims))
         pending = tuple(
             sorted((Partial(a, op) for a, op in (partial or {}).items()), key=_partial_key)
