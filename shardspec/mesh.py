@@ -282,7 +282,7 @@ class DeviceMesh:
         Raises
         ------
         AxisError
-            If an axis does not exist.
+            If an axis does not exist or is given twice, by name and by number.
         MeshError
             If an index lies outside its axis, or no axis is left.
 
@@ -292,7 +292,7 @@ class DeviceMesh:
         >>> mesh.submesh({"dp": 1}).ids
         (4, 5, 6, 7)
         """
-        at = {self.axis(axis): index for axis, index in fixed.items()}
+        at = dict(zip(self._distinct(fixed), fixed.values(), strict=True))
         for axis, index in at.items():
             if not 0 <= index < self.shape[axis]:
                 raise MeshError(f"index {index} lies outside axis {axis} of mesh {self}")

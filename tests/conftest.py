@@ -2,6 +2,6 @@
 
 from hypothesis import settings
 
-# Derandomized, so that a run says the same everywhere; no deadline, because a slow machine is no bug.
+# Derandomized, so that a run says the same everywhere. No deadline: a slow machine is no bug.
 settings.register_profile("shardspec", derandomize=True, deadline=None, max_examples=300)
 settings.load_profile("shardspec")
