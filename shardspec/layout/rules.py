@@ -56,7 +56,7 @@ def match_rules(
             if specs[pattern].dims != dims:
                 raise LayoutError(
                     f"rule {pattern!r} has spec {specs[pattern]} for {specs[pattern].dims} dims, "
-                    f"but tensor {name!r} has {dims}; give tensors of other ranks a rule of their own"
+                    f"but tensor {name!r} has {dims}; give it a rule of its own"
                 )
             matched[name] = specs[pattern]
     if unused:

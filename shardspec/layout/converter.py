@@ -1,0 +1,259 @@
+"""The cheapest chain of steps from one layout to another."""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+
+from shardspec.comm.cost import CostModel, bytes_received
+from shardspec.comm.steps import Slice, Step
+from shardspec.dtypes import item_bytes
+from shardspec.errors import LayoutError
+from shardspec.layout.graph import Cuts, State, spec_of, state_of, transition_graph
+from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.search import cheapest_path
+
+__all__ = ["ConversionPlan", "LayoutConverter"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """The ordered steps from one layout to another. A plain value: it holds no group or tensor.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh
+    >>> source = Layout(DeviceMesh(range(8), (2, 4)), "[S0,R]", (4096, 4096), "bf16")
+    >>> plan = LayoutConverter().plan(source, "[R,S0]")
+    >>> plan.steps
+    (AllToAll(src_dim=0, dst_dim=1, src_axes=(0,), dst_axes=(0,)),)
+    >>> plan.bytes_received
+    8388608
+    """
+
+    steps: tuple[Step, ...]
+    """What to do, in order; empty where source and target are the same."""
+    layouts: tuple[Layout, ...]
+    """Source, then the layout after every step; the last one is the target."""
+    model: CostModel
+    """What the steps were priced by."""
+
+    @property
+    def source(self) -> Layout:
+        """The layout the plan starts from."""
+        return self.layouts[0]
+
+    @property
+    def target(self) -> Layout:
+        """The layout the plan arrives at."""
+        return self.layouts[-1]
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """Modelled seconds of every step."""
+        pairs = zip(self.steps, self.layouts, strict=False)
+        return tuple(self.model.step_seconds(step, at.max_local_bytes) for step, at in pairs)
+
+    @property
+    def step_bytes(self) -> tuple[int, ...]:
+        """Bytes the busiest device receives in every step, by a bandwidth-optimal algorithm."""
+        shape = self.source.mesh.shape
+        pairs = zip(self.steps, self.layouts, strict=False)
+        return tuple(bytes_received(step, shape, at.max_local_bytes) for step, at in pairs)
+
+    @property
+    def live_bytes(self) -> tuple[int, ...]:
+        """Bytes the fullest device holds during every step: its shard before and after."""
+        sizes = [layout.max_local_bytes for layout in self.layouts]
+        return tuple(before + after for before, after in pairwise(sizes))
+
+    @property
+    def cost_seconds(self) -> float:
+        """Modelled seconds of the whole plan."""
+        return sum(self.step_seconds)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes the busiest device receives in all steps together."""
+        return sum(self.step_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes a device holds at once."""
+        return max(self.live_bytes, default=self.source.max_local_bytes)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the plan as plain lists, numbers and text, ready for JSON."""
+        rows = zip(
+            self.steps,
+            self.layouts[1:],
+            self.step_seconds,
+            self.step_bytes,
+            self.live_bytes,
+            strict=True,
+        )
+        return {
+            "source": str(self.source.spec),
+            "target": str(self.target.spec),
+            "mesh": list(self.source.mesh.shape),
+            "shape": list(self.source.global_shape),
+            "dtype": self.source.dtype,
+            "link_model": self.model.link_model,
+            "links": [
+                {
+                    "name": link.name,
+                    "latency_s": link.latency_s,
+                    "seconds_per_byte": link.seconds_per_byte,
+                }
+                for link in self.model.links
+            ],
+            "steps": [
+                {
+                    "step": type(step).__name__,
+                    **{field: getattr(step, field) for field in step.__slots__},
+                    "layout": str(after.spec),
+                    "bytes_received": received,
+                    "seconds": seconds,
+                    "live_bytes": live,
+                }
+                for step, after, seconds, received, live in rows
+            ],
+            "cost_seconds": self.cost_seconds,
+            "bytes_received": self.bytes_received,
+            "peak_bytes": self.peak_bytes,
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return the plan as JSON text."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        from shardspec.layout.plan_text import plan_text
+
+        return plan_text(self)
+
+
+class LayoutConverter:
+    """Finds the cheapest plan between two layouts.
+
+    Parameters
+    ----------
+    cost_model
+        Prices of steps; by default those of the mesh of each conversion.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh
+    >>> source = Layout(DeviceMesh(range(6), (2, 3)), "[R,S01,R]", (30, 30, 30), "f32")
+    >>> plan = LayoutConverter().plan(source, "[S01,R,R]")
+    >>> [str(layout.spec) for layout in plan.layouts]
+    ['[R,S01,R]', '[R,S0,R]', '[S0,R,R]', '[S01,R,R]']
+    """
+
+    def __init__(self, cost_model: CostModel | None = None) -> None:
+        self.cost_model = cost_model
+
+    def plan(self, source: Layout, target: Layout | SpecLike) -> ConversionPlan:
+        """Return the cheapest plan from `source` to `target`.
+
+        Parameters
+        ----------
+        source
+            Where the tensor is.
+        target
+            Where it is to be: a spec on the same mesh, or a layout.
+
+        Raises
+        ------
+        LayoutError
+            If the target is another tensor or on another mesh, or wants a reduction pending that
+            is not pending at the source.
+        AxisError
+            If the mesh lacks an axis of the target spec.
+        """
+        goal = target if isinstance(target, Layout) else source.with_spec(target)
+        _check_same_tensor(source, goal)
+        model = self.cost_model or CostModel.of_mesh(source.mesh)
+        if model.mesh_shape != source.mesh.shape:
+            raise LayoutError(
+                f"the cost model is for a mesh of shape {model.mesh_shape}, but the layout is on "
+                f"a mesh of shape {source.mesh.shape}"
+            )
+        return _cheapest_plan(source, goal, model)
+
+    def cost(self, source: Layout, target: Layout | SpecLike) -> float:
+        """Return the modelled seconds of the cheapest plan; raises as `plan` does.
+
+        Examples
+        --------
+        >>> from shardspec import DeviceMesh
+        >>> source = Layout(DeviceMesh(range(2), (2,)), "[R]", (8,), "f32")
+        >>> LayoutConverter().cost(source, "[S0]")
+        0.0
+        """
+        return self.plan(source, target).cost_seconds
+
+
+def _check_same_tensor(source: Layout, target: Layout) -> None:
+    for what in ("mesh", "global_shape", "dtype"):
+        here, there = getattr(source, what), getattr(target, what)
+        if here != there:
+            raise LayoutError(
+                f"cannot convert {source} to {target}: {what.replace('_', ' ')} {here} differs "
+                f"from {there}"
+            )
+    missing = set(target.spec.partials) - set(source.spec.partials)
+    if missing:
+        raise LayoutError(
+            f"cannot convert {source.spec} to {target.spec}: the target wants a pending "
+            f"{min(p.op for p in missing)} that the source lacks; a conversion only finishes "
+            "reductions, it never starts one"
+        )
+
+
+@lru_cache(maxsize=4096)
+def _cheapest_plan(source: Layout, target: Layout, model: CostModel) -> ConversionPlan:
+    start, goal = state_of(source.spec), state_of(target.spec)
+    space = transition_graph(source.mesh.ndim, source.spec.dims, start[1])
+    size = _LocalBytes(source)
+
+    def price(step: Step, state: State) -> float:
+        return model.step_seconds(step, size(state[0]))
+
+    path = cheapest_path(space, start, goal, price)
+    assert path is not None, "everything can be gathered, reduced and cut again"
+    path = _with_slices_joined(path)
+    layouts = (source, *(source.with_spec(spec_of(state)) for _, state in path))
+    return ConversionPlan(tuple(step for step, _ in path), layouts, model)
+
+
+def _with_slices_joined(path: list[tuple[Step, State]]) -> list[tuple[Step, State]]:
+    """Make one slice of several that follow each other on one dim."""
+    joined: list[tuple[Step, State]] = []
+    for step, state in path:
+        last = joined[-1][0] if joined else None
+        if isinstance(step, Slice) and isinstance(last, Slice) and step.dim == last.dim:
+            joined[-1] = (Slice(step.dim, last.axes + step.axes), state)
+        else:
+            joined.append((step, state))
+    return joined
+
+
+class _LocalBytes:
+    """Bytes of the largest shard under some cuts, kept for the length of one search."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._known: dict[Cuts, int] = {}
+
+    def __call__(self, cuts: Cuts) -> int:
+        if cuts not in self._known:
+            shape = self._layout.mesh.shape
+            sides = []
+            for size, cut in zip(self._layout.global_shape, cuts, strict=True):
+                for axis in cut:
+                    size = -(-size // shape[axis])
+                sides.append(size)
+            self._known[cuts] = prod(sides) * item_bytes(self._layout.dtype)
+        return self._known[cuts]

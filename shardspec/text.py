@@ -1,0 +1,88 @@
+"""Sizes, times and tables as text."""
+
+import io
+from collections.abc import Sequence
+
+__all__ = ["bytes_text", "seconds_text", "table_text"]
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Return a size in the binary unit that suits it.
+
+    Examples
+    --------
+    >>> bytes_text(0), bytes_text(1536), bytes_text(33554432)
+    ('0 B', '1.5 KiB', '32 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024 or unit == "TiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration in the unit that suits it.
+
+    Examples
+    --------
+    >>> seconds_text(0), seconds_text(2.5e-5), seconds_text(0.0123), seconds_text(75)
+    ('0 s', '25 µs', '12.3 ms', '75 s')
+    """
+    if seconds == 0 or seconds >= 1:
+        return f"{seconds:.4g} s"
+    return f"{seconds * 1e6:.4g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
+
+
+def table_text(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    footer: Sequence[str] | None = None,
+    numbers_from: int = 1,
+) -> str:
+    """Return a plain table whose columns line up.
+
+    Parameters
+    ----------
+    header, rows, footer
+        Cells as text; all rows are as long as the header.
+    numbers_from
+        First column that is aligned to the right.
+
+    Examples
+    --------
+    >>> print(table_text(["what", "bytes"], [["a", "12"], ["bb", "3"]]))
+    what   bytes
+    ────────────
+    a         12
+    bb         3
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        box=box.Box("    \n    \n ── \n    \n    \n ── \n    \n    \n"),
+        show_footer=footer is not None,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for column, title in enumerate(header):
+        table.add_column(
+            title,
+            footer=footer[column] if footer else "",
+            justify="right" if column >= numbers_from else "left",
+            no_wrap=True,
+        )
+    for row in rows:
+        table.add_row(*(_plain(cell) for cell in row))
+    console = Console(file=io.StringIO(), width=10_000, color_system=None, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _plain(cell: str) -> str:
+    """Keep rich from reading '[S0,R]' as markup."""
+    return cell.replace("[", r"\[")
