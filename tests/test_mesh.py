@@ -7,6 +7,7 @@ import sys
 import time
 from itertools import combinations, permutations, product
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,7 +124,11 @@ def test_logical_mesh_id_arranges_the_physical_ids():
 
 
 def test_equal_by_content():
-    base = {"mesh_alpha": (1e-5, 2e-5), "mesh_beta": (1e-9, 2e-9), "axis_names": ("a", "b")}
+    base: dict[str, Any] = {
+        "mesh_alpha": (1e-5, 2e-5),
+        "mesh_beta": (1e-9, 2e-9),
+        "axis_names": ("a", "b"),
+    }
     mesh = DeviceMesh(range(6), (2, 3), **base)
     assert DeviceMesh(torch.arange(6), (2, 3), **base) == mesh
     assert hash(DeviceMesh(np.arange(6), (2, 3), **base)) == hash(mesh)
@@ -190,7 +195,7 @@ def test_text():
 
 
 def test_links_are_kept_as_floats():
-    mesh = DeviceMesh(range(6), (2, 3), mesh_alpha=[0, 1], mesh_beta=np.array([2.0, 3.0]))
+    mesh = DeviceMesh(range(6), (2, 3), mesh_alpha=[0, 1], mesh_beta=(2, 3.0))
     assert mesh.mesh_alpha == (0.0, 1.0)
     assert mesh.mesh_beta == (2.0, 3.0)
     assert all(type(value) is float for value in (*mesh.mesh_alpha, *mesh.mesh_beta))
