@@ -1,0 +1,153 @@
+"""Imports go downwards by the layers, in no circle, and to torch only where tensors are."""
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+import shardspec
+
+ROOT = Path(shardspec.__file__).parent
+# Lowest first. A module may import from layers below its own, and from its own folder.
+LAYERS = [
+    {"errors", "text"},
+    {"boxes", "dtypes"},
+    {"mesh"},
+    {"comm"},
+    {"layout"},
+    {"dtensor"},
+    {"checkpoint"},
+    {"cli"},
+]
+# A mesh is a value; that `init_process_group=True` builds its communicator is sugar.
+UPWARD_ON_PURPOSE = {("shardspec.mesh", "shardspec.comm.process_group")}
+WITH_TENSORS = {
+    "shardspec.comm.default",
+    "shardspec.comm.process_group",
+    "shardspec.comm.reduce",
+    "shardspec.comm.simulated",
+    "shardspec.dtensor",
+}
+MODULES = sorted(module.name for module in pkgutil.walk_packages([str(ROOT)], prefix="shardspec."))
+
+
+def source(module):
+    path = ROOT.joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def imported(node):
+    """Return the modules that one import statement names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    assert isinstance(node, ast.ImportFrom)
+    assert node.module is not None
+    assert node.level == 0
+    names = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name if name in MODULES else node.module for name in names]
+
+
+def imports(tree):
+    """Yield every import as (module, whether it runs when the importing module is imported)."""
+    late = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for name in imported(node):
+                yield name, node not in late
+
+
+EDGES = [
+    (module, name, at_once)
+    for module in MODULES
+    for name, at_once in imports(ast.parse(source(module).read_text("utf-8")))
+]
+
+
+def layer(module):
+    part = module.split(".")[1]
+    found = [number for number, parts in enumerate(LAYERS) if part in parts]
+    assert found, f"{module} has no place among the layers"
+    return found[0]
+
+
+def test_the_modules_are_found():
+    assert {"shardspec.mesh", "shardspec.layout.converter", "shardspec.cli"} <= set(MODULES)
+    assert set(MODULES) > WITH_TENSORS
+    assert ("shardspec.layout.layout", "shardspec.mesh", True) in EDGES
+    assert ("shardspec.layout.spec", "shardspec.layout.grammar", False) in EDGES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_downwards(module):
+    up = set()
+    for importer, name, _ in EDGES:
+        if importer != module or name.split(".")[0] != "shardspec":
+            continue
+        assert name in MODULES, f"{module} imports {name}; import from the module that defines it"
+        same_part = name.split(".")[1] == module.split(".")[1]
+        if layer(name) > layer(module) or (layer(name) == layer(module) and not same_part):
+            up.add((importer, name))
+    assert up == {edge for edge in UPWARD_ON_PURPOSE if edge[0] == module}
+
+
+def test_no_circles():
+    graph = nx.DiGraph((importer, name) for importer, name, at_once in EDGES if at_once)
+    assert graph.number_of_edges() > 50
+    assert list(nx.simple_cycles(graph)) == []
+
+
+def test_only_modules_with_tensors_import_torch_at_once():
+    importers = {
+        importer for importer, name, at_once in EDGES if at_once and name.split(".")[0] == "torch"
+    }
+    assert importers == WITH_TENSORS
+
+
+def test_everything_else_works_without_torch():
+    """Import all other modules, hand on their public names, and look what came with them."""
+    names = ["shardspec", *(module for module in MODULES if module not in WITH_TENSORS)]
+    script = (
+        "import importlib, sys\n"
+        f"for name in {names}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+        "from shardspec import DeviceMesh, Layout, LayoutConverter, ShardingSpec\n"
+        "layout = Layout(DeviceMesh(range(8), (2, 4)), '[S0,R]', (8, 8), 'bf16')\n"
+        "LayoutConverter().plan(layout, '[R,S01]')\n"
+        "assert 'torch' not in sys.modules, 'planning'\n"
+        "print(len(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > len(names)
+
+
+def test_public_names_are_handed_on():
+    home = shardspec._HOME
+    assert sorted(home) == sorted(shardspec.__all__)
+    for name, module in home.items():
+        assert getattr(shardspec, name) is getattr(import_module(module), name)
+        assert name in import_module(module).__all__
+    assert dir(shardspec) == sorted(shardspec.__all__)
+    with pytest.raises(AttributeError) as caught:
+        shardspec.Nothing  # noqa: B018  # the access is the test
+    assert str(caught.value) == "module 'shardspec' has no attribute 'Nothing'"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if source(m).name != "__init__.py"])
+def test_public_names_exist(module):
+    loaded = import_module(module)
+    assert loaded.__all__
+    assert all(hasattr(loaded, name) for name in loaded.__all__)
+    assert loaded.__doc__
