@@ -1,0 +1,260 @@
+"""Moving the bytes of a tensor from where its boxes are stored to where they are wanted.
+
+Whole rows go from file to file inside the system; what is cut along rows is gathered in a buffer
+that fits the CPU's cache. Memory does not grow with the size of a tensor.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Final, Protocol, assert_never
+
+import numpy as np
+
+from shardspec.boxes import Box, box_shape, intersect, slices_within
+from shardspec.checkpoint.files import OpenFiles, read_into, reason
+from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, pieces
+from shardspec.checkpoint.reduce import Reduction
+from shardspec.checkpoint.regions import Bytes, read_region
+from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
+
+__all__ = ["Buffers", "FileSink", "MemorySink", "Sink", "copy_box", "write_all"]
+
+_BLOCK_BYTES: Final = 512 << 10
+"""Size of each buffer: two of them fit the L2 cache of common CPUs."""
+_COPY_BYTES: Final = 4 << 20
+"""Bytes copied by one call inside the system, so that progress is seen."""
+_NO_DIRECT_COPY: Final = frozenset(
+    (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
+)
+"""Answers of a system or file system that cannot copy between these two files by itself."""
+
+
+class Buffers:
+    """Memory for one thread that copies: made once, used for every tensor."""
+
+    def __init__(self) -> None:
+        self.block: Bytes = np.empty(_BLOCK_BYTES, np.uint8)
+        """Where a block of the target is put together."""
+        self.scratch: Bytes = np.empty(_BLOCK_BYTES, np.uint8)
+        """What was read and is still to be put in place."""
+
+
+class Sink(Protocol):
+    """Where the bytes of a target go."""
+
+    def copy(self, run: Run, fd: int) -> None:
+        """Copy a run from an open file to its place."""
+        ...
+
+    def room(self, block: Block) -> Bytes:
+        """Return flat memory in which a block can be put together."""
+        ...
+
+    def put(self, block: Block, room: Bytes) -> None:
+        """Take a block that has been put together in the memory that `room` gave."""
+        ...
+
+
+class MemorySink:
+    """Puts a target into memory.
+
+    Parameters
+    ----------
+    out
+        Flat memory as long as the target.
+    """
+
+    def __init__(self, out: Bytes) -> None:
+        self._out = out
+
+    def copy(self, run: Run, fd: int) -> None:
+        """Read a run straight to its place."""
+        place = self._out[run.target_offset : run.target_offset + run.num_bytes]
+        read_into(fd, place.data, run.source_offset, run.source.path)
+
+    def room(self, block: Block) -> Bytes:
+        """Return the very place of the block."""
+        return self._out[block.target_offset : block.target_offset + block.num_bytes]
+
+    def put(self, block: Block, room: Bytes) -> None:
+        """Do nothing: the block is in its place."""
+
+
+class FileSink:
+    """Writes a target into a file.
+
+    Parameters
+    ----------
+    fd, path
+        The file, open for writing; the path is for errors.
+    offset
+        Where in it the target starts.
+    buffers
+        Memory to gather blocks in.
+    advance
+        Called with the number of bytes after each write.
+    """
+
+    def __init__(
+        self, fd: int, path: Path, offset: int, buffers: Buffers, advance: Callable[[int], None]
+    ) -> None:
+        self._fd = fd
+        self._path = path
+        self._offset = offset
+        self._buffers = buffers
+        self._advance = advance
+
+    def copy(self, run: Run, fd: int) -> None:
+        """Copy a run inside the system, or through memory where it cannot do that."""
+        done = self._copy_direct(run, fd) if sys.platform == "linux" else 0
+        while done < run.num_bytes:
+            part = self._buffers.block[: run.num_bytes - done]
+            read_into(fd, part.data, run.source_offset + done, run.source.path)
+            target = self._offset + run.target_offset + done
+            write_all(self._fd, part.data, target, self._path)
+            done += len(part)
+            self._advance(len(part))
+
+    def _copy_direct(self, run: Run, fd: int) -> int:
+        """Return how many bytes the system has copied."""
+        done = 0
+        while done < run.num_bytes:
+            try:
+                count = os.copy_file_range(
+                    fd,
+                    self._fd,
+                    min(_COPY_BYTES, run.num_bytes - done),
+                    run.source_offset + done,
+                    self._offset + run.target_offset + done,
+                )
+            except OSError as error:
+                if error.errno in _NO_DIRECT_COPY:
+                    return done
+                raise CheckpointError(
+                    f"{self._path}: copying from {run.source.path} failed: {reason(error)}"
+                ) from None
+            if count == 0:
+                # Either the file was cut short, which reading will tell, or the file system lies.
+                return done
+            done += count
+            self._advance(count)
+        return done
+
+    def room(self, block: Block) -> Bytes:
+        """Return the start of the buffer."""
+        return self._buffers.block[: block.num_bytes]
+
+    def put(self, block: Block, room: Bytes) -> None:
+        """Write the block."""
+        target = self._offset + block.target_offset
+        write_all(self._fd, room.data, target, self._path)
+        self._advance(block.num_bytes)
+
+
+def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
+    """Write bytes at a place in a file.
+
+    Raises
+    ------
+    CheckpointError
+        If the system refuses, as when the disk is full.
+    """
+    done = 0
+    while done < len(data):
+        try:
+            done += os.pwrite(fd, data[done:], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
+
+
+def copy_box(
+    tensor: StoredTensor, target: Box, sink: Sink, files: OpenFiles, buffers: Buffers
+) -> None:
+    """Put one box of a tensor where it is wanted; pending reductions are finished on the way.
+
+    Parameters
+    ----------
+    tensor
+        What is stored; its boxes tile it, as `check_tiling` makes sure.
+    target
+        The box wanted, in elements.
+    sink
+        Where it goes, row-major.
+    files, buffers
+        Open files and memory to work with.
+
+    Raises
+    ------
+    CheckpointError
+        If reading or writing fails.
+    """
+    size = item_bytes(tensor.dtype)
+    wanted = byte_box(target, size)
+    parts: dict[tuple[int, ...], list[Place]] = {
+        addend: [] for addend in product(*(range(p.addends) for p in tensor.pending))
+    }
+    seen: set[tuple[tuple[int, ...], Box]] = set()
+    for stored in tensor.boxes:
+        if (stored.addend, stored.box) not in seen:
+            seen.add((stored.addend, stored.box))
+            parts[stored.addend].append(Place(byte_box(stored.box, size), stored))
+    if tensor.pending:
+        _reduce(tensor, wanted, list(parts.values()), sink, files, buffers)
+        return
+    for piece in pieces(wanted, parts[()], buffers.block.size):
+        match piece:
+            case Run():
+                sink.copy(piece, files.fd(piece.source.path))
+            case Block():
+                room = sink.room(piece)
+                _gather(piece.sources, piece.box, room, files, buffers)
+                sink.put(piece, room)
+            case _:
+                assert_never(piece)
+
+
+def _reduce(
+    tensor: StoredTensor,
+    wanted: Box,
+    parts: Sequence[Sequence[Place]],
+    sink: Sink,
+    files: OpenFiles,
+    buffers: Buffers,
+) -> None:
+    """Combine all addends of one block after the other."""
+    every = [place for addend in parts for place in addend]
+    reduction = Reduction(tensor.dtype, tensor.pending)
+    for block in pieces(wanted, every, buffers.block.size, runs=False):
+        assert isinstance(block, Block), "runs were not asked for"
+        room = sink.room(block)
+        for addend in parts:
+            _gather(addend, block.box, room, files, buffers)
+            reduction.add(room)
+        reduction.finish(room)
+        sink.put(block, room)
+
+
+def _gather(
+    sources: Sequence[Place], box: Box, room: Bytes, files: OpenFiles, buffers: Buffers
+) -> None:
+    """Read what several places hold of one box (in bytes) into flat memory."""
+    out = room.reshape(box_shape(box))
+    for place in sources:
+        shared = intersect(place.box, box)
+        if shared is not None:
+            stored: StoredBox = place.stored
+            read_region(
+                files.fd(stored.path),
+                stored.path,
+                stored.offset,
+                place.box,
+                shared,
+                out[slices_within(shared, box)],
+                buffers.scratch,
+            )

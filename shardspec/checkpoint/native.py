@@ -1,0 +1,183 @@
+"""Reading shardspec's own format: the sharding info joined with the headers of its files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardspec.boxes import box_shape
+from shardspec.checkpoint.files import file_inside, open_regular
+from shardspec.checkpoint.holders import Part, holders, part_of, pending_of
+from shardspec.checkpoint.info import INFO_NAME, BoxEntry, FileEntry, ShardingInfo, read_info
+from shardspec.checkpoint.safetensors_file import Header, read_header
+from shardspec.checkpoint.source import StoredBox, StoredTensor, box_text
+from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["NativeCheckpoint", "open_native", "shard_metadata"]
+
+
+def shard_metadata(save: str, rank: int) -> dict[str, str]:
+    """Return what every file says about itself, so that a stray file is found out."""
+    return {"format": "pt", "shardspec.rank": str(rank), "shardspec.save": save}
+
+
+class NativeCheckpoint:
+    """A `CheckpointSource` over a directory that `save_sharded` wrote; made by `open_native`."""
+
+    def __init__(
+        self, directory: Path, info: ShardingInfo, boxes: Mapping[str, tuple[StoredBox, ...]]
+    ) -> None:
+        self._directory = directory
+        self._info = info
+        self._boxes = boxes
+
+    @property
+    def directory(self) -> Path:
+        """Where it lies."""
+        return self._directory
+
+    @property
+    def info(self) -> ShardingInfo:
+        """What its sharding info says."""
+        return self._info
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The devices that wrote it."""
+        return self._info.mesh
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor, sorted."""
+        return tuple(sorted(self._info.tensors))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The sharding info and every file it names."""
+        named = (self._directory / file.name for file in self._info.files)
+        return (self._directory / INFO_NAME, *named)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor and its boxes."""
+        layout = self._info.tensors[name]
+        return StoredTensor(
+            name,
+            layout.global_shape,
+            layout.dtype,
+            layout.spec,
+            pending_of(layout),
+            self._boxes.get(name, ()),
+        )
+
+
+def open_native(directory: Path) -> NativeCheckpoint:
+    """Read the sharding info and the header of every file, and check that they agree.
+
+    Raises
+    ------
+    CheckpointError
+        If the info is missing or damaged; if a file is missing, truncated, from another save, or
+        holds other tensors, shapes or dtypes than the info says; or if a box is stored by no file.
+    """
+    info = read_info(directory)
+    stored: dict[str, list[StoredBox]] = {name: [] for name in info.tensors}
+    for file in info.files:
+        path = file_inside(directory, file.name, directory / INFO_NAME)
+        header = _read_file(path, file, info)
+        offsets = {entry.name: entry.offset for entry in header.entries}
+        for entry in file.boxes:
+            stored[entry.tensor].append(
+                StoredBox(entry.box, entry.addend, file.rank, path, offsets[entry.tensor])
+            )
+    parts_of: dict[Layout, dict[Part, tuple[int, ...]]] = {}
+    for name, layout in info.tensors.items():
+        if layout not in parts_of:
+            parts_of[layout] = holders(layout)
+        found = {(box.box, box.addend) for box in stored[name]}
+        for part, ranks in parts_of[layout].items():
+            if part not in found:
+                raise CheckpointError(
+                    f"{directory}: tensor {name!r}: no file holds its box {_part_text(part)}, "
+                    f"which {_ranks_text(ranks)} held; restore that file or save again"
+                )
+    return NativeCheckpoint(directory, info, {name: tuple(b) for name, b in stored.items()})
+
+
+def _read_file(path: Path, file: FileEntry, info: ShardingInfo) -> Header:
+    """Return the header of a file once it agrees with the info in every respect."""
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: the file of rank {file.rank} is missing; restore it or save again"
+        )
+    fd = open_regular(path)
+    with open(fd, "rb", buffering=0):
+        header = read_header(fd, path)
+    if header.file_bytes != file.num_bytes:
+        raise CheckpointError(
+            f"{path}: has {header.file_bytes} bytes but {INFO_NAME} says {file.num_bytes}; the "
+            "file was changed, restore it"
+        )
+    for key, due in shard_metadata(info.save, file.rank).items():
+        if header.metadata.get(key) != due:
+            raise CheckpointError(
+                f"{path}: its metadata says {key} {header.metadata.get(key)!r} but {INFO_NAME} "
+                f"says {due!r}; the file belongs elsewhere, restore the right one"
+            )
+    listed = {entry.tensor: entry for entry in file.boxes}
+    for entry in header.entries:
+        if entry.name not in listed:
+            raise CheckpointError(
+                f"{path}: holds tensor {entry.name!r}, which {INFO_NAME} does not list for it; "
+                "the file was changed, restore it"
+            )
+        _check_box(listed.pop(entry.name), entry.shape, entry.dtype, path, file.rank, info)
+    for name in listed:
+        raise CheckpointError(
+            f"{path}: lacks tensor {name!r}, which {INFO_NAME} lists for it; the file was "
+            "changed, restore it"
+        )
+    return header
+
+
+def _check_box(
+    entry: BoxEntry,
+    shape: tuple[int, ...],
+    dtype: str,
+    path: Path,
+    rank: int,
+    info: ShardingInfo,
+) -> None:
+    layout = info.tensors[entry.tensor]
+    due = part_of(layout, rank)
+    if (entry.box, entry.addend) != due:
+        raise CheckpointError(
+            f"{info_path(path)}: tensor {entry.tensor!r}: rank {rank} is said to hold box "
+            f"{_part_text((entry.box, entry.addend))}, but under spec {layout.spec} it holds "
+            f"{_part_text(due)}; the info contradicts itself"
+        )
+    if shape != box_shape(entry.box):
+        raise CheckpointError(
+            f"{path}: holds tensor {entry.tensor!r} of shape {list(shape)}, but its box "
+            f"{box_text(entry.box)} needs {list(box_shape(entry.box))}; the file was changed, "
+            "restore it"
+        )
+    if dtype != layout.dtype:
+        raise CheckpointError(
+            f"{path}: holds tensor {entry.tensor!r} as {dtype}, but {INFO_NAME} says "
+            f"{layout.dtype}; the file was changed, restore it"
+        )
+
+
+def info_path(path: Path) -> Path:
+    """Return the info that belongs to a file."""
+    return path.parent / INFO_NAME
+
+
+def _part_text(part: Part) -> str:
+    box, addend = part
+    return f"{box_text(box)} of addend {list(addend)}" if addend else box_text(box)
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown} all"

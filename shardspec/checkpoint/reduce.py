@@ -1,0 +1,93 @@
+"""Finishing a pending reduction with numpy alone, a block at a time.
+
+Sums of short floats are kept in float32 and rounded once at the end.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.checkpoint.regions import Bytes
+from shardspec.checkpoint.source import Pending
+from shardspec.comm.steps import ReduceOp
+
+__all__ = ["Reduction"]
+
+_UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+class Reduction:
+    """Combines the addends of one block after the other.
+
+    Parameters
+    ----------
+    dtype
+        torch's name of the element type; one for which `Layout` allows the reduction.
+    pending
+        The reductions; several are all of one operation, or sums and means.
+
+    Examples
+    --------
+    >>> total = Reduction("int8", (Pending("max", 2),))
+    >>> total.add(np.array([1, 5], np.uint8))
+    >>> total.add(np.array([3, 2], np.uint8))
+    >>> out = np.zeros(2, np.uint8)
+    >>> total.finish(out)
+    >>> out.tolist()
+    [3, 5]
+    """
+
+    def __init__(self, dtype: str, pending: Sequence[Pending]) -> None:
+        self._dtype = dtype
+        self._combine = _UFUNCS[pending[0].op]
+        self._divisor = prod(p.addends for p in pending if p.op == "avg")
+        self._total: NDArray[Any] | None = None
+
+    def add(self, raw: Bytes) -> None:
+        """Take in the next addend of the block, as its bytes; they are free for reuse then."""
+        addend = _widen(raw, self._dtype)
+        if self._total is None:
+            self._total = addend.copy()
+            return
+        # Overflow and NaN are results like others here, as they are in torch.
+        with np.errstate(all="ignore"):
+            self._combine(self._total, addend, out=self._total)
+
+    def finish(self, out: Bytes) -> None:
+        """Write the bytes of the result, and start anew."""
+        assert self._total is not None, "a reduction has at least one addend"
+        total, self._total = self._total, None
+        with np.errstate(all="ignore"):
+            if self._divisor != 1:
+                total /= self._divisor
+            out[:] = _narrow(total, self._dtype).view(np.uint8)
+
+
+def _widen(raw: Bytes, dtype: str) -> NDArray[Any]:
+    """Return the numbers that bytes hold, in the type in which they are combined."""
+    if dtype == "bfloat16":
+        # bfloat16 is the upper half of a float32.
+        return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "float16":
+        return raw.view(np.float16).astype(np.float32)
+    return raw.view(np.dtype(dtype))
+
+
+def _narrow(total: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Return numbers in their own type, rounded to nearest, ties to even."""
+    if dtype == "bfloat16":
+        bits = total.view(np.uint32)
+        rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        # Rounding could carry a NaN into infinity; torch writes this NaN instead.
+        half = np.where(np.isnan(total), np.uint32(0x7FC0), rounded >> np.uint32(16))
+        return half.astype(np.uint16)
+    return total.astype(np.dtype(dtype), copy=False)

@@ -1,0 +1,86 @@
+"""Reading a part of a stored box into memory: no byte more than needed, in few calls."""
+
+from math import gcd
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.boxes import Box, box_shape
+from shardspec.checkpoint.files import read_into
+from shardspec.checkpoint.pieces import offset_in
+
+__all__ = ["Bytes", "read_region"]
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+_PAGE: Final = 4096
+"""Gaps shorter than this are read along: the system reads whole pages of a file anyway."""
+
+
+def read_region(
+    fd: int, path: Path, offset: int, outer: Box, region: Box, out: Bytes, scratch: Bytes
+) -> None:
+    """Read the part `region` of the box `outer` that lies row-major at `offset` of a file.
+
+    Parameters
+    ----------
+    fd, path, offset
+        Where the box lies; the path is for errors.
+    outer, region
+        The boxes, in bytes.
+    out
+        Where to put it; shaped as the region, its last dim contiguous.
+    scratch
+        Room for what is read before it is put in place; longer is faster, up to the CPU's cache.
+
+    Raises
+    ------
+    CheckpointError
+        If the file ends too early or cannot be read.
+    """
+    strides = [1]
+    for side in reversed(box_shape(outer)[1:]):
+        strides.insert(0, strides[0] * side)
+    start = offset + offset_in(outer, [lo for lo, _ in region])
+    _read(fd, path, start, tuple(strides), out, scratch)
+
+
+def _read(
+    fd: int, path: Path, start: int, strides: tuple[int, ...], out: Bytes, scratch: Bytes
+) -> None:
+    span, gap = 1, 0
+    for size, stride in zip(reversed(out.shape), reversed(strides), strict=True):
+        if size > 1:
+            gap = max(gap, stride - span)
+            span += (size - 1) * stride
+    if span == out.size and out.flags.c_contiguous:
+        read_into(fd, out.reshape(-1).data, start, path)
+    elif span <= scratch.size and gap < _PAGE:
+        read_into(fd, scratch[:span].data, start, path)
+        _copy(np.ndarray(out.shape, np.uint8, scratch.data, strides=strides), out)
+    else:
+        # A single row is contiguous on both sides, so there is a dim left to go along.
+        step = max(1, scratch.size // strides[0]) if gap < _PAGE else 1
+        for at in range(0, out.shape[0], step):
+            part = out[at] if step == 1 else out[at : at + step]
+            rest = strides[1:] if step == 1 else strides
+            _read(fd, path, start + at * strides[0], rest, part, scratch)
+
+
+def _copy(source: Bytes, out: Bytes) -> None:
+    """Copy between arrays of bytes whose last dims are contiguous, in units as wide as they allow.
+
+    numpy moves one item at a time where rows are short, so wider items mean fewer of them.
+    """
+    unit = gcd(
+        8,
+        out.shape[-1],
+        source.__array_interface__["data"][0],
+        out.__array_interface__["data"][0],
+        *source.strides[:-1],
+        *out.strides[:-1],
+    )
+    wide = np.dtype(f"u{unit}")
+    np.copyto(out.view(wide), source.view(wide))

@@ -1,0 +1,311 @@
+"""Saving: each rank writes its shards into a file of its own, the sharding info comes last."""
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardspec.boxes import box_shape
+from shardspec.checkpoint.agree import agree
+from shardspec.checkpoint.assign import assign_boxes
+from shardspec.checkpoint.copy import write_all
+from shardspec.checkpoint.files import reason
+from shardspec.checkpoint.info import (
+    INFO_NAME,
+    BoxEntry,
+    FileEntry,
+    ShardingInfo,
+    format_info,
+    read_info,
+)
+from shardspec.checkpoint.native import shard_metadata
+from shardspec.checkpoint.output import write_atomically
+from shardspec.checkpoint.safetensors_file import Header, TensorSlot, encode_header
+from shardspec.comm.communicator import Communicator
+from shardspec.errors import CheckpointError, DTypeError, OutputExistsError
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardspec.dtensor import DTensor
+
+__all__ = ["save_sharded"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A file to be written."""
+
+    entry: FileEntry
+    head: bytes
+    """Its first bytes."""
+    header: Header
+
+
+def save_sharded(
+    state_dict: Mapping[str, "DTensor | torch.Tensor"],
+    directory: Path | str,
+    *,
+    overwrite: bool = False,
+    communicator: Communicator | None = None,
+) -> None:
+    """Write a checkpoint; every rank calls it with its shards of the same tensors.
+
+    Each rank writes one file with its boxes; a box that several ranks hold is written by one of
+    them. The sharding info follows when all files are on the disk, so a directory without it is an
+    unfinished save. Pending reductions are saved as they are, addend by addend.
+
+    Parameters
+    ----------
+    state_dict
+        Name to tensor. A plain tensor counts as the same on every device of the mesh. All
+        DTensors are on one mesh.
+    directory
+        Where to write, the same place for every rank; made if it does not exist.
+    overwrite
+        Replace the save that is there. The old one stays whole until the new one is.
+    communicator
+        Who the ranks are; by default that of the DTensors, and without any the running job, or
+        this process alone.
+
+    Raises
+    ------
+    OutputExistsError
+        On every rank, if the directory holds a finished save and `overwrite` is not set.
+    CheckpointError
+        On every rank, if any rank fails or they do not agree on names, shapes, dtypes and specs.
+        What this save wrote is removed again, and an older save is kept.
+    CommunicatorError
+        If this is a rank of a job that has not initialised `torch.distributed`.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from shardspec import DTensor, DeviceMesh, load_sharded
+    >>> mesh = DeviceMesh(range(4), (2, 2))
+    >>> w = DTensor(torch.arange(6).view(3, 2), mesh, "[S0,R]")
+    >>> path = tempfile.mkdtemp()
+    >>> save_sharded({"w": w, "step": torch.tensor(7)}, path)
+    >>> load_sharded(path)["w"]
+    DTensor([S0,R] of [3, 2] int64 on 2x2; holds the shards of devices 0, 1, 2, 3)
+    """
+    chosen = _communicator(state_dict, communicator)
+    if not chosen.addressable:
+        return
+    path = Path(directory)
+    mesh = chosen.mesh
+    leader = mesh.ids[0] in chosen.addressable
+    layouts = agree(chosen, lambda: _layouts(state_dict, mesh))
+    tokens = chosen.gather(dict.fromkeys(chosen.addressable, secrets.token_hex(8)))
+    save = tokens[mesh.ids[0]]
+    _check_same(layouts, chosen)
+    agree(chosen, lambda: _claim(path, overwrite) if leader else None)
+    # A device without boxes writes no file.
+    boxes = {rank: entries for rank, entries in assign_boxes(mesh, layouts).items() if entries}
+    mine = [_shard(r, boxes[r], layouts, save) for r in chosen.addressable if r in boxes]
+    try:
+        agree(chosen, lambda: _write_shards(path, mine, state_dict))
+        replaced = agree(
+            chosen, lambda: _publish(path, save, layouts, boxes, mesh) if leader else []
+        )
+    except CheckpointError:
+        _remove(path, [shard.entry.name for shard in mine])
+        raise
+    _remove(path, replaced)
+
+
+def _communicator(
+    state_dict: Mapping[str, "DTensor | torch.Tensor"], communicator: Communicator | None
+) -> Communicator:
+    """Return who saves together."""
+    import torch.distributed as dist
+
+    from shardspec.comm.default import communicator_of
+    from shardspec.dtensor import DTensor
+
+    if communicator is not None:
+        return communicator
+    for value in state_dict.values():
+        if isinstance(value, DTensor):
+            return value.communicator
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return communicator_of(DeviceMesh(range(ranks)))
+
+
+def _layouts(
+    state_dict: Mapping[str, "DTensor | torch.Tensor"], mesh: DeviceMesh
+) -> dict[str, Layout]:
+    """Check every value, and return how it is laid out, by name."""
+    import torch
+
+    from shardspec.dtensor import DTensor
+
+    layouts = {}
+    for name, value in state_dict.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"the name {name!r} is no text; name tensors by strings")
+        where = f"tensor {name!r}"
+        if isinstance(value, DTensor):
+            if value.layout.mesh != mesh:
+                raise CheckpointError(
+                    f"{where} is on mesh {value.layout.mesh} with ids {value.layout.mesh.ids}, but "
+                    f"the save is on mesh {mesh} with ids {mesh.ids}; convert it to one mesh first"
+                )
+            parts = list(value.shards.values())
+            layouts[name] = value.layout
+        elif isinstance(value, torch.Tensor):
+            parts = [value]
+            try:
+                layouts[name] = Layout(mesh, ShardingSpec(value.dim()), value.shape, value.dtype)
+            except DTypeError as error:
+                raise CheckpointError(f"{where}: {error}") from None
+        else:
+            raise CheckpointError(
+                f"{where} is a {type(value).__name__}; a checkpoint holds tensors, so leave it "
+                "out or make it one with torch.tensor"
+            )
+        for part in parts:
+            if type(part).__module__.startswith("torch.distributed"):
+                raise CheckpointError(
+                    f"{where} is a {type(part).__module__}.{type(part).__name__}; give its local "
+                    "tensor to shardspec.DTensor.from_local"
+                )
+            if part.layout is not torch.strided or part.is_quantized or part.is_meta:
+                raise CheckpointError(
+                    f"{where} is no plain dense tensor ({part.layout}, on {part.device}); convert "
+                    "it first"
+                )
+    layouts = {name: layouts[name] for name in sorted(layouts)}
+    # Names that no file can carry are refused here, even those of tensors that have no boxes.
+    encode_header((TensorSlot(n, at.dtype, at.global_shape) for n, at in layouts.items()), {})
+    return layouts
+
+
+def _check_same(layouts: Mapping[str, Layout], communicator: Communicator) -> None:
+    """Raise on every rank if not all of them save the same tensors."""
+    facts = {
+        name: f"{layout.spec} of {list(layout.global_shape)} {layout.dtype}"
+        for name, layout in layouts.items()
+    }
+    digest = sha256(repr(sorted(facts.items())).encode("utf-8", "surrogatepass")).hexdigest()
+    ranks = communicator.addressable
+    digests = communicator.gather(dict.fromkeys(ranks, digest))
+    if len(set(digests.values())) == 1:
+        return
+    # Only now the long lists travel.
+    every = communicator.gather(dict.fromkeys(ranks, facts))
+    first, other = next((i, j) for i in every for j in every if every[i] != every[j])
+    name = min(
+        name
+        for name in every[first].keys() | every[other].keys()
+        if every[first].get(name) != every[other].get(name)
+    )
+    has = [f"rank {r} has {every[r].get(name, 'no such tensor')}" for r in (first, other)]
+    raise CheckpointError(f"tensor {name!r}: {' but '.join(has)}; save the same on every rank")
+
+
+def _shard(
+    rank: int, entries: Sequence[BoxEntry], layouts: Mapping[str, Layout], save: str
+) -> _Shard:
+    """Return the file that a rank writes."""
+    slots = [
+        TensorSlot(entry.tensor, layouts[entry.tensor].dtype, box_shape(entry.box))
+        for entry in entries
+    ]
+    head, header = encode_header(slots, shard_metadata(save, rank))
+    name = f"shard-{rank:05d}-{save}.safetensors"
+    return _Shard(FileEntry(name, rank, header.file_bytes, tuple(entries)), head, header)
+
+
+def _claim(path: Path, overwrite: bool) -> None:
+    """Make the directory, unless there is a save in it that is to be kept."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be made a directory: {reason(error)}") from None
+    if not overwrite and os.path.lexists(path / INFO_NAME):
+        raise OutputExistsError(
+            f"{path}: holds a finished save; choose another directory, or replace it with "
+            "overwrite=True"
+        )
+
+
+def _write_shards(
+    path: Path, shards: Sequence[_Shard], state_dict: Mapping[str, "DTensor | torch.Tensor"]
+) -> None:
+    for shard in shards:
+        write_atomically(
+            path / shard.entry.name,
+            shard.header.file_bytes,
+            partial(_fill, path / shard.entry.name, shard, state_dict),
+            overwrite=False,
+        )
+
+
+def _fill(
+    file: Path, shard: _Shard, state_dict: Mapping[str, "DTensor | torch.Tensor"], fd: int
+) -> None:
+    from shardspec.dtensor import DTensor
+
+    write_all(fd, memoryview(shard.head), 0, file)
+    for entry in shard.header.entries:
+        value = state_dict[entry.name]
+        part = value.shards[shard.entry.rank] if isinstance(value, DTensor) else value
+        write_all(fd, _bytes_of(part), entry.offset, file)
+
+
+def _bytes_of(tensor: "torch.Tensor") -> memoryview:
+    """Return the bytes of a tensor, row-major; copied only where they are not at hand that way."""
+    import torch
+
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _publish(
+    path: Path,
+    save: str,
+    layouts: Mapping[str, Layout],
+    boxes: Mapping[int, Sequence[BoxEntry]],
+    mesh: DeviceMesh,
+) -> list[str]:
+    """Write the sharding info, which makes the save count; return the files it supersedes."""
+    files = (_shard(rank, entries, layouts, save).entry for rank, entries in boxes.items())
+    info = ShardingInfo(save, mesh, layouts, tuple(files))
+    for file in info.files:
+        try:
+            found = (path / file.name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path / file.name}: rank {file.rank} has written this file, but the first rank "
+                f"of the mesh does not see it ({reason(error)}); save to a directory that all "
+                "ranks share"
+            ) from None
+        assert found == file.num_bytes, "files appear only when they are complete"
+    superseded: list[str] = []
+    # An older info that cannot be read names nothing that could be removed.
+    with suppress(CheckpointError):
+        superseded = [file.name for file in read_info(path).files]
+    text = format_info(info).encode()
+    write_atomically(
+        path / INFO_NAME,
+        len(text),
+        lambda fd: write_all(fd, memoryview(text), 0, path / INFO_NAME),
+        overwrite=True,
+    )
+    return superseded
+
+
+def _remove(path: Path, names: Sequence[str]) -> None:
+    """Remove files that no info names any more; one that stays takes room and does no harm."""
+    for name in names:
+        with suppress(OSError):
+            (path / name).unlink()

@@ -1,0 +1,98 @@
+"""What a checkpoint looks like to those who read it, whatever its format.
+
+A format lists its tensors, and for each the boxes that are stored: which part of the tensor, and
+where its bytes lie. Whoever merges or loads copies bytes between places and needs to know no more,
+so that a new format is one new file that makes these values.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shardspec.boxes import Box
+from shardspec.comm.steps import ReduceOp
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["CheckpointSource", "Pending", "StoredBox", "StoredTensor", "box_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A part of a tensor that lies in a file, contiguous and row-major."""
+
+    box: Box
+    """Which part of the global tensor; never empty."""
+    addend: tuple[int, ...]
+    """Which addend of a pending reduction, one index per entry of `StoredTensor.pending`."""
+    rank: int
+    """Physical id of the device that wrote it."""
+    path: Path
+    """The file."""
+    offset: int
+    """Position of the first byte in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A reduction that is still to be carried out when the tensor is read."""
+
+    op: ReduceOp
+    addends: int
+    """How many addends there are: the size of the mesh axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint and all its boxes."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Sizes of the global tensor."""
+    dtype: str
+    """torch's name of the element type."""
+    spec: ShardingSpec | None
+    """How it is cut, where the format says so; axes by number."""
+    pending: tuple[Pending, ...]
+    """One entry per axis over which a reduction is pending, in the order of the spec."""
+    boxes: tuple[StoredBox, ...]
+    """Every stored box; one box may be stored more than once."""
+
+
+class CheckpointSource(Protocol):
+    """A checkpoint that can be read."""
+
+    @property
+    def directory(self) -> Path:
+        """Where it lies."""
+        ...
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The devices that wrote it, where the format says so."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor, sorted."""
+        ...
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file it consists of; none of them may be written over."""
+        ...
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return one of the tensors that `names` lists."""
+        ...
+
+
+def box_text(box: Box) -> str:
+    """Write a box as the index that selects it.
+
+    Examples
+    --------
+    >>> box_text(((0, 2), (3, 7))), box_text(())
+    ('[0:2, 3:7]', '[]')
+    """
+    return f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]"

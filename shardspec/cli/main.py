@@ -1,0 +1,108 @@
+"""The command `shardspec`, and the one place where errors become a line and an exit code.
+
+Exit codes: 0 done, 1 interrupted, 2 wrong usage (an option, a spec, a mesh), 3 a checkpoint or an
+output that cannot be used.
+"""
+
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import FrameType
+from typing import Any, Final, Never
+
+import click
+
+from shardspec.errors import CheckpointError, ShardSpecError
+
+__all__ = ["cli", "main"]
+
+_COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
+    "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
+    "merge": ("shardspec.cli.merge", "Write the whole tensors of a checkpoint into one file."),
+}
+"""Name to the module whose `command` it is, and one line of help: nothing is imported for it."""
+
+_USAGE: Final = 2
+_BAD_INPUT: Final = 3
+
+
+class _LazyGroup(click.Group):
+    """Imports a command when it is called, so that each starts as fast as it can."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # named by click
+        """Return the names in the order of the help."""
+        return list(_COMMANDS)
+
+    def get_command(
+        self,
+        ctx: click.Context,  # noqa: ARG002  # named by click
+        cmd_name: str,
+    ) -> click.Command | None:
+        """Import one command."""
+        if cmd_name not in _COMMANDS:
+            return None
+        command = import_module(_COMMANDS[cmd_name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(
+        self,
+        ctx: click.Context,  # noqa: ARG002  # named by click
+        formatter: click.HelpFormatter,
+    ) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+    def main(  # type: ignore[override]  # click overloads this by a literal; here it never returns
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        **extra: Any,  # noqa: ANN401  # handed on to click as it is
+    ) -> Never:
+        """Run, turn every expected error into one line on stderr, and exit."""
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(args, prog_name, **extra)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = _USAGE
+        except click.UsageError as error:
+            hint = f"; see '{error.ctx.command_path} -h'" if error.ctx else ""
+            code = _fail(f"{error.format_message().rstrip('.')}{hint}", _USAGE)
+        except click.ClickException as error:
+            code = _fail(error.format_message(), error.exit_code)
+        except click.Abort:
+            code = _fail("interrupted", 1)
+        except CheckpointError as error:
+            code = _fail(str(error), _BAD_INPUT)
+        except ShardSpecError as error:
+            code = _fail(str(error), _USAGE)
+        sys.exit(code)
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"Error: {message}", err=True)
+    return code
+
+
+@click.command(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="'shardspec COMMAND -h' shows what a command takes, with examples.",
+)
+@click.version_option(package_name="shardspec", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Sharding specs for tensors: plan conversions, look into sharded checkpoints, merge them."""
+
+
+def main() -> None:
+    """Run the command line; the entry point of the package."""
+    # Being told to end is handled as an interrupt: temporary files are removed on the way out.
+    signal.signal(signal.SIGTERM, _interrupt)
+    cli(prog_name="shardspec")
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
