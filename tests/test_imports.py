@@ -23,6 +23,7 @@ LAYERS = [
     {"dtensor"},
     {"checkpoint"},
     {"cli"},
+    {"__main__"},
 ]
 # A mesh is a value; that `init_process_group=True` builds its communicator is sugar.
 UPWARD_ON_PURPOSE = {("shardspec.mesh", "shardspec.comm.process_group")}

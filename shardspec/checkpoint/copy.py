@@ -25,8 +25,8 @@ from shardspec.errors import CheckpointError
 
 __all__ = ["Buffers", "FileSink", "MemorySink", "Sink", "copy_box", "write_all"]
 
-_BLOCK_BYTES: Final = 512 << 10
-"""Size of each buffer: two of them fit the L2 cache of common CPUs."""
+_BLOCK_BYTES: Final = 1 << 20
+"""Size of each buffer: it fits the L2 cache of common CPUs; smaller ones mean more calls."""
 _COPY_BYTES: Final = 4 << 20
 """Bytes copied by one call inside the system, so that progress is seen."""
 _NO_DIRECT_COPY: Final = frozenset(
