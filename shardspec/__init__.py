@@ -7,12 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from shardspec.checkpoint.load import load_sharded
+    from shardspec.checkpoint.merge import merge
+    from shardspec.checkpoint.save import save_sharded
     from shardspec.comm.cost import CostModel, Link
     from shardspec.comm.process_group import ProcessGroupCommunicator
     from shardspec.comm.simulated import SimulatedCommunicator
+    from shardspec.dtensor import DTensor, distribute_tensor
     from shardspec.errors import ShardSpecError
     from shardspec.layout.converter import ConversionPlan, LayoutConverter
     from shardspec.layout.layout import Layout
+    from shardspec.layout.rules import match_rules
     from shardspec.layout.spec import DimSpec, ShardingSpec
     from shardspec.mesh import DeviceMesh
 
