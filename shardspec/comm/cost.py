@@ -10,6 +10,9 @@ all-gather     (n-1) alpha + b (n-1) beta
 reduce-scatter (n-1) alpha + b (n-1)/n beta
 all-reduce     2 (n-1) alpha + 2 b (n-1)/n beta
 all-to-all     sum over the n-1 peers of (alpha_link + b/n beta_link)
+permute        max over devices of (alpha_link + b beta_link)
+exchange       max over devices of the larger of what it sends and what it receives, each
+               a sum over peers of (alpha_link + bytes beta_link)
 slice          0
 ============== =====================================================================
 
@@ -22,11 +25,21 @@ copies are not counted. Such a model ranks plans; fitted to published curves it 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import combinations
-from math import prod
+from math import ceil, prod
 from typing import Final
 
-from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
+from shardspec.comm.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+)
 from shardspec.mesh import DeviceMesh, LinkModel
 
 __all__ = ["DEFAULT_LINK", "CostModel", "Link", "bytes_received"]
@@ -94,53 +107,59 @@ class CostModel:
         return cls(mesh.shape, links, mesh.link_model)
 
     def step_seconds(self, step: Step, num_bytes: int) -> float:
-        """Return the seconds of one step.
+        """Return the seconds of a collective or a slice.
 
         Parameters
         ----------
         step
-            What moves.
+            What moves; permute and exchange depend on both layouts, see
+            `shardspec.layout.routed_cost`.
         num_bytes
             Bytes of the largest shard before the step.
         """
-        if self.link_model == "shared-bus":
-            return self._shared_bus_seconds(step, num_bytes)
-        n = prod(self.mesh_shape[axis] for axis in step.axes)
-        match step:
-            case Slice():
-                return 0.0
-            case AllGather(_, axes):
-                alpha, beta = self._slowest(axes)
-                return (n - 1) * alpha + num_bytes * (n - 1) * beta
-            case ReduceScatter(_, axes, _):
-                alpha, beta = self._slowest(axes)
-                return (n - 1) * alpha + num_bytes * (n - 1) / n * beta
-            case AllReduce(axes, _):
-                alpha, beta = self._slowest(axes)
-                return 2 * (n - 1) * alpha + 2 * num_bytes * (n - 1) / n * beta
-            case AllToAll():
-                return self._all_to_all_seconds(sorted(step.axes), num_bytes / n)
+        fixed, per_byte = self.coefficients(step)
+        return fixed + num_bytes * per_byte
 
-    def _all_to_all_seconds(self, axes: Sequence[int], bytes_per_peer: float) -> float:
+    def coefficients(self, step: Step) -> tuple[float, float]:
+        """Return the seconds a step takes whatever its size, and those it takes per byte held.
+
+        Examples
+        --------
+        >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
+        >>> model.coefficients(AllGather(0, (1,))) == (3 * 1e-6, 3 * 1e-12)
+        True
+        """
+        assert not isinstance(step, Permute | Exchange), "priced by the layouts on both sides"
+        n = prod(self.mesh_shape[axis] for axis in step.axes)
+        if isinstance(step, Slice):
+            return 0.0, 0.0
+        if self.link_model == "shared-bus":
+            alpha, beta = self.slowest(step.axes)
+            messages = 2 * (n - 1) if isinstance(step, AllReduce) else n - 1
+            return messages * alpha, float(prod(self.mesh_shape) * _received_share(step, n)) * beta
+        if isinstance(step, AllToAll):
+            return self._all_to_all_coefficients(sorted(step.axes), n)
+        alpha, beta = self.slowest(step.axes)
+        match step:
+            case AllGather():
+                return (n - 1) * alpha, (n - 1) * beta
+            case ReduceScatter():
+                return (n - 1) * alpha, (n - 1) / n * beta
+            case AllReduce():
+                return 2 * (n - 1) * alpha, 2 * (n - 1) / n * beta
+
+    def _all_to_all_coefficients(self, axes: Sequence[int], n: int) -> tuple[float, float]:
         """Add up the links to all peers: those that differ on the same axes cost the same."""
-        seconds = 0.0
+        fixed = per_byte = 0.0
         for count in range(1, len(axes) + 1):
             for differing in combinations(axes, count):
-                alpha, beta = self._slowest(differing)
+                alpha, beta = self.slowest(differing)
                 peers = prod(self.mesh_shape[axis] - 1 for axis in differing)
-                seconds += peers * (alpha + bytes_per_peer * beta)
-        return seconds
+                fixed += peers * alpha
+                per_byte += peers / n * beta
+        return fixed, per_byte
 
-    def _shared_bus_seconds(self, step: Step, num_bytes: int) -> float:
-        n = prod(self.mesh_shape[axis] for axis in step.axes)
-        received = _ring_bytes(step, n, num_bytes)
-        if isinstance(step, Slice):
-            return 0.0
-        alpha, beta = self._slowest(step.axes)
-        messages = 2 * (n - 1) if isinstance(step, AllReduce) else n - 1
-        return messages * alpha + prod(self.mesh_shape) * received * beta
-
-    def _slowest(self, axes: Sequence[int]) -> tuple[float, float]:
+    def slowest(self, axes: Sequence[int]) -> tuple[float, float]:
         """Return the largest latency and the largest cost a byte among some axes."""
         return (
             max(self.links[axis].latency_s for axis in axes),
@@ -168,16 +187,19 @@ def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int
     150
     """
     n = prod(mesh_shape[axis] for axis in step.axes)
-    return -int(-_ring_bytes(step, n, num_bytes) // 1)
+    return ceil(num_bytes * _received_share(step, n))
 
 
-def _ring_bytes(step: Step, n: int, num_bytes: int) -> float:
+def _received_share(step: Step, n: int) -> Fraction:
+    """Return the bytes a device receives per byte it holds before a collective or slice."""
     match step:
         case Slice():
-            return 0.0
+            return Fraction(0)
         case AllGather():
-            return float(num_bytes * (n - 1))
+            return Fraction(n - 1)
         case AllToAll() | ReduceScatter():
-            return num_bytes * (n - 1) / n
+            return Fraction(n - 1, n)
         case AllReduce():
-            return 2 * num_bytes * (n - 1) / n
+            return Fraction(2 * (n - 1), n)
+        case Permute() | Exchange():
+            raise AssertionError("counted from the layouts on both sides")

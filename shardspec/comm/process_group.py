@@ -17,7 +17,7 @@ from shardspec.boxes import box_shape, slices_within, split_interval
 from shardspec.comm.communicator import BoxOf
 from shardspec.comm.reduce import combine
 from shardspec.comm.steps import AllReduce, ReduceOp, ReduceScatter, Step
-from shardspec.comm.transfers import incoming, outgoing
+from shardspec.comm.transfers import Transfers
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
 
@@ -151,15 +151,16 @@ class ProcessGroupCommunicator:
         """Put the boxes that this device gets side by side."""
         me = self._rank
         held, wanted = before(me), after(me)
+        transfers = Transfers(step, self._mesh, before, after)
         result = shard.new_empty(box_shape(wanted))
         sends, receives, late = [], [], []
-        for peer, box in outgoing(step, self._mesh, me, before, after):
+        for peer, box in transfers.outgoing(me):
             part = shard[slices_within(box, held)]
             if peer == me:
                 result[slices_within(box, wanted)] = part
             else:
                 sends.append((peer, part.contiguous()))
-        for peer, box in incoming(step, self._mesh, me, before, after):
+        for peer, box in transfers.incoming(me):
             if peer == me:
                 continue
             place = result[slices_within(box, wanted)]
@@ -180,11 +181,12 @@ class ProcessGroupCommunicator:
         """Send every peer its part of this device's addend; combine what arrives."""
         me = self._rank
         held, wanted = before(me), after(me)
+        transfers = Transfers(step, self._mesh, before, after)
         sends, receives, addends = [], [], []
-        for peer, box in outgoing(step, self._mesh, me, before, after):
+        for peer, box in transfers.outgoing(me):
             if peer != me:
                 sends.append((peer, shard[slices_within(box, held)].contiguous()))
-        for peer, box in incoming(step, self._mesh, me, before, after):
+        for peer, box in transfers.incoming(me):
             if peer == me:
                 addends.append(shard[slices_within(box, held)])
             else:

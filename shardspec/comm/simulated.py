@@ -9,7 +9,7 @@ from shardspec.boxes import box_shape, slices_within
 from shardspec.comm.communicator import BoxOf
 from shardspec.comm.reduce import combine
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step
-from shardspec.comm.transfers import incoming
+from shardspec.comm.transfers import Transfers
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["SimulatedCommunicator"]
@@ -46,12 +46,13 @@ class SimulatedCommunicator:
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
     ) -> dict[int, torch.Tensor]:
         """Carry out one step; see `Communicator.run`."""
+        transfers = Transfers(step, self._mesh, before, after)
         results = {}
         for device in self.addressable:
             wanted = after(device)
             parts = [
                 (box, shards[peer][slices_within(box, before(peer))])
-                for peer, box in incoming(step, self._mesh, device, before, after)
+                for peer, box in transfers.incoming(device)
             ]
             if parts and isinstance(step, ReduceScatter | AllReduce):
                 results[device] = combine([part for _, part in parts], step.op).contiguous()

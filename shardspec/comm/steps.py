@@ -11,6 +11,8 @@ step            from → to     backward
 `AllToAll`      S → S         `AllToAll` the other way
 `ReduceScatter` P → S         `AllGather`
 `AllReduce`     P → R         none: the gradient of a sum is the gradient of each addend
+`Permute`       any → any     `Permute` the other way
+`Exchange`      any → any     `Exchange` the other way
 =============== ============= ==================================================
 
 The table holds under the convention of `torch.distributed.tensor`: the gradient that arrives at a
@@ -25,6 +27,8 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Exchange",
+    "Permute",
     "ReduceOp",
     "ReduceScatter",
     "Slice",
@@ -102,7 +106,30 @@ class AllReduce:
     """What is pending over the axes."""
 
 
-Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce
+@dataclass(frozen=True, slots=True)
+class Permute:
+    """Send whole shards on: every device gets its new shard from one device, itself perhaps.
+
+    Possible where the devices together hold the same boxes before and after, each as often, and
+    nothing is pending: S01 ↔ S10, S0 ↔ S1 where the axes are equally long.
+    """
+
+    axes: tuple[int, ...]
+    """Mesh axes whose part in the cuts changes, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Send every device exactly the bytes it lacks, each from the nearest device that holds them.
+
+    Possible between any two layouts with nothing pending, on different meshes too.
+    """
+
+    axes: tuple[int, ...]
+    """Mesh axes whose part in the cuts changes, ascending; empty between different meshes."""
+
+
+Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce | Permute | Exchange
 
 
 def backward(step: Step) -> Step | None:
@@ -126,5 +153,7 @@ def backward(step: Step) -> Step | None:
             return Slice(dim, axes)
         case AllToAll(src_dim, dst_dim, src_axes, dst_axes):
             return AllToAll(dst_dim, src_dim, dst_axes, src_axes)
+        case Permute() | Exchange():
+            return step
         case AllReduce():
             return None

@@ -1,50 +1,95 @@
-"""Who sends which box to whom in one step: one rule for every step.
+"""Who sends which box to whom in one step.
 
-Along the axes of a step devices form groups, and inside a group a device gets from each member what
-its box after the step shares with the member's box before it. Where a reduction is pending, the
-boxes of the members are the same and the parts are combined; otherwise they are disjoint and are
-put side by side.
+Along the axes of a collective, devices form groups, and inside a group a device gets from each
+member what its box after the step shares with the member's box before it. Where a reduction is
+pending, the boxes of the members are the same and the parts are combined; otherwise they are
+disjoint and are put side by side. Exchange and permute have routes of their own.
 """
+
+from collections import defaultdict
+from typing import TypeAlias
 
 from shardspec.boxes import Box, intersect
 from shardspec.comm.communicator import BoxOf
-from shardspec.comm.steps import Slice, Step
+from shardspec.comm.routing import exchange_routes, permute_routes
+from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["incoming", "outgoing"]
+__all__ = ["Parts", "Transfers", "differing_axes"]
+
+Parts: TypeAlias = list[tuple[int, Box]]
+"""Pairs of peer and box."""
 
 
-def incoming(
-    step: Step, mesh: DeviceMesh, device: int, before: BoxOf, after: BoxOf
-) -> list[tuple[int, Box]]:
-    """Return what a device receives: pairs of sender and box, its own part included.
+def differing_axes(mesh: DeviceMesh, a: int, b: int) -> int:
+    """Return on how many axes two devices of a mesh differ.
+
+    Examples
+    --------
+    >>> differing_axes(DeviceMesh(range(8), (2, 2, 2)), 0, 6)
+    2
+    """
+    pairs = zip(mesh.coordinates(a), mesh.coordinates(b), strict=True)
+    return sum(here != there for here, there in pairs)
+
+
+class Transfers:
+    """What each device of a mesh sends and receives in one step, its own part included.
+
+    Parameters
+    ----------
+    step, mesh
+        What moves, and among which devices.
+    before, after
+        Which box each device holds before and after.
 
     Examples
     --------
     >>> from shardspec.comm.steps import AllGather
     >>> from shardspec.layout.layout import Layout
     >>> cut = Layout(DeviceMesh(range(2), (2,)), "[S0]", (5,), "int8")
-    >>> incoming(AllGather(0, (0,)), cut.mesh, 0, cut.box, cut.with_spec("[R]").box)
+    >>> Transfers(AllGather(0, (0,)), cut.mesh, cut.box, cut.with_spec("[R]").box).incoming(0)
     [(0, ((0, 3),)), (1, ((3, 5),))]
     """
-    wanted = after(device)
-    parts = ((peer, intersect(wanted, before(peer))) for peer in _members(step, mesh, device))
-    return [(peer, box) for peer, box in parts if box is not None]
 
+    def __init__(self, step: Step, mesh: DeviceMesh, before: BoxOf, after: BoxOf) -> None:
+        self._step, self._mesh, self._before, self._after = step, mesh, before, after
+        self._routed = isinstance(step, Permute | Exchange)
+        self._incoming: dict[int, Parts] = defaultdict(list)
+        self._outgoing: dict[int, Parts] = defaultdict(list)
+        if self._routed:
+            routes = permute_routes if isinstance(step, Permute) else exchange_routes
+            moves = routes(
+                {device: before(device) for device in mesh.ids},
+                {device: after(device) for device in mesh.ids},
+                lambda a, b: differing_axes(mesh, a, b),
+            )
+            for move in moves:
+                self._incoming[move.dst].append((move.src, move.box))
+                self._outgoing[move.src].append((move.dst, move.box))
 
-def outgoing(
-    step: Step, mesh: DeviceMesh, device: int, before: BoxOf, after: BoxOf
-) -> list[tuple[int, Box]]:
-    """Return what a device sends: pairs of receiver and box, its own part included."""
-    held = before(device)
-    parts = ((peer, intersect(held, after(peer))) for peer in _members(step, mesh, device))
-    return [(peer, box) for peer, box in parts if box is not None]
+    def incoming(self, device: int) -> Parts:
+        """Return what a device receives, and from whom."""
+        if self._routed:
+            return self._incoming[device]
+        return self._shared(self._after(device), device, self._before)
 
+    def outgoing(self, device: int) -> Parts:
+        """Return what a device sends, and to whom."""
+        if self._routed:
+            return self._outgoing[device]
+        return self._shared(self._before(device), device, self._after)
 
-def _members(step: Step, mesh: DeviceMesh, device: int) -> tuple[int, ...]:
-    """Return the devices that move data among themselves, in the mesh's own order.
+    def _shared(self, mine: Box, device: int, theirs: BoxOf) -> Parts:
+        parts = ((peer, intersect(mine, theirs(peer))) for peer in self._members(device))
+        return [(peer, box) for peer, box in parts if box is not None]
 
-    Sorted axes make the order of addends, and so the rounding of sums, the same on every device.
-    A slice has axes, but nothing moves along them.
-    """
-    return (device,) if isinstance(step, Slice) else mesh.group(device, sorted(step.axes))
+    def _members(self, device: int) -> tuple[int, ...]:
+        """Return the devices that move data among themselves, in the mesh's own order.
+
+        Sorted axes make the order of addends, and so the rounding of sums, the same on every
+        device. A slice has axes, but nothing moves along them.
+        """
+        if isinstance(self._step, Slice):
+            return (device,)
+        return self._mesh.group(device, sorted(self._step.axes))

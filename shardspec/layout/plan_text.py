@@ -2,7 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
+from shardspec.comm.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+)
 from shardspec.text import bytes_text, seconds_text, table_text
 
 if TYPE_CHECKING:
@@ -30,6 +39,10 @@ def step_text(step: Step) -> str:
             return f"reduce-scatter {op} dim {dim}"
         case AllReduce(_, op):
             return f"all-reduce {op}"
+        case Permute():
+            return "permute"
+        case Exchange():
+            return "exchange"
 
 
 def plan_text(plan: "ConversionPlan") -> str:
