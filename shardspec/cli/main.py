@@ -20,6 +20,7 @@ __all__ = ["cli", "main"]
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "merge": ("shardspec.cli.merge", "Write the whole tensors of a checkpoint into one file."),
+    "plan": ("shardspec.cli.plan", "Plan the cheapest conversion between two specs, on paper."),
 }
 """Name to the module whose `command` it is, and one line of help: nothing is imported for it."""
 

@@ -170,6 +170,12 @@ class Layout:
         """
         return Layout(self.mesh, spec, self.global_shape, self.dtype)
 
+    def picture(self) -> str:
+        """Draw as text which devices hold which part; see `shardspec.layout.picture`."""
+        from shardspec.layout.picture import picture
+
+        return picture(self)
+
 
 def _dims(count: int) -> str:
     return f"{count} {'dim' if count == 1 else 'dims'}"

@@ -1,0 +1,268 @@
+"""Arguments that commands share: a mesh with its links, a tensor's shape and dtype.
+
+Each is read by a plain function that raises `ValueError`; `parsed` turns that into click's error,
+which names the option.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Final, TypeAlias, TypeVar, get_args
+
+import click
+
+from shardspec.dtypes import dtype_name
+from shardspec.errors import DTypeError
+from shardspec.mesh import DeviceMesh, LinkModel
+
+__all__ = [
+    "MAX_DEVICES",
+    "MeshShape",
+    "build_mesh",
+    "mesh_options",
+    "parse_ids",
+    "parse_mesh",
+    "parse_numbers",
+    "parse_shape",
+    "parsed",
+    "tensor_options",
+]
+
+T = TypeVar("T")
+_Command: TypeAlias = Callable[..., None]
+
+MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
+"""Devices along each axis, and the names of the axes where they have any."""
+
+MAX_DEVICES: Final = 2**20
+"""A larger mesh is taken for a slip of the hand; its ids alone would fill the memory."""
+_MAX_SIZE: Final = 2**63 - 1
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """Read a mesh: sizes joined by 'x', or named axes.
+
+    Raises
+    ------
+    ValueError
+        If the text is neither, or the mesh is larger than `MAX_DEVICES`.
+
+    Examples
+    --------
+    >>> parse_mesh("2x4")
+    ((2, 4), None)
+    >>> parse_mesh("dp=2,tp=4")
+    ((2, 4), ('dp', 'tp'))
+    """
+    remedy = "give sizes as in 2x4, or named axes as in dp=2,tp=4"
+    names: tuple[str, ...] | None = None
+    sizes = text.lower().split("x")
+    if "=" in text:
+        pairs = [part.partition("=") for part in text.split(",")]
+        names = tuple(name.strip() for name, _, _ in pairs)
+        sizes = [size for _, _, size in pairs]
+    shape = tuple(_whole(size, f"mesh {text!r}", remedy) for size in sizes)
+    if math.prod(shape) > MAX_DEVICES:
+        raise ValueError(f"mesh {text!r} has more than {MAX_DEVICES:,} devices")
+    return shape, names
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Read a tensor's shape: sizes joined by 'x'; an empty text is a scalar.
+
+    Raises
+    ------
+    ValueError
+        If a size is no whole number, or no tensor can have so many elements.
+
+    Examples
+    --------
+    >>> parse_shape("4096x1024"), parse_shape("7"), parse_shape("")
+    ((4096, 1024), (7,), ())
+    """
+    if not text.strip():
+        return ()
+    remedy = 'give sizes as in 4096x4096, or "" for a scalar'
+    shape = tuple(_whole(size, f"shape {text!r}", remedy) for size in text.lower().split("x"))
+    if math.prod(size for size in shape if size) > _MAX_SIZE:
+        raise ValueError(f"shape {text!r} has more elements than a tensor can have, 2^63 - 1")
+    return shape
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    """Read device ids, separated by commas.
+
+    Raises
+    ------
+    ValueError
+        If one is no whole number.
+
+    Examples
+    --------
+    >>> parse_ids("3,1,0,2")
+    (3, 1, 0, 2)
+    """
+    return tuple(
+        _whole(part, f"ids {text!r}", "give them as in 3,1,0,2") for part in text.split(",")
+    )
+
+
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Read numbers from 0, separated by commas.
+
+    Raises
+    ------
+    ValueError
+        If one is no number, negative or not finite.
+
+    Examples
+    --------
+    >>> parse_numbers("1e-5,3e-6")
+    (1e-05, 3e-06)
+    """
+    numbers = []
+    for part in text.split(","):
+        try:
+            number = float(part)
+        except ValueError:
+            raise ValueError(f"{part.strip()!r} is no number; give them as in 1e-5,3e-6") from None
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{part.strip()!r} must be finite and not negative")
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def _whole(text: str, where: str, remedy: str) -> int:
+    digits = text.strip()
+    # int() also takes '1_000' and digits of other scripts, and refuses thousands of digits.
+    if not (digits.isascii() and digits.isdecimal()):
+        raise ValueError(f"{where}: {digits!r} is no whole number; {remedy}")
+    if len(digits) > len(str(_MAX_SIZE)) or int(digits) > _MAX_SIZE:
+        raise ValueError(f"{where}: {digits[:24]} is too large, the limit is 2^63 - 1")
+    return int(digits)
+
+
+def parsed(
+    read: Callable[[str], T],
+) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
+    """Return a click callback that reads an option's text, if it is given."""
+
+    def callback(ctx: click.Context, param: click.Parameter, text: str | None) -> T | None:
+        if text is None:
+            return None
+        try:
+            return read(text)
+        except (ValueError, DTypeError) as error:
+            raise click.BadParameter(str(error), ctx, param) from None
+
+    return callback
+
+
+def mesh_options(command: _Command) -> _Command:
+    """Give a command the options that `build_mesh` takes."""
+    options = (
+        click.option(
+            "--mesh",
+            required=True,
+            callback=parsed(parse_mesh),
+            metavar="SHAPE",
+            help="Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4.",
+        ),
+        click.option(
+            "--ids",
+            callback=parsed(parse_ids),
+            metavar="IDS",
+            help="Physical ids in row-major order, 3,1,0,2; counted from 0 if left out.",
+        ),
+        click.option(
+            "--alpha",
+            callback=parsed(parse_numbers),
+            metavar="SECONDS",
+            help="Start-up latency of a message, per axis (1e-5,3e-6) or one for all.",
+        ),
+        click.option(
+            "--beta",
+            callback=parsed(parse_numbers),
+            metavar="SECONDS",
+            help="Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s.",
+        ),
+        click.option(
+            "--link-model",
+            type=click.Choice(get_args(LinkModel)),
+            default="ring",
+            show_default=True,
+            help="Links of its own for every group, or one bus that all devices share.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def tensor_options(command: _Command) -> _Command:
+    """Give a command the options ``shape`` and ``dtype``."""
+    options = (
+        click.option(
+            "--shape",
+            required=True,
+            callback=parsed(parse_shape),
+            metavar="SIZES",
+            help='Sizes of the whole tensor: 4096x4096; "" for a scalar.',
+        ),
+        click.option(
+            "--dtype",
+            default="float32",
+            show_default=True,
+            callback=parsed(dtype_name),
+            metavar="NAME",
+            help="Element type: bf16, float32, int8, …",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def build_mesh(
+    mesh: MeshShape,
+    ids: tuple[int, ...] | None,
+    alpha: tuple[float, ...] | None,
+    beta: tuple[float, ...] | None,
+    link_model: LinkModel,
+) -> DeviceMesh:
+    """Return the mesh that the options of `mesh_options` describe.
+
+    Raises
+    ------
+    click.UsageError
+        If only one of alpha and beta is given, or their number does not fit.
+    MeshError
+        If ids repeat or do not fill the mesh, or a name is none.
+
+    Examples
+    --------
+    >>> mesh = build_mesh(((2, 2), None), (3, 1, 0, 2), (1e-5,), (4e-11, 3e-12), "ring")
+    >>> mesh.ids, mesh.mesh_alpha
+    ((3, 1, 0, 2), (1e-05, 1e-05))
+    """
+    shape, names = mesh
+    if (alpha is None) != (beta is None):
+        raise click.UsageError("give both --alpha and --beta, or neither")
+    return DeviceMesh(
+        range(math.prod(shape)) if ids is None else ids,
+        shape,
+        mesh_alpha=_per_axis("--alpha", alpha, len(shape)),
+        mesh_beta=_per_axis("--beta", beta, len(shape)),
+        axis_names=names,
+        link_model=link_model,
+    )
+
+
+def _per_axis(option: str, values: tuple[float, ...] | None, axes: int) -> tuple[float, ...] | None:
+    if values is None or len(values) == axes:
+        return values
+    if len(values) == 1:
+        return values * axes
+    raise click.UsageError(
+        f"{option} has {len(values)} values for {axes} {'axis' if axes == 1 else 'axes'}; give one "
+        "per axis, or one for all"
+    )

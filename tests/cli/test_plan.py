@@ -1,0 +1,196 @@
+"""The command `shardspec plan`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from shardspec.cli.main import cli
+from shardspec.layout.converter import LayoutConverter
+from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+
+README_EXAMPLE = ["[S0,R]", "[R,S01]", "--mesh", "2x4", "--shape", "4096x4096", "--dtype", "bf16"]
+
+
+def run(*args):
+    return CliRunner().invoke(cli, ["plan", *args], prog_name="shardspec")
+
+
+def test_prints_the_plan():
+    layout = Layout(DeviceMesh(range(8), (2, 4)), "[S0,R]", (4096, 4096), "bf16")
+    result = run(*README_EXAMPLE)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"{LayoutConverter().plan(layout, '[R,S01]')}\n"
+    assert "all-to-all dim 0 → 1   0      [R,S0]            8 MiB" in result.stdout
+
+
+def test_on_a_terminal_only_the_style_differs():
+    plain = run(*README_EXAMPLE).stdout
+    styled = CliRunner().invoke(cli, ["plan", *README_EXAMPLE], color=True).stdout
+    assert styled.startswith("\x1b[1m[S0,R] → [R,S01]")
+    for code in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):
+        assert code in styled
+        styled = styled.replace(code, "")
+    assert styled == plain
+
+
+def test_json():
+    layout = Layout(DeviceMesh(range(8), (2, 4)), "[S0,R]", (4096, 4096), "bf16")
+    result = run(*README_EXAMPLE, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == json.loads(
+        LayoutConverter().plan(layout, "[R,S01]").to_json()
+    )
+    assert [step["layout"] for step in json.loads(result.stdout)["steps"]] == ["[R,S0]", "[R,S01]"]
+
+
+def test_every_option_arrives():
+    mesh = DeviceMesh(
+        [5, 3, 1, 0, 2, 4],
+        (2, 3),
+        mesh_alpha=(1e-5, 2e-6),
+        mesh_beta=(4e-11, 4e-11),
+        axis_names=("dp", "tp"),
+        link_model="shared-bus",
+    )
+    layout = Layout(mesh, "[S(dp),R|P(tp)]", (7, 5), "float32")
+    result = run(
+        *("[S(dp),R|P(tp)]", "[R,S(tp)]", "--mesh", "dp=2,tp=3", "--ids", "5,3,1,0,2,4"),
+        *("--alpha", "1e-5,2e-6", "--beta", "4e-11", "--link-model", "shared-bus"),
+        *("--shape", "7x5"),
+    )
+    assert result.stdout == f"{LayoutConverter().plan(layout, '[R,S(tp)]')}\n"
+    assert "shared-bus model; " in result.stdout
+    assert "given: 10 µs, 25 GB/s" in result.stdout
+
+
+def test_a_scalar_has_nothing_to_convert():
+    result = run("[]", "[]", "--mesh", "2", "--shape", "")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == (
+        "[] → []   [] float32 (4 B) on mesh 2\nnothing to do: both are the same layout\n"
+    )
+
+
+def test_a_pending_scalar():
+    result = run("[|P0]", "[]", "--mesh", "3", "--shape", "", "--json")
+    assert [step["step"] for step in json.loads(result.stdout)["steps"]] == ["AllReduce"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            "[S0,R] [R,R] --mesh 2y4 --shape 4x4",
+            "Invalid value for '--mesh': mesh '2y4': '2y4' is no whole number; "
+            "give sizes as in 2x4, or named axes as in dp=2,tp=4; see 'shardspec plan -h'",
+        ),
+        (
+            "[S0] [R] --mesh 0 --shape 4",
+            "mesh shape (0,): need at least one axis, each of at least 1 device",
+        ),
+        (
+            "[S0] [R] --mesh a=2,a=3 --shape 4",
+            "axis names ('a', 'a') repeat; every name must be distinct",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4x4",
+            "spec [S0] is for 1 dim, but the tensor of shape (4, 4) has 2 dims",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape four",
+            "Invalid value for '--shape': shape 'four': 'four' is no whole number; "
+            "give sizes as in 4096x4096, or \"\" for a scalar; see 'shardspec plan -h'",
+        ),
+        (
+            "[S1] [R] --mesh 2 --shape 4",
+            "spec [S1]: axis 1 is out of range: mesh 2 has 1 axis, numbered from 0",
+        ),
+        (
+            "[S(tp)] [R] --mesh 2 --shape 4",
+            "spec [S(tp)]: mesh 2 has no axis named 'tp'; its names: none, only numbers",
+        ),
+        (
+            "[S00] [R] --mesh 2 --shape 4",
+            "axis 0 is used twice, by dim 0 and by dim 0; a mesh axis can cut a tensor only once",
+        ),
+        (
+            "[R] [R|P0] --mesh 2 --shape 4",
+            "cannot convert [R] to [R|P0]: the target wants a pending sum that the source lacks; "
+            "a conversion only finishes reductions, it never starts one",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --ids 1,1",
+            "device id 1 appears more than once; every id must be distinct",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --alpha 1e-5",
+            "give both --alpha and --beta, or neither; see 'shardspec plan -h'",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --alpha 1 --beta 1,2",
+            "--beta has 2 values for 1 axis; give one per axis, or one for all; "
+            "see 'shardspec plan -h'",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --alpha fast --beta 1",
+            "Invalid value for '--alpha': 'fast' is no number; give them as in 1e-5,3e-6; "
+            "see 'shardspec plan -h'",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --link-model tree",
+            "Invalid value for '--link-model': 'tree' is not one of 'ring', 'shared-bus'; "
+            "see 'shardspec plan -h'",
+        ),
+        ("[S0] [R] --shape 4", "Missing option '--mesh'; see 'shardspec plan -h'"),
+        ("[S0] [R] --mesh 2", "Missing option '--shape'; see 'shardspec plan -h'"),
+        ("[S0] --mesh 2 --shape 4", "Missing argument 'TO'; see 'shardspec plan -h'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args, message):
+    result = run(*args.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"Error: {message}\n"
+
+
+def test_an_unknown_dtype_names_the_known_ones():
+    result = run("[S0]", "[R]", "--mesh", "2", "--shape", "4", "--dtype", "bf17")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(
+        "Error: Invalid value for '--dtype': unknown dtype 'bf17'; known: float64, float32, "
+    )
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", [["[S0,X]", "[R,R]"], ["[R,R]", "[S0,X]"]])
+def test_a_syntax_error_has_its_caret(args):
+    result = run(*args, "--mesh", "2", "--shape", "4x4")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "Error: expected R or S and its axes\n  [S0,X]\n      ^\n"
+
+
+def test_help_has_examples_that_run():
+    text = run("-h").stdout
+    examples = text.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(examples) == 4
+    for line in examples:
+        words = [word.strip('"') for word in line.split()]
+        assert words[:2] == ["shardspec", "plan"]
+        result = run(*words[2:])
+        assert (result.exit_code, result.stderr) == (0, ""), line
+
+
+def test_needs_no_torch():
+    script = (
+        "import sys\n"
+        "from shardspec.cli.main import cli\n"
+        f"try: cli(['plan', *{README_EXAMPLE}])\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run(*README_EXAMPLE).stdout
