@@ -6,6 +6,7 @@ its twin. Everything can be bent before it is written.
 
 import json
 from dataclasses import dataclass, field
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import safetensors.numpy
 
 from shardspec.boxes import box_size, slices_within
 from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
 CODES = {"int64": "I64", "int32": "I32", "float32": "F32", "float64": "F64", "uint8": "U8"}
@@ -100,3 +102,15 @@ def sample():
         "w": ("[S0,S1]", np.arange(56, dtype=np.int32).reshape(8, 7)),
         "b": ("[S1]", np.arange(7, dtype=np.float32)),
     }
+
+
+def all_specs(dims, axes):
+    """Every spec without partials: every way to put some axes, in order, on the dims."""
+    for count in range(axes + 1):
+        for chosen in permutations(range(axes), count):
+            for at in product(range(dims), repeat=count):
+                if list(at) == sorted(at):
+                    cuts: dict[int, list[int | str]] = {
+                        d: [a for a, e in zip(chosen, at, strict=True) if e == d] for d in at
+                    }
+                    yield ShardingSpec(dims, cuts)

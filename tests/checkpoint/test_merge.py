@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -15,24 +14,13 @@ import torch
 from shardspec import DeviceMesh, DTensor, save_sharded
 from shardspec.checkpoint.merge import merge
 from shardspec.errors import CheckpointError, OutputExistsError
-from shardspec.layout.spec import ShardingSpec
-from tests.checkpoint.handmade import handmade, sample
+from tests.checkpoint.handmade import all_specs, handmade, sample
 
 DTYPES = [
     *("float64", "float32", "float16", "bfloat16", "complex64", "int64", "int32", "int16", "int8"),
     *("uint64", "uint32", "uint16", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"),
     *("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"),
 ]
-
-
-def all_specs(dims, axes):
-    """Every spec without partials: every way to put some axes, in order, on the dims."""
-    for count in range(axes + 1):
-        for chosen in permutations(range(axes), count):
-            for at in product(range(dims), repeat=count):
-                if list(at) == sorted(at):
-                    cuts = {d: [a for a, e in zip(chosen, at, strict=True) if e == d] for d in at}
-                    yield ShardingSpec(dims, cuts)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 3), (3, 2), (2, 2, 2)])

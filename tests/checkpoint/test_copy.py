@@ -1,0 +1,189 @@
+"""Any box out of any grid of stored boxes, against numpy's own slices."""
+
+import errno
+import os
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardspec.boxes import slices_within
+from shardspec.checkpoint.copy import Buffers, FileSink, MemorySink, copy_box
+from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, offset_in, pieces
+from shardspec.checkpoint.regions import read_region
+from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.errors import CheckpointError
+
+DTYPES = {"uint8": 1, "int16": 2, "float32": 4, "complex64": 8}
+
+
+class SmallBuffers(Buffers):
+    """Buffers of a few bytes, so that small tensors take every path that large ones do."""
+
+    def __init__(self, num_bytes):
+        super().__init__()
+        self.block = self.block[:num_bytes]
+        self.scratch = self.scratch[:num_bytes]
+
+
+@st.composite
+def cut_tensors(draw):
+    """A tensor, cuts along its dims, a box of it, and the size of the buffers."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), max_size=4)))
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
+    target = []
+    for size in shape:
+        a, b = draw(st.integers(0, size)), draw(st.integers(0, size))
+        target.append((min(a, b), max(a, b)))
+    dtype = draw(st.sampled_from(list(DTYPES)))
+    return shape, cuts, tuple(target), dtype, draw(st.sampled_from([8, 16, 64, 4096]))
+
+
+def store(path, array, cuts):
+    """Put the boxes of a grid one after the other into a file."""
+    boxes, offset = [], 5
+    whole = tuple((0, size) for size in array.shape)
+    with path.open("wb") as file:
+        file.write(b"-" * offset)
+        for box in product(*(list(pairwise(sides)) for sides in cuts)):
+            data = np.ascontiguousarray(array[slices_within(box, whole)]).tobytes()
+            boxes.append(StoredBox(box, (), 0, path, offset))
+            offset += file.write(data)
+    return tuple(boxes)
+
+
+@settings(max_examples=500)
+@given(cut_tensors())
+def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
+    shape, cuts, target, dtype, num_bytes = drawn
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (*shape, DTYPES[dtype]), np.uint8)
+    array = raw.view(f"V{DTYPES[dtype]}").reshape(shape)
+    path = tmp_path_factory.mktemp("copy") / "data"
+    tensor = StoredTensor("w", shape, dtype, None, (), store(path, array, cuts))
+    expected = array[tuple(slice(lo, hi) for lo, hi in target)].tobytes()
+    buffers = SmallBuffers(num_bytes)
+    out = np.zeros(len(expected), np.uint8)
+    written: list[int] = []
+    copied = path.with_name("out")
+    with OpenFiles() as files:
+        copy_box(tensor, target, MemorySink(out), files, buffers)
+        with copied.open("wb") as file:
+            sink = FileSink(file.fileno(), copied, 3, buffers, written.append)
+            copy_box(tensor, target, sink, files, buffers)
+    assert out.tobytes() == expected
+    assert sum(written) == len(expected)
+    assert copied.read_bytes()[3:] == expected
+
+
+def place(box, offset=0):
+    return Place(box, StoredBox(box, (), 0, Path("x"), offset))
+
+
+def test_whole_rows_are_runs_and_columns_are_blocks():
+    rows = [place(((0, 3), (0, 8)), 100), place(((3, 5), (0, 8)), 200)]
+    found = list(pieces(((0, 5), (0, 8)), rows, 16))
+    assert found == [Run(rows[0].stored, 100, 0, 24), Run(rows[1].stored, 200, 24, 16)]
+    columns = [place(((0, 5), (0, 3))), place(((0, 5), (3, 8)))]
+    assert list(pieces(((0, 5), (0, 8)), columns, 16)) == [
+        Block(((0, 2), (0, 8)), tuple(columns), 0, 16),
+        Block(((2, 4), (0, 8)), tuple(columns), 16, 16),
+        Block(((4, 5), (0, 8)), tuple(columns), 32, 8),
+    ]
+    # Rows longer than a block are copied part by part.
+    found = list(pieces(((0, 2), (0, 8)), columns, 4))
+    assert [(p.target_offset, p.num_bytes) for p in found] == [(0, 3), (3, 5), (8, 3), (11, 5)]
+    assert all(isinstance(p, Run) for p in found)
+
+
+def test_part_of_the_rows_of_a_box_is_still_one_run():
+    rows = [place(((0, 6), (0, 8)), 100)]
+    assert list(pieces(((2, 5), (0, 8)), rows, 16)) == [Run(rows[0].stored, 116, 0, 24)]
+    # But not where the wanted rows are shorter than the stored ones.
+    found = list(pieces(((2, 5), (0, 4)), rows, 16))
+    assert [type(piece) for piece in found] == [Block]
+
+
+def test_offsets():
+    assert byte_box(((1, 2), (3, 5)), 4) == ((1, 2), (12, 20))
+    assert byte_box((), 2) == ((0, 2),)
+    assert offset_in(((10, 20), (0, 8)), (12, 3)) == 19
+
+
+def test_reading_skips_gaps_of_a_page_and_reads_shorter_ones_along(tmp_path, monkeypatch):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(range(256)) * 4096)
+    reads = []
+    real = os.preadv
+
+    def counting(fd, buffers, offset):
+        count = real(fd, buffers, offset)
+        reads.append((offset, count))
+        return count
+
+    # Counts what is asked of the system; the reading itself is real.
+    monkeypatch.setattr(os, "preadv", counting)
+    scratch = np.empty(1 << 20, np.uint8)
+    out = np.empty((4, 16), np.uint8)
+    with path.open("rb") as file:
+        fd = file.fileno()
+        read_region(fd, path, 0, ((0, 64), (0, 8192)), ((2, 6), (256, 272)), out, scratch)
+        assert reads == [(8192 * row + 256, 16) for row in range(2, 6)]
+        assert out.tolist() == [list(range(16))] * 4
+        reads.clear()
+        read_region(fd, path, 0, ((0, 64), (0, 512)), ((2, 6), (256, 272)), out, scratch)
+        assert reads == [(512 * 2 + 256, 512 * 3 + 16)]
+        assert out.tolist() == [list(range(16))] * 4
+
+
+@pytest.mark.parametrize("refusal", [errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP])
+def test_where_the_system_cannot_copy_between_files(tmp_path, monkeypatch, refusal):
+    array = np.random.default_rng(0).integers(0, 256, (3000, 1000), np.uint8)
+    boxes = store(tmp_path / "data", array, [[0, 1100, 3000], [0, 1000]])
+    tensor = StoredTensor("w", array.shape, "uint8", None, (), boxes)
+
+    def refuse(*_):
+        raise OSError(refusal, "no")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    out = tmp_path / "out"
+    written: list[int] = []
+    with OpenFiles() as files, out.open("wb") as file:
+        sink = FileSink(file.fileno(), out, 0, Buffers(), written.append)
+        copy_box(tensor, ((0, 3000), (0, 1000)), sink, files, Buffers())
+    assert out.read_bytes() == array.tobytes()
+    assert sum(written) == array.nbytes
+
+
+def test_a_file_that_is_cut_short_meanwhile(tmp_path):
+    array = np.zeros((10, 10), np.uint8)
+    path = tmp_path / "data"
+    boxes = store(path, array, [[0, 10], [0, 10]])
+    os.truncate(path, 50)
+    tensor = StoredTensor("w", array.shape, "uint8", None, (), boxes)
+    with OpenFiles() as files, (tmp_path / "out").open("wb") as file:
+        sink = FileSink(file.fileno(), tmp_path / "out", 0, Buffers(), lambda _: None)
+        with pytest.raises(CheckpointError, match=r"data: ends at byte 50, but bytes up to 105"):
+            copy_box(tensor, ((0, 10), (0, 10)), sink, files, Buffers())
+
+
+def test_more_files_than_are_kept_open(tmp_path):
+    array = np.arange(300, dtype=np.uint8)
+    boxes = []
+    for row in range(300):
+        path = tmp_path / f"data{row}"
+        (box,) = store(path, array[row : row + 1], [[0, 1]])
+        boxes.append(replace(box, box=((row, row + 1),)))
+    tensor = StoredTensor("w", (300,), "uint8", None, (), tuple(boxes))
+    out = np.zeros(300, np.uint8)
+    before = len(os.listdir("/dev/fd"))
+    with OpenFiles() as files:
+        copy_box(tensor, ((0, 300),), MemorySink(out), files, Buffers())
+        assert len(os.listdir("/dev/fd")) - before <= 128
+    assert len(os.listdir("/dev/fd")) == before
+    assert (out == array).all()

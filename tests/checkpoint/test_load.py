@@ -1,0 +1,118 @@
+"""Loading in one process: every saved cut into every other, on the same mesh and on others."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, load_sharded, save_sharded
+from shardspec.errors import CheckpointError
+from tests.checkpoint.handmade import all_specs, handmade, sample
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 7), (2, 7, 3)])
+def test_every_cut_loads_as_every_other_on_other_meshes(tmp_path, shape):
+    whole = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+    mesh = DeviceMesh(range(6), (2, 3))
+    saved = {str(spec): DTensor(whole, mesh, spec) for spec in all_specs(len(shape), 2)}
+    save_sharded(saved, tmp_path)
+    count = 0
+    for target in (mesh, DeviceMesh([7, 2, 3, 5, 1], (5,)), DeviceMesh(range(4), (2, 2))):
+        for spec in all_specs(len(shape), target.ndim):
+            loaded = load_sharded(tmp_path, target, {"*": spec})
+            assert list(loaded) == sorted(saved)
+            for tensor in loaded.values():
+                expected = DTensor(whole, target, spec)
+                assert tensor.layout == expected.layout
+                for device in target.ids:
+                    assert torch.equal(tensor.shards[device], expected.shards[device])
+                    assert tensor.shards[device].is_contiguous()
+                    count += 1
+    assert count >= len(saved) * 15
+
+
+def test_as_saved_where_nothing_else_is_said(tmp_path):
+    mesh = DeviceMesh([3, 1, 0, 2], (2, 2))
+    state: dict[str, Any] = {
+        "w": DTensor(torch.arange(35).view(5, 7), mesh, "[S10,R]"),
+        "n": torch.tensor(3),
+    }
+    save_sharded(state, tmp_path)
+    loaded = load_sharded(tmp_path)
+    assert loaded["w"].layout == state["w"].layout
+    assert str(loaded["n"].layout) == "[] of [] int64 on 2x2"
+    # On a mesh of another shape, axes of the same numbers.
+    loaded = load_sharded(tmp_path, DeviceMesh(range(3), (1, 3)))
+    assert str(loaded["w"].layout) == "[S10,R] of [5, 7] int64 on 1x3"
+    assert loaded["w"].to_local(2).tolist() == [[28, 29, 30, 31, 32, 33, 34]]
+
+
+def test_axes_are_found_by_name_where_both_meshes_have_names(tmp_path):
+    mesh = DeviceMesh(range(6), (2, 3), axis_names=("dp", "tp"))
+    save_sharded({"w": DTensor(torch.arange(12), mesh, "[S(tp)]")}, tmp_path)
+    turned = DeviceMesh(range(4), (4, 1), axis_names=("tp", "dp"))
+    assert str(load_sharded(tmp_path, turned)["w"].layout.spec) == "[S0]"
+    unnamed = DeviceMesh(range(6), (2, 3))
+    assert str(load_sharded(tmp_path, unnamed)["w"].layout.spec) == "[S1]"
+    other = DeviceMesh(range(4), (4, 1), axis_names=("tensor", "data"))
+    with pytest.raises(
+        CheckpointError,
+        match=r"tensor 'w' was saved as \[S1\] on mesh dp=2,tp=3: .* no axis named 'tp'.* in specs",
+    ):
+        load_sharded(tmp_path, other)
+    assert load_sharded(tmp_path, other, {"w": "[S(tensor)]"})["w"].to_local(1).tolist() == [
+        3,
+        4,
+        5,
+    ]
+
+
+def test_specs_that_do_not_fit(tmp_path):
+    save_sharded(
+        {"w": DTensor(torch.ones(4, 4), DeviceMesh(range(4), (2, 2)), "[S0,S1]")}, tmp_path
+    )
+    line = DeviceMesh(range(2), (2,))
+    for mesh, specs, problem in [
+        (line, None, r"tensor 'w' was saved as \[S0,S1\] on mesh 2x2: .* axis 1 is out of range"),
+        (line, {"x*": "[S0,R]"}, "rule 'x\\*' matches no tensor"),
+        (line, {"w": "[S0]"}, "rule 'w' has spec"),
+        (line, {"w": "[S0,R", "*": "[R,R]"}, "expected"),
+        (line, {"w": "[S1,R]"}, "axis 1 is out of range"),
+        (line, {"w": "[R,R|P0]"}, "has pending reductions, but a loaded tensor has none"),
+    ]:
+        with pytest.raises(CheckpointError, match=problem):
+            load_sharded(tmp_path, mesh, specs)
+
+
+def test_shards_of_equal_boxes_share_no_memory(tmp_path):
+    save_sharded({"w": torch.zeros(3)}, tmp_path)
+    loaded = load_sharded(tmp_path, DeviceMesh(range(2), (2,)))["w"]
+    loaded.shards[0] += 1
+    assert loaded.shards[1].tolist() == [0.0] * 3
+
+
+def test_a_communicator_brings_its_mesh(tmp_path):
+    save_sharded({"w": torch.arange(3)}, tmp_path)
+    mesh = DeviceMesh([8, 6], (2,))
+    communicator = SimulatedCommunicator(mesh)
+    loaded = load_sharded(tmp_path, specs={"w": "[S0]"}, communicator=communicator)["w"]
+    assert loaded.communicator is communicator
+    assert {rank: shard.tolist() for rank, shard in loaded.shards.items()} == {8: [0, 1], 6: [2]}
+
+
+def test_a_pending_mean_is_finished_and_cut_anew(tmp_path):
+    values = np.random.default_rng(0).standard_normal((3, 5, 7)).astype(np.float32)
+    made = handmade({"p": ("[S0,R|Pavg1]", {(i,): values[i] for i in range(3)})})
+    ckpt = made.write(tmp_path / "ckpt")
+    loaded = load_sharded(ckpt, DeviceMesh(range(2), (2,)), {"p": "[R,S0]"})["p"]
+    assert not loaded.layout.spec.partials
+    np.testing.assert_allclose(loaded.to_global().numpy(), values.mean(0), rtol=1e-6)
+    assert str(load_sharded(ckpt)["p"].layout.spec) == "[S0,R]"
+
+
+def test_handmade_checkpoints_load_whole(tmp_path):
+    loaded = load_sharded(handmade(sample()).write(tmp_path / "ckpt"))
+    for name, (spec, array) in sample().items():
+        assert str(loaded[name].layout.spec) == spec
+        assert torch.equal(loaded[name].to_global(), torch.from_numpy(array))

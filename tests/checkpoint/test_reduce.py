@@ -1,0 +1,93 @@
+"""Finishing reductions with numpy, against torch's arithmetic bit by bit."""
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from shardspec.checkpoint.reduce import Reduction, _narrow
+from shardspec.checkpoint.source import Pending
+from shardspec.comm.reduce import combine
+from shardspec.comm.steps import ReduceOp
+from shardspec.dtypes import is_floating
+
+DTYPES = [
+    *("float64", "float32", "float16", "bfloat16", "complex64"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
+]
+OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
+
+
+def exists(op, dtype):
+    return not (
+        (op == "avg" and not is_floating(dtype)) or (op in ("min", "max") and dtype == "complex64")
+    )
+
+
+def raw(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def reduced(addends, dtype, pending):
+    reduction = Reduction(dtype, pending)
+    for addend in addends:
+        reduction.add(raw(addend))
+    out = np.empty_like(raw(addends[0]))
+    reduction.finish(out)
+    return out
+
+
+@pytest.mark.parametrize(("op", "dtype"), [(o, d) for o in OPS for d in DTYPES if exists(o, d)])
+def test_every_operation_of_every_dtype_as_in_torch(op, dtype):
+    torch.manual_seed(0)
+    addends = [(torch.randn(1001) * 90).to(getattr(torch, dtype)) for _ in range(3)]
+    if op == "prod" and is_floating(dtype):
+        addends = [addend / 90 for addend in addends]
+    if dtype.startswith(("float", "bfloat")):
+        for place, value in enumerate([float("inf"), -0.0, 1e-40, 3e38]):
+            addends[place % 3][place] = value
+    if dtype == "complex64":
+        # Products of complex numbers are rounded in another order.
+        product = reduced(addends, dtype, [Pending(op, 3)]).view(np.complex64)
+        np.testing.assert_allclose(product, combine(addends, op).numpy(), rtol=1e-6)
+        return
+    found = torch.from_numpy(reduced(addends, dtype, [Pending(op, 3)])).view(getattr(torch, dtype))
+    expected = combine(addends, op)
+    assert torch.equal(torch.isnan(found), torch.isnan(expected))
+    assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(expected))
+
+
+def test_a_nan_stays_a_nan_in_every_operation():
+    for dtype in ("float32", "bfloat16", "float16"):
+        for op in OPS:
+            addends = [torch.tensor(v).to(getattr(torch, dtype)) for v in ([1.0, 2], [np.nan, 3])]
+            found = torch.from_numpy(reduced(addends, dtype, [Pending(op, 2)]))
+            assert torch.isnan(found.view(getattr(torch, dtype))).tolist() == [True, False]
+
+
+def test_float32_rounds_to_bfloat16_as_in_torch():
+    # Every upper half, with the lower halves around a tie.
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        numbers = (upper | lower).view(np.float32)
+        expected = torch.from_numpy(numbers.copy()).bfloat16()
+        found = torch.from_numpy(_narrow(numbers, "bfloat16").view(np.int16)).view(torch.bfloat16)
+        numbers_only = ~torch.isnan(expected)
+        assert torch.equal(torch.isnan(found), ~numbers_only)
+        assert torch.equal(
+            found.view(torch.int16)[numbers_only], expected.view(torch.int16)[numbers_only]
+        )
+
+
+def test_sums_of_short_floats_are_rounded_once():
+    # One by one in bfloat16, adding 1 to 256 changes nothing.
+    ones = [torch.tensor([256.0]).bfloat16(), *([torch.tensor([1.0]).bfloat16()] * 4)]
+    found = torch.from_numpy(reduced(ones, "bfloat16", [Pending("sum", 5)])).view(torch.bfloat16)
+    assert found.tolist() == [260.0]
+
+
+def test_a_sum_of_means():
+    addends = [torch.tensor([float(v)]) for v in range(6)]
+    found = reduced(addends, "float32", [Pending("sum", 2), Pending("avg", 3)])
+    assert found.view(np.float32).tolist() == [5.0]

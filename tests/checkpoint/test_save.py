@@ -1,0 +1,248 @@
+"""Saving in one process: what lands on the disk, who writes what, and what happens on failure."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import safetensors.numpy
+import torch
+
+from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, load_sharded, merge, save_sharded
+from shardspec.boxes import box_size
+from shardspec.checkpoint.assign import assign_boxes
+from shardspec.checkpoint.holders import part_of
+from shardspec.checkpoint.info import format_info, parse_info, read_info
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError, OutputExistsError
+from shardspec.layout.layout import Layout
+
+MESH = DeviceMesh([4, 1, 0, 5, 3, 2], (2, 3), axis_names=("dp", "tp"))
+
+
+def names_in(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_every_box_is_stored_once_and_the_info_says_where(tmp_path):
+    w = torch.arange(35.0).view(5, 7)
+    state = {"w": DTensor(w, MESH, "[R,S(tp)]"), "b": DTensor(w[0], MESH, "[S01]")}
+    save_sharded(state, tmp_path)
+    info = json.loads((tmp_path / "sharding_info.json").read_text())
+    assert info["mesh"] == {"ids": [4, 1, 0, 5, 3, 2], "shape": [2, 3], "axis_names": ["dp", "tp"]}
+    assert info["tensors"] == {
+        "b": {"shape": [7], "dtype": "F32", "spec": "[S01]"},
+        "w": {"shape": [5, 7], "dtype": "F32", "spec": "[R,S1]"},
+    }
+    stored: dict[tuple[str, str], int] = {}
+    for file in info["files"]:
+        path = tmp_path / file["name"]
+        assert file["name"] == f"shard-{file['rank']:05d}-{info['save']}.safetensors"
+        assert path.stat().st_size == file["bytes"]
+        arrays = safetensors.numpy.load_file(path)
+        assert arrays.keys() == file["boxes"].keys()
+        for name, array in arrays.items():
+            box = file["boxes"][name]["box"]
+            assert state[name].layout.box(file["rank"]) == tuple(map(tuple, box))
+            index = tuple(slice(lo, hi) for lo, hi in box)
+            assert (array == (w if name == "w" else w[0])[index].numpy()).all()
+            assert stored.setdefault((name, str(box)), file["rank"]) == file["rank"]
+    assert len(stored) == 3 + 5  # of the six devices one gets nothing of seven elements cut 4+3
+    assert len(names_in(tmp_path)) == 1 + len(info["files"])
+
+
+def test_the_info_reads_back_as_it_was_written(tmp_path):
+    save_sharded({"a\n": DTensor(torch.zeros(4, 3), MESH, "[S1,R]")}, tmp_path)
+    info = read_info(tmp_path)
+    text = format_info(info)
+    assert (tmp_path / "sharding_info.json").read_text() == text
+    assert parse_info(text.encode(), tmp_path / "sharding_info.json") == info
+    assert info.mesh == MESH
+
+
+@pytest.mark.parametrize("spec", ["[R,R]", "[S0,R]", "[R,S1]", "[S01,R]"])
+def test_the_bytes_are_spread_evenly_over_those_that_hold_them(spec):
+    layouts = {f"t{n}": Layout(MESH, spec, (n + 4, 12), "bfloat16") for n in range(60)}
+    chosen = assign_boxes(MESH, layouts)
+    load = {}
+    for rank, entries in chosen.items():
+        assert [entry.tensor for entry in entries] == sorted(entry.tensor for entry in entries)
+        for entry in entries:
+            assert (entry.box, entry.addend) == part_of(layouts[entry.tensor], rank)
+        load[rank] = sum(box_size(e.box) * item_bytes("bfloat16") for e in entries)
+    assert sum(load.values()) == sum(layout.global_bytes for layout in layouts.values())
+    if spec != "[S01,R]":
+        assert max(load.values()) <= 1.2 * min(load.values())
+
+
+def test_boxes_of_one_holder_count_before_the_shared_ones_are_spread():
+    mesh = DeviceMesh(range(2), (2,))
+    layouts = {
+        "cut": Layout(mesh, "[S0]", (3,), "int8"),  # two bytes and one
+        "whole": Layout(mesh, "[R]", (1,), "int8"),
+    }
+    chosen = assign_boxes(mesh, layouts)
+    assert [[entry.tensor for entry in chosen[rank]] for rank in (0, 1)] == [
+        ["cut"],
+        ["cut", "whole"],
+    ]
+
+
+def test_plain_tensors_scalars_empty_strided_and_tied_ones(tmp_path):
+    base = torch.arange(24.0).view(4, 6)
+    state: dict[str, Any] = {
+        "d": DTensor(base, MESH, "[S0,S1]"),
+        "t": base.t(),
+        "every_other": base[:, ::2],
+        "tied": base,
+        "parameter": torch.nn.Parameter(base.clone()),
+        "scalar": torch.tensor(2.5),
+        "step": torch.tensor(7),
+        "empty": torch.zeros(3, 0, 2, dtype=torch.bfloat16),
+        "conj": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        "neg": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+        "expanded": torch.tensor([3]).expand(5),
+    }
+    save_sharded(state, tmp_path / "ckpt")
+    merge(tmp_path / "ckpt", tmp_path / "out")
+    from safetensors.torch import load_file
+
+    merged = load_file(tmp_path / "out")
+    for name, value in state.items():
+        expected = value.to_global() if isinstance(value, DTensor) else value.detach()
+        assert merged[name].shape == expected.shape
+        assert merged[name].dtype == expected.dtype
+        assert torch.equal(merged[name], expected), name
+    loaded = load_sharded(tmp_path / "ckpt")
+    assert torch.equal(loaded["t"].to_global(), base.t())
+
+
+def test_without_dtensors_this_process_is_the_mesh_unless_one_is_given(tmp_path):
+    save_sharded({"a": torch.ones(3)}, tmp_path / "alone")
+    assert read_info(tmp_path / "alone").mesh.ids == (0,)
+    save_sharded({}, tmp_path / "nothing")
+    assert load_sharded(tmp_path / "nothing") == {}
+    assert names_in(tmp_path / "nothing") == ["sharding_info.json"]
+    save_sharded({"a": torch.ones(3)}, tmp_path / "given", communicator=SimulatedCommunicator(MESH))
+    assert read_info(tmp_path / "given").mesh == MESH
+
+
+def test_pending_addends_are_kept_one_by_one(tmp_path):
+    shards = {rank: torch.full((2,), float(MESH.coordinates(rank)[1])) for rank in MESH.ids}
+    layout = Layout(MESH, "[S0|P1]", (4,), "float32")
+    save_sharded({"p": DTensor.from_shards(shards, layout)}, tmp_path / "ckpt")
+    files = read_info(tmp_path / "ckpt").files
+    assert sorted(entry.addend for file in files for entry in file.boxes) == [
+        *[(0,)] * 2,
+        *[(1,)] * 2,
+        *[(2,)] * 2,
+    ]
+    assert load_sharded(tmp_path / "ckpt")["p"].to_global().tolist() == [3.0] * 4
+    merge(tmp_path / "ckpt", tmp_path / "out")
+    assert safetensors.numpy.load_file(tmp_path / "out")["p"].tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({3: torch.ones(1)}, "the name 3 is no text"),
+        ({"a": 3}, "tensor 'a' is a int; a checkpoint holds tensors"),
+        ({"a": {"b": torch.ones(1)}}, "tensor 'a' is a dict"),
+        ({"a": torch.ones(1, dtype=torch.complex128)}, "tensor 'a': unknown dtype 'complex128'"),
+        (
+            {"a": torch.eye(2).to_sparse()},
+            r"tensor 'a' is no plain dense tensor \(torch.sparse_coo",
+        ),
+        ({"a": torch.ones(2, device="meta")}, "is no plain dense tensor .*on meta"),
+        ({"__metadata__": torch.ones(1)}, "cannot be named '__metadata__'"),
+        ({"\ud800": torch.ones(0)}, "which UTF-8 cannot express; rename the tensor"),
+        (
+            {
+                "a": DTensor(torch.ones(2), MESH, "[R]"),
+                "b": DTensor(torch.ones(2), DeviceMesh(range(2), (2,)), "[R]"),
+            },
+            r"tensor 'b' is on mesh 2 with ids \(0, 1\), but the save is on mesh dp=2,tp=3",
+        ),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path, state, problem):
+    with pytest.raises(CheckpointError, match=problem) as caught:
+        save_sharded(state, tmp_path / "ckpt")
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_finished_save_is_kept_unless_overwriting(tmp_path):
+    save_sharded({"a": torch.ones(3)}, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(OutputExistsError, match=r"holds a finished save; .* overwrite=True"):
+        save_sharded({"a": torch.zeros(3)}, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "notes.txt").write_text("mine")
+    save_sharded({"a": DTensor(torch.zeros(6), MESH, "[S01]")}, tmp_path, overwrite=True)
+    names = names_in(tmp_path)
+    assert len(names) == 2 + 6  # the new files, the info and the notes; the old file is gone
+    assert not before.keys() - {"sharding_info.json"} & set(names)
+    assert load_sharded(tmp_path)["a"].to_global().tolist() == [0.0] * 6
+
+
+def test_overwriting_a_damaged_save_and_finishing_a_directory_without_one(tmp_path):
+    (tmp_path / "shard-00000-0123.safetensors").write_text("left over")
+    save_sharded({"a": torch.ones(3)}, tmp_path)
+    (tmp_path / "sharding_info.json").write_text("{damaged")
+    save_sharded({"a": torch.zeros(3)}, tmp_path, overwrite=True)
+    assert load_sharded(tmp_path)["a"].to_global().tolist() == [0.0] * 3
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="file: cannot be made a directory: File exists"):
+        save_sharded({"a": torch.ones(3)}, tmp_path / "file")
+    with pytest.raises(CheckpointError, match="cannot be made a directory: Not a directory"):
+        save_sharded({"a": torch.ones(3)}, tmp_path / "file" / "in")
+
+
+FULL = """
+import resource, sys, torch
+from shardspec import DTensor, DeviceMesh, save_sharded
+from shardspec.errors import CheckpointError
+rows, names = int(sys.argv[2]), int(sys.argv[3])
+state = {f"{n:0400d}": torch.ones(0) for n in range(names)}
+state["w"] = DTensor(torch.zeros(rows, 100), DeviceMesh(range(4), (4,)), "[S0,R]")
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+try:
+    save_sharded(state, sys.argv[1], overwrite=True)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "names", "file"),
+    [(500, 0, "shard-0000"), (4, 100, "sharding_info.json")],  # what no longer fits
+)
+def test_a_full_disk_keeps_the_older_save(tmp_path, rows, names, file):
+    save_sharded({"old": torch.ones(1)}, tmp_path)
+    before = names_in(tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL, tmp_path, str(rows), str(names)],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stderr == ""
+    assert ended.stdout.startswith(f"{tmp_path}/{file}")
+    assert "cannot be written: File too large" in ended.stdout
+    assert names_in(tmp_path) == before
+    assert load_sharded(tmp_path)["old"].to_global().tolist() == [1.0]
+
+
+def test_files_get_the_permissions_that_the_user_asks_for(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save_sharded({"a": torch.ones(3)}, tmp_path / "ckpt")
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "ckpt").iterdir()}
+    assert modes == {0o640}
