@@ -4,15 +4,19 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import prod
+from math import inf, prod
+from typing import TypeAlias
 
-from shardspec.comm.cost import CostModel, bytes_received
-from shardspec.comm.steps import Slice, Step
+from shardspec.comm.cost import CostModel
+from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import Cuts, State, spec_of, state_of, transition_graph
 from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.search import cheapest_path
+from shardspec.layout.move_cost import step_bytes, step_seconds
+from shardspec.layout.pricing import TIE_SECONDS, changed_axes, pair_prices, prices_of
+from shardspec.layout.search import cheapest_path, shortest_walk
+from shardspec.layout.space import MAX_STATES, count_states
 
 __all__ = ["ConversionPlan", "LayoutConverter"]
 
@@ -52,15 +56,14 @@ class ConversionPlan:
     @property
     def step_seconds(self) -> tuple[float, ...]:
         """Modelled seconds of every step."""
-        pairs = zip(self.steps, self.layouts, strict=False)
-        return tuple(self.model.step_seconds(step, at.max_local_bytes) for step, at in pairs)
+        moves = zip(self.steps, pairwise(self.layouts), strict=True)
+        return tuple(step_seconds(step, *layouts, self.model) for step, layouts in moves)
 
     @property
     def step_bytes(self) -> tuple[int, ...]:
         """Bytes the busiest device receives in every step, by a bandwidth-optimal algorithm."""
-        shape = self.source.mesh.shape
-        pairs = zip(self.steps, self.layouts, strict=False)
-        return tuple(bytes_received(step, shape, at.max_local_bytes) for step, at in pairs)
+        moves = zip(self.steps, pairwise(self.layouts), strict=True)
+        return tuple(step_bytes(step, *layouts) for step, layouts in moves)
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
@@ -145,10 +148,10 @@ class LayoutConverter:
     Examples
     --------
     >>> from shardspec import DeviceMesh
-    >>> source = Layout(DeviceMesh(range(6), (2, 3)), "[R,S01,R]", (30, 30, 30), "f32")
+    >>> source = Layout(DeviceMesh(range(6), (2, 3)), "[R,S01,R]", (600, 600, 600), "f32")
     >>> plan = LayoutConverter().plan(source, "[S01,R,R]")
     >>> [str(layout.spec) for layout in plan.layouts]
-    ['[R,S01,R]', '[R,S0,R]', '[S0,R,R]', '[S01,R,R]']
+    ['[R,S01,R]', '[S01,R,R]']
     """
 
     def __init__(self, cost_model: CostModel | None = None) -> None:
@@ -215,22 +218,65 @@ def _check_same_tensor(source: Layout, target: Layout) -> None:
 @lru_cache(maxsize=4096)
 def _cheapest_plan(source: Layout, target: Layout, model: CostModel) -> ConversionPlan:
     start, goal = state_of(source.spec), state_of(target.spec)
-    space = transition_graph(source.mesh.ndim, source.spec.dims, start[1])
-    size = _LocalBytes(source)
-
-    def price(step: Step, state: State) -> float:
-        return model.step_seconds(step, size(state[0]))
-
-    path = cheapest_path(space, start, goal, price)
-    assert path is not None, "everything can be gathered, reduced and cut again"
+    if count_states(source.mesh.ndim, source.spec.dims, len(start[1])) <= MAX_STATES:
+        path = _path_by_matrix(source, start, goal, model)
+    else:
+        path = _path_by_graph(source, start, goal, model)
     path = _with_slices_joined(path)
     layouts = (source, *(source.with_spec(spec_of(state)) for _, state in path))
     return ConversionPlan(tuple(step for step, _ in path), layouts, model)
 
 
-def _with_slices_joined(path: list[tuple[Step, State]]) -> list[tuple[Step, State]]:
+_Path: TypeAlias = list[tuple[Step, State]]
+
+
+def _path_by_matrix(source: Layout, start: State, goal: State, model: CostModel) -> _Path:
+    """Search where the prices of all moves fit into a matrix."""
+    prices = prices_of(source.mesh.shape, start[1], source.global_shape, source.dtype, model)
+    index, states = prices.space.index, prices.space.states
+    walk = shortest_walk(prices.cheapest(), index[start], index[goal])
+    assert walk is not None, "everything can be gathered, reduced and cut again"
+    path = [(prices.step(a, b), states[b]) for a, b in pairwise(walk)]
+    if prices.routed:
+        return path
+    straight, bound = _straight(source, start, goal, model)
+    seconds = sum(prices.collective[a, b] + TIE_SECONDS for a, b in pairwise(walk))
+    return path if seconds <= bound else straight
+
+
+def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) -> _Path:
+    """Search where there are too many states for a matrix.
+
+    To keep the search short, axes that neither end uses stay unused.
+    """
+    space = transition_graph(source.mesh.ndim, source.spec.dims, start[1])
+    straight, bound = _straight(source, start, goal, model)
+    size = _LocalBytes(source)
+    used = set(source.spec.axes) | {axis for cut in goal[0] for axis in cut}
+
+    def price(step: Step, state: State) -> float:
+        if isinstance(step, Slice) and not used.issuperset(step.axes):
+            return inf
+        return model.step_seconds(step, size(state[0])) + TIE_SECONDS
+
+    return cheapest_path(space, start, goal, price, bound) or straight
+
+
+def _straight(source: Layout, start: State, goal: State, model: CostModel) -> tuple[_Path, float]:
+    """Return the path of one permute or exchange straight to the goal, and its seconds."""
+    if start == goal:
+        return [], 0.0
+    if start[1]:
+        return [], inf
+    permute, exchange = pair_prices(source, goal[0], model)
+    axes = changed_axes(start[0], goal[0])
+    step = Permute(axes) if permute <= exchange else Exchange(axes)
+    return [(step, goal)], min(permute, exchange) + TIE_SECONDS
+
+
+def _with_slices_joined(path: _Path) -> _Path:
     """Make one slice of several that follow each other on one dim."""
-    joined: list[tuple[Step, State]] = []
+    joined: _Path = []
     for step, state in path:
         last = joined[-1][0] if joined else None
         if isinstance(step, Slice) and isinstance(last, Slice) and step.dim == last.dim:

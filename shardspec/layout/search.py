@@ -1,24 +1,110 @@
-"""Dijkstra's search over the layout-transition graph, priced for one tensor on one mesh."""
+"""Cheapest paths: over prices laid out as a matrix, or over a graph that grows on the way."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
-from typing import Final, TypeAlias
+from math import inf
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from shardspec.comm.steps import Step
 from shardspec.layout.graph import State, TransitionGraph
 
-__all__ = ["TIE_SECONDS", "Price", "cheapest_path"]
-
-TIE_SECONDS: Final = 1e-12
-"""Added per step while searching, so that of equally cheap plans the one with fewer steps wins."""
+__all__ = ["Price", "all_distances", "cheapest_path", "distances", "shortest_walk"]
 
 Price: TypeAlias = Callable[[Step, State], float]
-"""Seconds of a step that starts from a state."""
+"""Seconds of a step that starts from a state, the tie-breaker included."""
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+def distances(move: Floats, source: int) -> Floats:
+    """Return the cheapest seconds from one state to every other.
+
+    Bellman and Ford's relaxation, all edges at once: as many rounds as the longest of the cheapest
+    paths has moves, which is a handful.
+
+    Parameters
+    ----------
+    move : array (states, states)
+        Seconds of the cheapest single move; inf where there is none.
+    source
+        Where to start.
+
+    Examples
+    --------
+    >>> inf = np.inf
+    >>> distances(np.array([[inf, 1, 5], [inf, inf, 1], [inf, inf, inf]]), 0)
+    array([0., 1., 2.])
+    """
+    best: Floats = move[source].copy()
+    best[source] = 0.0
+    while True:
+        better: Floats = np.minimum(best, (best[:, None] + move).min(axis=0))
+        if np.array_equal(better, best):
+            return best
+        best = better
+
+
+def all_distances(move: Floats, sources: npt.NDArray[np.int64]) -> Floats:
+    """Return the cheapest seconds from each of some states to every state.
+
+    Parameters
+    ----------
+    move : array (states, states)
+        Seconds of the cheapest single move; inf where there is none.
+    sources : array of indices
+
+    Returns
+    -------
+    array (sources, states)
+
+    Examples
+    --------
+    >>> inf = np.inf
+    >>> move = np.array([[inf, 1, 5], [inf, inf, 1], [1, inf, inf]])
+    >>> all_distances(move, np.array([0, 2]))
+    array([[0., 1., 2.],
+           [1., 2., 0.]])
+    """
+    best: Floats = move[sources]
+    best[np.arange(len(sources)), sources] = 0.0
+    while True:
+        better = best.copy()
+        step = np.empty_like(best)
+        for middle in range(len(move)):
+            np.add(best[:, middle, None], move[middle], out=step)
+            np.minimum(better, step, out=better)
+        if np.array_equal(better, best):
+            return best
+        best = better
+
+
+def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
+    """Return the states of a cheapest path, both ends included; None where no path exists.
+
+    Of equally cheap predecessors the one with the smallest index is taken, so every rank that
+    searches alone finds the same path.
+
+    Examples
+    --------
+    >>> inf = np.inf
+    >>> shortest_walk(np.array([[inf, 1, 5], [inf, inf, 1], [inf, inf, inf]]), 0, 2)
+    [0, 1, 2]
+    """
+    best = distances(move, source)
+    if not np.isfinite(best[target]):
+        return None
+    walk = [target]
+    while walk[-1] != source:
+        walk.append(int((best + move[:, walk[-1]]).argmin()))
+    return walk[::-1]
 
 
 def cheapest_path(
-    space: TransitionGraph, source: State, target: State, price: Price
+    space: TransitionGraph, source: State, target: State, price: Price, bound: float = inf
 ) -> list[tuple[Step, State]] | None:
     """Return the cheapest steps from one state to another, each with the state it leads to.
 
@@ -30,18 +116,20 @@ def cheapest_path(
         Where to start and to end.
     price
         Seconds of a step from a state; never negative.
+    bound
+        Look only for paths of fewer seconds.
 
     Returns
     -------
     list or None
-        Empty where source and target are the same, None where no path exists.
+        Empty where source and target are the same, None where no such path exists.
 
     Notes
     -----
     Edges are visited in the fixed order of the graph and remaining ties go to the path found first,
     so every rank that searches alone finds the same path. The search is that of
-    `networkx.dijkstra_path`, which the tests hold it against; networkx's own wants all edges to
-    exist beforehand, and the graph of a six-axis mesh has millions.
+    `networkx.dijkstra_path`; networkx's own wants all edges to exist beforehand, and the graph of a
+    six-axis mesh has millions.
     """
     best: dict[State, float] = {source: 0.0}
     came_from: dict[State, tuple[State, Step]] = {}
@@ -56,8 +144,8 @@ def cheapest_path(
             continue
         done.add(state)
         for reached, step in space.expand(state).items():
-            total = seconds + price(step, state) + TIE_SECONDS
-            if reached not in best or total < best[reached]:
+            total = seconds + price(step, state)
+            if total < best.get(reached, bound):
                 best[reached] = total
                 came_from[reached] = (state, step)
                 heappush(queue, (total, next(order), reached))

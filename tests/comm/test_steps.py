@@ -8,6 +8,8 @@ from shardspec.comm.steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    Exchange,
+    Permute,
     ReduceOp,
     ReduceScatter,
     Slice,
@@ -21,6 +23,8 @@ ONE_OF_EACH = {
     AllToAll(0, 1, (0, 2), (2, 0)): AllToAll(1, 0, (2, 0), (0, 2)),
     ReduceScatter(2, (1,), "max"): AllGather(2, (1,)),
     AllReduce((0, 1), "avg"): None,
+    Permute((0, 2)): Permute((0, 2)),
+    Exchange((1,)): Exchange((1,)),
 }
 
 
@@ -55,6 +59,7 @@ def test_a_step_is_a_value(step):
 
 def test_steps_of_different_kinds_are_never_equal():
     assert Slice(0, (1,)) != AllGather(0, (1,))
+    assert Permute((1,)) != Exchange((1,))
     assert len({Slice(0, (1,)), AllGather(0, (1,)), Slice(0, (1,))}) == 2
 
 

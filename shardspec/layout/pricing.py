@@ -1,0 +1,260 @@
+"""Prices of every move between every two specs, for one tensor on one mesh.
+
+Where every dim divides evenly whatever the cut, prices depend on the tensor's bytes alone: the
+lines they lie on are found once per mesh and rank, and specs that differ by a permutation of the
+dims share them. Else prices are made for the one shape.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Final
+
+import numpy as np
+
+from shardspec.comm.cost import CostModel
+from shardspec.comm.steps import Exchange, Permute, Step
+from shardspec.dtypes import item_bytes
+from shardspec.layout.graph import Cuts, Pending
+from shardspec.layout.layout import Layout
+from shardspec.layout.routed_cost import (
+    Floats,
+    Ints,
+    Lines,
+    Overlaps,
+    RoutedPrices,
+    geometry_of,
+    routed_prices,
+)
+from shardspec.layout.space import Space, space_of
+
+__all__ = ["TIE_SECONDS", "Prices", "changed_axes", "pair_prices", "prices_of"]
+
+TIE_SECONDS: Final = 1e-12
+"""Added per step while searching, so that of equally cheap plans the one with fewer steps wins."""
+
+_MOST_WORK: Final = 1e8
+"""Pairs of specs times pairs of devices up to which every permute and exchange is priced."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Seconds of the single moves between all specs of a space.
+
+    Attributes
+    ----------
+    space
+        What the rows and columns stand for.
+    local_bytes : array (states)
+        Bytes of the largest shard of each state.
+    collective, permute, exchange : arrays (states, states)
+        Seconds of going from the row's state to the column's in one such step; inf where none
+        does.
+    routed
+        Whether permute and exchange are priced; false where there are too many pairs.
+    """
+
+    space: Space
+    local_bytes: Floats
+    collective: Floats
+    permute: Floats
+    exchange: Floats
+    routed: bool
+
+    def cheapest(self) -> Floats:
+        """Return the cheapest single move between every two states, the tie-breaker included."""
+        best: Floats = np.minimum(np.minimum(self.collective, self.permute), self.exchange)
+        return best + TIE_SECONDS
+
+    def step(self, source: int, target: int) -> Step:
+        """Return the cheapest single move between two states."""
+        seconds = (
+            self.collective[source, target],
+            self.permute[source, target],
+            self.exchange[source, target],
+        )
+        best = min(seconds)
+        if seconds[0] == best:
+            return self.space.steps[source, target]
+        axes = changed_axes(self.space.states[source][0], self.space.states[target][0])
+        return Permute(axes) if seconds[1] == best else Exchange(axes)
+
+
+def changed_axes(before: Cuts, after: Cuts) -> tuple[int, ...]:
+    """Return the axes whose part in the cuts differs, ascending.
+
+    Examples
+    --------
+    >>> changed_axes(((0, 1), ()), ((1, 0), (2,)))
+    (0, 1, 2)
+    """
+
+    def places(cuts: Cuts) -> set[tuple[int, int, int]]:
+        return {(a, dim, i) for dim, axes in enumerate(cuts) for i, a in enumerate(axes)}
+
+    return tuple(sorted({axis for axis, _, _ in places(before) ^ places(after)}))
+
+
+@lru_cache(maxsize=64)
+def prices_of(
+    mesh_shape: tuple[int, ...],
+    pending: Pending,
+    global_shape: tuple[int, ...],
+    dtype: str,
+    model: CostModel,
+    most_work: float = _MOST_WORK,
+) -> Prices:
+    """Price all single moves of a tensor on a mesh.
+
+    Parameters
+    ----------
+    mesh_shape, pending, global_shape, dtype, model
+        The tensor, the mesh, its links, and what is pending at the source.
+    most_work
+        Pairs of specs times pairs of devices up to which permute and exchange are priced too.
+    """
+    space = space_of(len(mesh_shape), len(global_shape), pending)
+    local_bytes = space.local_elements(mesh_shape, global_shape) * item_bytes(dtype)
+    count = len(space.states)
+    collective = np.full((count, count), np.inf)
+    collective[space.edge_from, space.edge_to] = space.edge_seconds(model, local_bytes)
+    permute, exchange = np.full((count, count), np.inf), np.full((count, count), np.inf)
+    plain = space_of(len(mesh_shape), len(global_shape), ())
+    even = all(size and size % prod(mesh_shape) == 0 for size in global_shape)
+    rows = len(np.unique(plain.orbits()[0])) if even else len(plain.states)
+    geometry = geometry_of(mesh_shape)
+    work = rows * len(plain.states) * geometry.differ.size
+    routed = work <= most_work and len(geometry.rows) == prod(mesh_shape)
+    if routed:
+        known = len(plain.states)  # the states with nothing pending come first
+        if even:
+            lines = _even_lines(mesh_shape, len(global_shape), model)
+            num_bytes = float(prod(global_shape) * item_bytes(dtype))
+            exchange[:known, :known] = lines.exchange.at(num_bytes)
+            permute[lines.permute_from, lines.permute_to] = lines.permute.at(num_bytes)
+        else:
+            for source, row in _each_row(plain, mesh_shape, global_shape, model):
+                exchange[source, :known] = row.exchange.at(item_bytes(dtype))
+                permute[source, row.permutable] = row.permute.at(item_bytes(dtype))
+        exchange[exchange == 0] = np.inf  # nothing moves: that is a slice, or no step at all
+    return Prices(space, local_bytes, collective, permute, exchange, routed)
+
+
+@dataclass(frozen=True, eq=False)
+class _EvenLines:
+    """Prices by the bytes of the whole tensor, where all dims divide evenly."""
+
+    exchange: Lines
+    permute: Lines
+    permute_from: Ints
+    permute_to: Ints
+
+
+@lru_cache(maxsize=8)
+def _even_lines(mesh_shape: tuple[int, ...], dims: int, model: CostModel) -> _EvenLines:
+    space = space_of(len(mesh_shape), dims, ())
+    count = len(space.states)
+    sizes = (prod(mesh_shape),) * dims
+    volume = float(prod(sizes))
+    stands_for, relabelled = space.orbits()
+    rows = {
+        source: (row.exchange.pruned(), row.permute.pruned(), row.permutable)
+        for source, row in _each_row(space, mesh_shape, sizes, model, only=np.unique(stands_for))
+    }
+    most = (
+        max(exchange.fixed.shape[-1] for exchange, _, _ in rows.values()),
+        max(permute.fixed.shape[-1] for _, permute, _ in rows.values()),
+    )
+    fixed, slope = np.empty((2, count, count, most[0]))
+    ends, permute_fixed, permute_slope = [], [], []
+    for state in range(count):
+        exchange, permute, permutable = rows[stands_for[state]]
+        image = relabelled[state]
+        fixed[state] = _widened(exchange.fixed, most[0])[image]
+        slope[state] = _widened(exchange.slope, most[0])[image] / volume
+        back = np.empty(count, dtype=np.int64)
+        back[image] = np.arange(count)
+        reached = back[permutable]
+        ends.append(np.stack([np.full(len(reached), state), reached]))
+        permute_fixed.append(_widened(permute.fixed, most[1]))
+        permute_slope.append(_widened(permute.slope, most[1]) / volume)
+    pairs = np.concatenate(ends, axis=1)
+    return _EvenLines(
+        Lines(fixed, slope),
+        Lines(np.concatenate(permute_fixed), np.concatenate(permute_slope)),
+        pairs[0],
+        pairs[1],
+    )
+
+
+def _widened(lines: Floats, count: int) -> Floats:
+    """Repeat the first line until there are `count`."""
+    missing = count - lines.shape[-1]
+    return np.concatenate([lines, np.repeat(lines[..., :1], missing, axis=-1)], axis=-1)
+
+
+def _each_row(
+    space: Space,
+    mesh_shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    model: CostModel,
+    only: Ints | None = None,
+) -> "list[tuple[int, RoutedPrices]]":
+    """Price permute and exchange from every state, or from some, to all states."""
+    geometry = geometry_of(mesh_shape)
+    by_size = {size: Overlaps(geometry, space.lists, size) for size in set(sizes)}
+    overlaps = [by_size[size] for size in sizes]
+    uncut = space.uncut_bits()
+    sources = range(len(space.states)) if only is None else only.tolist()
+    return [
+        (
+            source,
+            routed_prices(
+                geometry,
+                model,
+                overlaps,
+                space.list_index[source],
+                space.list_index,
+                np.concatenate([uncut[source : source + 1], uncut]),
+            ),
+        )
+        for source in sources
+    ]
+
+
+def pair_prices(source: Layout, target: Cuts, model: CostModel) -> tuple[float, float]:
+    """Return the seconds of a permute and of an exchange to one spec; inf where there is none.
+
+    Parameters
+    ----------
+    source
+        A layout with nothing pending.
+    target
+        Per tensor dim the axes that cut it, on the same mesh.
+    model
+        Prices of the links.
+    """
+    mesh_shape = source.mesh.shape
+    here = tuple(tuple(a for a in cut.axes if isinstance(a, int)) for cut in source.spec.dim_specs)
+    geometry = geometry_of(mesh_shape)
+    overlaps = [
+        Overlaps(geometry, lists, size)
+        for size, *lists in zip(source.global_shape, here, target, strict=True)
+    ]
+    dims = len(here)
+    full = (1 << len(mesh_shape)) - 1
+    row = routed_prices(
+        geometry,
+        model,
+        overlaps,
+        np.zeros(dims, dtype=np.int64),
+        np.ones((1, dims), dtype=np.int64),
+        np.array([full - sum(1 << a for axes in cuts for a in axes) for cuts in (here, target)]),
+    )
+    one = item_bytes(source.dtype)
+    permute = float(row.permute.at(one)[0]) if here != target and _alike(overlaps) else np.inf
+    return permute, float(row.exchange.at(one)[0]) or np.inf
+
+
+def _alike(overlaps: list[Overlaps]) -> bool:
+    return all(table.parts[0] == table.parts[1] for table in overlaps)

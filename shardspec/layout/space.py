@@ -1,0 +1,193 @@
+"""The transition graph as arrays: every spec has an index, every edge a place in a list.
+
+networkx explains, exports and draws; where prices are put on thousands of edges at once, these
+arrays, made from the graph, do the arithmetic.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
+from math import comb, factorial
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardspec.comm.cost import CostModel
+from shardspec.comm.steps import Step
+from shardspec.layout.graph import Pending, State, spec_of, transition_graph
+
+__all__ = ["MAX_STATES", "Space", "count_states", "space_of"]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+_Key: TypeAlias = tuple[str, tuple[int, ...]]
+
+MAX_STATES: Final = 1500
+"""Up to so many states (four axes at rank 4) a space is laid out whole."""
+
+
+def count_states(num_axes: int, dims: int, num_pending: int) -> int:
+    """Return how many specs can be reached.
+
+    Of `num_axes` axes, ``p`` of the `num_pending` stay pending, ``k`` of the others cut dims, and
+    ``k`` axes in order are laid into `dims` dims.
+
+    Examples
+    --------
+    >>> count_states(2, 2, 0), count_states(2, 3, 0), count_states(4, 4, 0)
+    (11, 19, 1457)
+    """
+    return sum(
+        comb(num_pending, p)
+        * sum(
+            comb(num_axes - p, k) * factorial(k) * comb(k + dims - 1, k)
+            for k in range(num_axes - p + 1)
+            if dims or not k
+        )
+        for p in range(num_pending + 1)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """All specs of some axes, rank and pending reductions, and the steps among them.
+
+    Attributes
+    ----------
+    states
+        In the order of the index: fewer pending reductions and fewer cuts first.
+    index
+        Of every state.
+    lists
+        Every list of axes that cuts a dim somewhere.
+    list_index : array (states, dims)
+        Which of `lists` cuts each dim.
+    nothing_pending : array of indices
+        States with no pending reduction; permute and exchange join these.
+    edge_from, edge_to : arrays (edges)
+        Where each step of the graph starts and ends.
+    edge_kind : array (edges)
+        Which of `kinds` prices it.
+    kinds
+        One step for each kind and set of axes; steps that share them cost the same.
+    """
+
+    num_axes: int
+    dims: int
+    states: list[State]
+    index: dict[State, int]
+    lists: list[tuple[int, ...]]
+    list_index: Ints
+    nothing_pending: Ints
+    edge_from: Ints
+    edge_to: Ints
+    edge_kind: Ints
+    kinds: list[Step]
+    steps: dict[tuple[int, int], Step]
+
+    def uncut_bits(self) -> Ints:
+        """Return per state the bits of the axes that neither cut a dim nor are pending."""
+        full = (1 << self.num_axes) - 1
+        used = [
+            sum(1 << axis for axes in (*cuts, *((a,) for a, _ in left)) for axis in axes)
+            for cuts, left in self.states
+        ]
+        return full - np.array(used, dtype=np.int64)
+
+    def edge_seconds(self, model: CostModel, local_bytes: Floats) -> Floats:
+        """Return the seconds of every edge, given the bytes of the largest shard of each state."""
+        coefficients = np.array([model.coefficients(step) for step in self.kinds]).reshape(-1, 2)
+        fixed, per_byte = coefficients[self.edge_kind].T
+        seconds: Floats = fixed + per_byte * local_bytes[self.edge_from]
+        return seconds
+
+    def local_elements(self, mesh_shape: tuple[int, ...], global_shape: tuple[int, ...]) -> Floats:
+        """Return the elements of the largest shard of every state."""
+        elements = np.ones(len(self.states))
+        for dim, size in enumerate(global_shape):
+            sides = []
+            for axes in self.lists:
+                side = size
+                for axis in axes:
+                    side = -(-side // mesh_shape[axis])
+                sides.append(side)
+            elements *= np.array(sides, dtype=np.float64)[self.list_index[:, dim]]
+        return elements
+
+    def orbits(self) -> tuple[Ints, Ints]:
+        """Return for each state the one that stands for it, and how to get there.
+
+        States that differ by a permutation of the tensor dims cost the same where all dims divide
+        evenly.
+
+        Returns
+        -------
+        representative : array (states)
+            Index of the state that stands for each.
+        relabelled : array (states, states)
+            Row ``u`` maps every state ``v`` by the permutation that takes ``u`` to its
+            representative.
+        """
+        orders = list(permutations(range(self.dims)))
+        images = np.array(
+            [
+                [self.index[tuple(cuts[d] for d in order), left] for cuts, left in self.states]
+                for order in orders
+            ]
+        ).reshape(len(orders), -1)
+        chosen = images.argmin(axis=0)
+        return images.min(axis=0), images[chosen]
+
+
+@lru_cache(maxsize=32)
+def space_of(num_axes: int, dims: int, pending: Pending) -> Space:
+    """Return the space of all specs that a conversion can pass through.
+
+    Parameters
+    ----------
+    num_axes, dims, pending
+        Mesh axes, tensor rank, and what is pending at the source.
+    """
+    start: State = (((),) * dims, pending)
+    graph = transition_graph(num_axes, dims, pending).explore(spec_of(start))
+    states = sorted(graph.nodes, key=_order)
+    index = {state: i for i, state in enumerate(states)}
+    lists = sorted({axes for cuts, _ in states for axes in cuts}, key=lambda a: (len(a), a))
+    place = {axes: i for i, axes in enumerate(lists)}
+    steps: dict[tuple[int, int], Step] = {
+        (index[a], index[b]): step for a, b, step in graph.edges(data="step")
+    }
+    kind_of: dict[_Key, int] = {}
+    kinds: list[Step] = []
+    edge_kind = []
+    for step in steps.values():
+        key = (type(step).__name__, tuple(sorted(step.axes)))
+        if key not in kind_of:
+            kind_of[key] = len(kinds)
+            kinds.append(step)
+        edge_kind.append(kind_of[key])
+    ends = np.array(list(steps), dtype=np.int64).reshape(-1, 2)
+    return Space(
+        num_axes=num_axes,
+        dims=dims,
+        states=states,
+        index=index,
+        lists=lists,
+        list_index=np.array(
+            [[place[axes] for axes in cuts] for cuts, _ in states], dtype=np.int64
+        ).reshape(len(states), dims),
+        nothing_pending=np.array(
+            [i for i, (_, left) in enumerate(states) if not left], dtype=np.int64
+        ),
+        edge_from=ends[:, 0],
+        edge_to=ends[:, 1],
+        edge_kind=np.array(edge_kind, dtype=np.int64),
+        kinds=kinds,
+        steps=steps,
+    )
+
+
+def _order(state: State) -> tuple[Any, ...]:
+    cuts, pending = state
+    return len(pending), pending, sum(map(len, cuts)), cuts
