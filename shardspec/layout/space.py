@@ -35,15 +35,14 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
 
     Examples
     --------
-    >>> count_states(2, 2, 0), count_states(2, 3, 0), count_states(4, 4, 0)
-    (11, 19, 1457)
+    >>> count_states(2, 2, 0), count_states(2, 3, 0), count_states(4, 4, 0), count_states(2, 0, 1)
+    (11, 19, 1457, 2)
     """
     return sum(
         comb(num_pending, p)
         * sum(
-            comb(num_axes - p, k) * factorial(k) * comb(k + dims - 1, k)
+            comb(num_axes - p, k) * factorial(k) * comb(max(k + dims - 1, 0), k)
             for k in range(num_axes - p + 1)
-            if dims or not k
         )
         for p in range(num_pending + 1)
     )
