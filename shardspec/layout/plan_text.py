@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from shardspec.comm.cost import Link
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -85,7 +86,11 @@ def plan_text(plan: "ConversionPlan") -> str:
         ],
         numbers_from=3,
     )
+    axes_of: dict[Link, list[str]] = {}
+    for axis, link in enumerate(plan.model.links):
+        axes_of.setdefault(link, []).append(mesh.axis_label(axis))
     links = "; ".join(
-        f"axis {mesh.axis_label(axis)} {link}" for axis, link in enumerate(plan.model.links)
+        f"{'axis' if len(axes) == 1 else 'axes'} {','.join(axes)} {link}"
+        for link, axes in axes_of.items()
     )
     return f"{title}\n{table}\nper device; {plan.model.link_model} model; {links}"

@@ -24,7 +24,7 @@ def test_prints_the_plan():
     result = run(*README_EXAMPLE)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == f"{LayoutConverter().plan(layout, '[R,S01]')}\n"
-    assert "all-to-all dim 0 → 1   0      [R,S0]            8 MiB" in result.stdout
+    assert "exchange   0,1    [R,S01]           2 MiB" in result.stdout
 
 
 def test_on_a_terminal_only_the_style_differs():
@@ -44,7 +44,7 @@ def test_json():
     assert json.loads(result.stdout) == json.loads(
         LayoutConverter().plan(layout, "[R,S01]").to_json()
     )
-    assert [step["layout"] for step in json.loads(result.stdout)["steps"]] == ["[R,S0]", "[R,S01]"]
+    assert [step["layout"] for step in json.loads(result.stdout)["steps"]] == ["[R,S01]"]
 
 
 def test_every_option_arrives():
