@@ -2,10 +2,12 @@
 
 Boxes travel as bytes in one batch of sends and receives per step, so every dtype, uneven shards and
 any order of device ids work alike, and a shard that lands in one piece lands in its place without a
-copy. Sums of the common dtypes use the backend's own all-reduce.
+copy. They need no group but the job's own. Where a mesh has all ranks of the job, each axis has
+groups too, and sums of the common dtypes over one axis, or over all, use the backend's all-reduce.
 """
 
 import os
+import pickle
 from collections.abc import Mapping
 from typing import Final, TypeVar
 from weakref import WeakKeyDictionary
@@ -38,7 +40,8 @@ class ProcessGroupCommunicator:
     Parameters
     ----------
     mesh
-        Devices; every rank of the mesh constructs this at the same point of the program.
+        Devices. If these are all ranks of the job, each of them constructs this at the same point
+        of the program; otherwise the ranks outside need not.
 
     Raises
     ------
@@ -61,12 +64,11 @@ class ProcessGroupCommunicator:
             )
         self._mesh = mesh
         self._rank = dist.get_rank()
-        # The world's own group is left out: it is torch's to keep and to destroy.
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        if self.addressable:
-            self._group(mesh.ids)
+        if mesh.size == world:
             for axis in range(mesh.ndim):
-                self._group(mesh.group(self._rank, [axis]))
+                for members in mesh.groups([axis]):
+                    self._make_group(members)
 
     @classmethod
     def create(cls, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
@@ -141,11 +143,29 @@ class ProcessGroupCommunicator:
         """Collect one value per device; see `Communicator.gather`."""
         if not self.addressable:
             return {}
-        members = tuple(sorted(self._mesh.ids))
-        gathered: list[T] = [values[self._rank]] * len(members)
-        dist.all_gather_object(gathered, values[self._rank], group=self._group(members))
-        by_id = dict(zip(members, gathered, strict=True))
-        return {device: by_id[device] for device in self._mesh.ids}
+        mine = values[self._rank]
+        if self._mesh.size == dist.get_world_size():
+            gathered: list[T] = [mine] * self._mesh.size
+            dist.all_gather_object(gathered, mine)
+            return {device: gathered[device] for device in self._mesh.ids}
+        return self._gather_among_members(mine)
+
+    def _gather_among_members(self, mine: T) -> dict[int, T]:
+        """Collect values where other ranks of the job take no part: lengths first, then content."""
+        others = [device for device in self._mesh.ids if device != self._rank]
+        device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
+        content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
+        length = torch.tensor([content.numel()], device=device)
+        lengths = {peer: torch.empty_like(length) for peer in others}
+        self._exchange([(peer, length) for peer in others], list(lengths.items()))
+        contents = {
+            peer: torch.empty(int(lengths[peer]), dtype=torch.uint8, device=device)
+            for peer in others
+        }
+        self._exchange([(peer, content) for peer in others], list(contents.items()))
+        loaded = {peer: pickle.loads(c.cpu().numpy().tobytes()) for peer, c in contents.items()}
+        loaded[self._rank] = mine
+        return {peer: loaded[peer] for peer in self._mesh.ids}
 
     def _move(self, step: Step, shard: torch.Tensor, before: BoxOf, after: BoxOf) -> torch.Tensor:
         """Put the boxes that this device gets side by side."""
@@ -201,9 +221,10 @@ class ProcessGroupCommunicator:
         members = self._mesh.group(self._rank, sorted(axes))
         if len(members) == 1 or shard.numel() == 0:
             return combine([shard], op).contiguous()
-        if op in ("sum", "avg") and shard.dtype in _NATIVE_SUM:
+        group = self._group(members)
+        if group is not None and op in ("sum", "avg") and shard.dtype in _NATIVE_SUM:
             result = shard.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(result, group=self._group(members))
+            dist.all_reduce(result, group=group)
             return result.div_(len(members)) if op == "avg" else result
         # Reduce a part each, then share the parts: as many bytes as a ring, any dtype and op.
         flat = shard.contiguous().view(-1)
@@ -232,14 +253,13 @@ class ProcessGroupCommunicator:
         receives: list[tuple[int, torch.Tensor]],
     ) -> None:
         """Send and receive contiguous tensors as bytes, all at once; empty ones do not travel."""
-        group = self._group(self._mesh.ids)
         ops = [
-            dist.P2POp(dist.irecv, _as_bytes(tensor), peer, group)
+            dist.P2POp(dist.irecv, _as_bytes(tensor), peer)
             for peer, tensor in receives
             if tensor.numel()
         ]
         ops += [
-            dist.P2POp(dist.isend, _as_bytes(tensor), peer, group)
+            dist.P2POp(dist.isend, _as_bytes(tensor), peer)
             for peer, tensor in sends
             if tensor.numel()
         ]
@@ -247,19 +267,23 @@ class ProcessGroupCommunicator:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
-    def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group of some ranks; made on first use, by its members alone.
+    def _make_group(self, members: tuple[int, ...]) -> None:
+        """Make a group; every rank of the job does so for every group, in the same order.
 
-        Every member runs the same steps in the same order, so all of them arrive here together.
+        Groups that only their members make would be named by what else those have made before, and
+        hang where that differs.
         """
         ranks = tuple(sorted(members))
-        world = dist.group.WORLD
-        assert world is not None, "checked when the communicator was made"
-        if len(ranks) == dist.get_world_size():
-            return world
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return self._groups[ranks]
+        if 1 < len(ranks) < dist.get_world_size() and ranks not in self._groups:
+            group = dist.new_group(list(ranks))
+            if self._rank in ranks:
+                assert group is not None, "this rank is a member"
+                self._groups[ranks] = group
+
+    def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return the group of some ranks, or None where none was made for them."""
+        ranks = tuple(sorted(members))
+        return dist.group.WORLD if len(ranks) == dist.get_world_size() else self._groups.get(ranks)
 
 
 _COMMUNICATORS: Final[

@@ -1,0 +1,25 @@
+import pytest
+
+from shardspec import DeviceMesh, SimulatedCommunicator
+from tests.comm.contract import Case, CommunicatorContract, complaints
+
+
+class TestSimulated(CommunicatorContract):
+    def results(self, case: Case):
+        before, after = case.layouts
+        shards, copies = case.shards(), case.shards()
+        got = SimulatedCommunicator(case.mesh).run(case.step, shards, before.box, after.box)
+        found = complaints(shards, copies, got)
+        return {device: (got[device], found[device]) for device in case.mesh.ids}
+
+
+def test_it_holds_every_device_and_gathers_in_the_order_of_the_mesh():
+    communicator = SimulatedCommunicator(DeviceMesh([5, 0, 3], (3,)))
+    assert communicator.addressable == (5, 0, 3)
+    assert list(communicator.gather({0: "a", 3: "b", 5: "c"}).items()) == [
+        (5, "c"),
+        (0, "a"),
+        (3, "b"),
+    ]
+    with pytest.raises(KeyError):
+        communicator.gather({0: "a"})

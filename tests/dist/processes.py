@@ -1,0 +1,73 @@
+"""Real processes that talk over gloo, started once for many checks."""
+
+import queue
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+__all__ = ["run_ranks"]
+
+
+def _rank(
+    rank: int,
+    world: int,
+    rendezvous: str,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    out: Any,
+) -> None:
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world
+        )
+        result = work(rank, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        out.put((rank, True, result))
+    except BaseException:
+        out.put((rank, False, traceback.format_exc()))
+        sys.exit(1)
+
+
+def run_ranks(
+    world: int, tmp_path: Path, work: Callable[..., Any], *args: Any, timeout_s: float = 150
+) -> list[Any]:
+    """Run ``work(rank, *args)`` in so many processes and return what each of them returns.
+
+    A process that fails or hangs ends them all, with its traceback in the error.
+    """
+    context = mp.get_context("spawn")
+    out = context.Queue()
+    rendezvous = str(tmp_path / "rendezvous")
+    processes = [
+        context.Process(target=_rank, args=(rank, world, rendezvous, work, args, out))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    end = time.monotonic() + timeout_s
+    try:
+        while len(results) < world:
+            try:
+                rank, fine, result = out.get(timeout=max(0.1, end - time.monotonic()))
+            except queue.Empty:
+                missing = sorted(set(range(world)) - set(results))
+                raise AssertionError(f"ranks {missing} did not end in {timeout_s} s") from None
+            if not fine:
+                raise AssertionError(f"rank {rank} failed:\n{result}")
+            results[rank] = result
+        for process in processes:
+            process.join(30)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [results[rank] for rank in range(world)]

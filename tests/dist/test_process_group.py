@@ -1,0 +1,86 @@
+"""The communicator over torch.distributed: the contract, on six real processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardspec import DeviceMesh, ProcessGroupCommunicator
+from shardspec.errors import CommunicatorError
+from tests.comm.contract import CASES, Case, CommunicatorContract, complaints
+from tests.dist.processes import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def _run_all(rank: int):
+    results = {}
+    for case in CASES:
+        communicator = ProcessGroupCommunicator.of(case.mesh)
+        before, after = case.layouts
+        if rank not in case.mesh:
+            assert communicator.addressable == ()
+            assert communicator.run(case.step, {}, before.box, after.box) == {}
+            assert communicator.gather({}) == {}
+            continue
+        shards, copies = {rank: case.shards()[rank]}, {rank: case.shards()[rank]}
+        got = communicator.run(case.step, shards, before.box, after.box)
+        raw = got[rank].reshape(-1).view(torch.uint8).numpy().tobytes()
+        results[case.name] = (
+            raw,
+            tuple(got[rank].shape),
+            got[rank].dtype,
+            complaints(shards, copies, got)[rank],
+        )
+    mesh = DeviceMesh([4, 0, 5], (3,))
+    gathered = ProcessGroupCommunicator.of(mesh).gather({rank: rank * 10} if rank in mesh else {})
+    same = ProcessGroupCommunicator.of(mesh) is ProcessGroupCommunicator.of(
+        DeviceMesh([4, 0, 5], (3,))
+    )
+    try:
+        ProcessGroupCommunicator.of(DeviceMesh([0, 9], (2,)))
+        outside = "accepted"
+    except CommunicatorError as error:
+        outside = str(error)
+    return results, list(gathered.items()), same, outside
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(6, tmp_path_factory.mktemp("contract"), _run_all)
+
+
+class TestProcessGroup(CommunicatorContract):
+    @pytest.fixture(autouse=True)
+    def _started(self, ranks):
+        self.ranks = ranks
+
+    def results(self, case: Case):
+        found = {}
+        for device in case.mesh.ids:
+            raw, shape, dtype, wrong = self.ranks[device][0][case.name]
+            data = (
+                torch.frombuffer(bytearray(raw), dtype=dtype)
+                if raw
+                else torch.empty(0, dtype=dtype)
+            )
+            found[device] = (data.reshape(shape), wrong)
+        return found
+
+
+def test_gather_returns_every_value_in_the_order_of_the_mesh(ranks):
+    for rank, (_, gathered, same, _) in enumerate(ranks):
+        assert gathered == ([(4, 40), (0, 0), (5, 50)] if rank in (4, 0, 5) else [])
+        assert same
+
+
+def test_a_device_outside_the_job_is_named(ranks):
+    for _, _, _, message in ranks:
+        assert "device 9 of mesh 2 is no rank of this job, which has 6 ranks" in message
+
+
+def test_without_a_job():
+    assert not dist.is_initialized()
+    with pytest.raises(CommunicatorError, match="torchrun"):
+        ProcessGroupCommunicator.of(DeviceMesh([0], (1,)))
+    with pytest.raises(CommunicatorError, match="torchrun --nproc_per_node 4"):
+        DeviceMesh(range(4), (2, 2), init_process_group=True)
