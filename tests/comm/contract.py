@@ -80,7 +80,7 @@ class Case:
         for device in self.mesh.ids:
             members = self.mesh.group(device, sorted(done))
             addends = [self.whole(self.addend_of(member)) for member in members]
-            op = getattr(self.step, "op", "sum")
+            op = self.step.op if isinstance(self.step, ReduceScatter | AllReduce) else "sum"
             result[device] = _reduced(torch.stack(addends), op)[_index(after, device)]
         return result
 
@@ -122,6 +122,19 @@ _MOVES: list[tuple[Step, str, str]] = [
     (AllGather(0, (0,)), "[S0,R|P1]", "[R,R|P1]"),
 ]
 _SHAPES = {"even": (12, 18), "uneven": (7, 5), "short": (2, 1), "empty": (0, 3)}
+_Move = tuple[Step, str, str]
+
+
+def _reductions(op: ReduceOp) -> list[_Move]:
+    return [
+        (ReduceScatter(0, (1,), op), f"[S0,R|P{op}1]", "[S01,R]"),
+        (AllReduce((0, 1), op), f"[R,R|P{op}01]", "[R,R]"),
+        (ReduceScatter(1, (1, 0), op), f"[R,R|P{op}01]", "[R,S10]"),
+        (AllReduce((0,), op), f"[R,S1|P{op}0]", "[R,S1]"),
+        (ReduceScatter(0, (0,), op), f"[R,R|P{op}01]", f"[S0,R|P{op}1]"),
+    ]
+
+
 _OPS: tuple[ReduceOp, ...] = ("sum", "avg", "min", "max", "prod")
 _SHUFFLED = (4, 0, 5, 2, 1, 3)
 
@@ -162,13 +175,7 @@ CASES: list[Case] = [
         Case(f"{type(step).__name__} {op} {source}→{target} {kind}", step, source, target, shape)
         for op in _OPS
         for kind, shape in _SHAPES.items()
-        for step, source, target in [
-            (ReduceScatter(0, (1,), op), f"[S0,R|P{op}1]", "[S01,R]"),
-            (ReduceScatter(1, (1, 0), op), f"[R,R|P{op}01]", "[R,S10]"),
-            (AllReduce((0,), op), f"[R,S1|P{op}0]", "[R,S1]"),
-            (AllReduce((0, 1), op), f"[R,R|P{op}01]", "[R,R]"),
-            (ReduceScatter(0, (0,), op), f"[R,R|P{op}01]", f"[S0,R|P{op}1]"),
-        ]
+        for step, source, target in _reductions(op)
     ),
     *(
         Case(
@@ -182,10 +189,7 @@ CASES: list[Case] = [
         )
         for op in ("sum", "min", "max", "prod")
         for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.float64)
-        for step, source, target in [
-            (ReduceScatter(0, (1,), op), f"[S0,R|P{op}1]", "[S01,R]"),
-            (AllReduce((0, 1), op), f"[R,R|P{op}01]", "[R,R]"),
-        ]
+        for step, source, target in _reductions(op)[:2]
     ),
     Case("AllReduce complex", AllReduce((1,), "sum"), "[S0|P1]", "[S0]", (5,), torch.complex64),
     Case("AllReduce bool max", AllReduce((1,), "max"), "[S0|Pmax1]", "[S0]", (5,), torch.bool),

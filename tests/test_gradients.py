@@ -1,0 +1,103 @@
+"""Gradients through conversions against the gradient of the same program on one tensor."""
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+
+from shardspec import DeviceMesh, DTensor, ShardingSpec
+from shardspec.errors import LayoutError
+from shardspec.layout.graph import TransitionGraph, spec_of
+
+MESH = DeviceMesh([3, 0, 5, 2, 1, 4], (2, 3))
+SPECS = sorted(
+    (spec_of(state) for state in TransitionGraph(2).explore(ShardingSpec(2)).nodes), key=str
+)
+WHOLE = (torch.arange(35.0) * 0.37).sin().reshape(7, 5).double()
+
+
+def loss_of(whole: torch.Tensor) -> torch.Tensor:
+    return (whole**3 * torch.arange(35).reshape(7, 5)).sum()
+
+
+def expected_gradient() -> torch.Tensor:
+    whole = WHOLE.clone().requires_grad_()
+    loss_of(whole).backward()
+    assert whole.grad is not None
+    return whole.grad
+
+
+@pytest.mark.parametrize(("source", "target"), list(product(SPECS, SPECS)), ids=str)
+def test_every_pair(source, target):
+    assert len(SPECS) == 11
+    leaf = DTensor(WHOLE.clone().requires_grad_(), MESH, source)
+    loss_of(leaf.redistribute(target).to_global()).backward()
+    grad = leaf.grad
+    assert grad is not None
+    assert grad.sharding_spec == source
+    wanted = DTensor(expected_gradient(), MESH, source)
+    for device in MESH.ids:
+        torch.testing.assert_close(grad.shards[device], wanted.shards[device], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("pending", [(0,), (1,), (0, 1)], ids=str)
+def test_every_pair_with_a_pending_source(op, pending):
+    count = prod(MESH.shape[axis] for axis in pending)
+    sources = [s for s in SPECS if not set(s.axes) & set(pending)]
+    scale = count if op == "sum" else 1
+    for source, target in product(sources, SPECS):
+        leaf = DTensor(WHOLE / scale, MESH, source)  # equal addends that make up WHOLE
+        shards = {d: shard.requires_grad_() for d, shard in leaf.shards.items()}
+        spec = ShardingSpec(2, source.dim_partition_dict, partial=dict.fromkeys(pending, op))
+        t = DTensor.from_local(shards, MESH, spec, global_shape=(7, 5))
+        loss_of(t.redistribute(target).to_global()).backward()
+        factor = 1 / count if op == "avg" else 1.0
+        wanted = DTensor(expected_gradient() * factor, MESH, source)
+        for device in MESH.ids:
+            torch.testing.assert_close(shards[device].grad, wanted.shards[device])
+
+
+@pytest.mark.parametrize("source", SPECS, ids=str)
+@pytest.mark.parametrize("target", SPECS, ids=str)
+def test_a_loss_in_parts_by_grad_spec(source, target):
+    """Each device takes its part of the loss from its shard; copies of a box share it by a sum."""
+    leaf = DTensor(WHOLE.clone().requires_grad_(), MESH, source)
+    end = leaf.redistribute(target)
+    unused = [axis for axis in range(2) if axis not in target.axes]
+    copies = prod(MESH.shape[axis] for axis in unused)
+    grad_spec = ShardingSpec(2, target.dim_partition_dict, partial=dict.fromkeys(unused, "sum"))
+    total = torch.zeros((), dtype=torch.float64)
+    weights = DTensor(torch.arange(35).reshape(7, 5), MESH, target)
+    for device in MESH.ids:
+        local = end.to_local(device, grad_spec=grad_spec)
+        total = total + (local**3 * weights.to_local(device)).sum() / copies
+    total.backward()
+    grad = leaf.grad
+    assert grad is not None
+    wanted = DTensor(expected_gradient(), MESH, source)
+    for device in MESH.ids:
+        torch.testing.assert_close(grad.shards[device], wanted.shards[device])
+
+
+@pytest.mark.parametrize("op", ["min", "max", "prod"])
+def test_reductions_without_a_gradient_are_refused(op):
+    shards = {d: torch.ones(4, requires_grad=True) for d in MESH.ids}
+    t = DTensor.from_local(shards, MESH, f"[R|P{op}0]")
+    with pytest.raises(LayoutError, match=f"no gradient is defined for the pending {op}"):
+        t.redistribute("[R]")
+    with torch.no_grad():
+        assert t.redistribute("[S0]").to_local(3).tolist() == [1.0, 1.0]
+
+
+def test_grad_spec_that_does_not_fit():
+    t = DTensor(WHOLE, MESH, "[S0,R]")
+    with pytest.raises(LayoutError, match="keep its cuts"):
+        t.to_local(3, grad_spec="[R,R|P1]")
+    with pytest.raises(LayoutError, match="sums or means"):
+        t.to_local(3, grad_spec="[S0,R|Pmax1]")
+
+
+def test_no_gradient_yet():
+    assert DTensor(WHOLE, MESH, "[S0,R]").grad is None
