@@ -1,0 +1,254 @@
+"""The search against networkx, on graphs that are built and priced anew here."""
+
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise, product
+from math import inf, prod
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from shardspec.comm.cost import CostModel, Link
+from shardspec.comm.steps import Exchange, Permute, Slice
+from shardspec.layout.converter import LayoutConverter
+from shardspec.layout.graph import TransitionGraph, spec_of, state_of
+from shardspec.layout.layout import Layout
+from shardspec.layout.search import all_distances, cheapest_path, distances, shortest_walk
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+from tests.layout import formulas
+
+SLOW, FAST = Link(1e-5, 1 / 45e9), Link(3e-6, 1 / 362e9)
+FAR = Link(5e-5, 1 / 1e9)
+TIE = 1e-12
+"""Seconds that the search adds to each move, a slice by one axis being one: of equally cheap plans
+the one with fewer moves is taken."""
+
+
+def model_of(kind, shape):
+    if kind == "shared-bus":
+        return CostModel(shape, (FAST,) * len(shape), "shared-bus")
+    if kind == "uniform":
+        return CostModel(shape, (FAST,) * len(shape))
+    return CostModel(shape, (FAR, SLOW, FAST)[-len(shape) :])
+
+
+MODELS = ["two-tier", "uniform", "shared-bus"]
+# Small and large ones, so that now messages and now bytes decide; even and uneven; shorter than
+# the mesh; and the many counts of pairs that are compared.
+TENSORS = [
+    ((2, 3), (12, 18), "", 121),
+    ((2, 3), (6000, 1200), "", 121),
+    ((2, 3), (7, 5), "", 121),
+    ((2, 3), (4001, 1), "", 121),
+    ((2, 3), (600, 6, 6000), "", 361),
+    ((2, 3), (5, 701, 9), "", 361),
+    ((4, 2), (64, 9000), "", 121),
+    ((5,), (10, 4000), "", 9),
+    ((2, 3), (6000, 1200), "P1", 42),
+    ((2, 3), (701, 5), "P01", 18),
+    ((2, 3), (701, 50), "Pavg0,P1", 18),
+]
+
+
+def converter_of(kind, mesh_shape):
+    model = model_of(kind, mesh_shape)
+    return LayoutConverter(model), model
+
+
+def with_tie(_before, _after, edge):
+    return edge["seconds"] + TIE
+
+
+def check_all_pairs(mesh_shape, shape, pending, kind):
+    """Compare the cost of every plan with networkx's; return how many."""
+    mesh = DeviceMesh(range(prod(mesh_shape)), mesh_shape)
+    whole = ",".join("R" * len(shape))
+    tensor = Layout(mesh, f"[{whole}|{pending}]" if pending else f"[{whole}]", shape, "float32")
+    converter, model = converter_of(kind, mesh_shape)
+    graph = formulas.priced_graph(tensor, model)
+    pairs = 0
+    for source in graph.nodes:
+        if ShardingSpec.parse(source).partial != tensor.spec.partial:
+            continue  # such sources have a graph of their own
+        best = nx.single_source_dijkstra_path_length(graph, source, weight=with_tie)
+        assert set(best) == set(graph.nodes)
+        for target in graph.nodes:
+            plan = converter.plan(tensor.with_spec(source), target)
+            again = sum(
+                formulas.seconds(step, before, after, model)
+                for step, before, after in zip(
+                    plan.steps, plan.layouts, plan.layouts[1:], strict=False
+                )
+            )
+            moves = sum(len(s.axes) if isinstance(s, Slice) else 1 for s in plan.steps)
+            cost = plan.cost_seconds + moves * TIE
+            assert cost == pytest.approx(best[target], rel=1e-15, abs=TIE / 10), plan
+            assert plan.cost_seconds == pytest.approx(again, rel=1e-12, abs=0), plan
+            assert str(plan.source.spec) == source
+            assert str(plan.target.spec) == target
+            pairs += 1
+    return pairs
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("mesh_shape", "shape", "pending", "pairs"), TENSORS, ids=str)
+def test_every_plan_is_as_cheap_as_networkx_finds(mesh_shape, shape, pending, pairs, kind):
+    assert check_all_pairs(mesh_shape, shape, pending, kind) == pairs
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("two-tier", (8, 8000)), ("two-tier", (7, 501)), ("shared-bus", (80, 800))]
+)
+def test_every_plan_on_three_axes(kind, shape):
+    assert check_all_pairs((2, 2, 2), shape, "", kind) == 2401
+
+
+@pytest.mark.parametrize("start", ["[R,R]", "[S012,R]", "[S2,S01]", "[R,S1|P02]", "[R,R|Pmax012]"])
+def test_the_search_that_grows_its_graph(start):
+    """The search for graphs too large to lay out, on one small enough for networkx."""
+    mesh = DeviceMesh(range(12), (2, 3, 2))
+    tensor = Layout(mesh, start, (35, 22), "float32")
+    model = model_of("two-tier", mesh.shape)
+    graph = nx.DiGraph()
+    space = TransitionGraph(3).explore(tensor.spec)
+    for before, after, step in space.edges(data="step"):
+        held = tensor.with_spec(spec_of(before)).max_local_bytes
+        graph.add_edge(before, after, seconds=model.step_seconds(step, held) + TIE)
+
+    def price(step, state):
+        held = tensor.with_spec(spec_of(state)).max_local_bytes
+        return model.step_seconds(step, held) + TIE
+
+    source = state_of(tensor.spec)
+    best = nx.single_source_dijkstra_path_length(graph, source, weight="seconds")
+    assert len(best) == len(space)
+    for target, cost in best.items():
+        path = cheapest_path(TransitionGraph(3), source, target, price)
+        assert path is not None
+        nodes = [source, *(state for _, state in path)]
+        assert nodes[-1] == target
+        for (step, after), before in zip(path, nodes, strict=False):
+            assert space.edges[before, after]["step"] == step
+        assert nx.path_weight(graph, nodes, "seconds") == pytest.approx(cost, rel=1e-12)
+
+
+def test_a_bound_that_nothing_meets():
+    source, target = (state_of(ShardingSpec.parse(text)) for text in ("[S0,R]", "[R,S0]"))
+    space = TransitionGraph(2)
+    found = cheapest_path(space, source, target, lambda *_: 1.0, bound=1.5)
+    assert found is not None
+    assert len(found) == 1
+    assert cheapest_path(space, source, target, lambda *_: 1.0, bound=1.0) is None
+    assert cheapest_path(space, source, source, lambda *_: 1.0, bound=0.0) == []
+
+
+def test_matrix_searches_against_networkx():
+    rng = np.random.default_rng(5)
+    for size in (1, 2, 7, 23):
+        move = np.where(rng.random((size, size)) < 0.3, rng.random((size, size)), inf)
+        np.fill_diagonal(move, inf)
+        graph = nx.DiGraph()
+        graph.add_nodes_from(range(size))
+        ends = zip(*np.nonzero(np.isfinite(move)), strict=True)
+        graph.add_weighted_edges_from((a, b, move[a, b]) for a, b in ends)
+        expected = np.full((size, size), inf)
+        for a, costs in nx.all_pairs_dijkstra_path_length(graph):
+            for b, cost in costs.items():
+                expected[a, b] = cost
+        np.testing.assert_allclose(all_distances(move, np.arange(size)), expected, rtol=1e-12)
+        for a, b in product(range(size), repeat=2):
+            np.testing.assert_allclose(distances(move, a)[b], expected[a, b], rtol=1e-12)
+            walk = shortest_walk(move, a, b)
+            if walk is None:
+                assert expected[a, b] == inf
+            else:
+                assert (walk[0], walk[-1]) == (a, b)
+                cost = sum(move[c, d] for c, d in pairwise(walk))
+                np.testing.assert_allclose(cost, expected[a, b], rtol=1e-12)
+
+
+SCRIPT = """
+from itertools import pairwise, product
+from shardspec import DeviceMesh, Layout, LayoutConverter, ShardingSpec
+from shardspec.layout.graph import TransitionGraph, spec_of
+for mesh_shape, shape, every in [((2, 3), (7, 5), 1), ((2, 2, 2), (8, 16), 23)]:
+    mesh = DeviceMesh(range(len(mesh_shape) * 4 - 2 if len(mesh_shape) == 2 else 8), mesh_shape)
+    found = TransitionGraph(mesh.ndim).explore(ShardingSpec(2)).nodes
+    specs = sorted(str(spec_of(state)) for state in found)
+    for a, b in list(product(specs, repeat=2))[::every]:
+        print(a, b, LayoutConverter().plan(Layout(mesh, a, shape, "f32"), b).to_json())
+mesh = DeviceMesh(range(32), (2, 2, 2, 2, 2), axis_names=tuple("vwxyz"))
+for a, b in [("[S(v,w),R|P(z)]", "[R,S(x)]"), ("[S01,S23,S4]", "[S4,S01,R]")]:
+    shape = (64,) * len(ShardingSpec.parse(a).dim_specs)
+    print(LayoutConverter().plan(Layout(mesh, a, shape, "f32"), b).to_json())
+"""
+
+
+def test_processes_that_plan_alone_find_the_same_plans():
+    texts = set()
+    for seed in ("0", "1", "4242"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=True,
+            timeout=120,
+        )
+        texts.add(done.stdout)
+    assert len(texts) == 1
+    assert len(texts.pop().splitlines()) == 121 + 105 + 2
+
+
+ORDINARY = [
+    ((2, 2, 2, 2, 2), "[S01,S2,R]", "[R,S012,S3]"),
+    ((2, 2, 2, 2, 2), "[S0,S1,S2,S3]", "[S3,S2,S1,S0]"),
+    ((2, 3, 2, 2, 2), "[S01,R|P4]", "[R,S04]"),
+    ((2, 2, 2, 2, 2, 2), "[S01,S23]", "[S23,S01]"),
+    ((2, 2, 2, 2, 2, 2), "[S0,S1,S2]", "[R,S01,S5]"),
+    ((2, 2, 2, 2, 2, 2), "[R,S1,R|P05]", "[S0,S1,R]"),
+    ((2, 2, 2, 2, 2, 2), "[S012345,R]", "[S0,R]"),
+]
+
+
+@pytest.mark.parametrize(("mesh_shape", "source", "target"), ORDINARY)
+def test_five_and_six_axes_plan_in_seconds(mesh_shape, source, target):
+    mesh = DeviceMesh(range(prod(mesh_shape)), mesh_shape)
+    dims = ShardingSpec.parse(source).dims
+    layout = Layout(mesh, source, (192,) * dims, "bfloat16")
+    model = CostModel(mesh.shape, (FAR, SLOW, *(FAST,) * (mesh.ndim - 2)))
+    start = time.perf_counter()
+    plan = LayoutConverter(model).plan(layout, target)
+    assert time.perf_counter() - start < 10
+    again = sum(
+        formulas.seconds(step, before, after, model)
+        for step, before, after in zip(plan.steps, plan.layouts, plan.layouts[1:], strict=False)
+    )
+    assert plan.cost_seconds == pytest.approx(again, rel=1e-12)
+    assert plan.target == layout.with_spec(target)
+    if not layout.spec.partials:
+        straight = formulas.seconds(Exchange((0,)), layout, plan.target, model)
+        assert plan.cost_seconds <= straight * (1 + 1e-12)
+
+
+def test_every_kind_of_step_is_the_best_somewhere():
+    """No step is priced out of every plan: among two models each is chosen for some pair."""
+    kinds = set()
+    for kind, shape in product(MODELS, [(6, 12), (6000, 6000)]):
+        mesh = DeviceMesh(range(8), (4, 2))
+        converter, _ = converter_of(kind, mesh.shape)
+        specs = [spec_of(s) for s in TransitionGraph(2).explore(ShardingSpec(2)).nodes]
+        for source, target in product(specs, repeat=2):
+            plan = converter.plan(Layout(mesh, source, shape, "float32"), target)
+            kinds |= {type(step).__name__ for step in plan.steps}
+        plan = converter.plan(Layout(mesh, "[R,R|P01]", shape, "float32"), "[S0,R]")
+        kinds |= {type(step).__name__ for step in plan.steps}
+        plan = converter.plan(Layout(mesh, "[R,R|P01]", shape, "float32"), "[R,R]")
+        kinds |= {type(step).__name__ for step in plan.steps}
+    everything = {"Slice", "AllGather", "AllToAll", "ReduceScatter", "AllReduce"}
+    assert kinds == everything | {Exchange.__name__, Permute.__name__}
