@@ -80,7 +80,7 @@ class _LazyGroup(click.Group):
             code = _fail(str(error), _BAD_INPUT)
         except ShardSpecError as error:
             code = _fail(str(error), _USAGE)
-        sys.exit(code)
+        sys.exit(code or 0)
 
 
 def _fail(message: str, code: int) -> int:

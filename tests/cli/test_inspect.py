@@ -1,0 +1,102 @@
+"""The command `shardspec inspect`."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from shardspec.checkpoint.inspect import inspect_checkpoint
+from shardspec.cli.main import cli
+from tests.checkpoint.handmade import handmade, sample
+
+
+def run(*args):
+    return CliRunner().invoke(cli, ["inspect", *map(str, args)], prog_name="shardspec")
+
+
+@pytest.fixture
+def ckpt(tmp_path):
+    tensors = {
+        **sample(),
+        "a.[very].long\tname" * 6: ("[R]", np.zeros(3, np.uint8)),
+        "p": ("[S0|P1]", {(i,): np.ones(4, np.float32) for i in range(3)}),
+        "step": ("[]", np.array(7)),
+    }
+    return handmade(tensors, ids=[4, 1, 0, 5, 3, 2], axis_names=["dp", "tp"]).write(tmp_path / "c")
+
+
+def test_tensors_and_ranks(ckpt):
+    result = run(ckpt)
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert result.stdout.splitlines()[0] == (
+        f"{ckpt}: 5 tensors, 279 B, saved on mesh dp=2,tp=3 (6 devices)"
+    )
+    assert ["w", "[S0,S1]", "int32", "8×7", "224", "B"] in lines
+    assert ["p", "[S0|P1]", "float32", "4", "16", "B"] in lines
+    assert ["step", "[]", "int64", "scalar", "8", "B"] in lines
+    # What a terminal would take amiss is escaped, and nothing is cut off.
+    assert [ascii("a.[very].long\tname" * 6), "[R]", "uint8", "3", "3", "B"] in lines
+    assert ["4", "(0,", "0)", "79", "B", "rank4.safetensors"] in lines
+    assert ["2", "(1,", "2)", "24", "B", "rank2.safetensors"] in lines
+
+
+def test_a_rank_that_stored_nothing(tmp_path):
+    result = run(handmade({"b": ("[R]", np.zeros(3, np.uint8))}).write(tmp_path / "ckpt"))
+    assert "5      (1, 2)        0 B      none" in result.stdout
+
+
+def test_one_tensor_with_its_boxes(ckpt):
+    result = run(ckpt, "--tensor", "[wp]")
+    assert result.exit_code == 0
+    assert result.stdout.count("\n\n") == 1
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[0] == ["p", "[S0|P1]", "float32", "[4]:", "16", "B,", "48", "B", "stored"]
+    assert ["[0:2]", "addend", "[1]", "1", "8", "B"] in [line[:6] for line in lines]
+    assert ["[4:8,", "6:7]", "2", "16", "B"] in [line[:5] for line in lines]
+    assert not any(line[:1] == ["step"] for line in lines)
+
+
+def test_a_pattern_that_matches_nothing(ckpt):
+    result = run(ckpt, "--tensor", "W")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "no tensor matches 'W'; the names start with 'a.[very]" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_json_says_everything(ckpt):
+    found = json.loads(run(ckpt, "--json").stdout)
+    assert found["version"] == 1
+    assert found["mesh"] == {
+        "ids": [4, 1, 0, 5, 3, 2],
+        "shape": [2, 3],
+        "axis_names": ["dp", "tp"],
+    }
+    assert found["bytes"] == 279
+    assert [rank["rank"] for rank in found["ranks"]] == [4, 1, 0, 5, 3, 2]
+    assert sum(rank["bytes"] for rank in found["ranks"]) == 279 + 32
+    w = next(tensor for tensor in found["tensors"] if tensor["name"] == "w")
+    assert {key: w[key] for key in ("shape", "dtype", "spec", "bytes", "stored_bytes")} == {
+        "shape": [8, 7],
+        "dtype": "int32",
+        "spec": "[S0,S1]",
+        "bytes": 224,
+        "stored_bytes": 224,
+    }
+    # The places are true: reading them gives the tensor.
+    whole = np.zeros((8, 7), np.int32)
+    for box in w["boxes"]:
+        data = (ckpt / box["file"]).read_bytes()[box["offset"] :][: box["bytes"]]
+        index = tuple(slice(lo, hi) for lo, hi in box["box"])
+        whole[index] = np.frombuffer(data, np.int32).reshape(whole[index].shape)
+    np.testing.assert_array_equal(whole, sample()["w"][1])
+    assert run(ckpt, "--json", "--tensor", "w").stdout.count('"name"') == 1
+
+
+def test_the_library_side(ckpt):
+    summary = inspect_checkpoint(ckpt)
+    assert [tensor.stored.name for tensor in summary.tensors][1:] == ["b", "p", "step", "w"]
+    assert summary.mesh.axis_names == ("dp", "tp")
+    assert summary.bytes_by_rank[2] == 24
+    assert summary.tensors[2].stored_bytes == 3 * summary.tensors[2].num_bytes == 48

@@ -1,0 +1,152 @@
+"""The command line as a whole: help, versions, exit codes, and what it does not import."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from click.testing import CliRunner
+
+from shardspec.cli.main import cli
+from tests.checkpoint.handmade import handmade, sample
+
+
+def run(*args):
+    return CliRunner().invoke(cli, [str(arg) for arg in args], prog_name="shardspec")
+
+
+def test_help_lists_the_commands():
+    for option in ("-h", "--help"):
+        result = run(option)
+        assert (result.exit_code, result.stderr) == (0, "")
+        for command in ("inspect", "merge", "plan"):
+            assert re.search(rf"^  {command} +[A-Z].*\.$", result.stdout, re.MULTILINE)
+
+
+def test_the_help_of_each_command_agrees_with_its_line_in_the_list_and_has_examples():
+    listed = re.findall(
+        r"^  (\w+) +[A-Z]", run("-h").stdout.partition("Commands:")[2], re.MULTILINE
+    )
+    assert sorted(listed) == ["inspect", "merge", "plan"]
+    for command in listed:
+        result = run(command, "-h")
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert f"Usage: shardspec {command} " in result.stdout
+        assert f"shardspec {command} " in result.stdout.partition("Examples:")[2]
+
+
+def test_no_command_shows_the_help():
+    result = run()
+    assert result.exit_code == 2
+    assert result.stderr == run("-h").stdout
+
+
+def test_the_version():
+    assert run("--version").stdout == f"shardspec {version('shardspec')}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["nope"], "Error: No such command 'nope'; see 'shardspec -h'"),
+        (["--nope"], "Error: No such option '--nope'; see 'shardspec -h'"),
+        (["merge", "x"], "Error: Missing option '-o' / '--output'; see 'shardspec merge -h'"),
+        (["inspect"], "Error: Missing argument 'CKPT'; see 'shardspec inspect -h'"),
+        (["merge", "x", "-o"], "Error: Option '-o' requires an argument"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(args, line):
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"{line}\n"
+
+
+def test_a_bad_checkpoint_is_one_line_and_exit_code_3(tmp_path):
+    for args in (["inspect", tmp_path], ["merge", tmp_path, "-o", tmp_path / "out"]):
+        result = run(*args)
+        assert (result.exit_code, result.stdout) == (3, "")
+        assert result.stderr == f"Error: {tmp_path}: is empty, there is no checkpoint in it\n"
+
+
+def test_a_bad_spec_is_exit_code_2_with_a_caret():
+    result = run("plan", "[S0,X]", "[R,R]", "--mesh", "2x2", "--shape", "4x4")
+    assert result.exit_code == 2
+    assert result.stderr == "Error: expected R or S and its axes\n  [S0,X]\n      ^\n"
+
+
+def test_an_interrupt_is_exit_code_1(tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    monkeypatch.setattr("shardspec.cli.merge.merge", interrupt)
+    result = run("merge", ckpt, "-o", tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.strip() == "Error: interrupted"
+
+
+KILLED = """
+import os, signal, sys
+import shardspec.cli.merge as command
+from shardspec.cli.main import main
+merge = command.merge
+def end(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+command.merge = lambda *args, **more: merge(*args, **{**more, "progress": end})
+main()
+"""
+
+
+def test_being_told_to_end_removes_the_temporary_file(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    command = [sys.executable, "-c", KILLED, "merge", ckpt, "-o", tmp_path / "out"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.strip() == "Error: interrupted"
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_python_m_shardspec_is_the_same_command():
+    ended = subprocess.run(
+        [sys.executable, "-m", "shardspec", "--version"], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, f"shardspec {version('shardspec')}\n")
+
+
+LIGHT = """
+import sys
+from shardspec.cli.main import cli
+try:
+    cli(sys.argv[1:])
+except SystemExit as end:
+    assert end.code == 0, end.code
+heavy = {"torch", "networkx", "safetensors", "rich"} & sys.modules.keys()
+print(sorted(heavy), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("args", "imported"),
+    [
+        (["-h"], []),
+        (["merge", "-h"], []),
+        (["merge", "CKPT", "-o", "OUT"], []),
+        (["merge", "PENDING", "-o", "OUT", "--json"], []),
+        (["inspect", "CKPT", "--json"], []),
+        (["inspect", "CKPT"], ["rich"]),
+    ],
+)
+def test_commands_import_only_what_they_need(tmp_path, args, imported):
+    addends = {(i,): array for i, (_, array) in enumerate([sample()["w"]] * 2)}
+    places = {
+        "CKPT": handmade(sample()).write(tmp_path / "ckpt"),
+        "PENDING": handmade({"p": ("[R,S1|P0]", addends)}).write(tmp_path / "pending"),
+        "OUT": tmp_path / "out",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", LIGHT, *(str(places.get(arg, arg)) for arg in args)],
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (0, f"{imported}\n")

@@ -1,0 +1,86 @@
+"""The command `shardspec merge`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import safetensors.numpy
+from click.testing import CliRunner
+
+from shardspec.cli.main import cli
+from tests.checkpoint.handmade import handmade, sample
+
+
+def run(*args):
+    return CliRunner().invoke(cli, ["merge", *map(str, args)], prog_name="shardspec")
+
+
+def check(path):
+    merged = safetensors.numpy.load_file(path)
+    assert merged.keys() == sample().keys()
+    for name, (_, array) in sample().items():
+        np.testing.assert_array_equal(merged[name], array)
+
+
+def test_says_what_it_has_written(tmp_path):
+    ckpt, out = handmade(sample()).write(tmp_path / "ckpt"), tmp_path / "model.safetensors"
+    result = run(ckpt, "-o", out)
+    assert (result.exit_code, result.stderr) == (0, "")
+    size = out.stat().st_size
+    assert re.fullmatch(
+        rf"{out}: 2 tensors, {size} B in [^ ]+ m?s \([^ ]+ [KM]iB/s\)\n", result.stdout
+    )
+    check(out)
+
+
+def test_json(tmp_path):
+    ckpt, out = handmade(sample()).write(tmp_path / "ckpt"), tmp_path / "out"
+    result = run(ckpt, "--output", out, "--json")
+    report = json.loads(result.stdout)
+    assert 0 < report.pop("seconds") < 60
+    assert report == {"path": str(out), "tensors": 2, "bytes": out.stat().st_size}
+
+
+def test_quiet(tmp_path):
+    result = run(handmade(sample()).write(tmp_path / "ckpt"), "-o", tmp_path / "out", "--quiet")
+    assert (result.exit_code, result.output) == (0, "")
+    check(tmp_path / "out")
+
+
+def test_an_existing_output_is_kept_unless_forced(tmp_path):
+    ckpt, out = handmade(sample()).write(tmp_path / "ckpt"), tmp_path / "out"
+    out.write_text("precious")
+    result = run(ckpt, "-o", out)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr == (
+        f"Error: {out}: exists; choose another name, or overwrite it with --force (force=True)\n"
+    )
+    assert out.read_text() == "precious"
+    assert run(ckpt, "-o", out, "--force").exit_code == 0
+    check(out)
+
+
+def test_a_bar_on_a_terminal(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    command = [sys.executable, "-m", "shardspec", "merge", ckpt, "-o"]
+    for options, shown in ([], True), (["--quiet"], False), (["--json"], False):
+        ours, theirs = os.openpty()
+        ended = subprocess.run(
+            [*command, tmp_path / f"out{len(os.listdir(tmp_path))}", *options],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
+        )
+        os.set_blocking(ours, False)
+        try:
+            drawn = os.read(ours, 1 << 16)
+        except BlockingIOError:
+            drawn = b""
+        os.close(ours)
+        os.close(theirs)
+        assert ended.returncode == 0
+        assert (b"bytes" in drawn) == shown, drawn
+        assert (b"\x1b" in drawn) == shown
