@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import inf, prod
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
@@ -137,6 +137,10 @@ class ConversionPlan:
         return plan_text(self)
 
 
+_MOST_REMEMBERED: Final = 1 << 20
+"""Costs that a converter remembers before it starts anew."""
+
+
 class LayoutConverter:
     """Finds the cheapest plan between two layouts.
 
@@ -156,6 +160,7 @@ class LayoutConverter:
 
     def __init__(self, cost_model: CostModel | None = None) -> None:
         self.cost_model = cost_model
+        self._seconds: dict[tuple[Layout, Layout | SpecLike], float] = {}
 
     def plan(self, source: Layout, target: Layout | SpecLike) -> ConversionPlan:
         """Return the cheapest plan from `source` to `target`.
@@ -195,7 +200,14 @@ class LayoutConverter:
         >>> LayoutConverter().cost(source, "[S0]")
         0.0
         """
-        return self.plan(source, target).cost_seconds
+        try:
+            return self._seconds[source, target]
+        except KeyError:
+            if len(self._seconds) >= _MOST_REMEMBERED:
+                self._seconds.clear()
+            seconds = self.plan(source, target).cost_seconds
+            self._seconds[source, target] = seconds
+            return seconds
 
 
 def _check_same_tensor(source: Layout, target: Layout) -> None:

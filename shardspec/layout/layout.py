@@ -1,7 +1,7 @@
 """A layout: mesh, spec, global shape and dtype, and from them the box of every device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from operator import index
 from typing import TypeAlias
@@ -91,6 +91,7 @@ class Layout:
     """Sizes of the whole tensor."""
     dtype: str
     """torch's name of the element type."""
+    _hash: int = field(compare=False, repr=False)
 
     def __init__(
         self, mesh: DeviceMesh, spec: SpecLike, global_shape: Sequence[int], dtype: object
@@ -112,8 +113,16 @@ class Layout:
         name = dtype_name(dtype)
         for partial in resolved.partials:
             _check_reducible(partial.op, name)
-        for field, value in zip(self.__slots__, (mesh, resolved, shape, name), strict=True):
-            object.__setattr__(self, field, value)
+        values = (mesh, resolved, shape, name)
+        for field_name, value in zip(self.__slots__, (*values, hash(values)), strict=True):
+            object.__setattr__(self, field_name, value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type["Layout"], tuple[object, ...]]:
+        # Rebuilt rather than restored: hashes of text differ from process to process.
+        return Layout, (self.mesh, self.spec, self.global_shape, self.dtype)
 
     def __str__(self) -> str:
         return f"{self.spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
