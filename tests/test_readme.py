@@ -1,0 +1,114 @@
+"""The README does what it says: its snippets and commands run, and print what it shows.
+
+``python -m tests.test_readme`` writes what they print now into the README.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What differs from run to run: the name of a save, and how long a merge took.
+VARYING = re.compile(r"\b[0-9a-f]{16}\b| in [\d.e-]+ \S+ \([\d.]+ \w+/s\)$", re.MULTILINE)
+
+
+def steady(text):
+    return VARYING.sub("…", text)
+
+
+def rewritten(text, directory):
+    """Return the README with all output as it is when its blocks run one after another."""
+    printed = []
+
+    def run_block(match):
+        kind, body = match.groups()
+        if kind == "python":
+            printed.append(run_python(body, directory))
+        elif kind == "text":
+            body = printed.pop(0)
+        elif kind == "console":
+            body = run_command(body.splitlines()[0], directory)
+        return f"```{kind}\n{body}```"
+
+    text = BLOCK.sub(run_block, text)
+    assert not printed, "a snippet is shown without its output"
+    return text
+
+
+def run_python(source, directory):
+    output = io.StringIO()
+    with contextlib.chdir(directory), contextlib.redirect_stdout(output):
+        exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+    return output.getvalue()
+
+
+def run_command(line, directory):
+    """Run a line as the shell would, with the commands of this environment."""
+    assert line.startswith("$ ")
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    done = subprocess.run(
+        shlex.split(line[2:]),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": path},
+    )
+    assert (done.returncode, done.stderr) == (0, ""), line
+    return f"{line}\n{done.stdout}"
+
+
+def test_snippets_and_commands_print_what_is_shown(tmp_path):
+    text = README.read_text("utf-8")
+    kinds = [kind for kind, _ in BLOCK.findall(text)]
+    assert kinds == ["python", "text", "sh", "python", "text", "console", "console", "console"]
+    assert steady(rewritten(text, tmp_path)) == steady(text)
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [
+        ("demo", ".venv/bin/python examples/minilm.py"),
+        ("test", ".venv/bin/python -m pytest"),
+        ("setup", ""),
+    ],
+)
+def test_the_make_targets_exist(target, command):
+    assert f"make {target}" in README.read_text("utf-8")
+    done = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        # This may itself run under make.
+        env={key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MFLAGS")},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert command in done.stdout
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)]+)\)", README.read_text("utf-8"))
+    assert len(links) > 15
+    for link in links:
+        assert (ROOT / link).is_file(), link
+
+
+def test_ten_lines():
+    bodies = [body for kind, body in BLOCK.findall(README.read_text("utf-8")) if kind == "python"]
+    assert len([line for line in bodies[1].splitlines() if line.strip()]) <= 10
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        README.write_text(rewritten(README.read_text("utf-8"), Path(temporary)), "utf-8")
