@@ -225,12 +225,16 @@ def _shard(
     return _Shard(FileEntry(name, rank, header.file_bytes, tuple(entries)), head, header)
 
 
-def _claim(path: Path, overwrite: bool) -> None:
-    """Make the directory, unless there is a save in it that is to be kept."""
+def _make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be made a directory: {reason(error)}") from None
+
+
+def _claim(path: Path, overwrite: bool) -> None:
+    """Make the directory, unless there is a save in it that is to be kept."""
+    _make_directory(path)
     if not overwrite and os.path.lexists(path / INFO_NAME):
         raise OutputExistsError(
             f"{path}: holds a finished save; choose another directory, or replace it with "
@@ -241,6 +245,8 @@ def _claim(path: Path, overwrite: bool) -> None:
 def _write_shards(
     path: Path, shards: Sequence[_Shard], state_dict: Mapping[str, "DTensor | torch.Tensor"]
 ) -> None:
+    # Made by the first rank; asking again makes a network file system look.
+    _make_directory(path)
     for shard in shards:
         write_atomically(
             path / shard.entry.name,

@@ -1,0 +1,205 @@
+"""Saving and loading by real processes over gloo; every failure reaches every rank."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
+from shardspec.checkpoint.info import read_info
+from shardspec.errors import CheckpointError, OutputExistsError
+from shardspec.layout.layout import Layout
+
+IDS, SHAPE = [3, 1, 0, 2], (2, 2)
+
+
+def whole():
+    return {
+        "w": torch.arange(35.0).view(5, 7).bfloat16(),
+        "b": torch.arange(3),
+        "r": torch.arange(6.0).view(2, 3),
+    }
+
+
+SPECS = {"w": "[S0,S1]", "b": "[S10]", "r": "[R,R]"}
+
+
+def state(mesh):
+    cut = {name: DTensor(tensor, mesh, SPECS[name]) for name, tensor in whole().items()}
+    rank = dist.get_rank()
+    addend = torch.full((4,), float(mesh.coordinates(rank)[1] + 1))
+    pending = DTensor.from_shards({rank: addend}, Layout(mesh, "[R|P1]", (4,), "float32"))
+    return {**cut, "p": pending, "step": torch.tensor(7)}
+
+
+def outcome(act):
+    """Return the error that a rank got, as text, or None."""
+    try:
+        act()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def on_every_rank(mesh, act):
+    """Run on each rank, and return what all of them got."""
+    found: list[str | None] = [None] * mesh.size
+    dist.all_gather_object(found, outcome(act))
+    return found
+
+
+def save_and_load(directory, mesh):
+    ckpt = directory / "ckpt"
+    save_sharded(state(mesh), ckpt)
+    loaded = load_sharded(ckpt)
+    for name, tensor in whole().items():
+        assert loaded[name].layout == Layout(mesh, SPECS[name], tensor.shape, tensor.dtype)
+        assert torch.equal(loaded[name].to_global(), tensor)
+    assert loaded["p"].to_global().tolist() == [3.0] * 4
+    line = DeviceMesh(range(4), (4,))
+    for name, tensor in load_sharded(ckpt, line, {"[wr]": "[R,S0]", "b": "[S0]"}).items():
+        assert list(tensor.shards) == [dist.get_rank()]
+        if name in whole():
+            assert torch.equal(tensor.to_global(), whole()[name])
+    # Two of the four ranks load; the others hold nothing.
+    pair = DeviceMesh([2, 1], (2,))
+    part = load_sharded(ckpt, pair, {"w": "[S0,R]", "b": "[R]"})["w"]
+    assert list(part.shards) == ([dist.get_rank()] if dist.get_rank() in pair else [])
+
+
+def existing(directory, mesh):
+    save_sharded(state(mesh), directory / "ckpt")
+    found = on_every_rank(mesh, lambda: save_sharded(state(mesh), directory / "ckpt"))
+    assert len(set(found)) == 1
+    assert str(found[0]).startswith(f"{OutputExistsError.__name__}: rank 3: ")
+    save_sharded(state(mesh) | {"step": torch.tensor(8)}, directory / "ckpt", overwrite=True)
+    assert load_sharded(directory / "ckpt")["step"].to_global() == 8
+    assert len(list((directory / "ckpt").iterdir())) == 5
+
+
+def disagreeing(directory, mesh):
+    rank = dist.get_rank()
+    mine = state(mesh)
+    if rank == 2:
+        mine["step"] = torch.tensor(7.0)
+    found = on_every_rank(mesh, lambda: save_sharded(mine, directory / "ckpt"))
+    assert (
+        found
+        == [
+            "CheckpointError: tensor 'step': rank 3 has [] of [] int64 but rank 2 has [] of [] "
+            "float32; save the same on every rank"
+        ]
+        * 4
+    )
+    missing = state(mesh) | ({} if rank == 0 else {"extra": torch.ones(2)})
+    found = on_every_rank(mesh, lambda: save_sharded(missing, directory / "ckpt"))
+    assert len(set(found)) == 1
+    assert "tensor 'extra': rank 3 has [R] of [2] float32 but rank 0 has no such" in str(found[0])
+    bad = state(mesh) | ({"x": "text"} if rank == 1 else {"x": torch.ones(1)})
+    found = on_every_rank(mesh, lambda: save_sharded(bad, directory / "ckpt"))
+    assert len(set(found)) == 1
+    assert str(found[0]).startswith("CheckpointError: rank 1: tensor 'x' is a str;")
+    assert not (directory / "ckpt").exists()
+
+
+def one_rank_cannot_write(directory, mesh):
+    import resource
+
+    save_sharded(state(mesh), directory / "ckpt")
+    dist.barrier()
+    before = sorted(path.name for path in (directory / "ckpt").iterdir())
+    unlimited = resource.RLIM_INFINITY
+    dist.barrier()
+    if dist.get_rank() == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited))
+    found = on_every_rank(
+        mesh, lambda: save_sharded(state(mesh), directory / "ckpt", overwrite=True)
+    )
+    if dist.get_rank() == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    assert len(set(found)) == 1
+    assert str(found[0]).startswith(f"CheckpointError: rank 2: {directory}/ckpt/shard-00002-")
+    assert "cannot be written: File too large" in str(found[0])
+    dist.barrier()
+    # The older save is whole, and nothing of the newer one is left.
+    assert sorted(path.name for path in (directory / "ckpt").iterdir()) == before
+    assert torch.equal(load_sharded(directory / "ckpt")["w"].to_global(), whole()["w"])
+
+
+def one_rank_sees_another_directory(directory, mesh):
+    mine = directory / ("elsewhere" if dist.get_rank() == 2 else "ckpt")
+    found = on_every_rank(mesh, lambda: save_sharded(state(mesh), mine))
+    assert len(set(found)) == 1
+    assert "rank 2 has written this file, but the first rank of the mesh does not" in str(found[0])
+    dist.barrier()
+    assert list(mine.iterdir()) == []
+
+
+def one_rank_cannot_read(directory, mesh):
+    ckpt = directory / "ckpt"
+    save_sharded(state(mesh), ckpt)
+    mine = directory / "no" if dist.get_rank() == 0 else ckpt
+    found = on_every_rank(mesh, lambda: load_sharded(mine))
+    assert len(set(found)) == 1
+    assert str(found[0]).startswith("CheckpointError: rank 0: ")
+    assert "no: there is no such checkpoint directory" in str(found[0])
+
+
+SCENES = [
+    save_and_load,
+    existing,
+    disagreeing,
+    one_rank_cannot_write,
+    one_rank_sees_another_directory,
+    one_rank_cannot_read,
+]
+
+
+def play(rank, directory):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=4,
+        timeout=timedelta(seconds=60),
+    )
+    mesh = DeviceMesh(IDS, SHAPE)
+    for scene in SCENES:
+        place = Path(directory, scene.__name__)
+        place.mkdir(exist_ok=True)
+        scene(place, mesh)
+        dist.barrier()
+        (place / f"done-{rank}").touch()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    spawn(play, (str(directory),), nprocs=4)
+    return directory
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_every_rank_came_to_the_end(played, scene):
+    done = [name for name in os.listdir(played / scene.__name__) if name.startswith("done-")]
+    assert sorted(done) == [f"done-{rank}" for rank in range(4)]
+
+
+@pytest.mark.dist
+def test_what_ranks_saved_merges_whole(played, tmp_path):
+    ckpt = played / "save_and_load" / "ckpt"
+    assert sorted(file.rank for file in read_info(ckpt).files) == [0, 1, 2, 3]
+    merge(ckpt, tmp_path / "out")
+    merged = safetensors.torch.load_file(tmp_path / "out")
+    expected = whole() | {"p": torch.full((4,), 3.0), "step": torch.tensor(7)}
+    assert merged.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(merged[name], tensor)
