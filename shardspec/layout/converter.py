@@ -1,6 +1,7 @@
 """The cheapest chain of steps from one layout to another."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -17,6 +18,8 @@ from shardspec.layout.move_cost import step_bytes, step_seconds
 from shardspec.layout.pricing import TIE_SECONDS, changed_axes, pair_prices, prices_of
 from shardspec.layout.search import cheapest_path, shortest_walk
 from shardspec.layout.space import MAX_STATES, count_states
+from shardspec.layout.table import CostTable, cost_table
+from shardspec.mesh import DeviceMesh
 
 __all__ = ["ConversionPlan", "LayoutConverter"]
 
@@ -182,13 +185,7 @@ class LayoutConverter:
         """
         goal = target if isinstance(target, Layout) else source.with_spec(target)
         _check_same_tensor(source, goal)
-        model = self.cost_model or CostModel.of_mesh(source.mesh)
-        if model.mesh_shape != source.mesh.shape:
-            raise LayoutError(
-                f"the cost model is for a mesh of shape {model.mesh_shape}, but the layout is on "
-                f"a mesh of shape {source.mesh.shape}"
-            )
-        return _cheapest_plan(source, goal, model)
+        return _cheapest_plan(source, goal, self._model_of(source.mesh))
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
         """Return the modelled seconds of the cheapest plan; raises as `plan` does.
@@ -208,6 +205,41 @@ class LayoutConverter:
             seconds = self.plan(source, target).cost_seconds
             self._seconds[source, target] = seconds
             return seconds
+
+    def cost_table(self, mesh: DeviceMesh, global_shape: Sequence[int], dtype: object) -> CostTable:
+        """Return the seconds of every conversion of a tensor with nothing pending, as one array.
+
+        Parameters
+        ----------
+        mesh
+            The devices.
+        global_shape, dtype
+            The tensor.
+
+        Raises
+        ------
+        LayoutError
+            If the mesh has so many axes or devices that the table would not fit.
+
+        Examples
+        --------
+        >>> from shardspec import DeviceMesh
+        >>> table = LayoutConverter().cost_table(DeviceMesh(range(4), (2, 2)), (64, 64), "f32")
+        >>> table.seconds.shape, table.labels[:3]
+        ((11, 11), ('[R,R]', '[R,S0]', '[R,S1]'))
+        >>> table.cost("[R,R]", "[S01,R]")
+        0.0
+        """
+        return cost_table(mesh, tuple(global_shape), dtype, self._model_of(mesh))
+
+    def _model_of(self, mesh: DeviceMesh) -> CostModel:
+        model = self.cost_model or CostModel.of_mesh(mesh)
+        if model.mesh_shape != mesh.shape:
+            raise LayoutError(
+                f"the cost model is for a mesh of shape {model.mesh_shape}, but the layout is on "
+                f"a mesh of shape {mesh.shape}"
+            )
+        return model
 
 
 def _check_same_tensor(source: Layout, target: Layout) -> None:

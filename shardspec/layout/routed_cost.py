@@ -234,10 +234,8 @@ def routed_prices(
         _bus_lines(geometry, received, sent, alpha, beta)
         if bus
         else Lines(
-            np.concatenate(
-                [((received > 0) * alpha).sum(axis=-1), ((sent > 0) * alpha).sum(axis=-1)], axis=-1
-            ),
-            np.concatenate([(received * beta).sum(axis=-1), (sent * beta).sum(axis=-1)], axis=-1),
+            np.concatenate([_weighed(received > 0, alpha), _weighed(sent > 0, alpha)], axis=-1),
+            np.concatenate([_weighed(received, beta), _weighed(sent, beta)], axis=-1),
         )
     )
     alike = (targets != source).any(axis=-1)
@@ -265,6 +263,12 @@ def routed_prices(
         fixed = fixed.max(axis=-1, keepdims=True)
         slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
     return RoutedPrices(exchange, Lines(fixed, slope * largest), permutable)
+
+
+def _weighed(amounts: Floats | Bools, weights: Floats) -> Floats:
+    """Add up what each row device moves, weighed by the links it moves on."""
+    total: Floats = np.einsum("trc,rc->tr", amounts, weights)
+    return total
 
 
 def _bus_lines(

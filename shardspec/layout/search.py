@@ -61,6 +61,11 @@ def all_distances(move: Floats, sources: npt.NDArray[np.int64]) -> Floats:
     -------
     array (sources, states)
 
+    Notes
+    -----
+    The relaxation of `distances`, in place; after the first round only through states that have
+    come nearer.
+
     Examples
     --------
     >>> inf = np.inf
@@ -71,15 +76,15 @@ def all_distances(move: Floats, sources: npt.NDArray[np.int64]) -> Floats:
     """
     best: Floats = move[sources]
     best[np.arange(len(sources)), sources] = 0.0
-    while True:
-        better = best.copy()
-        step = np.empty_like(best)
-        for middle in range(len(move)):
-            np.add(best[:, middle, None], move[middle], out=step)
-            np.minimum(better, step, out=better)
-        if np.array_equal(better, best):
-            return best
-        best = better
+    through = np.empty_like(best)
+    middles = np.arange(len(move))
+    while len(middles):
+        before = best.copy()
+        for middle in middles:
+            np.add(best[:, middle, None], move[middle], out=through)
+            np.minimum(best, through, out=best)
+        middles = np.flatnonzero((best < before).any(axis=0))
+    return best
 
 
 def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:

@@ -1,0 +1,98 @@
+from math import prod
+
+import numpy as np
+import pytest
+
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
+from shardspec.errors import LayoutError
+from shardspec.layout.graph import spec_of
+from shardspec.layout.search import all_distances
+from shardspec.layout.space import count_states, space_of
+from shardspec.layout.table import CostTable
+
+FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
+
+
+@pytest.mark.parametrize("link_model", ["ring", "shared-bus"])
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape"),
+    [((2, 3), (600, 36)), ((2, 3), (7, 5)), ((2, 2, 2), (64, 4096)), ((2, 4), (8, 16, 24))],
+)
+def test_the_table_is_what_the_converter_says(mesh_shape, shape, link_model):
+    mesh = DeviceMesh(range(prod(mesh_shape)), mesh_shape)
+    model = CostModel(mesh_shape, (SLOW, *[FAST] * (len(mesh_shape) - 1)), link_model)
+    converter = LayoutConverter(model)
+    table = converter.cost_table(mesh, shape, "bf16")
+    assert len(table.labels) == count_states(len(mesh_shape), len(shape), 0)
+    for row, source in enumerate(table.labels):
+        layout = Layout(mesh, source, shape, "bf16")
+        for column, target in enumerate(table.labels):
+            assert table.seconds[row, column] == pytest.approx(
+                converter.cost(layout, target), rel=1e-9, abs=2e-11
+            )
+
+
+def test_four_axes_and_the_triangle_inequality():
+    mesh = DeviceMesh(range(16), (2, 2, 2, 2))
+    model = CostModel(mesh.shape, (SLOW, SLOW, FAST, FAST))
+    converter = LayoutConverter(model)
+    table = converter.cost_table(mesh, (64,) * 4, "bf16")
+    assert table.seconds.shape == (1457, 1457)
+    assert (np.diag(table.seconds) == 0).all()
+    for middle in range(0, 1457, 41):
+        detour = table.seconds[:, [middle]] + table.seconds[[middle]]
+        assert (table.seconds <= detour * (1 + 1e-12) + 1e-18).all()
+    generator = np.random.default_rng(5)
+    for row, column in generator.integers(0, 1457, (25, 2)):
+        layout = Layout(mesh, table.labels[row], (64,) * 4, "bf16")
+        assert table.seconds[row, column] == pytest.approx(
+            converter.cost(layout, table.labels[column]), rel=1e-9, abs=2e-11
+        )
+
+
+def test_it_is_saved_and_loaded(tmp_path):
+    mesh = DeviceMesh(range(4), (2, 2))
+    table = LayoutConverter().cost_table(mesh, (64, 32), "bf16")
+    table.save(tmp_path / "table.npz")
+    again = CostTable.load(tmp_path / "table.npz")
+    assert again.labels == table.labels
+    assert np.array_equal(again.seconds, table.seconds)
+    assert (again.mesh_shape, again.global_shape, again.dtype) == ((2, 2), (64, 32), "bfloat16")
+    assert again.cost("[S0,R]", "[R,S0]") == table.cost("S0,R", "R,S0") > 0
+
+
+def test_what_it_refuses(tmp_path):
+    table = LayoutConverter().cost_table(DeviceMesh(range(4), (2, 2)), (64, 32), "bf16")
+    with pytest.raises(LayoutError, match=r"\[S2,R\] is not in the table of 11 layouts"):
+        table.cost("[S2,R]", "[R,R]")
+    with pytest.raises(LayoutError, match="ask for single costs"):
+        LayoutConverter().cost_table(DeviceMesh(range(64), (2,) * 6), (64, 64), "bf16")
+    with pytest.raises(LayoutError, match="ask for single costs"):
+        LayoutConverter().cost_table(DeviceMesh(range(4096), (16, 16, 16)), (64, 64), "bf16")
+    (tmp_path / "no.npz").write_bytes(b"nothing of the kind")
+    with pytest.raises(LayoutError, match=r"no\.npz is not a saved cost table"):
+        CostTable.load(tmp_path / "no.npz")
+
+
+def test_all_distances_against_single_searches():
+    space = space_of(2, 3, ())
+    generator = np.random.default_rng(1)
+    move = generator.random((19, 19))
+    move[generator.random((19, 19)) < 0.7] = np.inf
+    best = all_distances(move, np.arange(19))
+    expected = move.copy()
+    np.fill_diagonal(expected, 0)
+    for middle in range(19):
+        expected = np.minimum(expected, expected[:, [middle]] + expected[[middle]])
+    assert np.allclose(best, expected, rtol=1e-12, atol=0)
+    assert len(space.states) == 19
+
+
+def test_orbits_are_permutations_of_the_dims():
+    space = space_of(2, 3, ())
+    stands_for, relabelled = space.orbits()
+    for state, (cuts, _) in enumerate(space.states):
+        same = space.states[stands_for[state]][0]
+        assert sorted(cuts) == sorted(same)
+        assert relabelled[state][state] == stands_for[state]
+    assert str(spec_of(space.states[0])) == "[R,R,R]"
