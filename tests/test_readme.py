@@ -104,6 +104,23 @@ def test_links_lead_somewhere():
         assert (ROOT / link).is_file(), link
 
 
+def test_the_architecture_names_files_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    folder = ROOT / "shardspec"
+    named = set()
+    for line in text.splitlines():
+        # In the table of layers, files stand beside the folder that they are in.
+        inside = re.match(r"\| `(\w+/)`", line)
+        places = [ROOT, folder, folder / inside[1]] if inside else [ROOT, folder]
+        for name in re.findall(r"`([\w/]+\.py)`", line):
+            assert any((place / name).is_file() for place in places), name
+            named.add(name.rpartition("/")[2])
+    parts = [*folder.glob("*.py"), *folder.glob("comm/*.py"), *folder.glob("layout/*.py")]
+    inner = {path.name for path in parts if not path.name.startswith("__")}
+    # Every module of these layers has its place in the text.
+    assert inner - named == {"default.py", "reduce.py"}
+
+
 def test_ten_lines():
     bodies = [body for kind, body in BLOCK.findall(README.read_text("utf-8")) if kind == "python"]
     assert len([line for line in bodies[1].splitlines() if line.strip()]) <= 10
