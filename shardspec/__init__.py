@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from shardspec.comm.simulated import SimulatedCommunicator
     from shardspec.dtensor import DTensor, distribute_tensor
     from shardspec.errors import ShardSpecError
-    from shardspec.layout.converter import ConversionPlan, LayoutConverter
+    from shardspec.layout.converter import LayoutConverter
     from shardspec.layout.layout import Layout
+    from shardspec.layout.plan import ConversionPlan
     from shardspec.layout.rules import match_rules
     from shardspec.layout.spec import DimSpec, ShardingSpec
     from shardspec.mesh import DeviceMesh
 
 _HOME: Final = {
-    "ConversionPlan": "shardspec.layout.converter",
+    "ConversionPlan": "shardspec.layout.plan",
     "CostModel": "shardspec.comm.cost",
     "DTensor": "shardspec.dtensor",
     "DeviceMesh": "shardspec.mesh",

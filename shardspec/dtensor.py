@@ -7,21 +7,18 @@ same box must receive the same gradient, which is so when every rank computes th
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from math import prod
-from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardspec.boxes import slices_within
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.default import communicator_of
-from shardspec.comm.steps import AllReduce, ReduceScatter, backward
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CommunicatorError, LayoutError
-from shardspec.layout.converter import ConversionPlan, LayoutConverter
+from shardspec.gradients import Convert, GradientsBy, OneOfEqual, check_differentiable
+from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
@@ -274,7 +271,7 @@ class DTensor:
                 "leave only sums or means pending"
             )
         plan = LayoutConverter().plan(arriving, arriving.spec.without_partial())
-        shards: tuple[torch.Tensor, ...] = _GradientsBy.apply(  # type: ignore[no-untyped-call]
+        shards: tuple[torch.Tensor, ...] = GradientsBy.apply(  # type: ignore[no-untyped-call]
             plan, self.communicator, *self.shards.values()
         )  # torch leaves Function.apply untyped
         return dict(zip(self.shards, shards, strict=True))[physical_id]
@@ -307,11 +304,11 @@ class DTensor:
         if plan.source != self.layout:
             raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
         if torch.is_grad_enabled() and self.requires_grad:
-            _check_differentiable(plan)
+            check_differentiable(plan)
         if not plan.steps or not self.shards:
             shards = self.shards
         else:
-            results: tuple[torch.Tensor, ...] = _Convert.apply(  # type: ignore[no-untyped-call]
+            results: tuple[torch.Tensor, ...] = Convert.apply(  # type: ignore[no-untyped-call]
                 plan, self.communicator, *self.shards.values()
             )  # torch leaves Function.apply untyped
             shards = dict(zip(self.shards, results, strict=True))
@@ -333,7 +330,7 @@ class DTensor:
                 f"{self.device_mesh.ids}; only its ranks can gather the tensor"
             )
         whole = self.redistribute(ShardingSpec(self.dim()))
-        result: torch.Tensor = _OneOfEqual.apply(  # type: ignore[no-untyped-call]
+        result: torch.Tensor = OneOfEqual.apply(  # type: ignore[no-untyped-call]
             *whole.shards.values()
         )  # torch leaves Function.apply untyped
         return result
@@ -354,74 +351,6 @@ def distribute_tensor(
     DTensor([S0] of [5] float32 on 2; holds the shards of devices 0, 1)
     """
     return DTensor(tensor, device_mesh, sharding_spec, communicator=communicator)
-
-
-class _Convert(torch.autograd.Function):
-    """A plan forwards; backwards the steps that undo it, in reverse."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, plan: ConversionPlan, communicator: Communicator, *shards: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.plan, ctx.communicator = plan, communicator  # type: ignore[attr-defined]
-        held = dict(zip(communicator.addressable, shards, strict=True))
-        return tuple(_run(plan, communicator, held).values())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        plan, communicator = ctx.plan, ctx.communicator
-        held = dict(zip(communicator.addressable, grads, strict=True))
-        moves = zip(plan.steps, pairwise(plan.layouts), strict=True)
-        for step, (before, after) in reversed(list(moves)):
-            undo = backward(step)
-            if undo is not None:
-                held = communicator.run(undo, held, after.box, before.box)
-            if isinstance(step, ReduceScatter | AllReduce) and step.op == "avg":
-                addends = prod(before.mesh.shape[axis] for axis in step.axes)
-                held = {device: grad / addends for device, grad in held.items()}
-        return (None, None, *held.values())
-
-
-class _GradientsBy(torch.autograd.Function):
-    """Forwards nothing; backwards a plan for the gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, plan: ConversionPlan, communicator: Communicator, *shards: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.plan, ctx.communicator = plan, communicator  # type: ignore[attr-defined]
-        return tuple(shard.view_as(shard) for shard in shards)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        held = dict(zip(ctx.communicator.addressable, grads, strict=True))
-        return (None, None, *_run(ctx.plan, ctx.communicator, held).values())
-
-
-class _OneOfEqual(torch.autograd.Function):
-    """Forwards the first of equal shards; backwards its gradient for each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, *shards: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        ctx.copies = len(shards)
-        return shards[0].view_as(shards[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
-        grads: tuple[torch.Tensor, ...] = (grad,) * ctx.copies
-        return grads
-
-
-def _run(
-    plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    held = dict(shards)
-    for step, (before, after) in zip(plan.steps, pairwise(plan.layouts), strict=True):
-        held = communicator.run(step, held, before.box, after.box)
-    return held
 
 
 def _index(layout: Layout, device: int) -> tuple[slice, ...]:
@@ -472,12 +401,3 @@ def _added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, _Facts])
         sum(facts[device][0][dim] for device in mesh.group(first, cut.axes))
         for dim, cut in enumerate(spec.dim_specs)
     )
-
-
-def _check_differentiable(plan: ConversionPlan) -> None:
-    for step in plan.steps:
-        if isinstance(step, ReduceScatter | AllReduce) and step.op not in ("sum", "avg"):
-            raise LayoutError(
-                f"no gradient is defined for the pending {step.op} of {plan.source.spec}; detach "
-                "the shards first"
-            )

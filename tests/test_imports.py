@@ -20,6 +20,7 @@ LAYERS = [
     {"mesh"},
     {"comm"},
     {"layout"},
+    {"gradients"},
     {"dtensor"},
     {"checkpoint"},
     {"cli"},
@@ -33,6 +34,7 @@ WITH_TENSORS = {
     "shardspec.comm.reduce",
     "shardspec.comm.simulated",
     "shardspec.dtensor",
+    "shardspec.gradients",
 }
 MODULES = sorted(module.name for module in pkgutil.walk_packages([str(ROOT)], prefix="shardspec."))
 

@@ -16,7 +16,7 @@ from shardspec.comm.steps import (
 from shardspec.text import bytes_text, seconds_text, table_text
 
 if TYPE_CHECKING:
-    from shardspec.layout.converter import ConversionPlan
+    from shardspec.layout.plan import ConversionPlan
 
 __all__ = ["plan_text", "step_text"]
 

@@ -11,7 +11,7 @@ from shardspec.comm.cost import CostModel
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import spec_of
 from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.pricing import Prices, prices_of
+from shardspec.layout.pricing import TIE_SECONDS, Prices, prices_of
 from shardspec.layout.search import all_distances
 from shardspec.layout.space import MAX_STATES, count_states
 from shardspec.layout.spec import ShardingSpec
@@ -121,7 +121,7 @@ def cost_table(
 
 def _all_seconds(prices: Prices, whole: Layout) -> npt.NDArray[np.float64]:
     """Search from one spec of each kind where dims are alike, else from every spec."""
-    space, move = prices.space, prices.cheapest()
+    space, move = prices.space, prices.cheapest() - TIE_SECONDS
     count = len(space.states)
     if any(size == 0 or size % prod(whole.mesh.shape) for size in whole.global_shape):
         return all_distances(move, np.arange(count))

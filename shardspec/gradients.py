@@ -1,0 +1,104 @@
+"""Conversions as autograd functions: a plan forwards, and backwards the steps that undo it.
+
+Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.dtensor`.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.steps import AllReduce, ReduceScatter, backward
+from shardspec.errors import LayoutError
+from shardspec.layout.plan import ConversionPlan
+
+__all__ = ["Convert", "GradientsBy", "OneOfEqual", "check_differentiable", "run_plan"]
+
+
+class Convert(torch.autograd.Function):
+    """A plan forwards; backwards the steps that undo it, in reverse."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, plan: ConversionPlan, communicator: Communicator, *shards: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Carry out the plan."""
+        ctx.plan, ctx.communicator = plan, communicator  # type: ignore[attr-defined]
+        held = dict(zip(communicator.addressable, shards, strict=True))
+        return tuple(run_plan(plan, communicator, held).values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        """Undo its steps, last first."""
+        plan, communicator = ctx.plan, ctx.communicator
+        held = dict(zip(communicator.addressable, grads, strict=True))
+        moves = zip(plan.steps, pairwise(plan.layouts), strict=True)
+        for step, (before, after) in reversed(list(moves)):
+            undo = backward(step)
+            if undo is not None:
+                held = communicator.run(undo, held, after.box, before.box)
+            if isinstance(step, ReduceScatter | AllReduce) and step.op == "avg":
+                addends = prod(before.mesh.shape[axis] for axis in step.axes)
+                held = {device: grad / addends for device, grad in held.items()}
+        return (None, None, *held.values())
+
+
+class GradientsBy(torch.autograd.Function):
+    """Forwards nothing; backwards a plan for the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, plan: ConversionPlan, communicator: Communicator, *shards: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Hand the shards on."""
+        ctx.plan, ctx.communicator = plan, communicator  # type: ignore[attr-defined]
+        return tuple(shard.view_as(shard) for shard in shards)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        """Carry out the plan on the gradients."""
+        held = dict(zip(ctx.communicator.addressable, grads, strict=True))
+        return (None, None, *run_plan(ctx.plan, ctx.communicator, held).values())
+
+
+class OneOfEqual(torch.autograd.Function):
+    """Forwards the first of equal shards; backwards its gradient for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *shards: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        """Return the first shard."""
+        ctx.copies = len(shards)
+        return shards[0].view_as(shards[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+        """Return its gradient for every shard."""
+        grads: tuple[torch.Tensor, ...] = (grad,) * ctx.copies
+        return grads
+
+
+def run_plan(
+    plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Carry out the steps of a plan, one after the other, on the shards that are held here."""
+    held = dict(shards)
+    for step, (before, after) in zip(plan.steps, pairwise(plan.layouts), strict=True):
+        held = communicator.run(step, held, before.box, after.box)
+    return held
+
+
+def check_differentiable(plan: ConversionPlan) -> None:
+    """Raise `LayoutError` if a plan finishes a reduction that has no gradient here."""
+    for step in plan.steps:
+        if isinstance(step, ReduceScatter | AllReduce) and step.op not in ("sum", "avg"):
+            raise LayoutError(
+                f"no gradient is defined for the pending {step.op} of {plan.source.spec}; detach "
+                "the shards first"
+            )
