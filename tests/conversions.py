@@ -93,7 +93,8 @@ def shard_of(layout: Layout, stack: torch.Tensor, device: int) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    dense = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return dense.copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -297,4 +297,6 @@ is ours. It makes two meshes of equal content share their groups.
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    # Strides are set, not kept: a single element counts as contiguous whatever its stride, but
+    # only stride 1 can be seen as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
