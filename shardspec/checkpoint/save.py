@@ -273,7 +273,8 @@ def _bytes_of(tensor: "torch.Tensor") -> memoryview:
     import torch
 
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    # Strides are set, not kept: a single element counts as contiguous whatever its stride.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _publish(

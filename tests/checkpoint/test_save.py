@@ -246,3 +246,11 @@ def test_files_get_the_permissions_that_the_user_asks_for(tmp_path):
         os.umask(before)
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "ckpt").iterdir()}
     assert modes == {0o640}
+
+
+def test_a_single_element_with_a_stride(tmp_path):
+    column = torch.arange(6.0).view(3, 2)[:1, 1]
+    assert column.is_contiguous()
+    assert column.stride() == (2,)
+    save_sharded({"a": column}, tmp_path)
+    assert load_sharded(tmp_path)["a"].to_global().tolist() == [1.0]
