@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DeviceMesh as TorchMesh
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
