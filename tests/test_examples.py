@@ -63,8 +63,8 @@ def test_cheapest_path(tmp_path):
     # 2^27 bytes: to sum, (n-1)/n of them travel twice, n = 2; to gather, n-1 quarters, n = 4. All
     # of them through the network take 2 * 10 µs + 2^27 / 50 GB/s = 2.70 ms.
     assert "all-reduce sum dp [R,R] 128 MiB 377.6 µs 256 MiB\n" in one_node
-    assert "slice dim 1 tp [R,S1|P0] 0 B 0 s 160 MiB\n" in two_nodes
-    assert "all-reduce sum dp [R,S1] 32 MiB 691.1 µs 64 MiB\n" in two_nodes
+    assert "slice dim 1 tp [R,S(tp)|P(dp)] 0 B 0 s 160 MiB\n" in two_nodes
+    assert "all-reduce sum dp [R,S(tp)] 32 MiB 691.1 µs 64 MiB\n" in two_nodes
     assert "all-gather dim 1 tp [R,R] 96 MiB 288.3 µs 160 MiB\n" in two_nodes
     assert "the first plan would take 2.70 ms instead of 0.98 ms" in output
 

@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 interrupted, 2 wrong usage (an option, a spec, a mesh), 3 
 output that cannot be used.
 """
 
+import io
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,10 @@ def main() -> None:
     """Run the command line; the entry point of the package."""
     # Being told to end is handled as an interrupt: temporary files are removed on the way out.
     signal.signal(signal.SIGTERM, _interrupt)
+    # A terminal that cannot show '→' shows '?' rather than a traceback.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     cli(prog_name="shardspec")
 
 

@@ -160,6 +160,25 @@ class Layout:
         return box_shape(self.box(physical_id))
 
     @property
+    def labelled_spec(self) -> ShardingSpec:
+        """The spec with axes by name where the mesh has names.
+
+        Examples
+        --------
+        >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
+        >>> str(Layout(mesh, "[S10,R]", (4, 4), "f32").labelled_spec)
+        '[S(tp,dp),R]'
+        """
+        if self.mesh.axis_names is None:
+            return self.spec
+        names = self.mesh.axis_names
+        cuts = {
+            d: [names[int(a)] for a in axes] for d, axes in self.spec.dim_partition_dict.items()
+        }
+        pending: dict[Axis, ReduceOp] = {names[int(p.axis)]: p.op for p in self.spec.partials}
+        return ShardingSpec(self.spec.dims, cuts, partial=pending)
+
+    @property
     def max_local_bytes(self) -> int:
         """Bytes of the largest shard: the one at coordinates zero, by the rule of the cuts."""
         return prod(box_shape(self.box(self.mesh.ids[0]))) * item_bytes(self.dtype)

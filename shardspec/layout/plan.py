@@ -105,7 +105,7 @@ class ConversionPlan:
             "steps": [
                 {
                     "step": type(step).__name__,
-                    **{field: getattr(step, field) for field in step.__slots__},
+                    **{name: _plain(getattr(step, name)) for name in step.__slots__},
                     "layout": str(after.spec),
                     "bytes_received": received,
                     "seconds": seconds,
@@ -126,3 +126,11 @@ class ConversionPlan:
         from shardspec.layout.plan_text import plan_text
 
         return plan_text(self)
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

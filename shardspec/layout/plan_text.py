@@ -50,8 +50,8 @@ def plan_text(plan: "ConversionPlan") -> str:
     """Return a plan as a table: a row per step, then the totals and the links assumed."""
     source, mesh = plan.source, plan.source.mesh
     title = (
-        f"{source.spec} → {plan.target.spec}   {list(source.global_shape)} {source.dtype} "
-        f"({bytes_text(source.global_bytes)}) on mesh {mesh}"
+        f"{source.labelled_spec} → {plan.target.labelled_spec}   {list(source.global_shape)} "
+        f"{source.dtype} ({bytes_text(source.global_bytes)}) on mesh {mesh}"
     )
     if not plan.steps:
         return f"{title}\nnothing to do: both are the same layout"
@@ -69,7 +69,7 @@ def plan_text(plan: "ConversionPlan") -> str:
             [
                 step_text(step),
                 ",".join(mesh.axis_label(axis) for axis in step.axes),
-                str(after.spec),
+                str(after.labelled_spec),
                 bytes_text(received),
                 seconds_text(seconds),
                 bytes_text(live),
