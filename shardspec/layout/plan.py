@@ -130,7 +130,3 @@ class ConversionPlan:
 
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value

@@ -5,7 +5,7 @@ lines they lie on are found once per mesh and rank, and specs that differ by a p
 dims share them. Else prices are made for the one shape.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Final
@@ -32,6 +32,9 @@ __all__ = ["TIE_SECONDS", "Prices", "changed_axes", "pair_prices", "prices_of"]
 
 TIE_SECONDS: Final = 1e-12
 """Added per step while searching, so that of equally cheap plans the one with fewer steps wins."""
+
+_ROUNDING: Final = 1e-12
+"""Prices that differ by so little, in proportion, are one price summed in another order."""
 
 _MOST_WORK: Final = 1e8
 """Pairs of specs times pairs of devices up to which every permute and exchange is priced."""
@@ -66,18 +69,25 @@ class Prices:
         best: Floats = np.minimum(np.minimum(self.collective, self.permute), self.exchange)
         return best + TIE_SECONDS
 
+    def with_pair(self, source: int, target: int, permute: float, exchange: float) -> "Prices":
+        """Return the prices with permute and exchange between two states added."""
+        both = self.permute.copy(), self.exchange.copy()
+        for matrix, seconds in zip(both, (permute, exchange), strict=True):
+            matrix[source, target] = seconds
+        return replace(self, permute=both[0], exchange=both[1])
+
     def step(self, source: int, target: int) -> Step:
-        """Return the cheapest single move between two states."""
+        """Return the cheapest single move between two states; a collective where it is as cheap."""
         seconds = (
             self.collective[source, target],
             self.permute[source, target],
             self.exchange[source, target],
         )
-        best = min(seconds)
-        if seconds[0] == best:
+        best = min(seconds) * (1 + _ROUNDING)
+        if seconds[0] <= best:
             return self.space.steps[source, target]
         axes = changed_axes(self.space.states[source][0], self.space.states[target][0])
-        return Permute(axes) if seconds[1] == best else Exchange(axes)
+        return Permute(axes) if seconds[1] <= best else Exchange(axes)
 
 
 def changed_axes(before: Cuts, after: Cuts) -> tuple[int, ...]:

@@ -1,0 +1,82 @@
+import json
+
+import pytest
+
+from shardspec.comm.cost import CostModel, Link
+from shardspec.comm.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Permute,
+    ReduceScatter,
+    Slice,
+)
+from shardspec.layout.converter import LayoutConverter
+from shardspec.layout.layout import Layout
+from shardspec.layout.plan_text import step_text
+from shardspec.mesh import DeviceMesh
+from tests.conversions import plain_specs, targets_of
+
+MODEL = CostModel((2, 4), (Link(1e-5, 1 / 50e9, "slow"), Link(3e-6, 1 / 400e9, "fast")))
+MESH = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
+PLAN = LayoutConverter(MODEL).plan(
+    Layout(MESH, "[S(dp),R|P(tp)]", (4096, 4096), "bf16"), "[R,S(tp)]"
+)
+
+# By hand: 16 MiB held, 3 messages of 3 µs and 12 MiB at 400 GB/s; then 10 µs and 4 MiB at 50 GB/s.
+GOLDEN = """\
+[S(dp),R|P(tp)] → [R,S(tp)]   [4096, 4096] bfloat16 (32 MiB) on mesh dp=2,tp=4
+step                       axes   layout after    receives       time          live
+───────────────────────────────────────────────────────────────────────────────────
+reduce-scatter sum dim 1   tp     [S(dp),S(tp)]     12 MiB   40.46 µs        20 MiB
+all-gather dim 0           dp     [R,S(tp)]          4 MiB   93.89 µs        12 MiB
+───────────────────────────────────────────────────────────────────────────────────
+total                                               16 MiB   134.3 µs   peak 20 MiB
+per device; ring model; axis dp slow: 10 µs, 50 GB/s; axis tp fast: 3 µs, 400 GB/s
+"""
+
+
+def test_golden():
+    assert str(PLAN) == GOLDEN.removesuffix("\n")
+
+
+def test_nothing_to_do():
+    layout = Layout(MESH, "[S0,R]", (3, 5), "f32")
+    assert str(LayoutConverter().plan(layout, "[S(dp),R]")) == (
+        "[S(dp),R] → [S(dp),R]   [3, 5] float32 (60 B) on mesh dp=2,tp=4\n"
+        "nothing to do: both are the same layout"
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (Slice(1, (0, 2)), "slice dim 1"),
+        (AllGather(0, (1,)), "all-gather dim 0"),
+        (AllToAll(0, 2, (1,), (1,)), "all-to-all dim 0 → 2"),
+        (ReduceScatter(1, (0,), "max"), "reduce-scatter max dim 1"),
+        (AllReduce((0, 1), "avg"), "all-reduce avg"),
+        (Permute((0, 1)), "permute"),
+        (Exchange((0, 1)), "exchange"),
+    ],
+)
+def test_steps_in_words(step, text):
+    assert step_text(step) == text
+
+
+def test_every_table_lines_up_and_every_json_parses():
+    plans = 0
+    layout = Layout(DeviceMesh(range(8), (2, 4)), "[R,R|P01]", (700, 50), "f32")
+    for source in [*plain_specs(2, 2), layout.spec]:
+        for target in targets_of(source, 2):
+            plan = LayoutConverter(MODEL).plan(layout.with_spec(source), target)
+            assert json.loads(plan.to_json()) == plan.as_dict()
+            assert json.loads(plan.to_json(indent=2)) == plan.as_dict()
+            lines = str(plan).splitlines()
+            if plan.steps:
+                assert len(lines) == 6 + len(plan.steps)
+                assert len(lines[2]) == max(map(len, lines[1:-1])), plan
+                assert all(str(after.spec) in str(plan) for after in plan.layouts)
+            plans += 1
+    assert plans == 121 + 18
