@@ -6,6 +6,8 @@ from itertools import pairwise
 from math import inf, prod
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
@@ -14,7 +16,7 @@ from shardspec.layout.graph import Cuts, State, spec_of, state_of, transition_gr
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.pricing import TIE_SECONDS, changed_axes, pair_prices, prices_of
-from shardspec.layout.search import cheapest_path, shortest_walk
+from shardspec.layout.search import cheapest_path, least_peak, shortest_walk
 from shardspec.layout.space import MAX_STATES, count_states
 from shardspec.layout.table import CostTable, cost_table
 from shardspec.mesh import DeviceMesh
@@ -47,7 +49,9 @@ class LayoutConverter:
         self.cost_model = cost_model
         self._seconds: dict[tuple[Layout, Layout | SpecLike], float] = {}
 
-    def plan(self, source: Layout, target: Layout | SpecLike) -> ConversionPlan:
+    def plan(
+        self, source: Layout, target: Layout | SpecLike, *, max_bytes: int | None = None
+    ) -> ConversionPlan:
         """Return the cheapest plan from `source` to `target`.
 
         Parameters
@@ -56,18 +60,22 @@ class LayoutConverter:
             Where the tensor is.
         target
             Where it is to be: a spec on the same mesh, or a layout.
+        max_bytes
+            The most bytes a device may hold at once during a step, its shards before and after the
+            step together. By default any number.
 
         Raises
         ------
         LayoutError
             If the target is another tensor or on another mesh, or wants a reduction pending that
-            is not pending at the source.
+            is not pending at the source; or if every plan needs more than `max_bytes`, with the
+            least that one needs.
         AxisError
             If the mesh lacks an axis of the target spec.
         """
         goal = target if isinstance(target, Layout) else source.with_spec(target)
         _check_same_tensor(source, goal)
-        return _cheapest_plan(source, goal, self._model_of(source.mesh))
+        return _cheapest_plan(source, goal, self._model_of(source.mesh), max_bytes)
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
         """Return the modelled seconds of the cheapest plan; raises as `plan` does.
@@ -142,10 +150,18 @@ def _check_same_tensor(source: Layout, target: Layout) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _cheapest_plan(source: Layout, target: Layout, model: CostModel) -> ConversionPlan:
+def _cheapest_plan(
+    source: Layout, target: Layout, model: CostModel, max_bytes: int | None
+) -> ConversionPlan:
     start, goal = state_of(source.spec), state_of(target.spec)
-    if count_states(source.mesh.ndim, source.spec.dims, len(start[1])) <= MAX_STATES:
-        path = _path_by_matrix(source, start, goal, model)
+    states = count_states(source.mesh.ndim, source.spec.dims, len(start[1]))
+    if states <= MAX_STATES:
+        path = _path_by_matrix(source, start, goal, model, max_bytes)
+    elif max_bytes is not None:
+        raise LayoutError(
+            f"max_bytes is not searched for among {states} layouts (mesh {source.mesh}, "
+            f"{source.spec.dims} dims), only among up to {MAX_STATES}; leave it out"
+        )
     else:
         path = _path_by_graph(source, start, goal, model)
     path = _with_slices_joined(path)
@@ -156,18 +172,26 @@ def _cheapest_plan(source: Layout, target: Layout, model: CostModel) -> Conversi
 _Path: TypeAlias = list[tuple[Step, State]]
 
 
-def _path_by_matrix(source: Layout, start: State, goal: State, model: CostModel) -> _Path:
+def _path_by_matrix(
+    source: Layout, start: State, goal: State, model: CostModel, max_bytes: int | None
+) -> _Path:
     """Search where the prices of all moves fit into a matrix."""
     prices = prices_of(source.mesh.shape, start[1], source.global_shape, source.dtype, model)
     index, states = prices.space.index, prices.space.states
-    walk = shortest_walk(prices.cheapest(), index[start], index[goal])
-    assert walk is not None, "everything can be gathered, reduced and cut again"
-    path = [(prices.step(a, b), states[b]) for a, b in pairwise(walk)]
-    if prices.routed:
-        return path
-    straight, bound = _straight(source, start, goal, model)
-    seconds = sum(prices.collective[a, b] + TIE_SECONDS for a, b in pairwise(walk))
-    return path if seconds <= bound else straight
+    if not prices.routed and not start[1] and start != goal:
+        straight = pair_prices(source, goal[0], model)
+        prices = prices.with_pair(index[start], index[goal], *straight)
+    move = prices.cheapest()
+    live = prices.local_bytes[:, None] + prices.local_bytes
+    allowed = move if max_bytes is None else np.where(live <= max_bytes, move, inf)
+    walk = shortest_walk(allowed, index[start], index[goal])
+    if walk is None:
+        least = least_peak(move, live, index[start], index[goal])
+        raise LayoutError(
+            f"no plan from {source.spec} to {spec_of(goal)} holds at most {max_bytes} bytes on "
+            f"every device; the least that one needs is {int(least)}"
+        )
+    return [(prices.step(a, b), states[b]) for a, b in pairwise(walk)]
 
 
 def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) -> _Path:

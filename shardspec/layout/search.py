@@ -12,7 +12,7 @@ import numpy.typing as npt
 from shardspec.comm.steps import Step
 from shardspec.layout.graph import State, TransitionGraph
 
-__all__ = ["Price", "all_distances", "cheapest_path", "distances", "shortest_walk"]
+__all__ = ["Price", "all_distances", "cheapest_path", "distances", "least_peak", "shortest_walk"]
 
 Price: TypeAlias = Callable[[Step, State], float]
 """Seconds of a step that starts from a state, the tie-breaker included."""
@@ -85,6 +85,34 @@ def all_distances(move: Floats, sources: npt.NDArray[np.int64]) -> Floats:
             np.minimum(best, through, out=best)
         middles = np.flatnonzero((best < before).any(axis=0))
     return best
+
+
+def least_peak(move: Floats, live: Floats, source: int, target: int) -> float:
+    """Return the smallest number that some path's live bytes never exceed; inf without a path.
+
+    Parameters
+    ----------
+    move : array (states, states)
+        Seconds of the cheapest single move; inf where there is none.
+    live : array (states, states)
+        Bytes that are live during a move.
+    source, target
+        Both ends.
+
+    Examples
+    --------
+    >>> move = np.array([[np.inf, 1, 1], [np.inf, np.inf, 1], [np.inf, np.inf, np.inf]])
+    >>> least_peak(move, np.array([[2, 3, 9], [3, 4, 5], [9, 5, 6]]), 0, 2)
+    5.0
+    """
+    needed = np.where(np.isfinite(move), live, np.inf)
+    best = needed[source].copy()
+    best[source] = 0.0
+    while True:
+        better = np.minimum(best, np.maximum(best[:, None], needed).min(axis=0))
+        if np.array_equal(better, best):
+            return float(best[target])
+        best = better
 
 
 def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
