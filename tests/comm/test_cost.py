@@ -1,0 +1,114 @@
+from itertools import combinations, permutations
+from math import prod
+
+import pytest
+
+from shardspec.comm.cost import DEFAULT_LINK, CostModel, Link, bytes_received
+from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
+from shardspec.layout.graph import TransitionGraph, spec_of
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+from tests.layout import formulas
+
+SLOW, FAST = Link(1e-5, 2e-11, "slow"), Link(2e-6, 3e-12, "fast")
+RINGS = CostModel((2, 4), (SLOW, FAST))
+BUS = CostModel((2, 4), (SLOW, FAST), "shared-bus")
+MB = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("step", "rings", "bus", "received"),
+    [
+        # Fast axis of 4: 3 messages of 2 µs. A megabyte takes 3 µs on it, and 20 µs on the slow.
+        (Slice(0, (0, 1)), 0, 0, 0),
+        (AllGather(0, (1,)), 3 * 2 + 3 * 3, 3 * 2 + 8 * 3 * 3, 3 * MB),
+        (AllGather(0, (0,)), 10 + 20, 10 + 8 * 20, MB),
+        (AllGather(0, (0, 1)), 7 * 10 + 7 * 20, 7 * 10 + 8 * 7 * 20, 7 * MB),
+        (ReduceScatter(0, (1,), "sum"), 3 * 2 + 3 * 3 / 4, 3 * 2 + 8 * 3 * 3 / 4, MB * 3 // 4),
+        (ReduceScatter(1, (1, 0), "max"), 7 * 10 + 20 * 7 / 8, 70 + 8 * 20 * 7 / 8, MB * 7 // 8),
+        (AllReduce((0,), "avg"), 2 * 10 + 2 * 20 / 2, 2 * 10 + 8 * 2 * 20 / 2, MB),
+        (AllReduce((0, 1), "sum"), 14 * 10 + 14 * 20 / 8, 140 + 8 * 14 * 20 / 8, MB * 14 // 8),
+        (AllToAll(0, 1, (1,), (1,)), 3 * 2 + 3 * 3 / 4, 3 * 2 + 8 * 3 * 3 / 4, MB * 3 // 4),
+        # Of 7 peers, 3 are reached by the fast axis alone, 4 cross the slow one.
+        (
+            AllToAll(0, 1, (0, 1), (1, 0)),
+            3 * 2 + 4 * 10 + (3 * 3 + 4 * 20) / 8,
+            7 * 10 + 8 * 20 * 7 / 8,
+            MB * 7 // 8,
+        ),
+    ],
+    ids=str,
+)
+def test_the_table_by_hand(step, rings, bus, received):
+    assert RINGS.step_seconds(step, MB) == pytest.approx(rings * 1e-6, rel=1e-12)
+    assert BUS.step_seconds(step, MB) == pytest.approx(bus * 1e-6, rel=1e-12)
+    assert bytes_received(step, (2, 4), MB) == received
+
+
+@pytest.mark.parametrize("link_model", ["ring", "shared-bus"])
+@pytest.mark.parametrize("start", ["[R,R]", "[R,R|P012]"])
+def test_every_collective_against_the_boxes(start, link_model):
+    mesh = DeviceMesh(range(24), (2, 3, 4))
+    model = CostModel(mesh.shape, (SLOW, Link(7e-6, 1e-12), FAST), link_model)
+    tensor = Layout(mesh, start, (240, 48), "int32")
+    steps = 0
+    for before, after, step in (
+        TransitionGraph(3).explore(ShardingSpec.parse(start)).edges(data="step")
+    ):
+        here, there = (tensor.with_spec(spec_of(state)) for state in (before, after))
+        wanted = formulas.seconds(step, here, there, model)
+        held = here.max_local_bytes
+        assert model.step_seconds(step, held) == pytest.approx(wanted, rel=1e-12)
+        fixed, per_byte = model.coefficients(step)
+        assert fixed + per_byte * held == model.step_seconds(step, held)
+        if not isinstance(step, Slice):
+            assert bytes_received(step, mesh.shape, held) == formulas.received(step, here, there)
+        steps += 1
+    assert steps == {"[R,R]": 390, "[R,R|P012]": 787}[start]
+
+
+def test_the_order_of_axes_does_not_matter_to_the_price():
+    model = CostModel((2, 3, 4), (SLOW, FAST, SLOW))
+    for count in (1, 2, 3):
+        for axes in combinations(range(3), count):
+            prices = {
+                model.step_seconds(AllToAll(0, 1, leaving, arriving), MB)
+                for leaving in permutations(axes)
+                for arriving in permutations(axes)
+            }
+            assert len(prices) == 1
+
+
+def test_an_axis_of_one_costs_nothing():
+    model = CostModel((1, 4), (SLOW, FAST))
+    for step in (
+        AllGather(0, (0,)),
+        AllToAll(0, 1, (0,), (0,)),
+        ReduceScatter(0, (0,), "sum"),
+        AllReduce((0,), "sum"),
+    ):
+        assert model.step_seconds(step, MB) == 0
+        assert bytes_received(step, (1, 4), MB) == 0
+
+
+def test_bytes_received_are_rounded_up():
+    assert bytes_received(ReduceScatter(0, (0,), "sum"), (3,), 10) == 7
+    assert bytes_received(AllReduce((0,), "sum"), (3,), 10) == 14
+
+
+def test_the_model_of_a_mesh():
+    given = DeviceMesh(range(8), (2, 4), mesh_alpha=(1e-5, 2e-6), mesh_beta=(2e-11, 3e-12))
+    assert CostModel.of_mesh(given) == CostModel(
+        (2, 4), (Link(1e-5, 2e-11), Link(2e-6, 3e-12)), "ring"
+    )
+    bus = DeviceMesh(range(8), (2, 4), link_model="shared-bus")
+    assert CostModel.of_mesh(bus) == CostModel((2, 4), (DEFAULT_LINK,) * 2, "shared-bus")
+
+
+def test_links_in_words():
+    assert str(SLOW) == "slow: 10 µs, 50 GB/s"
+    assert str(Link(0.0, 0.0)) == "given: 0 µs, free"
+    assert prod((DEFAULT_LINK.latency_s * 1e6, DEFAULT_LINK.seconds_per_byte * 362e9)) == (
+        pytest.approx(3.4)
+    )

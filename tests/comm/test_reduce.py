@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from shardspec.comm.reduce import combine
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("sum", [2.0, 1.5, -3.0]),
+        ("avg", [0.5, 0.375, -0.75]),
+        ("min", [-2.0, -1.0, -3.0]),
+        ("max", [3.0, 2.0, 0.0]),
+        ("prod", [12.0, 0.0, 0.0]),
+    ],
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
+)
+def test_values(op, expected, dtype):
+    addends = torch.tensor([[3.0, 0.5, 0.0], [-2.0, 2.0, -3.0], [2.0, -1.0, 0.0], [-1.0, 0.0, 0.0]])
+    result = combine(list(addends.to(dtype)), op)
+    assert result.dtype == dtype
+    assert result.tolist() == expected
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "max", "prod"])
+def test_whole_numbers_and_truth(op):
+    numbers = [torch.tensor([1, 5, -2]), torch.tensor([3, 2, -2])]
+    assert (
+        combine(numbers, op).tolist()
+        == {
+            "sum": [4, 7, -4],
+            "min": [1, 2, -2],
+            "max": [3, 5, -2],
+            "prod": [3, 10, 4],
+        }[op]
+    )
+    assert combine(numbers, op).dtype == torch.int64
+    truths = [torch.tensor([True, True, False]), torch.tensor([True, False, False])]
+    either, both = [True, True, False], [True, False, False]
+    assert combine(truths, op).tolist() == (either if op in ("sum", "max") else both)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "prod"])
+def test_complex(op):
+    pair = [torch.tensor([1 + 2j]), torch.tensor([3 - 1j])]
+    assert combine(pair, op).tolist() == {"sum": [4 + 1j], "avg": [2 + 0.5j], "prod": [5 + 5j]}[op]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_floats_are_rounded_once(dtype):
+    """One and many halves of its last place: added one by one in the dtype they would be lost."""
+    tiny = torch.finfo(dtype).eps / 2
+    addends = [torch.ones(1, dtype=dtype)] + [torch.full((1,), tiny, dtype=dtype)] * 8
+    alone = addends[0].clone()
+    for addend in addends[1:]:
+        alone += addend
+    assert alone.item() == 1
+    assert combine(addends, "sum").item() == 1 + 8 * tiny
+
+
+def test_not_a_number_is_kept():
+    pair = [torch.tensor([1.0, float("nan")]), torch.tensor([float("nan"), 2.0])]
+    for op in ("sum", "avg", "min", "max", "prod"):
+        assert combine(pair, op).isnan().all()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_addends_are_only_read(count):
+    addends = [torch.full((2, 3), float(i + 1)) for i in range(count)]
+    copies = [addend.clone() for addend in addends]
+    result = combine(addends, "sum")
+    result += 100
+    assert all(map(torch.equal, addends, copies))

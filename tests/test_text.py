@@ -1,0 +1,68 @@
+import pytest
+
+from shardspec.text import bytes_text, seconds_text, table_text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1025, "1.001 KiB"),
+        (1024**2 * 3 / 2, "1.5 MiB"),
+        (7 * 1024**3, "7 GiB"),
+        (1024**4, "1 TiB"),
+        (5000 * 1024**4, "5000 TiB"),
+    ],
+)
+def test_bytes(num_bytes, text):
+    assert bytes_text(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (1.5e-9, "0.0015 µs"),
+        (3.4e-6, "3.4 µs"),
+        (999e-6, "999 µs"),
+        (1e-3, "1 ms"),
+        (0.5, "500 ms"),
+        (1, "1 s"),
+        (123.456, "123.5 s"),
+    ],
+)
+def test_seconds(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+def test_table():
+    text = table_text(
+        ["name", "spec", "size"], [["[w]", "[S0,R]", "12"], ["é", "", "3"]], numbers_from=2
+    )
+    assert text.splitlines() == [
+        "name   spec     size",
+        "────────────────────",
+        "[w]    [S0,R]     12",
+        "é                  3",
+    ]
+
+
+def test_a_footer_and_long_cells():
+    text = table_text(["a", "b"], [["x" * 300, "1"]], footer=["all", "10"])
+    lines = text.splitlines()
+    assert lines[0] == "a" + " " * 302 + " b"
+    assert lines[2] == "x" * 300 + "    1"
+    assert lines[-1] == "all" + " " * 300 + "10"
+    assert len(lines) == 5
+
+
+def test_cells_are_not_markup():
+    assert "[red]x[/red]" in table_text(["a"], [["[red]x[/red]"]])
+    assert r"\[S0]" in table_text(["a"], [[r"\[S0]"]])
+
+
+def test_no_rows():
+    assert table_text(["a", "b"], []).splitlines()[0] == "a   b"
