@@ -101,3 +101,38 @@ def test_grad_spec_that_does_not_fit():
 
 def test_no_gradient_yet():
     assert DTensor(WHOLE, MESH, "[S0,R]").grad is None
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_the_gradient_of_addends_is_a_dtensor_with_nothing_pending(op):
+    """Also where the reduction is finished in two conversions."""
+    addends = {d: (WHOLE * (i + 1)).requires_grad_() for i, d in enumerate(MESH.ids)}
+    t = DTensor.from_local(addends, MESH, f"[R,R|P{op}01]")
+    total = 21 / (6 if op == "avg" else 1) * WHOLE
+    half = t.redistribute(f"[R,S1|P{op}0]")
+    assert half.requires_grad
+    whole = half.redistribute("[S0,R]").to_global()
+    torch.testing.assert_close(whole, total)
+    loss_of(whole).backward()
+    grad = t.grad
+    assert grad is not None
+    assert str(grad.sharding_spec) == "[R,R]"
+    wanted = 3 * total**2 * torch.arange(35).reshape(7, 5) / (6 if op == "avg" else 1)
+    for device in MESH.ids:
+        torch.testing.assert_close(grad.shards[device], wanted)
+
+
+def test_a_gradient_may_arrive_as_a_mean():
+    """Each of the devices along an axis gives the whole gradient, and their mean is taken."""
+    leaf = DTensor(WHOLE.clone().requires_grad_(), MESH, "[S0,R]")
+    total = torch.zeros((), dtype=torch.float64)
+    weights = DTensor(torch.arange(35).reshape(7, 5), MESH, "[S0,R]")
+    for i, device in enumerate(MESH.ids):
+        local = leaf.to_local(device, grad_spec="[S0,R|Pavg1]")
+        total = total + (local**3 * weights.to_local(device)).sum() * [1, 2, 0][i % 3]
+    total.backward()
+    grad = leaf.grad
+    assert grad is not None
+    wanted = DTensor(expected_gradient(), MESH, "[S0,R]")
+    for device in MESH.ids:
+        torch.testing.assert_close(grad.shards[device], wanted.shards[device])

@@ -1,0 +1,75 @@
+"""Every pair with a reduction pending at the source: all of it finished, a part of it, or none.
+
+How many there are, by hand: k axes cut two dims in 1, 3, 11 or 49 ways. Of three axes, one that is
+pending gives 3 * 11 sources with 11 + 49 targets each; two give 3 * 3 with 3 + 2 * 11 + 49; three
+give 1 with 1 + 3 * 3 + 3 * 11 + 49. Together 1980 + 666 + 92 = 2738.
+"""
+
+import pytest
+
+from shardspec.comm.simulated import SimulatedCommunicator
+from shardspec.dtensor import DTensor
+from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+from tests.conversions import (
+    OPS,
+    partial_specs,
+    reduced,
+    same_bits,
+    shard_of,
+    stack_of,
+    targets_of,
+)
+
+
+def wrong_pairs(mesh, shape, dtype, sources):
+    """Convert from each source to all its targets; return how many, and which went wrong."""
+    tried, wrong = 0, []
+    for source in sources:
+        layout = Layout(mesh, source, shape, dtype)
+        stack = stack_of(layout)
+        shards = {device: shard_of(layout, stack, device) for device in mesh.ids}
+        start = DTensor.from_shards(shards, layout, SimulatedCommunicator(mesh))
+        for target in targets_of(source, mesh.ndim):
+            end = start.redistribute(target)
+            expected = reduced(stack, source, target)
+            tried += 1
+            if end.sharding_spec != target or not all(
+                same_bits(shard, shard_of(end.layout, expected, device))
+                for device, shard in end.shards.items()
+            ):
+                wrong.append(f"{source} → {target}")
+    return tried, wrong
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shape", [(6, 12), (7, 5), (1, 2), (0, 3)], ids=str)
+def test_two_axes(op, shape):
+    mesh = DeviceMesh([4, 0, 5, 2, 1, 3], (2, 3))
+    sources = list(partial_specs(2, 2, [op]))
+    assert wrong_pairs(mesh, shape, "float32", sources) == (102, [])
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_three_dims(op):
+    mesh = DeviceMesh(range(6), (2, 3))
+    assert wrong_pairs(mesh, (5, 3, 4), "int64", partial_specs(3, 2, [op])) == (212, [])
+
+
+@pytest.mark.parametrize(("op", "shape"), [("sum", (11, 5)), ("prod", (8, 16))])
+def test_three_axes(op, shape):
+    mesh = DeviceMesh([6, 1, 7, 0, 3, 2, 5, 4], (2, 2, 2))
+    assert wrong_pairs(mesh, shape, "float32", partial_specs(2, 3, [op])) == (2738, [])
+
+
+def test_sum_and_mean_together():
+    mesh = DeviceMesh(range(12), (2, 3, 2))
+    sources = list(partial_specs(2, 3, mixed=True))
+    assert all({"sum", "avg"} == set(source.partial.values()) for source in sources)
+    assert wrong_pairs(mesh, (7, 5), "float64", sources) == (1884, [])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scalars(op):
+    mesh = DeviceMesh(range(6), (2, 3))
+    assert wrong_pairs(mesh, (), "float32", partial_specs(0, 2, [op])) == (8, [])
