@@ -42,7 +42,9 @@ def run_ranks(
 
     A process that fails or hangs ends them all, with its traceback in the error.
     """
-    context = mp.get_context("spawn")
+    # One process imports torch, and the ranks are forks of it.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.dtensor"])
     out = context.Queue()
     rendezvous = str(tmp_path / "rendezvous")
     processes = [
