@@ -10,6 +10,8 @@ from typing import Final, TypeAlias, TypeVar, get_args
 
 import click
 
+from shardspec.comm.cost import CostModel
+from shardspec.comm.presets import link_preset
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError
 from shardspec.mesh import DeviceMesh, LinkModel
@@ -18,8 +20,10 @@ __all__ = [
     "MAX_DEVICES",
     "MeshShape",
     "build_mesh",
+    "build_model",
     "mesh_options",
     "parse_ids",
+    "parse_links",
     "parse_mesh",
     "parse_numbers",
     "parse_shape",
@@ -131,6 +135,25 @@ def parse_numbers(text: str) -> tuple[float, ...]:
     return tuple(numbers)
 
 
+def parse_links(text: str) -> tuple[str, ...]:
+    """Read names of link presets, separated by commas.
+
+    Raises
+    ------
+    ValueError
+        If one is not known.
+
+    Examples
+    --------
+    >>> parse_links("ib-ndr-per-gpu,h100-nvswitch")
+    ('ib-ndr-per-gpu', 'h100-nvswitch')
+    """
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        link_preset(name)
+    return names
+
+
 def _whole(text: str, where: str, remedy: str) -> int:
     digits = text.strip()
     # int() also takes '1_000' and digits of other scripts, and refuses thousands of digits.
@@ -158,7 +181,7 @@ def parsed(
 
 
 def mesh_options(command: _Command) -> _Command:
-    """Give a command the options that `build_mesh` takes."""
+    """Give a command the options that `build_mesh` and `build_model` take."""
     options = (
         click.option(
             "--mesh",
@@ -184,6 +207,13 @@ def mesh_options(command: _Command) -> _Command:
             callback=parsed(parse_numbers),
             metavar="SECONDS",
             help="Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s.",
+        ),
+        click.option(
+            "--links",
+            callback=parsed(parse_links),
+            metavar="PRESETS",
+            help="Known links in place of --alpha and --beta, per axis or one for all: "
+            "ib-ndr-per-gpu,h100-nvswitch. 'shardspec presets' lists them.",
         ),
         click.option(
             "--link-model",
@@ -250,15 +280,38 @@ def build_mesh(
     return DeviceMesh(
         range(math.prod(shape)) if ids is None else ids,
         shape,
-        mesh_alpha=_per_axis("--alpha", alpha, len(shape)),
-        mesh_beta=_per_axis("--beta", beta, len(shape)),
+        mesh_alpha=None if alpha is None else _per_axis("--alpha", alpha, len(shape)),
+        mesh_beta=None if beta is None else _per_axis("--beta", beta, len(shape)),
         axis_names=names,
         link_model=link_model,
     )
 
 
-def _per_axis(option: str, values: tuple[float, ...] | None, axes: int) -> tuple[float, ...] | None:
-    if values is None or len(values) == axes:
+def build_model(mesh: DeviceMesh, links: tuple[str, ...] | None) -> CostModel:
+    """Return the cost model of a mesh with the presets of ``--links``, or else its own links.
+
+    Raises
+    ------
+    click.UsageError
+        If the mesh has links of its own as well, or the number of presets does not fit.
+
+    Examples
+    --------
+    >>> model = build_model(DeviceMesh(range(8), (2, 4)), ("ib-ndr-per-gpu", "h100-nvswitch"))
+    >>> [link.name for link in model.links]
+    ['ib-ndr-per-gpu', 'h100-nvswitch']
+    """
+    if links is None:
+        return CostModel.of_mesh(mesh)
+    if mesh.mesh_alpha is not None:
+        raise click.UsageError("give --links, or --alpha and --beta, not both")
+    names = _per_axis("--links", links, mesh.ndim)
+    presets = tuple(map(link_preset, names, mesh.shape))
+    return CostModel(mesh.shape, presets, mesh.link_model)
+
+
+def _per_axis(option: str, values: tuple[T, ...], axes: int) -> tuple[T, ...]:
+    if len(values) == axes:
         return values
     if len(values) == 1:
         return values * axes

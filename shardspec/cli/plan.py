@@ -2,7 +2,13 @@
 
 import click
 
-from shardspec.cli.arguments import MeshShape, build_mesh, mesh_options, tensor_options
+from shardspec.cli.arguments import (
+    MeshShape,
+    build_mesh,
+    build_model,
+    mesh_options,
+    tensor_options,
+)
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.mesh import LinkModel
@@ -16,6 +22,7 @@ __all__ = ["command"]
 Examples:
   shardspec plan "[S0,R]" "[R,S01]" --mesh 2x4 --shape 4096x4096 --dtype bf16
   shardspec plan "[S(dp),R]" "[R,S(tp)]" --mesh dp=2,tp=4 --shape 4096x4096
+  shardspec plan "[S0,R]" "[R,R]" --mesh 4x8 --shape 8192x512 --links ib-ndr-per-gpu,h100-nvswitch
   shardspec plan "[R|P01]" "[S0]" --mesh 2x4 --shape 1000 --alpha 1e-5,3e-6 --beta 4e-11,3e-12
   shardspec plan "[R|P0]" "[R]" --mesh 8 --shape 1000 --link-model shared-bus --json
 
@@ -36,6 +43,7 @@ def command(
     ids: tuple[int, ...] | None,
     alpha: tuple[float, ...] | None,
     beta: tuple[float, ...] | None,
+    links: tuple[str, ...] | None,
     link_model: LinkModel,
     shape: tuple[int, ...],
     dtype: str,
@@ -43,11 +51,12 @@ def command(
 ) -> None:
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
-    Works on paper: it needs no process group, no GPU and no tensor. Without --alpha and --beta the
-    links of one H100 node are assumed; the last line of the plan says so.
+    Works on paper: it needs no process group, no GPU and no tensor. Without --links, or
+    --alpha and --beta, the links of one H100 node are assumed; the last line of the plan says so.
     """
-    layout = Layout(build_mesh(mesh, ids, alpha, beta, link_model), source, shape, dtype)
-    plan = LayoutConverter().plan(layout, target)
+    devices = build_mesh(mesh, ids, alpha, beta, link_model)
+    converter = LayoutConverter(build_model(devices, links))
+    plan = converter.plan(Layout(devices, source, shape, dtype), target)
     click.echo(plan.to_json() if as_json else _styled(str(plan)))
 
 

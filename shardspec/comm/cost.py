@@ -148,6 +148,28 @@ class CostModel:
             case AllReduce():
                 return 2 * (n - 1) * alpha, 2 * (n - 1) / n * beta
 
+    def links_text(self, labels: Sequence[str]) -> str:
+        """Say what the links are, axes with the same link together.
+
+        Parameters
+        ----------
+        labels
+            The name of every axis.
+
+        Examples
+        --------
+        >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-5, 2e-11)))
+        >>> model.links_text(["dp", "tp"])
+        'axes dp,tp given: 10 µs, 50 GB/s'
+        """
+        axes_of: dict[Link, list[str]] = {}
+        for label, link in zip(labels, self.links, strict=True):
+            axes_of.setdefault(link, []).append(label)
+        return "; ".join(
+            f"{'axis' if len(axes) == 1 else 'axes'} {','.join(axes)} {link}"
+            for link, axes in axes_of.items()
+        )
+
     def _all_to_all_coefficients(self, axes: Sequence[int], n: int) -> tuple[float, float]:
         """Add up the links to all peers: those that differ on the same axes cost the same."""
         fixed = per_byte = 0.0

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from shardspec.comm.cost import Link
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -86,11 +85,5 @@ def plan_text(plan: "ConversionPlan") -> str:
         ],
         numbers_from=3,
     )
-    axes_of: dict[Link, list[str]] = {}
-    for axis, link in enumerate(plan.model.links):
-        axes_of.setdefault(link, []).append(mesh.axis_label(axis))
-    links = "; ".join(
-        f"{'axis' if len(axes) == 1 else 'axes'} {','.join(axes)} {link}"
-        for link, axes in axes_of.items()
-    )
+    links = plan.model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
     return f"{title}\n{table}\nper device; {plan.model.link_model} model; {links}"

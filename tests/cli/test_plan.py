@@ -8,6 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from shardspec.cli.main import cli
+from shardspec.comm.cost import CostModel
+from shardspec.comm.presets import PRESETS, link_preset
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -65,6 +67,29 @@ def test_every_option_arrives():
     assert result.stdout == f"{LayoutConverter().plan(layout, '[R,S(tp)]')}\n"
     assert "shared-bus model; " in result.stdout
     assert "given: 10 µs, 25 GB/s" in result.stdout
+
+
+def test_named_links():
+    model = CostModel((2, 4), (link_preset("ib-ndr-per-gpu"), link_preset("h100-nvswitch")))
+    layout = Layout(DeviceMesh(range(8), (2, 4)), "[S0,R]", (4096, 4096), "bf16")
+    result = run(*README_EXAMPLE, "--links", "ib-ndr-per-gpu, h100-nvswitch")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"{LayoutConverter(model).plan(layout, '[R,S01]')}\n"
+    assert result.stdout.splitlines()[-1] == (
+        "per device; ring model; axis 0 ib-ndr-per-gpu: 14 µs, 48 GB/s; "
+        "axis 1 h100-nvswitch: 3.4 µs, 362 GB/s"
+    )
+    links = json.loads(run(*README_EXAMPLE, "--links", "efa-v4-per-gpu", "--json").stdout)["links"]
+    assert [link["name"] for link in links] == ["efa-v4-per-gpu"] * 2
+
+
+def test_a_preset_on_an_axis_that_is_too_long_for_it():
+    args = ("--mesh", "2x16", "--shape", "64", "--link-model", "shared-bus")
+    result = run("[S1]", "[R]", *args, "--links", "a100-nvswitch")
+    assert result.stdout.splitlines()[-1] == (
+        "per device; shared-bus model; axis 0 a100-nvswitch: 3.4 µs, 235 GB/s; "
+        "axis 1 a100-nvswitch beyond its 8 devices: 3.4 µs, 235 GB/s"
+    )
 
 
 def test_a_scalar_has_nothing_to_convert():
@@ -141,6 +166,20 @@ def test_a_pending_scalar():
             "see 'shardspec plan -h'",
         ),
         (
+            "[S0] [R] --mesh 2 --shape 4 --links unit --alpha 1 --beta 1",
+            "give --links, or --alpha and --beta, not both; see 'shardspec plan -h'",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --links unit,unit",
+            "--links has 2 values for 1 axis; give one per axis, or one for all; "
+            "see 'shardspec plan -h'",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --links unit,warp",
+            "Invalid value for '--links': no link preset 'warp'; known: "
+            f"{', '.join(PRESETS)}; see 'shardspec plan -h'",
+        ),
+        (
             "[S0] [R] --mesh 2 --shape 4 --link-model tree",
             "Invalid value for '--link-model': 'tree' is not one of 'ring', 'shared-bus'; "
             "see 'shardspec plan -h'",
@@ -175,7 +214,7 @@ def test_a_syntax_error_has_its_caret(args):
 def test_help_has_examples_that_run():
     text = run("-h").stdout
     examples = text.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
-    assert len(examples) == 4
+    assert len(examples) == 5
     for line in examples:
         words = [word.strip('"') for word in line.split()]
         assert words[:2] == ["shardspec", "plan"]
