@@ -19,9 +19,11 @@ from shardspec.errors import CheckpointError, ShardSpecError
 __all__ = ["cli", "main"]
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
+    "cost": ("shardspec.cli.cost", "Say what conversions between many pairs of specs cost."),
     "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "merge": ("shardspec.cli.merge", "Write the whole tensors of a checkpoint into one file."),
     "plan": ("shardspec.cli.plan", "Plan the cheapest conversion between two specs, on paper."),
+    "presets": ("shardspec.cli.presets", "Show the links that --links knows, with their sources."),
 }
 """Name to the module whose `command` it is, and one line of help: nothing is imported for it."""
 

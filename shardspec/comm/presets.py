@@ -36,7 +36,7 @@ _BOOK: Final = "ML Engineering Open Book, network/benchmarks (2026-08-22)"
 _AUTOPARALLEL: Final = "AutoParallel, nccl_cost_model.py (a54c252)"
 _SCALING: Final = "How To Scale Your Model, TPU and sharding chapters"
 _TORUS: Final = (
-    "axes whose ends are joined; halve the rate elsewhere. All-to-all over n devices takes about "
+    "where their ends are joined; halve the rate elsewhere. All-to-all over n devices takes about "
     "n/4 times as long as is priced"
 )
 
@@ -190,7 +190,7 @@ def _torus(name: str, gb_per_s: float, joined: str) -> LinkPreset:
         "spec",
         "medium",
         _SCALING,
-        f"{joined}, {_TORUS}",
+        f"{joined} {_TORUS}",
     )
 
 
@@ -282,7 +282,7 @@ _ALL: Final = (
         "measured",
         "low",
         f"a vendor's blog (docs.alayanew.com, 2026-05-06); {_NCCL}",
-        "8 H100 without NVLink, of which 35 to 45 GB/s are reported",
+        "nodes of 8 H100 PCIe, for which 35 to 45 GB/s are reported",
         base_us=8.4,
     ),
     LinkPreset(

@@ -20,7 +20,7 @@ def test_help_lists_the_commands():
     for option in ("-h", "--help"):
         result = run(option)
         assert (result.exit_code, result.stderr) == (0, "")
-        for command in ("inspect", "merge", "plan"):
+        for command in ("cost", "inspect", "merge", "plan", "presets"):
             assert re.search(rf"^  {command} +[A-Z].*\.$", result.stdout, re.MULTILINE)
 
 
@@ -28,7 +28,7 @@ def test_the_help_of_each_command_agrees_with_its_line_in_the_list_and_has_examp
     listed = re.findall(
         r"^  (\w+) +[A-Z]", run("-h").stdout.partition("Commands:")[2], re.MULTILINE
     )
-    assert sorted(listed) == ["inspect", "merge", "plan"]
+    assert sorted(listed) == ["cost", "inspect", "merge", "plan", "presets"]
     for command in listed:
         result = run(command, "-h")
         assert (result.exit_code, result.stderr) == (0, "")

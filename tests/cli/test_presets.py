@@ -1,0 +1,64 @@
+"""The command `shardspec presets`."""
+
+import json
+import re
+import subprocess
+import sys
+
+from click.testing import CliRunner
+
+from shardspec.cli.main import cli
+from shardspec.comm.presets import KNOWN_ERROR, PRESETS
+
+
+def run(*args):
+    return CliRunner().invoke(cli, ["presets", *args], prog_name="shardspec")
+
+
+def test_the_table():
+    result = run()
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == [
+        *("preset", "scope", "basis", "confidence", "devices", "latency", "rate")
+    ]
+    assert [line.split()[0] for line in lines[2 : 2 + len(PRESETS)]] == list(PRESETS)
+    assert re.search(
+        r"^efa-v4-per-gpu +cross-node +measured +medium +2 or more +14 µs +37 GB/s$",
+        result.stdout,
+        re.MULTILINE,
+    )
+    assert max(map(len, lines)) <= 100
+
+
+def test_each_preset_has_its_source_and_what_it_is_valid_for():
+    plain = " ".join(run().stdout.split())
+    for preset in PRESETS.values():
+        assert f" {preset.name} for {preset.valid_for}" in plain
+        assert f" from {preset.source}; read {preset.read_on}" in plain
+    assert "faster, in the switch; published at 1 GiB from " in plain
+    assert "groups of 8; published at 32 KiB to 16 GiB from " in plain
+    assert plain.endswith(f"{KNOWN_ERROR}. This project measured none of these.")
+
+
+def test_json():
+    result = run("--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    read = json.loads(result.stdout)
+    assert read["known_error"] == KNOWN_ERROR
+    assert read["presets"] == [preset.as_dict() for preset in PRESETS.values()]
+    (ndr,) = (preset for preset in read["presets"] if preset["name"] == "ib-ndr-per-gpu")
+    assert (ndr["gb_per_s"], ndr["devices"], ndr["basis"]) == (48, [2, None], "arithmetic")
+
+
+def test_needs_no_torch():
+    script = (
+        "import sys\n"
+        "from shardspec.cli.main import cli\n"
+        "try: cli(['presets'])\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run().stdout
