@@ -197,4 +197,4 @@ def _table(plans: Sequence[ConversionPlan], mesh: DeviceMesh, model: CostModel) 
     )
     links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
     assumed = f"per device; {model.link_model} model; {links}"
-    return f"{table}\n{assumed}\nmodelled times are {KNOWN_ERROR}"
+    return f"{table}\n{assumed}\nknown error: {KNOWN_ERROR}"

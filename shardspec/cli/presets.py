@@ -58,8 +58,8 @@ def _text() -> str:
     )
     return (
         f"{table}\n\n{notes}\n\n"
-        "Links rank plans. A latency and a rate fitted to published curves are\n"
-        f"{KNOWN_ERROR}. This project measured none of these."
+        f"Known error of such a model:\n{KNOWN_ERROR}.\n"
+        "These are not fitted, and this project measured none of them."
     )
 
 

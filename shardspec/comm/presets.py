@@ -24,8 +24,14 @@ Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
 READ_ON: Final = "2026-11-20"
 """When the sources were read."""
 
-KNOWN_ERROR: Final = "typically 7 to 11 % off, 21 to 37 % at worst"
-"""How far a latency and a rate, fitted to four published all-reduce curves, are from them."""
+KNOWN_ERROR: Final = (
+    "typically 7 to 11 % off, 21 to 37 % at worst where links are fitted to all-reduce"
+)
+"""How far a latency and a rate, fitted to four published all-reduce curves, are from them.
+
+Presets are not fitted: their rates are those of large messages on a ring. So they can be further
+off, as for small messages over a network (see `LinkPreset.valid_for`) and for reductions in a
+switch."""
 
 _MIB: Final = 2**20
 _GIB: Final = 2**30
@@ -76,7 +82,8 @@ class LinkPreset:
     all_reduce_gb_per_s: float | None = None
     """Rate of all-reduce where switches add up; not used in pricing."""
     all_to_all_gb_per_s: float | None = None
-    """Rate of all-to-all where it differs; not used in pricing."""
+    """Rate of all-to-all where it differs; not used in pricing. Measured on H100, from 32 MB; taken
+    over from it or scaled for the others, and little known there."""
     read_on: str = READ_ON
     """When the source was read, as year-month-day."""
 

@@ -84,7 +84,7 @@ def test_a_table_on_named_links():
         "[R,R]       [R,S(tp,dp)]       1        0 B        0 s   18 KiB",
         "per device; ring model; axis dp ib-ndr-per-gpu: 14 µs, 48 GB/s; "
         "axis tp h100-nvswitch: 3.4 µs, 362 GB/s",
-        f"modelled times are {KNOWN_ERROR}",
+        f"known error: {KNOWN_ERROR}",
     ]
 
 

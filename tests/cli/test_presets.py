@@ -38,7 +38,9 @@ def test_each_preset_has_its_source_and_what_it_is_valid_for():
         assert f" from {preset.source}; read {preset.read_on}" in plain
     assert "faster, in the switch; published at 1 GiB from " in plain
     assert "groups of 8; published at 32 KiB to 16 GiB from " in plain
-    assert plain.endswith(f"{KNOWN_ERROR}. This project measured none of these.")
+    assert plain.endswith(
+        f"{KNOWN_ERROR}. These are not fitted, and this project measured none of them."
+    )
 
 
 def test_json():
