@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import inf, prod
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
+from shardspec.layout.cross_search import Move, path_between_meshes
 from shardspec.layout.graph import Cuts, State, spec_of, state_of, transition_graph
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
@@ -23,6 +24,7 @@ from shardspec.mesh import DeviceMesh
 
 __all__ = ["LayoutConverter"]
 
+T = TypeVar("T")
 
 _MOST_REMEMBERED: Final = 1 << 20
 """Costs that a converter remembers before it starts anew."""
@@ -35,6 +37,8 @@ class LayoutConverter:
     ----------
     cost_model
         Prices of steps; by default those of the mesh of each conversion.
+    target_model
+        Prices on the mesh of the target where that is another one; by default those of that mesh.
 
     Examples
     --------
@@ -45,8 +49,11 @@ class LayoutConverter:
     ['[R,S01,R]', '[S01,R,R]']
     """
 
-    def __init__(self, cost_model: CostModel | None = None) -> None:
+    def __init__(
+        self, cost_model: CostModel | None = None, *, target_model: CostModel | None = None
+    ) -> None:
         self.cost_model = cost_model
+        self.target_model = target_model
         self._seconds: dict[tuple[Layout, Layout | SpecLike], float] = {}
 
     def plan(
@@ -59,7 +66,7 @@ class LayoutConverter:
         source
             Where the tensor is.
         target
-            Where it is to be: a spec on the same mesh, or a layout.
+            Where it is to be: a spec on the same mesh, or a layout on this mesh or another.
         max_bytes
             The most bytes a device may hold at once during a step, its shards before and after the
             step together. By default any number.
@@ -67,15 +74,35 @@ class LayoutConverter:
         Raises
         ------
         LayoutError
-            If the target is another tensor or on another mesh, or wants a reduction pending that
-            is not pending at the source; or if every plan needs more than `max_bytes`, with the
-            least that one needs.
+            If the target is another tensor, or wants a reduction pending that is not pending at
+            the source, or any on another mesh; or if every plan needs more than `max_bytes`, with
+            the least that one needs.
         AxisError
             If the mesh lacks an axis of the target spec.
+
+        Notes
+        -----
+        Between two meshes the tensor moves on the first, crosses in one exchange, and moves on the
+        second. Devices that both meshes have keep what they need.
+
+        Examples
+        --------
+        Four devices hand over to four others: each half crosses once, and is then cut.
+
+        >>> from shardspec import DeviceMesh
+        >>> first, second = DeviceMesh(range(4), (2, 2)), DeviceMesh(range(4, 8), (4,))
+        >>> source = Layout(first, "[S0,R]", (8, 8), "f32")
+        >>> plan = LayoutConverter().plan(source, Layout(second, "[S0,R]", (8, 8), "f32"))
+        >>> plan.steps, plan.bytes_received
+        ((Exchange(axes=()),), 64)
         """
         goal = target if isinstance(target, Layout) else source.with_spec(target)
         _check_same_tensor(source, goal)
-        return _cheapest_plan(source, goal, self._model_of(source.mesh), max_bytes)
+        model = self._model_of(source.mesh)
+        if goal.mesh == source.mesh:
+            return _cheapest_plan(source, goal, model, max_bytes)
+        models = (model, _fitting(self.target_model, goal.mesh))
+        return _plan_between_meshes(source, goal, models, max_bytes)
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
         """Return the modelled seconds of the cheapest plan; raises as `plan` does.
@@ -123,23 +150,32 @@ class LayoutConverter:
         return cost_table(mesh, tuple(global_shape), dtype, self._model_of(mesh))
 
     def _model_of(self, mesh: DeviceMesh) -> CostModel:
-        model = self.cost_model or CostModel.of_mesh(mesh)
-        if model.mesh_shape != mesh.shape:
-            raise LayoutError(
-                f"the cost model is for a mesh of shape {model.mesh_shape}, but the layout is on "
-                f"a mesh of shape {mesh.shape}"
-            )
-        return model
+        return _fitting(self.cost_model, mesh)
+
+
+def _fitting(given: CostModel | None, mesh: DeviceMesh) -> CostModel:
+    model = given or CostModel.of_mesh(mesh)
+    if model.mesh_shape != mesh.shape:
+        raise LayoutError(
+            f"the cost model is for a mesh of shape {model.mesh_shape}, but the layout is on "
+            f"a mesh of shape {mesh.shape}"
+        )
+    return model
 
 
 def _check_same_tensor(source: Layout, target: Layout) -> None:
-    for what in ("mesh", "global_shape", "dtype"):
+    for what in ("global_shape", "dtype"):
         here, there = getattr(source, what), getattr(target, what)
         if here != there:
             raise LayoutError(
                 f"cannot convert {source} to {target}: {what.replace('_', ' ')} {here} differs "
                 f"from {there}"
             )
+    if source.mesh != target.mesh and target.spec.partials:
+        raise LayoutError(
+            f"cannot convert {source} to {target}: a reduction cannot stay pending on another "
+            "mesh; let the target spec finish it"
+        )
     missing = set(target.spec.partials) - set(source.spec.partials)
     if missing:
         raise LayoutError(
@@ -167,6 +203,20 @@ def _cheapest_plan(
     path = _with_slices_joined(path)
     layouts = (source, *(source.with_spec(spec_of(state)) for _, state in path))
     return ConversionPlan(tuple(step for step, _ in path), layouts, model)
+
+
+@lru_cache(maxsize=4096)
+def _plan_between_meshes(
+    source: Layout, target: Layout, models: tuple[CostModel, CostModel], max_bytes: int | None
+) -> ConversionPlan:
+    def on_one_mesh(start: Layout, end: Layout) -> list[Move]:
+        plan = _cheapest_plan(start, end, models[0], max_bytes)
+        return list(zip(plan.steps, plan.layouts[1:], strict=True))
+
+    path = path_between_meshes(source, target, models, max_bytes, on_one_mesh)
+    path = _with_slices_joined(path)
+    layouts = (source, *(layout for _, layout in path))
+    return ConversionPlan(tuple(step for step, _ in path), layouts, *models)
 
 
 _Path: TypeAlias = list[tuple[Step, State]]
@@ -224,9 +274,9 @@ def _straight(source: Layout, start: State, goal: State, model: CostModel) -> tu
     return [(step, goal)], min(permute, exchange) + TIE_SECONDS
 
 
-def _with_slices_joined(path: _Path) -> _Path:
+def _with_slices_joined(path: list[tuple[Step, T]]) -> list[tuple[Step, T]]:
     """Make one slice of several that follow each other on one dim."""
-    joined: _Path = []
+    joined: list[tuple[Step, T]] = []
     for step, state in path:
         last = joined[-1][0] if joined else None
         if isinstance(step, Slice) and isinstance(last, Slice) and step.dim == last.dim:

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Step
+from shardspec.layout.cross import common_model
 from shardspec.layout.layout import Layout
-from shardspec.layout.move_cost import step_bytes, step_seconds
+from shardspec.layout.move_cost import live_bytes, step_bytes, step_seconds
 
 __all__ = ["ConversionPlan"]
 
@@ -32,7 +33,9 @@ class ConversionPlan:
     layouts: tuple[Layout, ...]
     """Source, then the layout after every step; the last one is the target."""
     model: CostModel
-    """What the steps were priced by."""
+    """What the steps on the source's mesh are priced by."""
+    target_model: CostModel | None = None
+    """What the steps on the target's mesh are priced by, where that is another one."""
 
     @property
     def source(self) -> Layout:
@@ -48,7 +51,9 @@ class ConversionPlan:
     def step_seconds(self) -> tuple[float, ...]:
         """Modelled seconds of every step."""
         moves = zip(self.steps, pairwise(self.layouts), strict=True)
-        return tuple(step_seconds(step, *layouts, self.model) for step, layouts in moves)
+        return tuple(
+            step_seconds(step, *layouts, self._model_between(*layouts)) for step, layouts in moves
+        )
 
     @property
     def step_bytes(self) -> tuple[int, ...]:
@@ -59,8 +64,7 @@ class ConversionPlan:
     @property
     def live_bytes(self) -> tuple[int, ...]:
         """Bytes the fullest device holds during every step: its shard before and after."""
-        sizes = [layout.max_local_bytes for layout in self.layouts]
-        return tuple(before + after for before, after in pairwise(sizes))
+        return tuple(live_bytes(before, after) for before, after in pairwise(self.layouts))
 
     @property
     def cost_seconds(self) -> float:
@@ -77,6 +81,14 @@ class ConversionPlan:
         """The most bytes a device holds at once."""
         return max(self.live_bytes, default=self.source.max_local_bytes)
 
+    def _model_between(self, before: Layout, after: Layout) -> CostModel:
+        """Return what a step from one layout to the next is priced by."""
+        if self.target_model is None or after.mesh == self.source.mesh:
+            return self.model
+        if before.mesh == after.mesh:
+            return self.target_model
+        return common_model(before.mesh, after.mesh, self.model, self.target_model)
+
     def as_dict(self) -> dict[str, object]:
         """Return the plan as plain lists, numbers and text, ready for JSON."""
         rows = zip(
@@ -91,6 +103,7 @@ class ConversionPlan:
             "source": str(self.source.spec),
             "target": str(self.target.spec),
             "mesh": list(self.source.mesh.shape),
+            "target_mesh": list(self.target.mesh.shape),
             "shape": list(self.source.global_shape),
             "dtype": self.source.dtype,
             "link_model": self.model.link_model,

@@ -1,0 +1,172 @@
+"""One exchange between two meshes: who sends what, what it costs, what it holds.
+
+The devices of both meshes are looked at as one mesh, on which a device that is not in the source's
+mesh holds nothing and one that is not in the target's wants nothing. So the exchange between meshes
+is the exchange among the devices of that one mesh, and nothing here knows more about it.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from shardspec.boxes import Box, box_size
+from shardspec.comm.cost import CostModel, Link
+from shardspec.comm.routing import Transfer, exchange_routes
+from shardspec.comm.transfers import differing_axes
+from shardspec.dtypes import item_bytes
+from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+
+__all__ = [
+    "common_mesh",
+    "common_model",
+    "exchange_seconds",
+    "held_bytes",
+    "received_bytes",
+    "routes_seconds",
+]
+
+
+@lru_cache(maxsize=1024)
+def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
+    """Return a mesh with the devices of both: the one that has them all, or a row of them.
+
+    Where both have all, the one with more axes says more about who is near whom.
+
+    Examples
+    --------
+    >>> node, pair = DeviceMesh(range(8), (2, 4)), DeviceMesh([6, 7], (2,))
+    >>> common_mesh(pair, node) == node
+    True
+    >>> common_mesh(pair, DeviceMesh([7, 8], (2,))).ids
+    (6, 7, 8)
+    """
+    ids_a, ids_b = set(a.ids), set(b.ids)
+    if ids_b <= ids_a and (ids_a != ids_b or a.ndim >= b.ndim):
+        return a
+    if ids_a <= ids_b:
+        return b
+    union = sorted(ids_a | ids_b)
+    return DeviceMesh(union, (len(union),))
+
+
+def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: CostModel) -> CostModel:
+    """Return the links of `common_mesh`: its own, or the slowest of both for a row of devices.
+
+    Examples
+    --------
+    >>> left, right = DeviceMesh([0, 1], (2,)), DeviceMesh([2, 3], (2,))
+    >>> near, far = CostModel((2,), (Link(1e-6, 1e-9),)), CostModel((2,), (Link(3e-6, 1e-10),))
+    >>> str(common_model(left, right, near, far).links[0])
+    'slowest of both meshes: 3 µs, 1 GB/s'
+    """
+    mesh = common_mesh(a, b)
+    if mesh == a:
+        return model_a
+    if mesh == b:
+        return model_b
+    links = (*model_a.links, *model_b.links)
+    slowest = Link(
+        max(link.latency_s for link in links),
+        max(link.seconds_per_byte for link in links),
+        "slowest of both meshes",
+    )
+    both_on_bus = model_a.link_model == model_b.link_model == "shared-bus"
+    return CostModel(mesh.shape, (slowest,), "shared-bus" if both_on_bus else "ring")
+
+
+def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
+    """Return the modelled seconds of the exchange between two layouts on different meshes.
+
+    Parameters
+    ----------
+    before, after
+        The same tensor, nothing pending.
+    model
+        Of the `common_mesh` of both.
+
+    Examples
+    --------
+    >>> left, right = DeviceMesh([0, 1], (2,)), DeviceMesh([2, 3], (2,))
+    >>> before, after = Layout(left, "[S0]", (8,), "int8"), Layout(right, "[R]", (8,), "int8")
+    >>> exchange_seconds(before, after, CostModel((4,), (Link(1.0, 0.5),)))
+    6.0
+    """
+    mesh = common_mesh(before.mesh, after.mesh)
+    moves = exchange_routes(before.boxes(), after.boxes(), lambda a, b: differing_axes(mesh, a, b))
+    return routes_seconds(moves, mesh, model, item_bytes(before.dtype))
+
+
+def routes_seconds(
+    moves: Sequence[Transfer], mesh: DeviceMesh, model: CostModel, item: int
+) -> float:
+    """Return the modelled seconds of transfers that travel at once.
+
+    Parameters
+    ----------
+    moves
+        What travels; a pair of devices has one transfer at most.
+    mesh, model
+        Where, and its links.
+    item
+        Bytes of an element.
+    """
+    busy: dict[tuple[str, int], float] = defaultdict(float)
+    peers: dict[tuple[str, int], int] = defaultdict(int)
+    latency = per_byte = moved = 0.0
+    for move in moves:
+        if move.src == move.dst:
+            continue
+        differ = _differ(mesh, move.src, move.dst)
+        alpha, beta = model.slowest(differ)
+        num_bytes = box_size(move.box) * item
+        latency, per_byte, moved = max(latency, alpha), max(per_byte, beta), moved + num_bytes
+        for end in (("sends", move.src), ("receives", move.dst)):
+            busy[end] += alpha + num_bytes * beta
+            peers[end] += 1
+    if model.link_model == "shared-bus":
+        return max(peers.values(), default=0) * latency + moved * per_byte
+    return max(busy.values(), default=0.0)
+
+
+def _differ(mesh: DeviceMesh, a: int, b: int) -> list[int]:
+    pairs = zip(mesh.coordinates(a), mesh.coordinates(b), strict=True)
+    return [axis for axis, (here, there) in enumerate(pairs) if here != there]
+
+
+def received_bytes(before: Layout, after: Layout) -> int:
+    """Return the bytes that the busiest device of the target's mesh lacks.
+
+    Examples
+    --------
+    >>> left, right = DeviceMesh([0, 1], (2,)), DeviceMesh([1, 2], (2,))
+    >>> received_bytes(Layout(left, "[S0]", (8,), "int8"), Layout(right, "[S0]", (8,), "int8"))
+    4
+    """
+    held, wanted = before.boxes(), after.boxes()
+    lacking = (box_size(box) - _overlap(held, device, box) for device, box in wanted.items())
+    return max(lacking) * item_bytes(before.dtype)
+
+
+def _overlap(held: Mapping[int, Box], device: int, wanted: Box) -> int:
+    size = 1 if device in held else 0
+    for (lo, hi), (start, end) in zip(held.get(device, wanted), wanted, strict=True):
+        size *= max(0, min(hi, end) - max(lo, start))
+    return size
+
+
+def held_bytes(before: Layout, after: Layout) -> int:
+    """Return the bytes that the fullest device of either mesh holds before and after together.
+
+    Examples
+    --------
+    >>> left, right = DeviceMesh([0, 1], (2,)), DeviceMesh([2, 3], (2,))
+    >>> held_bytes(Layout(left, "[S0]", (8,), "int8"), Layout(right, "[R]", (8,), "int8"))
+    8
+    """
+    held, wanted = before.boxes(), after.boxes()
+    sizes = (
+        sum(box_size(boxes[device]) for boxes in (held, wanted) if device in boxes)
+        for device in held.keys() | wanted.keys()
+    )
+    return max(sizes) * item_bytes(before.dtype)
