@@ -15,6 +15,7 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.default import communicator_of
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CommunicatorError, LayoutError
+from shardspec.execution import agree_on, run_plan
 from shardspec.gradients import Convert, GradientsBy, OneOfEqual, check_differentiable
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
@@ -276,43 +277,73 @@ class DTensor:
         )  # torch leaves Function.apply untyped
         return dict(zip(self.shards, shards, strict=True))[physical_id]
 
-    def redistribute(self, sharding_spec: SpecLike) -> "DTensor":
+    def redistribute(
+        self, sharding_spec: SpecLike, *, device_mesh: DeviceMesh | None = None
+    ) -> "DTensor":
         """Return the same tensor cut another way, by the cheapest plan; every rank calls it.
 
-        Differentiable, except through a pending min, max or prod. Where nothing changes the
-        shards are shared, else they are new.
+        Differentiable, except through a pending min, max or prod, and except to a mesh of other
+        devices. Where nothing moves the shards are shared, else they are new.
+
+        Parameters
+        ----------
+        sharding_spec
+            How it is to be cut.
+        device_mesh
+            Where it is to be; by default where it is. The devices may be the same in another
+            shape or order, more, fewer or others. Every rank of either mesh calls this. A rank
+            that is only in the other mesh has a tensor without shards, which
+            ``DTensor.from_shards({}, layout)`` makes; one that is only in this mesh gets one.
 
         Raises
         ------
         LayoutError
             If the spec is for another number of dims, or wants a reduction pending that is not; or
-            if a gradient is wanted of a pending min, max or prod.
+            if a gradient is wanted that cannot be had.
         AxisError
             If the mesh lacks an axis of the spec.
+        CommunicatorError
+            If the ranks ask for different conversions, or one fails or does not come.
+
+        Examples
+        --------
+        >>> t = DTensor(torch.arange(4), DeviceMesh(range(2), (2,)), "[S0]")
+        >>> t.redistribute("[S0]", device_mesh=DeviceMesh([1, 2], (2,))).shards
+        {1: tensor([0, 1]), 2: tensor([2, 3])}
         """
-        return self.convert(LayoutConverter().plan(self.layout, sharding_spec))
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        target = Layout(mesh, sharding_spec, self.shape, self.layout.dtype)
+        return self.convert(LayoutConverter().plan(self.layout, target))
 
     def convert(self, plan: ConversionPlan) -> "DTensor":
-        """Carry out a plan that starts from this tensor's layout; every rank calls it.
+        """Carry out a plan that starts from this tensor's layout; raises as `redistribute` does.
 
-        Raises
-        ------
-        LayoutError
-            If the plan starts from another layout; or if a gradient is wanted of a pending min,
-            max or prod.
+        Every rank of the source's mesh and of the target's calls this.
         """
         if plan.source != self.layout:
             raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
-        if torch.is_grad_enabled() and self.requires_grad:
+        there = self.communicator.on(plan.target.mesh)
+        wanted = torch.is_grad_enabled() and self.requires_grad
+        if wanted:
             check_differentiable(plan)
-        if not plan.steps or not self.shards:
+        same_mesh = plan.target.mesh == self.device_mesh
+        if not plan.steps or (same_mesh and not self.shards):
             shards = self.shards
+        elif set(plan.target.mesh.ids) != set(self.device_mesh.ids):
+            # Ranks of one mesh only know nothing of a gradient, so none passes.
+            if wanted:
+                agree_on(plan, self.communicator, "wanted, which does not pass to other devices")
+                raise LayoutError(
+                    f"no gradient passes from mesh {self.device_mesh} to other devices; convert a "
+                    "detached tensor, and bring its gradient back by another conversion"
+                )
+            shards = run_plan(plan, self.communicator, self.shards)
         else:
             results: tuple[torch.Tensor, ...] = Convert.apply(  # type: ignore[no-untyped-call]
                 plan, self.communicator, *self.shards.values()
             )  # torch leaves Function.apply untyped
-            shards = dict(zip(self.shards, results, strict=True))
-        return DTensor.from_shards(shards, plan.target, self.communicator)
+            shards = dict(zip(there.addressable, results, strict=True))
+        return DTensor.from_shards(shards, plan.target, there)
 
     def to_global(self) -> torch.Tensor:
         """Return the whole tensor, on every rank; pending reductions are finished.

@@ -3,7 +3,6 @@
 Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.dtensor`.
 """
 
-from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -14,9 +13,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import AllReduce, ReduceScatter, backward
 from shardspec.errors import LayoutError
+from shardspec.execution import run_plan, run_step
 from shardspec.layout.plan import ConversionPlan
 
-__all__ = ["Convert", "GradientsBy", "OneOfEqual", "check_differentiable", "run_plan"]
+__all__ = ["Convert", "GradientsBy", "OneOfEqual", "check_differentiable"]
 
 
 class Convert(torch.autograd.Function):
@@ -36,12 +36,13 @@ class Convert(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         """Undo its steps, last first."""
         plan, communicator = ctx.plan, ctx.communicator
-        held = dict(zip(communicator.addressable, grads, strict=True))
+        at_target = communicator.on(plan.target.mesh)
+        held = dict(zip(at_target.addressable, grads, strict=True))
         moves = zip(plan.steps, pairwise(plan.layouts), strict=True)
         for step, (before, after) in reversed(list(moves)):
             undo = backward(step)
             if undo is not None:
-                held = communicator.run(undo, held, after.box, before.box)
+                held = run_step(undo, communicator, held, after, before)
             if isinstance(step, ReduceScatter | AllReduce) and step.op == "avg":
                 addends = prod(before.mesh.shape[axis] for axis in step.axes)
                 held = {device: grad / addends for device, grad in held.items()}
@@ -82,16 +83,6 @@ class OneOfEqual(torch.autograd.Function):
         """Return its gradient for every shard."""
         grads: tuple[torch.Tensor, ...] = (grad,) * ctx.copies
         return grads
-
-
-def run_plan(
-    plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Carry out the steps of a plan, one after the other, on the shards that are held here."""
-    held = dict(shards)
-    for step, (before, after) in zip(plan.steps, pairwise(plan.layouts), strict=True):
-        held = communicator.run(step, held, before.box, after.box)
-    return held
 
 
 def check_differentiable(plan: ConversionPlan) -> None:

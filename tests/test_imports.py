@@ -20,6 +20,7 @@ LAYERS = [
     {"mesh"},
     {"comm"},
     {"layout"},
+    {"execution"},
     {"gradients"},
     {"dtensor"},
     {"checkpoint"},
@@ -29,11 +30,13 @@ LAYERS = [
 # A mesh is a value; that `init_process_group=True` builds its communicator is sugar.
 UPWARD_ON_PURPOSE = {("shardspec.mesh", "shardspec.comm.process_group")}
 WITH_TENSORS = {
+    "shardspec.comm.agreement",
     "shardspec.comm.default",
     "shardspec.comm.process_group",
     "shardspec.comm.reduce",
     "shardspec.comm.simulated",
     "shardspec.dtensor",
+    "shardspec.execution",
     "shardspec.gradients",
 }
 MODULES = sorted(module.name for module in pkgutil.walk_packages([str(ROOT)], prefix="shardspec."))

@@ -1,6 +1,6 @@
 """The protocol between layouts and whatever carries out their steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from shardspec.boxes import Box
@@ -59,6 +59,27 @@ class Communicator(Protocol):
         Notes
         -----
         Every process of the mesh calls this with the same step in the same order.
+        """
+        ...
+
+    def on(self, mesh: DeviceMesh) -> "Communicator":
+        """Return the communicator of the same kind for another mesh; every process of it calls."""
+        ...
+
+    def agree(self, on: Hashable, words: Callable[[], Mapping[str, str]]) -> None:
+        """Raise on every process of the mesh unless all are about to do the same.
+
+        Parameters
+        ----------
+        on
+            What is to be done; once agreed upon, it is not asked again.
+        words
+            Say so: what each word is about, and the word.
+
+        Raises
+        ------
+        CommunicatorError
+            If one says something else, naming it and the difference, or does not answer.
         """
         ...
 

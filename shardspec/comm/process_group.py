@@ -8,7 +8,7 @@ groups too, and sums of the common dtypes over one axis, or over all, use the ba
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardspec.boxes import box_shape, slices_within, split_interval
+from shardspec.comm.agreement import check_agreement
 from shardspec.comm.communicator import BoxOf
 from shardspec.comm.reduce import combine
 from shardspec.comm.steps import AllReduce, ReduceOp, ReduceScatter, Step
@@ -64,6 +65,7 @@ class ProcessGroupCommunicator:
             )
         self._mesh = mesh
         self._rank = dist.get_rank()
+        self._agreed: set[Hashable] = set()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if mesh.size == world:
             for axis in range(mesh.ndim):
@@ -138,6 +140,16 @@ class ProcessGroupCommunicator:
             case _:
                 result = self._move(step, shard, before, after)
         return {self._rank: result}
+
+    def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
+        """Return the communicator of another mesh of this job; see `of`."""
+        return self if mesh == self._mesh else ProcessGroupCommunicator.of(mesh)
+
+    def agree(self, on: Hashable, words: Callable[[], Mapping[str, str]]) -> None:
+        """Compare with the other ranks what is to be done; see `Communicator.agree`."""
+        if on not in self._agreed and self.addressable:
+            check_agreement(self._rank, self._mesh.ids, words())
+            self._agreed.add(on)
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Collect one value per device; see `Communicator.gather`."""

@@ -1,6 +1,6 @@
 """All devices of a mesh in one process."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 import torch
@@ -62,6 +62,13 @@ class SimulatedCommunicator:
                 result[slices_within(box, wanted)] = part
             results[device] = result
         return results
+
+    def on(self, mesh: DeviceMesh) -> "SimulatedCommunicator":
+        """Return the communicator that holds every device of another mesh."""
+        return SimulatedCommunicator(mesh)
+
+    def agree(self, on: Hashable, words: Callable[[], Mapping[str, str]]) -> None:
+        """Do nothing: one process always agrees with itself."""
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Return the values, which are all here already."""

@@ -80,7 +80,7 @@ def path_between_meshes(
     Raises
     ------
     LayoutError
-        If every way needs more than `max_bytes`.
+        If every way needs more than `max_bytes`, with the least that one needs.
 
     Notes
     -----
@@ -88,6 +88,33 @@ def path_between_meshes(
     for three axes each and a hundred devices. On larger meshes the tensor leaves as it is and
     arrives as it shall be, or the best of the pairs looked at is taken.
     """
+    found = _path(source, target, models, max_bytes, on_one_mesh)
+    if found is not None:
+        return found
+    assert max_bytes is not None, "without a bound there is always a way"
+    too_little, enough = max_bytes, max_bytes
+    while found is None:  # double, then halve the distance
+        too_little, enough = enough, 2 * enough + 1
+        found = _path(source, target, models, enough, on_one_mesh)
+    while enough - too_little > 1:
+        between = (too_little + enough) // 2
+        if _path(source, target, models, between, on_one_mesh) is None:
+            too_little = between
+        else:
+            enough = between
+    raise LayoutError(
+        f"no plan from {source} to {target} holds at most {max_bytes} bytes on every device; the "
+        f"least that one needs is {enough}"
+    )
+
+
+def _path(
+    source: Layout,
+    target: Layout,
+    models: tuple[CostModel, CostModel],
+    max_bytes: int | None,
+    on_one_mesh: PathOnOneMesh,
+) -> list[Move] | None:
     here = _side(source, models[0], max_bytes, on_one_mesh, leaving=True)
     there = _side(target, models[1], max_bytes, on_one_mesh, leaving=False)
     devices = len(common_mesh(source.mesh, target.mesh).ids)
@@ -97,10 +124,7 @@ def path_between_meshes(
             there = _end_alone(target, on_one_mesh, leaving=False)
     best = _cheapest_pair(here, there, models, max_bytes)
     if best is None:
-        raise LayoutError(
-            f"no plan from {source} to {target} was found that holds at most {max_bytes} bytes on "
-            "every device; allow more"
-        )
+        return None
     across = (Exchange(()), there.at(best[1]))
     return [*here.walk(best[0]), across, *there.walk(best[1])]
 

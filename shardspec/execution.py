@@ -1,0 +1,144 @@
+"""Plans carried out: every step by the communicator of the mesh it happens on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+
+from shardspec.boxes import Box
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.steps import Step
+from shardspec.layout.cross import common_mesh
+from shardspec.layout.layout import Layout
+from shardspec.layout.plan import ConversionPlan
+
+__all__ = ["agree_on", "run_plan", "run_step"]
+
+
+def run_plan(
+    plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Carry out the steps of a plan, one after the other, on the shards that are held here.
+
+    Parameters
+    ----------
+    plan
+        What to do.
+    communicator
+        Of the source's mesh.
+    shards
+        The shard of every addressable device of the source's mesh.
+
+    Returns
+    -------
+    dict
+        The shard of every addressable device of the target's mesh.
+
+    Raises
+    ------
+    CommunicatorError
+        If ranks are about to do different things, on each of them, the first time that this plan
+        is carried out; or if one of them fails or does not come.
+    """
+    agree_on(plan, communicator)
+    held = dict(shards)
+    for step, (before, after) in zip(plan.steps, pairwise(plan.layouts), strict=True):
+        held = run_step(step, communicator, held, before, after)
+    return held
+
+
+def agree_on(plan: ConversionPlan, communicator: Communicator, note: str = "") -> None:
+    """Let all ranks of both meshes compare a plan, the first time that they carry it out."""
+    source, target = plan.source, plan.target
+
+    def words() -> dict[str, str]:
+        return {
+            "mesh": _mesh_text(source),
+            "target mesh": _mesh_text(target),
+            "source": str(source.spec),
+            "target": str(target.spec),
+            "shape": str(list(source.global_shape)),
+            "dtype": source.dtype,
+            "plan": ", ".join(map(str, plan.steps)),
+            "gradient": note,
+        }
+
+    mesh = common_mesh(source.mesh, target.mesh)
+    communicator.on(mesh).agree((source, target, plan.steps, note), words)
+
+
+def _mesh_text(layout: Layout) -> str:
+    return f"{layout.mesh} of ids {','.join(map(str, layout.mesh.ids))}"
+
+
+def run_step(
+    step: Step,
+    communicator: Communicator,
+    shards: Mapping[int, torch.Tensor],
+    before: Layout,
+    after: Layout,
+) -> dict[int, torch.Tensor]:
+    """Carry out one step, between two meshes too."""
+    if before.mesh == after.mesh:
+        return communicator.on(before.mesh).run(step, shards, before.box, after.box)
+    if _same_boxes(before, after):
+        here = communicator.on(after.mesh).addressable
+        return {device: shards[device].view_as(shards[device]) for device in here}
+    across = communicator.on(common_mesh(before.mesh, after.mesh))
+    scalar = not before.global_shape
+    held = {
+        device: _as_vector(shards[device], scalar)
+        if device in shards
+        else _nothing_of(before, shards)
+        for device in across.addressable
+    }
+    results = across.run(step, held, _on_both(before).box, _on_both(after).box)
+    return {
+        device: results[device].view(after.local_shape(device))
+        for device in communicator.on(after.mesh).addressable
+    }
+
+
+@lru_cache(maxsize=4096)
+def _same_boxes(before: Layout, after: Layout) -> bool:
+    """Whether nothing moves, between two meshes of the same devices."""
+    return before.boxes() == after.boxes()
+
+
+def _as_vector(shard: torch.Tensor, scalar: bool) -> torch.Tensor:
+    return shard.reshape(1) if scalar else shard
+
+
+def _nothing_of(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Return the shard of a device outside a layout's mesh."""
+    shape = [0] * max(1, len(layout.global_shape))
+    for shard in shards.values():
+        return shard.new_empty(shape)
+    dtype = getattr(torch, layout.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _OnBoth:
+    """A layout seen from the devices of two meshes: those outside its own hold nothing.
+
+    A scalar has no dim along which to hold nothing, so it is seen as a vector of one element.
+    """
+
+    layout: Layout
+
+    def box(self, device: int) -> Box:
+        """Return the box that a device holds, empty outside the layout's mesh."""
+        shape = self.layout.global_shape or (1,)
+        if device not in self.layout.mesh:
+            return tuple((size, size) for size in shape)
+        return self.layout.box(device) or ((0, 1),)
+
+
+@lru_cache(maxsize=1024)
+def _on_both(layout: Layout) -> _OnBoth:
+    """Return one object per layout, so that what is known of it can be found again."""
+    return _OnBoth(layout)
