@@ -61,6 +61,7 @@ def agree_on(plan: ConversionPlan, communicator: Communicator, note: str = "") -
             "target": str(target.spec),
             "shape": str(list(source.global_shape)),
             "dtype": source.dtype,
+            "links": f"{_links_text(source)}; {_links_text(target)}",
             "plan": ", ".join(map(str, plan.steps)),
             "gradient": note,
         }
@@ -71,6 +72,11 @@ def agree_on(plan: ConversionPlan, communicator: Communicator, note: str = "") -
 
 def _mesh_text(layout: Layout) -> str:
     return f"{layout.mesh} of ids {','.join(map(str, layout.mesh.ids))}"
+
+
+def _links_text(layout: Layout) -> str:
+    mesh = layout.mesh
+    return f"{mesh.mesh_alpha} s, {mesh.mesh_beta} s/B, {mesh.link_model}"
 
 
 def run_step(

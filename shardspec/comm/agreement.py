@@ -94,7 +94,7 @@ def _difference(first: int, told: bytes, other: int, otherwise: bytes) -> str:
     here, there = json.loads(told), json.loads(otherwise)
     names = [name for name in here if name != "digest" and here[name] != there.get(name)]
     what = "; ".join(
-        f"its {name} is {there.get(name)} where rank {first} has {here[name]}" for name in names
+        f"{name} {there.get(name)} where rank {first} has {here[name]}" for name in names
     )
     return (
         f"rank {other} asks for another conversion than rank {first}: "
