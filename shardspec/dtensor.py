@@ -291,9 +291,9 @@ class DTensor:
             How it is to be cut.
         device_mesh
             Where it is to be; by default where it is. The devices may be the same in another
-            shape or order, more, fewer or others. Every rank of either mesh calls this. A rank
-            that is only in the other mesh has a tensor without shards, which
-            ``DTensor.from_shards({}, layout)`` makes; one that is only in this mesh gets one.
+            shape or order, more, fewer or others. Every rank of either mesh calls this, other ranks
+            may. A rank outside this mesh has a tensor without shards, which
+            ``DTensor.from_shards({}, layout)`` makes; one outside the other mesh gets one.
 
         Raises
         ------

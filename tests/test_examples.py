@@ -39,7 +39,7 @@ def squeezed(text):
 def test_all_examples_are_tried_here():
     tried = Path(__file__).read_text("utf-8")
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 5
+    assert len(names) == 6
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 
@@ -101,6 +101,34 @@ def test_real_processes(tmp_path):
         "rank 2: gradient [24.0, 26.0, 28.0, 30.0, 32.0, 34.0] in its first row\n"
         "rank 3: gradient [24.0, 26.0, 28.0, 30.0, 32.0, 34.0] in its first row\n"
     )
+
+
+OTHER_MESHES = (
+    # The lower half of a device's half, or the left of it: all of it is there already.
+    "[S0,R] on 2x4 → [S0,S1] on 4x2 of devices 0 to 7: a device receives at most 0 bytes\n"
+    # 16 × 9 of float32.
+    "[S0,R] on 2x4 → [S0,S1] on 3x4 of devices 0 to 11: a device receives at most 576 bytes\n"
+    # 48 × 9 of float32.
+    "[S0,R] on 2x4 → [R,S0] on 4 of devices 8 to 11: a device receives at most 1728 bytes\n"
+)
+
+
+def test_other_meshes(tmp_path):
+    output = run(EXAMPLES / "other_meshes.py", cwd=tmp_path)
+    assert output == f"{OTHER_MESHES}device 9 holds columns 9 to 18: True\n"
+
+
+@pytest.mark.dist
+def test_other_meshes_in_a_job(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "12")
+    output = run(*torchrun, EXAMPLES / "other_meshes.py", cwd=tmp_path)
+    assert output.startswith(OTHER_MESHES)
+    assert sorted(output[len(OTHER_MESHES) :].splitlines()) == [
+        "device 10 holds columns 18 to 27: True",
+        "device 11 holds columns 27 to 36: True",
+        "device 8 holds columns 0 to 9: True",
+        "device 9 holds columns 9 to 18: True",
+    ]
 
 
 @pytest.mark.dist
