@@ -12,6 +12,7 @@ from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
+from shardspec.layout.alternatives import cheapest_plans
 from shardspec.layout.cross_search import Move, path_between_meshes
 from shardspec.layout.graph import Cuts, State, spec_of, state_of, transition_graph
 from shardspec.layout.layout import Layout, SpecLike
@@ -103,6 +104,29 @@ class LayoutConverter:
             return _cheapest_plan(source, goal, model, max_bytes)
         models = (model, _fitting(self.target_model, goal.mesh))
         return _plan_between_meshes(source, goal, models, max_bytes)
+
+    def alternatives(
+        self,
+        source: Layout,
+        target: Layout | SpecLike,
+        count: int,
+        *,
+        max_bytes: int | None = None,
+    ) -> tuple[ConversionPlan, ...]:
+        """Return the `count` cheapest plans in order, `plan`'s own first; fewer if there are fewer.
+
+        What counts as another plan is said in `shardspec.layout.alternatives`. Raises as `plan`
+        does, and where alternatives are not searched for: between two meshes, and among more than
+        1,500 layouts.
+
+        Examples
+        --------
+        >>> from shardspec import DeviceMesh
+        >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (64, 64), "f32")
+        >>> [p.bytes_received for p in LayoutConverter().alternatives(source, "[R,S1]", 3)]
+        [4096, 4096, 8192]
+        """
+        return cheapest_plans(self.plan(source, target, max_bytes=max_bytes), count, max_bytes)
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
         """Return the modelled seconds of the cheapest plan; raises as `plan` does.

@@ -1,0 +1,228 @@
+"""The next best plans beside the cheapest one.
+
+What counts as another plan: plans are told apart by the moves that communicate, each from one
+layout to another. Between two layouts only the cheapest kind of move is looked at. Slices that
+follow each other count as one cut, whatever their order, because they are free and leave the same
+layout behind. No plan comes to a layout twice, and a cut comes to every layout that lies between
+its ends: so nothing is gathered only to be cut as it was.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Final, TypeAlias
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+from shardspec.comm.cost import CostModel
+from shardspec.comm.steps import Slice, Step
+from shardspec.errors import LayoutError
+from shardspec.layout.graph import Cuts, State, spec_of, state_of
+from shardspec.layout.layout import Layout
+from shardspec.layout.plan import ConversionPlan
+from shardspec.layout.pricing import TIE_SECONDS, Prices, pair_prices, prices_of
+from shardspec.layout.search import distances
+from shardspec.layout.space import MAX_STATES, count_states
+
+__all__ = ["cheapest_plans"]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+_Node: TypeAlias = tuple[int, bool]
+"""A state, and whether a cut led to it: after a cut comes no other."""
+
+_GOAL: Final = (-1, False)
+_FIRST_EDGES: Final = 8
+"""Moves looked at for each plan that is asked for, at first; four times as many in each round."""
+
+
+def cheapest_plans(
+    best: ConversionPlan, count: int, max_bytes: int | None = None
+) -> tuple[ConversionPlan, ...]:
+    """Return the cheapest plans between two layouts, in order; fewer where there are no more.
+
+    Parameters
+    ----------
+    best
+        The cheapest plan; it comes first.
+    count
+        How many plans to return, from 1.
+    max_bytes
+        The most bytes a device may hold at once during a step.
+
+    Raises
+    ------
+    LayoutError
+        If `count` is less than 1; or for more than one plan, if both ends are on different meshes,
+        or there are too many layouts to lay out.
+
+    Notes
+    -----
+    The order is that of the search: by seconds, and `TIE_SECONDS` for every move. Paths come from
+    `networkx.shortest_simple_paths` (Yen's algorithm) on those moves alone that lie on some way no
+    dearer than a bound, by exact distances from the source and to the target. The bound grows
+    until enough plans are below it.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh, LayoutConverter
+    >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (64, 64), "f32")
+    >>> for plan in cheapest_plans(LayoutConverter().plan(source, "[R,R]"), 2):
+    ...     print([str(layout.spec) for layout in plan.layouts])
+    ['[S0,R]', '[R,R]']
+    ['[S0,R]', '[R,S0]', '[R,R]']
+    """
+    if count < 1:
+        raise LayoutError(f"cannot list {count} plans; ask for at least 1")
+    if count == 1 or best.source == best.target:
+        return (best,)
+    source, mesh = best.source, best.source.mesh
+    if best.target.mesh != mesh:
+        raise LayoutError(
+            f"alternatives are listed on one mesh only, and {best.target} is on another one than "
+            f"{source}"
+        )
+    states = count_states(mesh.ndim, source.spec.dims, len(source.spec.partials))
+    if states > MAX_STATES:
+        raise LayoutError(
+            f"alternatives are not searched for among {states} layouts (mesh {mesh}, "
+            f"{source.spec.dims} dims), only among up to {MAX_STATES}; ask for the plan alone"
+        )
+    search = _Search.of(source, best.target, best.model, max_bytes)
+    known = {_moves_of(best)}
+    plans = [best]
+    for path in islice(search.paths(count), count):
+        plan = search.plan(path, source, best.model)
+        if _moves_of(plan) not in known:
+            known.add(_moves_of(plan))
+            plans.append(plan)
+    return tuple(plans[:count])
+
+
+def _moves_of(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
+    """Return what tells plans apart: both ends of every move that communicates."""
+    moves = zip(plan.steps, pairwise(plan.layouts), strict=True)
+    return tuple(ends for step, ends in moves if not isinstance(step, Slice))
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Prices of single moves, and the exact distances that bound a search among them."""
+
+    prices: Prices
+    move: Floats
+    start: int
+    goal: int
+    least: Floats
+    """Per move the seconds of the cheapest way that takes it, from the start to the goal."""
+
+    @classmethod
+    def of(
+        cls, source: Layout, target: Layout, model: CostModel, max_bytes: int | None
+    ) -> "_Search":
+        """Price the moves as the search for the cheapest plan does."""
+        here, there = state_of(source.spec), state_of(target.spec)
+        prices = prices_of(source.mesh.shape, here[1], source.global_shape, source.dtype, model)
+        start, goal = prices.space.index[here], prices.space.index[there]
+        if not prices.routed and not here[1]:
+            straight = pair_prices(source, there[0], model)
+            prices = prices.with_pair(start, goal, *straight)
+        move = prices.cheapest()
+        if max_bytes is not None:
+            live = prices.local_bytes[:, None] + prices.local_bytes
+            move = np.where(live <= max_bytes, move, np.inf)
+        least = distances(move, start)[:, None] + move + distances(move.T, goal)
+        return cls(prices, move, start, goal, least)
+
+    def paths(self, count: int) -> Iterator[list[_Node]]:
+        """Yield at least so many paths in order, if there are so many."""
+        in_order = np.sort(self.least[np.isfinite(self.least)])
+        edges = _FIRST_EDGES * count
+        while True:
+            everything = edges >= len(in_order)
+            # What is summed in another order may differ in the last digits.
+            bound = np.inf if everything else float(in_order[edges]) * (1 + 1e-9)
+            found = list(islice(self._paths_below(bound), count))
+            if everything or len(found) >= count:
+                yield from found
+                return
+            edges *= 4
+
+    def _paths_below(self, bound: float) -> Iterator[list[_Node]]:
+        graph = self._graph(bound)
+        if _GOAL not in graph:
+            return
+        for path in nx.shortest_simple_paths(graph, (self.start, False), _GOAL, weight="seconds"):
+            if nx.path_weight(graph, path, "seconds") > bound:
+                return
+            if self._comes_nowhere_twice(path[:-1]):
+                yield path[:-1]
+
+    def _graph(self, bound: float) -> nx.DiGraph:
+        """Return the moves that lie on a way within the bound; slices in a row are one edge."""
+        graph = nx.DiGraph()
+        cuts: dict[int, list[int]] = {}
+        within = np.isfinite(self.least) & (self.least <= bound)
+        for a, b in np.argwhere(within).tolist():
+            if isinstance(self.prices.step(a, b), Slice):
+                cuts.setdefault(a, []).append(b)
+                continue
+            for after_cut in (False, True):
+                graph.add_edge((a, after_cut), (b, False), seconds=float(self.move[a, b]))
+        for a in cuts:
+            for b, slices in _reached(cuts, a).items():
+                graph.add_edge((a, False), (b, True), seconds=slices * TIE_SECONDS)
+        for after_cut in (False, True):
+            if (self.goal, after_cut) in graph:
+                graph.add_edge((self.goal, after_cut), _GOAL, seconds=0.0)
+        return graph
+
+    def _comes_nowhere_twice(self, path: Sequence[_Node]) -> bool:
+        seen = {self.prices.space.states[self.start]}
+        for (a, _), (b, by_cut) in pairwise(path):
+            before, after = self.prices.space.states[a], self.prices.space.states[b]
+            passed = _between(before, after) if by_cut else {after}
+            if not seen.isdisjoint(passed):
+                return False
+            seen |= passed
+        return True
+
+    def plan(self, path: Sequence[_Node], source: Layout, model: CostModel) -> ConversionPlan:
+        """Return the plan of a path, with each cut as one slice a dim."""
+        states = self.prices.space.states
+        steps: list[Step] = []
+        layouts = [source]
+        for (a, _), (b, by_cut) in pairwise(path):
+            if not by_cut:
+                steps.append(self.prices.step(a, b))
+                layouts.append(source.with_spec(spec_of(states[b])))
+                continue
+            for dim, after in enumerate(states[b][0]):
+                before = states[a][0][dim]
+                if after != before:
+                    steps.append(Slice(dim, after[len(before) :]))
+                    layouts.append(source.with_spec(layouts[-1].spec.with_dims({dim: after})))
+        return ConversionPlan(tuple(steps), tuple(layouts), model)
+
+
+def _reached(cuts: dict[int, list[int]], start: int) -> dict[int, int]:
+    """Return the states that slices lead to, with the number of slices."""
+    found = {start: 0}
+    todo = [start]
+    for state in todo:
+        for after in cuts.get(state, []):
+            if after not in found:
+                found[after] = found[state] + 1
+                todo.append(after)
+    del found[start]
+    return found
+
+
+def _between(before: State, after: State) -> set[State]:
+    """Return every state that slices from one to the other may come to, but the first."""
+    partial: list[Cuts] = [()]
+    for here, there in zip(before[0], after[0], strict=True):
+        parts = [there[:count] for count in range(len(here), len(there) + 1)]
+        partial = [(*cuts, part) for cuts in partial for part in parts]
+    return {(cuts, before[1]) for cuts in partial} - {before}
