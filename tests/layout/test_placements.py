@@ -40,7 +40,7 @@ def test_every_spec_as_torch_writes_it_and_back(shape, dims):
     for spec in plain_specs(dims, len(shape)):
         placements = placements_of(spec, shape)
         order = tuple(
-            ShardOrderEntry(tensor_dim=dim, mesh_dims=tuple(axes))
+            ShardOrderEntry(tensor_dim=dim, mesh_dims=tuple(map(int, axes)))
             for dim, axes in sorted(spec.dim_partition_dict.items())
         )
         plain: list[Any] = [Replicate()] * len(shape)
