@@ -1,5 +1,11 @@
 """The command `shardspec plan`."""
 
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
 import click
 
 from shardspec.cli.arguments import (
@@ -7,13 +13,45 @@ from shardspec.cli.arguments import (
     build_mesh,
     build_model,
     mesh_options,
+    parsed,
     tensor_options,
 )
+from shardspec.comm.presets import KNOWN_ERROR
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
+from shardspec.layout.naive import difference_text, naive_plan
+from shardspec.layout.plan import ConversionPlan
+from shardspec.layout.plan_text import plans_table
 from shardspec.mesh import LinkModel
 
-__all__ = ["command"]
+__all__ = ["command", "parse_bytes"]
+
+_UNITS: Final[Mapping[str, int]] = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)},
+}
+_MOST_ALTERNATIVES: Final = 100
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: a number, with a unit of 1,000 or of 1,024 if need be.
+
+    Raises
+    ------
+    ValueError
+        If the text is none.
+
+    Examples
+    --------
+    >>> parse_bytes("64MiB"), parse_bytes("1.5 kB"), parse_bytes("100")
+    (67108864, 1500, 100)
+    """
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is no size; give bytes as in 1000000, or as in 64MiB or 1.5GB")
+    return math.floor(float(found[1]) * _UNITS[found[2].lower()])
 
 
 @click.command(
@@ -21,8 +59,10 @@ __all__ = ["command"]
     epilog="""\b
 Examples:
   shardspec plan "[S0,R]" "[R,S01]" --mesh 2x4 --shape 4096x4096 --dtype bf16
-  shardspec plan "[S(dp),R]" "[R,S(tp)]" --mesh dp=2,tp=4 --shape 4096x4096
+  shardspec plan "[S(dp),R]" "[R,S(tp)]" --mesh dp=2,tp=4 --shape 4096x4096 --explain
   shardspec plan "[S0,R]" "[R,R]" --mesh 4x8 --shape 8192x512 --links ib-ndr-per-gpu,h100-nvswitch
+  shardspec plan "[S01,R]" "[S10,R]" --mesh 2x4 --shape 4096x4096 --alternatives 5
+  shardspec plan "[S0,S1]" "[S1,S0]" --mesh 2x4 --shape 4096x4096 --max-bytes 20MiB
   shardspec plan "[R|P01]" "[S0]" --mesh 2x4 --shape 1000 --alpha 1e-5,3e-6 --beta 4e-11,3e-12
   shardspec plan "[R|P0]" "[R]" --mesh 8 --shape 1000 --link-model shared-bus --json
 
@@ -35,6 +75,23 @@ over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is 
 @click.argument("target", metavar="TO")
 @mesh_options
 @tensor_options
+@click.option(
+    "--max-bytes",
+    callback=parsed(parse_bytes),
+    metavar="SIZE",
+    help="The cheapest plan whose devices never hold more: 64MiB, 1.5GB, or a number of bytes.",
+)
+@click.option(
+    "--alternatives",
+    type=click.IntRange(1, _MOST_ALTERNATIVES),
+    metavar="COUNT",
+    help="Show so many of the next best plans too.",
+)
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Show what the plan avoids: finishing reductions, gathering everything, then slicing.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(
     source: str,
@@ -47,20 +104,64 @@ def command(
     link_model: LinkModel,
     shape: tuple[int, ...],
     dtype: str,
+    max_bytes: int | None,
+    alternatives: int | None,
+    explain: bool,
     as_json: bool,
 ) -> None:
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
     Works on paper: it needs no process group, no GPU and no tensor. Without --links, or
-    --alpha and --beta, the links of one H100 node are assumed; the last line of the plan says so.
+    --alpha and --beta, the links of one H100 node are assumed; the plan's last lines say so.
     """
     devices = build_mesh(mesh, ids, alpha, beta, link_model)
     converter = LayoutConverter(build_model(devices, links))
-    plan = converter.plan(Layout(devices, source, shape, dtype), target)
-    click.echo(plan.to_json() if as_json else _styled(str(plan)))
+    layout = Layout(devices, source, shape, dtype)
+    plans = converter.alternatives(layout, target, 1 + (alternatives or 0), max_bytes=max_bytes)
+    best, *others = plans
+    naive = naive_plan(layout, best.target, best.model) if explain else None
+    if as_json:
+        record = {**best.as_dict(), "known_error": KNOWN_ERROR}
+        if max_bytes is not None:
+            record["max_bytes"] = max_bytes
+        if alternatives is not None:
+            record["alternatives"] = [_beside(plan, best) for plan in others]
+        if naive is not None:
+            record["naive"] = _beside(naive, best)
+            record["explanation"] = difference_text(best, naive)
+        click.echo(json.dumps(record))
+        return
+    click.echo(_styled(str(best)))
+    if alternatives is not None:
+        click.echo(f"\n{_next_best(plans, alternatives)}")
+    if naive is not None:
+        click.echo(f"\n{difference_text(best, naive)}")
+        click.echo(plans_table([best, naive], ["chosen", "naive"]))
+
+
+def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
+    """Return what is a plan's own, and its seconds as a multiple of the best plan's."""
+    keys = ("steps", "cost_seconds", "bytes_received", "peak_bytes")
+    record = plan.as_dict()
+    ratio = plan.cost_seconds / best.cost_seconds if best.cost_seconds else None
+    return {**{key: record[key] for key in keys}, "ratio": ratio}
+
+
+def _next_best(plans: Sequence[ConversionPlan], wanted: int) -> str:
+    if len(plans) == 1:
+        return "there is no other plan"
+    table = plans_table(plans, [str(number) for number in range(1, len(plans) + 1)])
+    missing = wanted - (len(plans) - 1)
+    return f"{table}\nthere are no more plans" if missing else table
 
 
 def _styled(text: str) -> str:
     """Make the title stand out and the assumptions stand back; click does so on terminals only."""
-    first, *table, last = text.split("\n")
-    return "\n".join([click.style(first, bold=True), *table, click.style(last, dim=True)])
+    first, *lines = text.split("\n")
+    aside = ("per device; ", "known error: ", "nothing to do: ")
+    return "\n".join(
+        [
+            click.style(first, bold=True),
+            *(click.style(line, dim=True) if line.startswith(aside) else line for line in lines),
+        ]
+    )

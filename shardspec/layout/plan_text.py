@@ -1,7 +1,10 @@
-"""A plan as a table that a person can read."""
+"""Plans as tables that a person can read."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from shardspec.comm.presets import KNOWN_ERROR
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -16,8 +19,9 @@ from shardspec.text import bytes_text, seconds_text, table_text
 
 if TYPE_CHECKING:
     from shardspec.layout.plan import ConversionPlan
+    from shardspec.mesh import DeviceMesh
 
-__all__ = ["plan_text", "step_text"]
+__all__ = ["plan_text", "plans_table", "route_text", "step_text"]
 
 
 def step_text(step: Step) -> str:
@@ -47,16 +51,19 @@ def step_text(step: Step) -> str:
 
 def plan_text(plan: "ConversionPlan") -> str:
     """Return a plan as a table: a row per step, then the totals and the links assumed."""
-    source, mesh = plan.source, plan.source.mesh
+    source, target = plan.source, plan.target
+    meshes = f"on mesh {source.mesh}"
+    if target.mesh != source.mesh:
+        meshes = f"from mesh {source.mesh} to mesh {target.mesh}"
     title = (
-        f"{source.labelled_spec} → {plan.target.labelled_spec}   {list(source.global_shape)} "
-        f"{source.dtype} ({bytes_text(source.global_bytes)}) on mesh {mesh}"
+        f"{source.labelled_spec} → {target.labelled_spec}   {list(source.global_shape)} "
+        f"{source.dtype} ({bytes_text(source.global_bytes)}) {meshes}"
     )
     if not plan.steps:
         return f"{title}\nnothing to do: both are the same layout"
     rows = zip(
         plan.steps,
-        plan.layouts[1:],
+        pairwise(plan.layouts),
         plan.step_bytes,
         plan.step_seconds,
         plan.live_bytes,
@@ -67,13 +74,13 @@ def plan_text(plan: "ConversionPlan") -> str:
         [
             [
                 step_text(step),
-                ",".join(mesh.axis_label(axis) for axis in step.axes),
+                ",".join(before.mesh.axis_label(axis) for axis in step.axes),
                 str(after.labelled_spec),
                 bytes_text(received),
                 seconds_text(seconds),
                 bytes_text(live),
             ]
-            for step, after, received, seconds, live in rows
+            for step, (before, after), received, seconds, live in rows
         ],
         footer=[
             "total",
@@ -85,5 +92,60 @@ def plan_text(plan: "ConversionPlan") -> str:
         ],
         numbers_from=3,
     )
-    links = plan.model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
-    return f"{title}\n{table}\nper device; {plan.model.link_model} model; {links}"
+    links = f"{plan.model.link_model} model; {plan.model.links_text(_labels(source.mesh))}"
+    if plan.target_model is not None:
+        there = plan.target_model
+        links += f"; then {there.link_model} model; {there.links_text(_labels(target.mesh))}"
+    return f"{title}\n{table}\nper device; {links}\nknown error: {KNOWN_ERROR}"
+
+
+def _labels(mesh: "DeviceMesh") -> list[str]:
+    return [mesh.axis_label(axis) for axis in range(mesh.ndim)]
+
+
+def route_text(plan: "ConversionPlan") -> str:
+    """Return the steps of a plan in a line.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh, Layout, LayoutConverter
+    >>> mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
+    >>> source = Layout(mesh, "[S(dp),R|P(tp)]", (4096, 4096), "bf16")
+    >>> route_text(LayoutConverter().plan(source, "[R,R]"))
+    'all-reduce tp, all-gather dp'
+    """
+    moves = zip(plan.steps, plan.layouts, strict=False)
+    return ", ".join(_short_text(step, before.mesh) for step, before in moves) or "nothing to do"
+
+
+def _short_text(step: Step, mesh: "DeviceMesh") -> str:
+    labels = [mesh.axis_label(axis) for axis in step.axes]
+    axes = labels[0] if len(labels) == 1 else f"({','.join(labels)})"
+    return f"{step_text(step).split()[0]} {axes}" if labels else step_text(step)
+
+
+def plans_table(plans: Sequence["ConversionPlan"], names: Sequence[str]) -> str:
+    """Return plans between the same layouts as a table, a row each, beside the first.
+
+    Parameters
+    ----------
+    plans
+        The first is what the seconds of all are compared with.
+    names
+        What to call each of them.
+    """
+    best = plans[0].cost_seconds
+    rows = [
+        [
+            name,
+            route_text(plan),
+            ", ".join(str(layout.labelled_spec) for layout in plan.layouts[1:-1]),
+            bytes_text(plan.bytes_received),
+            seconds_text(plan.cost_seconds),
+            f"{plan.cost_seconds / best:.2f}×" if best else "",
+            bytes_text(plan.peak_bytes),
+        ]
+        for name, plan in zip(names, plans, strict=True)
+    ]
+    header = ["plan", "steps", "through", "receives", "time", "ratio", "peak"]
+    return table_text(header, rows, numbers_from=3)

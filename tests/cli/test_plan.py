@@ -8,10 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 from shardspec.cli.main import cli
+from shardspec.cli.plan import parse_bytes
 from shardspec.comm.cost import CostModel
-from shardspec.comm.presets import PRESETS, link_preset
+from shardspec.comm.presets import KNOWN_ERROR, PRESETS, link_preset
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
+from shardspec.layout.naive import difference_text, naive_plan
 from shardspec.mesh import DeviceMesh
 
 README_EXAMPLE = ["[S0,R]", "[R,S01]", "--mesh", "2x4", "--shape", "4096x4096", "--dtype", "bf16"]
@@ -43,9 +45,11 @@ def test_json():
     layout = Layout(DeviceMesh(range(8), (2, 4)), "[S0,R]", (4096, 4096), "bf16")
     result = run(*README_EXAMPLE, "--json")
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == json.loads(
-        LayoutConverter().plan(layout, "[R,S01]").to_json()
-    )
+    plan = LayoutConverter().plan(layout, "[R,S01]")
+    assert json.loads(result.stdout) == {
+        **json.loads(plan.to_json()),
+        "known_error": KNOWN_ERROR,
+    }
     assert [step["layout"] for step in json.loads(result.stdout)["steps"]] == ["[R,S01]"]
 
 
@@ -75,10 +79,11 @@ def test_named_links():
     result = run(*README_EXAMPLE, "--links", "ib-ndr-per-gpu, h100-nvswitch")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == f"{LayoutConverter(model).plan(layout, '[R,S01]')}\n"
-    assert result.stdout.splitlines()[-1] == (
+    assert result.stdout.splitlines()[-2] == (
         "per device; ring model; axis 0 ib-ndr-per-gpu: 14 µs, 48 GB/s; "
         "axis 1 h100-nvswitch: 3.4 µs, 362 GB/s"
     )
+    assert result.stdout.splitlines()[-1] == f"known error: {KNOWN_ERROR}"
     links = json.loads(run(*README_EXAMPLE, "--links", "efa-v4-per-gpu", "--json").stdout)["links"]
     assert [link["name"] for link in links] == ["efa-v4-per-gpu"] * 2
 
@@ -86,7 +91,7 @@ def test_named_links():
 def test_a_preset_on_an_axis_that_is_too_long_for_it():
     args = ("--mesh", "2x16", "--shape", "64", "--link-model", "shared-bus")
     result = run("[S1]", "[R]", *args, "--links", "a100-nvswitch")
-    assert result.stdout.splitlines()[-1] == (
+    assert result.stdout.splitlines()[-2] == (
         "per device; shared-bus model; axis 0 a100-nvswitch: 3.4 µs, 235 GB/s; "
         "axis 1 a100-nvswitch beyond its 8 devices: 3.4 µs, 235 GB/s"
     )
@@ -105,9 +110,131 @@ def test_a_pending_scalar():
     assert [step["step"] for step in json.loads(result.stdout)["steps"]] == ["AllReduce"]
 
 
+ALTERNATIVES = [
+    *("[S(tp,dp),R]", "[R,S(tp)]", "--mesh", "dp=2,tp=4", "--shape", "4096x4096"),
+    *("--dtype", "bf16", "--links", "ib-ndr-per-gpu,h100-nvswitch", "--alternatives"),
+]
+# By hand: dp gathers 4 MiB at 48 GB/s, tp 6 of 8 MiB at 362 GB/s; the third holds all of 32 MiB
+# and a part of 8 MiB.
+THREE = """\
+plan   steps                                    through            receives       time   ratio     peak
+───────────────────────────────────────────────────────────────────────────────────────────────────────
+1      all-gather dp, all-to-all tp             [S(tp),R]            10 MiB     129 µs   1.00×   16 MiB
+2      exchange (dp,tp)                                               7 MiB   162.3 µs   1.26×   12 MiB
+3      all-gather dp, all-gather tp, slice tp   [S(tp),R], [R,R]     28 MiB   181.1 µs   1.40×   40 MiB
+"""  # noqa: E501  # as it is printed
+
+
+def test_alternatives_follow_the_plan():
+    plain = run(*ALTERNATIVES[:-1])
+    result = run(*ALTERNATIVES, "2")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"{plain.stdout}\n{THREE}"
+
+
+def test_fewer_alternatives_than_asked_for():
+    result = run("[S0,R]", "[R,S0]", "--mesh", "2", "--shape", "8x8", "--alternatives", "9")
+    assert result.stdout.endswith(" 384 B\nthere are no more plans\n")
+    result = run("[S0]", "[R]", "--mesh", "2", "--shape", "8", "--alternatives", "1")
+    assert result.stdout.endswith("\n\nthere is no other plan\n")
+
+
+def test_explained_beside_the_naive_plan():
+    result = run(*README_EXAMPLE, "--explain")
+    assert (result.exit_code, result.stderr) == (0, "")
+    # Naive: half of 32 MiB is gathered; then 32 MiB and an eighth of it are held.
+    assert result.stdout.removeprefix(run(*README_EXAMPLE).stdout) == (
+        "\n"
+        "avoids gathering the whole tensor: 5.41× faster, receives 1/8 of the bytes, "
+        "holds 5/12 at its peak\n"
+        "plan     steps                       through   receives       time   ratio     peak\n"
+        "───────────────────────────────────────────────────────────────────────────────────\n"
+        "chosen   exchange (0,1)                           2 MiB   9.193 µs   1.00×   20 MiB\n"
+        "naive    all-gather 0, slice (0,1)   [R,R]       16 MiB   49.75 µs   5.41×   48 MiB\n"
+    )
+
+
+def test_everything_together_in_json():
+    result = run(*ALTERNATIVES, "3", "--explain", "--max-bytes", "12MiB", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    read = json.loads(result.stdout)
+    mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
+    model = CostModel((2, 4), (link_preset("ib-ndr-per-gpu"), link_preset("h100-nvswitch")))
+    layout = Layout(mesh, "[S10,R]", (4096, 4096), "bf16")
+    converter = LayoutConverter(model)
+    best, *others = converter.alternatives(layout, "[R,S1]", 4, max_bytes=12 << 20)
+    assert read["cost_seconds"] == best.cost_seconds
+    assert read["max_bytes"] == 12 << 20 >= best.peak_bytes == read["peak_bytes"]
+    assert [way["steps"] for way in read["alternatives"]] == [
+        json.loads(plan.to_json())["steps"] for plan in others
+    ]
+    for way, plan in zip(read["alternatives"], others, strict=True):
+        assert way["cost_seconds"] == plan.cost_seconds
+        assert way["ratio"] == plan.cost_seconds / best.cost_seconds >= 1
+        assert way["bytes_received"] == plan.bytes_received
+        assert way["peak_bytes"] == plan.peak_bytes <= 12 << 20
+    naive = naive_plan(layout, best.target, model)
+    assert [step["step"] for step in read["naive"]["steps"]] == ["AllGather", "Slice"]
+    assert read["naive"]["cost_seconds"] == naive.cost_seconds
+    assert read["explanation"] == difference_text(best, naive)
+    assert read["known_error"] == KNOWN_ERROR
+
+
+def test_a_ratio_to_nothing_is_none():
+    args = ("[R]", "[S0]", "--mesh", "2", "--shape", "8", "--explain", "--json")
+    assert json.loads(run(*args).stdout)["naive"]["ratio"] is None
+
+
+def test_max_bytes_finds_a_plan_or_says_the_least():
+    args = ("[S0,R]", "[R,S0]", "--mesh", "2", "--shape", "8x8", "--link-model", "shared-bus")
+    free = json.loads(run(*args, "--json").stdout)
+    assert free["peak_bytes"] == 256
+    assert json.loads(run(*args, "--max-bytes", "256", "--json").stdout)["steps"] == free["steps"]
+    result = run(*args, "--max-bytes", "0.2KiB")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "Error: no plan from [S0,R] to [R,S0] holds at most 204 bytes on every device; "
+        "the least that one needs is 256\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        *(("0", 0), ("1000", 1000), ("7B", 7), ("64MiB", 64 << 20), ("64 mib", 64 << 20)),
+        *(("2KiB", 2048), ("1.5GiB", 3 << 29), ("1TiB", 1 << 40)),
+        *(("2kB", 2000), ("2.5MB", 2_500_000), ("3GB", 3 * 10**9), ("1TB", 10**12)),
+    ],
+)
+def test_sizes(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "1e6", "64MiBs", "6 4MiB", "64 M", "1_000", "٣", "nan", "9" * 19]
+)
+def test_no_sizes(text):
+    result = run(*README_EXAMPLE, "--max-bytes", text)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"Error: Invalid value for '--max-bytes': {text!r} is no size; give bytes as in 1000000, "
+        "or as in 64MiB or 1.5GB; see 'shardspec plan -h'\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (
+            "[S0] [R] --mesh 2 --shape 4 --alternatives 0",
+            "Invalid value for '--alternatives': 0 is not in the range 1<=x<=100; "
+            "see 'shardspec plan -h'",
+        ),
+        (
+            "[S0,R] [R,R] --mesh 2x2x2x2x2x2 --shape 64x64 --alternatives 1",
+            "alternatives are not searched for among 11743 layouts (mesh 2x2x2x2x2x2, 2 dims), "
+            "only among up to 1500; ask for the plan alone",
+        ),
         (
             "[S0,R] [R,R] --mesh 2y4 --shape 4x4",
             "Invalid value for '--mesh': mesh '2y4': '2y4' is no whole number; "
@@ -214,7 +341,7 @@ def test_a_syntax_error_has_its_caret(args):
 def test_help_has_examples_that_run():
     text = run("-h").stdout
     examples = text.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
-    assert len(examples) == 5
+    assert len(examples) == 7
     for line in examples:
         words = [word.strip('"') for word in line.split()]
         assert words[:2] == ["shardspec", "plan"]

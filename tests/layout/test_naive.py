@@ -1,0 +1,103 @@
+"""The plan that gathers everything, and what is said about better ones."""
+
+import pytest
+
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
+from shardspec.comm.steps import AllGather, AllReduce, Slice
+from shardspec.errors import LayoutError
+from shardspec.layout.naive import difference_text, naive_plan
+from tests.conversions import plain_specs, targets_of
+from tests.layout import formulas
+
+MESH = DeviceMesh(range(6), (2, 3))
+MODEL = CostModel((2, 3), (Link(1e-5, 1 / 50e9), Link(3e-6, 1 / 400e9)))
+
+
+def naive(source, target, shape=(12, 18)):
+    layout = Layout(MESH, source, shape, "float32")
+    return naive_plan(layout, layout.with_spec(target), MODEL)
+
+
+def test_reduces_gathers_and_slices():
+    plan = naive("[S0,R|P1]", "[S1,S0]")
+    assert plan.steps == (
+        AllReduce((1,), "sum"),
+        AllGather(0, (0,)),
+        Slice(0, (1,)),
+        Slice(1, (0,)),
+    )
+    assert [str(layout.spec) for layout in plan.layouts] == [
+        *("[S0,R|P1]", "[S0,R]", "[R,R]", "[S1,R]", "[S1,S0]")
+    ]
+
+
+def test_each_operation_of_its_own_and_what_stays_pending():
+    plan = naive("[R,R|Psum0,Pavg1]", "[R,R]")
+    assert plan.steps == (AllReduce((1,), "avg"), AllReduce((0,), "sum"))
+    assert naive("[R,R|P01]", "[R,S1|P0]").steps == (AllReduce((1,), "sum"), Slice(1, (1,)))
+    assert naive("[S0,R]", "[S0,R]").steps == ()
+
+
+@pytest.mark.parametrize("shape", [(12, 18), (7, 5)])
+def test_prices_and_bytes_are_those_of_its_steps(shape):
+    """Every pair: it ends where it should, costs what its steps do, and is never cheaper."""
+    converter = LayoutConverter(MODEL)
+    sources = [*plain_specs(2, 2), Layout(MESH, "[R,S0|P1]", shape, "float32").spec]
+    pairs = [(a, b) for a in sources for b in targets_of(a, 2)]
+    assert len(pairs) == 121 + 14
+    for source, target in pairs:
+        plan = naive(source, target, shape)
+        assert (plan.source.spec, plan.target.spec) == (source, target)
+        moves = zip(plan.steps, plan.layouts, plan.layouts[1:], strict=False)
+        seconds = sum(formulas.seconds(*move, MODEL) for move in moves)
+        assert plan.cost_seconds == pytest.approx(seconds, rel=1e-12)
+        best = converter.plan(plan.source, target)
+        assert best.cost_seconds <= plan.cost_seconds * (1 + 1e-9)
+        if source != target:
+            assert any(layout.spec.dim_partition_dict == {} for layout in plan.layouts)
+
+
+def test_one_mesh_only():
+    other = DeviceMesh(range(2), (2,))
+    source, target = (Layout(mesh, "[S0]", (8,), "f32") for mesh in (MESH, other))
+    with pytest.raises(LayoutError, match="are on different meshes; only one can be shared"):
+        naive_plan(source, target, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "text"),
+    [
+        ("[S0,R]", "[S0,R]", "nothing to do, and nothing to avoid"),
+        ("[S0,R]", "[R,R]", "this is the naive plan: here no other is cheaper"),
+        ("[R,R]", "[S0,S1]", "this is the naive plan: here no other is cheaper"),
+        # Only axis 1 is gathered: 2 messages of 3 µs and 2 * 144 bytes; all is 5 of 10 µs, 5 * 144.
+        (
+            "[S01,R]",
+            "[S0,R]",
+            "avoids gathering the whole tensor: 8.33× faster, receives 2/5 of the bytes, "
+            "holds 4/9 at its peak",
+        ),
+        (
+            "[S0,R]",
+            "[S01,R]",
+            "avoids gathering the whole tensor: free, receives nothing, holds 4/9 at its peak",
+        ),
+        (
+            "[R,R|P0]",
+            "[R,S1]",
+            "takes another way: about as fast, receives 1/3 of the bytes, holds 2/3 at its peak",
+        ),
+    ],
+)
+def test_what_is_avoided_in_a_sentence(source, target, text):
+    plan = LayoutConverter(MODEL).plan(Layout(MESH, source, (12, 18), "float32"), target)
+    assert difference_text(plan, naive_plan(plan.source, plan.target, MODEL)) == text
+
+
+def test_a_plan_under_a_bound_may_be_slower_than_the_naive_one():
+    """A plan that holds less may be slower; the sentence says so."""
+    slow = naive("[S0,R]", "[R,S01]", (1200, 1800))
+    fast = LayoutConverter(MODEL).plan(slow.source, slow.target)
+    text = difference_text(slow, fast)
+    assert " slower, receives " in text
+    assert "× the bytes, holds " in text
