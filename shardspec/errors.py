@@ -58,6 +58,10 @@ class LayoutError(ShardSpecError, ValueError):
     """A layout, a tensor and a conversion do not fit together."""
 
 
+class LossyConversionError(ShardSpecError, ValueError):
+    """Another library has no word for a part of a layout; nothing is approximated."""
+
+
 class CommunicatorError(ShardSpecError, RuntimeError):
     """The process group is missing, or does not reach the devices that are asked for."""
 

@@ -20,6 +20,7 @@ LAYERS = [
     {"mesh"},
     {"comm"},
     {"layout"},
+    {"interop"},
     {"execution"},
     {"gradients"},
     {"dtensor"},

@@ -1,0 +1,72 @@
+"""Specs as Colossal-AI's `dim_partition_dict`, and back.
+
+Colossal-AI writes a dim as R, S0, S1 or S01; its tables of distances
+(``colossalai/tensor/d_tensor/sharding_spec.py``) know no other order and no third axis, and
+its specs have no pending reductions.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from shardspec.errors import LossyConversionError
+from shardspec.layout.layout import SpecLike, resolve_axes
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import Axis, DeviceMesh
+
+__all__ = ["from_colossal", "to_colossal"]
+
+_KNOWN: Final[tuple[list[int], ...]] = ([], [0], [1], [0, 1])
+
+
+def to_colossal(spec: SpecLike, mesh: DeviceMesh) -> dict[int, list[int]]:
+    """Return Colossal-AI's dict from dim to the mesh axes that cut it.
+
+    Raises
+    ------
+    LossyConversionError
+        If a dim is cut otherwise than as R, S0, S1 or S01, or a reduction is pending.
+    AxisError
+        If the mesh lacks an axis of the spec.
+
+    Examples
+    --------
+    >>> to_colossal("[S01,R]", DeviceMesh(range(4), (2, 2)))
+    {0: [0, 1]}
+    """
+    resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+    if resolved.partials:
+        raise LossyConversionError(
+            f"spec {spec}: Colossal-AI has no pending reductions in a spec; finish them first"
+        )
+    cuts = {d: [int(axis) for axis in axes] for d, axes in resolved.dim_partition_dict.items()}
+    for dim, axes in cuts.items():
+        if axes not in _KNOWN:
+            raise LossyConversionError(
+                f"spec {spec}: Colossal-AI knows dims as R, S0, S1 and S01 only, and dim {dim} is "
+                f"cut over axes {axes}"
+            )
+    return cuts
+
+
+def from_colossal(dim_partition_dict: Mapping[int, Sequence[int]], dims: int) -> ShardingSpec:
+    """Return the spec that Colossal-AI's dict describes.
+
+    Parameters
+    ----------
+    dim_partition_dict
+        Dim to mesh axes, the major one first.
+    dims
+        Dims of the tensor.
+
+    Raises
+    ------
+    AxisError
+        If a dim does not exist, or an axis is used twice.
+
+    Examples
+    --------
+    >>> str(from_colossal({0: [0, 1]}, 2))
+    '[S01,R]'
+    """
+    cuts: dict[int, list[Axis]] = {dim: list(axes) for dim, axes in dim_partition_dict.items()}
+    return ShardingSpec(dims, cuts)

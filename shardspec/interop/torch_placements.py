@@ -1,0 +1,149 @@
+"""Specs as placements of `torch.distributed.tensor`, and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from shardspec.errors import LossyConversionError
+from shardspec.layout.layout import SpecLike, resolve_axes
+from shardspec.layout.placements import (
+    Pending,
+    Placement,
+    Split,
+    Whole,
+    placements_of,
+    spec_of_placements,
+)
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+__all__ = ["from_placements", "placements_text", "to_placements"]
+
+
+def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["TorchPlacement", ...]:
+    """Return torch's placements for a spec, one per mesh axis.
+
+    Axes that split a dim in another order than from left to right become `_StridedShard`, as torch
+    writes them. torch has every spec; where a dim does not divide evenly, it splits by the same
+    rule.
+
+    Parameters
+    ----------
+    spec, mesh
+        What to say, and the mesh it is for.
+
+    Raises
+    ------
+    AxisError
+        If the mesh lacks an axis of the spec.
+
+    Examples
+    --------
+    >>> to_placements("[S10,R]", DeviceMesh(range(4), (2, 2)))
+    (_StridedShard(dim=0, sf=2), Shard(dim=0))
+    """
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+    def in_torch(placement: Placement) -> "TorchPlacement":
+        match placement:
+            case Whole():
+                return Replicate()
+            case Pending(op):
+                return Partial("product" if op == "prod" else op)
+            case Split(dim, 1):
+                return Shard(dim)
+            case Split(dim, factor):
+                return _StridedShard(dim, split_factor=factor)
+
+    return tuple(map(in_torch, _placements(spec, mesh)))
+
+
+def from_placements(
+    placements: Sequence["TorchPlacement"],
+    dims: int,
+    mesh: DeviceMesh,
+    *,
+    shard_order: Mapping[int, Sequence[int]] | None = None,
+) -> ShardingSpec:
+    """Return the spec that torch's placements describe.
+
+    Parameters
+    ----------
+    placements
+        One per mesh axis.
+    dims
+        Dims of the tensor.
+    mesh
+        What they are for; its axes in the order of the placements.
+    shard_order
+        Per dim the axes that split it, the major one first, where torch keeps the order beside the
+        placements (``DTensorSpec.shard_order``).
+
+    Raises
+    ------
+    LayoutError
+        If the number of placements is not that of the axes, a dim does not exist, or no order of
+        the axes has these split factors.
+    LossyConversionError
+        If a placement is of another kind: a masked or scaled partial, or one that has no name.
+
+    Examples
+    --------
+    >>> from torch.distributed.tensor import Partial, Shard
+    >>> str(from_placements([Shard(0), Partial()], 2, DeviceMesh(range(4), (2, 2))))
+    '[S0,R|P1]'
+    """
+    ours = [_ours(placement) for placement in placements]
+    return spec_of_placements(ours, dims, mesh.shape, shard_order)
+
+
+def _ours(placement: "TorchPlacement") -> Placement:
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+    # By exact class: those derived from Partial mean something else.
+    kind = type(placement)
+    if kind is Replicate:
+        return Whole()
+    if isinstance(placement, Shard) and kind is Shard:
+        return Split(placement.dim)
+    if isinstance(placement, _StridedShard):
+        return Split(placement.dim, int(placement.split_factor))
+    if isinstance(placement, Partial) and kind is Partial:
+        match placement.reduce_op:
+            case "sum" | "avg" | "min" | "max" as op:
+                return Pending(op)
+            case "product" | "prod":
+                return Pending("prod")
+    raise LossyConversionError(
+        f"placement {placement} has no counterpart in a spec; redistribute to Shard, Replicate or "
+        "Partial of sum, avg, min, max or product first"
+    )
+
+
+def placements_text(spec: SpecLike, mesh: DeviceMesh) -> str:
+    """Write torch's placements for a spec as they are written in Python; needs no torch.
+
+    Examples
+    --------
+    >>> placements_text("[S10,R]", DeviceMesh(range(4), (2, 2)))
+    '[_StridedShard(0, split_factor=2), Shard(0)]'
+    """
+
+    def text(placement: Placement) -> str:
+        match placement:
+            case Whole():
+                return "Replicate()"
+            case Pending(op):
+                return f'Partial("{"product" if op == "prod" else op}")'
+            case Split(dim, 1):
+                return f"Shard({dim})"
+            case Split(dim, factor):
+                return f"_StridedShard({dim}, split_factor={factor})"
+
+    return f"[{', '.join(map(text, _placements(spec, mesh)))}]"
+
+
+def _placements(spec: SpecLike, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    return placements_of(resolve_axes(ShardingSpec.of(spec), mesh), mesh.shape)

@@ -1,0 +1,183 @@
+"""The same layout in everybody's words, and back."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+
+from shardspec import DeviceMesh, Layout, ShardingSpec
+from shardspec.errors import AxisError, LayoutError, LossyConversionError
+from shardspec.interop.colossal import from_colossal, to_colossal
+from shardspec.interop.dcp_chunks import from_chunks, to_chunks
+from shardspec.interop.jax_specs import (
+    from_partition_spec,
+    partition_spec_text,
+    to_partition_spec,
+)
+from shardspec.interop.oneflow import sbp_text
+from shardspec.interop.shardy import shardy_mesh_text, shardy_text
+from shardspec.interop.torch_placements import from_placements, placements_text, to_placements
+from shardspec.layout.layout import resolve_axes
+from tests.conversions import partial_specs, plain_specs
+
+MESH = DeviceMesh(range(4), (2, 2), axis_names=("x", "y"))
+TABLE = [
+    # spec, torch, JAX, OneFlow, Shardy
+    ("[R,R]", "[Replicate(), Replicate()]", "P()", "(B,B)", "[{}, {}]"),
+    ("[S0,R]", "[Shard(0), Replicate()]", "P('x')", "(S(0),B)", '[{"x"}, {}]'),
+    (
+        "[S01,R]",
+        "[Shard(0), Shard(0)]",
+        "P(('x', 'y'))",
+        "(S(0),S(0))",
+        '[{"x", "y"}, {}]',
+    ),
+    (
+        "[S10,R]",
+        "[_StridedShard(0, split_factor=2), Shard(0)]",
+        "P(('y', 'x'))",
+        None,
+        '[{"y", "x"}, {}]',
+    ),
+    ("[S0,S1]", "[Shard(0), Shard(1)]", "P('x', 'y')", "(S(0),S(1))", '[{"x"}, {"y"}]'),
+    (
+        "[S0,R|P1]",
+        '[Shard(0), Partial("sum")]',
+        "P('x', unreduced={'y'})",
+        "(S(0),P)",
+        '[{"x"}, {}], unreduced={"y"}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "in_torch", "in_jax", "in_oneflow", "in_shardy"), TABLE)
+def test_table(spec, in_torch, in_jax, in_oneflow, in_shardy):
+    assert placements_text(spec, MESH) == in_torch
+    names = {
+        "Replicate": Replicate,
+        "Shard": Shard,
+        "Partial": Partial,
+        "_StridedShard": _StridedShard,
+    }
+    assert list(to_placements(spec, MESH)) == eval(in_torch, names)
+    assert partition_spec_text(spec, MESH) == in_jax
+    assert shardy_text(spec, MESH) == f"#sdy.sharding<@mesh, {in_shardy}>"
+    if in_oneflow is None:
+        with pytest.raises(LossyConversionError, match=r"over axes \[0, 1\] from left to right"):
+            sbp_text(spec, MESH)
+    else:
+        assert sbp_text(spec, MESH) == in_oneflow
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 2, 3)])
+def test_torch_and_jax_there_and_back(shape):
+    mesh = DeviceMesh(
+        range(torch.Size(shape).numel()), shape, axis_names=tuple("xyz"[: len(shape)])
+    )
+    for spec in [*plain_specs(2, len(shape)), *partial_specs(2, len(shape))]:
+        assert from_placements(to_placements(spec, mesh), 2, mesh) == spec
+        if set(spec.partial.values()) <= {"sum"}:
+            entries, unreduced = to_partition_spec(spec, mesh)
+            named = from_partition_spec(entries, 2, unreduced=unreduced)
+            assert resolve_axes(named, mesh) == spec
+
+
+def test_torch_product_is_our_prod():
+    assert to_placements("[R|Pprod0]", MESH) == (Partial("product"), Replicate())
+    assert str(from_placements([Partial("product"), Replicate()], 1, MESH)) == "[R|Pprod0]"
+
+
+def test_torch_order_beside_the_placements():
+    placements = [Shard(0), Shard(0)]
+    assert str(from_placements(placements, 2, MESH, shard_order={0: (1, 0)})) == "[S10,R]"
+    assert str(from_placements(placements, 2, MESH)) == "[S01,R]"
+
+
+def test_torch_placements_that_no_spec_has():
+    with pytest.raises(LossyConversionError, match="has no counterpart in a spec"):
+        from_placements(
+            [_MaskPartial(offset_shape=torch.Size([2]), offset_dim=0)], 1, DeviceMesh([0], (1,))
+        )
+    with pytest.raises(LossyConversionError, match="has no counterpart in a spec"):
+        from_placements([Partial("premul_sum"), Replicate()], 1, MESH)
+    with pytest.raises(LayoutError, match="1 placements for a mesh of 2 axes"):
+        from_placements([Shard(0)], 1, MESH)
+
+
+def test_jax_refusals():
+    with pytest.raises(LossyConversionError, match="mesh 2x2 has none; name them"):
+        to_partition_spec("[S0]", DeviceMesh(range(4), (2, 2)))
+    with pytest.raises(LossyConversionError, match="no pending max, only sums"):
+        to_partition_spec("[S0|Pmax1]", MESH)
+    with pytest.raises(LossyConversionError, match="dim 0 of size 7 into 4 parts; pad it to 8"):
+        to_partition_spec("[S01,R]", MESH, (7, 3))
+    with pytest.raises(LayoutError, match=r"for 2 dims, but shape \(8,\) has 1"):
+        to_partition_spec("[S01,R]", MESH, (8,))
+    assert to_partition_spec("[S01,R]", MESH, (8, 3)) == ((("x", "y"),), frozenset())
+    with pytest.raises(LossyConversionError, match="entry Ellipsis of dim 1 names no mesh axes"):
+        from_partition_spec(["x", ...], 2)
+    with pytest.raises(LayoutError, match=r"2 entries .* for a tensor of 1 dims"):
+        from_partition_spec(["x", None], 1)
+    with pytest.raises(AxisError):
+        from_partition_spec(["x", "x"], 2)
+
+
+def test_colossal():
+    for spec in plain_specs(2, 2):
+        if "10" in str(spec):
+            with pytest.raises(LossyConversionError, match=r"over axes \[1, 0\]"):
+                to_colossal(spec, MESH)
+        else:
+            assert from_colossal(to_colossal(spec, MESH), 2) == spec
+    with pytest.raises(LossyConversionError, match="no pending reductions"):
+        to_colossal("[R|P0]", MESH)
+    with pytest.raises(LossyConversionError, match="R, S0, S1 and S01 only"):
+        to_colossal("[S2]", DeviceMesh(range(8), (2, 2, 2)))
+
+
+def test_oneflow_and_shardy_refusals():
+    for text in (sbp_text, shardy_text):
+        with pytest.raises(LossyConversionError, match="no pending avg, only sums"):
+            text("[R|Pavg0]", MESH)
+        with pytest.raises(AxisError):
+            text("[S5]", MESH)
+    assert shardy_mesh_text(MESH) == 'sdy.mesh @mesh = <["x"=2, "y"=2]>'
+
+
+@pytest.mark.parametrize("shape", [(6, 12), (5, 7), (1, 13), (0, 3), (7,), ()])
+def test_chunks_there_and_back(shape):
+    mesh = DeviceMesh([4, 1, 0, 5, 3, 2], (2, 3))
+    for spec in plain_specs(len(shape), 2):
+        layout = Layout(mesh, spec, shape, "f32")
+        found = from_chunks(to_chunks(layout), mesh, shape, "f32")
+        for device, box in layout.boxes().items():
+            # Of empty boxes only the emptiness counts.
+            assert found.local_shape(device) == layout.local_shape(device) or 0 in (
+                *found.local_shape(device),
+            )
+            if 0 not in layout.local_shape(device):
+                assert found.box(device) == box
+        if shape == (6, 12):
+            assert found.spec == spec
+
+
+def test_chunks_that_no_spec_makes():
+    mesh = DeviceMesh(range(2), (2,))
+    with pytest.raises(LossyConversionError, match="no spec on mesh 2 cuts"):
+        from_chunks({0: ((0,), (1,)), 1: ((1,), (3,))}, mesh, (4,), "f32")
+    with pytest.raises(LayoutError, match=r"chunks of the devices \[0\] for a mesh"):
+        from_chunks({0: ((0,), (4,))}, mesh, (4,), "f32")
+    with pytest.raises(LossyConversionError, match="cannot say that a reduction is pending"):
+        to_chunks(Layout(mesh, "[R|P0]", (4,), "f32"))
+
+
+def test_nothing_is_approximated():
+    """Whatever comes out of a conversion means the boxes that went in."""
+    mesh = DeviceMesh(range(6), (2, 3), axis_names=("x", "y"))
+    for spec, shape in product(plain_specs(2, 2), [(6, 12), (5, 7)]):
+        layout = Layout(mesh, spec, shape, "f32")
+        back = from_placements(to_placements(spec, mesh), 2, mesh)
+        assert Layout(mesh, back, shape, "f32").boxes() == layout.boxes()
+        assert isinstance(back, ShardingSpec)
