@@ -34,7 +34,53 @@ class _Pair:
 
     source: str
     target: str
-    place: str
+    origin: str
+    number: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.origin} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What is printed about one pair."""
+
+    source: Layout
+    target: Layout
+    steps: int
+    seconds: float
+    bytes_received: int
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, plan: ConversionPlan) -> "_Cost":
+        return cls(
+            plan.source,
+            plan.target,
+            len(plan.steps),
+            plan.cost_seconds,
+            plan.bytes_received,
+            plan.peak_bytes,
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "source": str(self.source.spec),
+            "target": str(self.target.spec),
+            "cost_seconds": self.seconds,
+            "bytes_received": self.bytes_received,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """The pairs that are asked for, each one priced once however often it is."""
+
+    distinct: list[_Cost]
+    order: list[int]
+    """Per pair its place in `distinct`."""
 
 
 @click.command(
@@ -88,19 +134,18 @@ def command(
     devices = build_mesh(mesh, ids, alpha, beta, link_model)
     model = build_model(devices, links)
     pairs = [*_given(specs), *(() if file is None else _read(file))]
-    converter = LayoutConverter(model)
-    plans = [_plan(converter, pair, devices, shape, dtype) for pair in pairs]
+    answers = _answers(LayoutConverter(model), pairs, devices, shape, dtype)
     if as_csv:
-        click.echo(_csv(plans), nl=False)
+        click.echo(_csv(answers), nl=False)
     elif as_json:
-        click.echo(json.dumps(_as_dict(plans, devices, shape, dtype, model)))
+        click.echo(json.dumps(_as_dict(answers, devices, shape, dtype, model)))
     else:
-        click.echo(_table(plans, devices, model))
+        click.echo(_table(answers, devices, model))
 
 
 def _given(specs: Sequence[str]) -> Iterator[_Pair]:
     for number, (source, target) in enumerate(zip(specs[::2], specs[1::2], strict=True), 1):
-        yield _Pair(source, target, f"pair {number}")
+        yield _Pair(source, target, "pair", number)
 
 
 def _read(file: str) -> Iterator[_Pair]:
@@ -108,50 +153,65 @@ def _read(file: str) -> Iterator[_Pair]:
     # What is no text becomes a sign that no spec has, and an error of its line.
     with click.open_file(file, encoding="utf-8-sig", errors="replace") as opened:
         lines = opened.readlines()
+    origin = f"{'standard input' if file == '-' else file}, line"
     for number, line in enumerate(lines, 1):
-        place = f"{'standard input' if file == '-' else file}, line {number}"
         text = line.partition("#")[0].strip()
         if not text:
             continue
         found = re.findall(r"\[[^\]]*\]|\S+", text)
         if len(found) != 2:
             count = f"{len(found)} spec{'' if len(found) == 1 else 's'}"
-            raise LayoutError(f"{place}: {count} where two are needed, FROM and TO: {text}")
+            raise LayoutError(
+                f"{origin} {number}: {count} where two are needed, FROM and TO: {text}"
+            )
         source, target = found
-        yield _Pair(source, target, place)
+        yield _Pair(source, target, origin, number)
 
 
-def _plan(
+def _answers(
     converter: LayoutConverter,
-    pair: _Pair,
+    pairs: Sequence[_Pair],
     mesh: DeviceMesh,
     shape: tuple[int, ...],
     dtype: str,
-) -> ConversionPlan:
-    try:
-        return converter.plan(Layout(mesh, pair.source, shape, dtype), pair.target)
-    except ShardSpecError as error:
-        # Of the same exit code, whichever error it is: wrong usage.
-        raise LayoutError(f"{pair.place}: {error}") from error
+) -> _Answers:
+    """Read each spec once and plan each pair once: many pairs are few different ones."""
+    layouts: dict[str, Layout] = {}
+    places: dict[tuple[Layout, Layout], int] = {}
+    answers = _Answers([], [])
+    for pair in pairs:
+        try:
+            for text in (pair.source, pair.target):
+                if text not in layouts:
+                    layouts[text] = Layout(mesh, text, shape, dtype)
+            ends = layouts[pair.source], layouts[pair.target]
+            if ends not in places:
+                places[ends] = len(places)
+                answers.distinct.append(_Cost.of(converter.plan(*ends)))
+        except ShardSpecError as error:
+            # Of the same exit code, whichever error it is: wrong usage.
+            raise LayoutError(f"{pair.place}: {error}") from error
+        answers.order.append(places[ends])
+    return answers
 
 
-def _csv(plans: Sequence[ConversionPlan]) -> str:
+def _csv(answers: _Answers) -> str:
     output = io.StringIO()
     rows = csv.writer(output, lineterminator="\n")
     rows.writerow(["source", "target", "cost_seconds", "bytes_received", "peak_bytes"])
-    for plan in plans:
-        specs = plan.source.spec, plan.target.spec
-        rows.writerow([*specs, plan.cost_seconds, plan.bytes_received, plan.peak_bytes])
+    values = [list(cost.as_dict().values()) for cost in answers.distinct]
+    rows.writerows(values[place] for place in answers.order)
     return output.getvalue()
 
 
 def _as_dict(
-    plans: Sequence[ConversionPlan],
+    answers: _Answers,
     mesh: DeviceMesh,
     shape: tuple[int, ...],
     dtype: str,
     model: CostModel,
 ) -> dict[str, object]:
+    pairs = [cost.as_dict() for cost in answers.distinct]
     return {
         "mesh": list(mesh.shape),
         "shape": list(shape),
@@ -166,35 +226,28 @@ def _as_dict(
             for link in model.links
         ],
         "known_error": KNOWN_ERROR,
-        "pairs": [
-            {
-                "source": str(plan.source.spec),
-                "target": str(plan.target.spec),
-                "cost_seconds": plan.cost_seconds,
-                "bytes_received": plan.bytes_received,
-                "peak_bytes": plan.peak_bytes,
-            }
-            for plan in plans
-        ],
+        "pairs": [pairs[place] for place in answers.order],
     }
 
 
-def _table(plans: Sequence[ConversionPlan], mesh: DeviceMesh, model: CostModel) -> str:
+def _table(answers: _Answers, mesh: DeviceMesh, model: CostModel) -> str:
     table = table_text(
         ["from", "to", "steps", "receives", "time", "peak"],
         [
             [
-                str(plan.source.labelled_spec),
-                str(plan.target.labelled_spec),
-                str(len(plan.steps)),
-                bytes_text(plan.bytes_received),
-                seconds_text(plan.cost_seconds),
-                bytes_text(plan.peak_bytes),
+                str(cost.source.labelled_spec),
+                str(cost.target.labelled_spec),
+                str(cost.steps),
+                bytes_text(cost.bytes_received),
+                seconds_text(cost.seconds),
+                bytes_text(cost.peak_bytes),
             ]
-            for plan in plans
+            for cost in answers.distinct
         ],
         numbers_from=2,
     )
+    header, rule, *lines = table.split("\n")
+    rows = [lines[place] for place in answers.order]
     links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
     assumed = f"per device; {model.link_model} model; {links}"
-    return f"{table}\n{assumed}\nknown error: {KNOWN_ERROR}"
+    return "\n".join([header, rule, *rows, assumed, f"known error: {KNOWN_ERROR}"])

@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from itertools import product
 
 import pytest
@@ -216,6 +217,35 @@ def test_a_file_without_pairs(tmp_path):
     assert result.exit_code == 0
     assert result.stdout == "source,target,cost_seconds,bytes_received,peak_bytes\n"
     assert json.loads(run("--pairs", path, *TENSOR, "--json").stdout)["pairs"] == []
+    assert run("--pairs", path, *TENSOR).stdout.split()[:6] == (
+        ["from", "to", "steps", "receives", "time", "peak"]
+    )
+
+
+def test_a_pair_that_comes_again_is_priced_once_and_printed_each_time(tmp_path):
+    """A hundred thousand pairs take little longer than the few different ones among them."""
+    path = tmp_path / "pairs.txt"
+    texts = [f"{a} {b}" for a, b in PAIRS]
+    path.write_text("\n".join([*texts, *reversed(texts)]))
+    once = run("--pairs", path, *TENSOR).stdout.splitlines()
+    rows = once[2 : 2 + len(PAIRS)]
+    assert [row.split()[:2] for row in rows] == [list(pair) for pair in PAIRS]
+    assert once[2 + len(PAIRS) : -2] == rows[::-1]
+    path.write_text("\n".join(texts * 4000))
+    start = time.perf_counter()
+    result = run("--pairs", path, *TENSOR, "--csv")
+    assert time.perf_counter() - start < 15  # one second where nothing else runs
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) == 1 + 100_000
+    assert lines[1:26] == lines[-25:]
+    assert len(set(lines)) == 1 + len(PAIRS)
+
+
+def test_spellings_of_a_spec_are_one_spec():
+    result = run("R,R", "[S0, R]", "[R,R]", "S0,R", *TENSOR, "--json")
+    first, second = json.loads(result.stdout)["pairs"]
+    assert first == second == expected([("[R,R]", "[S0,R]")])[0]
 
 
 def test_help_has_examples_that_run(tmp_path, monkeypatch):
