@@ -19,6 +19,7 @@ from shardspec.errors import CheckpointError, ShardSpecError
 __all__ = ["cli", "main"]
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
+    "convert": ("shardspec.cli.convert", "Say a spec in the words of torch, JAX and others."),
     "cost": ("shardspec.cli.cost", "Say what conversions between many pairs of specs cost."),
     "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "merge": ("shardspec.cli.merge", "Write the whole tensors of a checkpoint into one file."),

@@ -4,12 +4,21 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import shardspec.cli
 from shardspec.cli.main import cli
 from tests.checkpoint.handmade import handmade, sample
+
+# Every module beside these is a command of the same name.
+COMMANDS = sorted(
+    path.stem
+    for path in Path(shardspec.cli.__file__).parent.glob("*.py")
+    if path.stem not in ("__init__", "main", "arguments")
+)
 
 
 def run(*args):
@@ -20,15 +29,19 @@ def test_help_lists_the_commands():
     for option in ("-h", "--help"):
         result = run(option)
         assert (result.exit_code, result.stderr) == (0, "")
-        for command in ("cost", "inspect", "merge", "plan", "presets"):
+        for command in COMMANDS:
             assert re.search(rf"^  {command} +[A-Z].*\.$", result.stdout, re.MULTILINE)
+
+
+def test_the_commands_known_at_first_are_there():
+    assert {"cost", "inspect", "merge", "plan", "presets"} < set(COMMANDS)
 
 
 def test_the_help_of_each_command_agrees_with_its_line_in_the_list_and_has_examples():
     listed = re.findall(
         r"^  (\w+) +[A-Z]", run("-h").stdout.partition("Commands:")[2], re.MULTILINE
     )
-    assert sorted(listed) == ["cost", "inspect", "merge", "plan", "presets"]
+    assert sorted(listed) == COMMANDS
     for command in listed:
         result = run(command, "-h")
         assert (result.exit_code, result.stderr) == (0, "")
@@ -116,6 +129,7 @@ def test_python_m_shardspec_is_the_same_command():
 
 LIGHT = """
 import sys
+import shardspec.cli
 from shardspec.cli.main import cli
 try:
     cli(sys.argv[1:])
