@@ -32,7 +32,13 @@ LAYERS = [
 UPWARD_ON_PURPOSE = {("shardspec.mesh", "shardspec.comm.process_group")}
 WITH_TENSORS = {
     "shardspec.comm.agreement",
+    "shardspec.comm.all_reduce",
+    "shardspec.comm.carrier",
     "shardspec.comm.default",
+    "shardspec.comm.direct",
+    "shardspec.comm.fresh",
+    "shardspec.comm.messages",
+    "shardspec.comm.native",
     "shardspec.comm.process_group",
     "shardspec.comm.reduce",
     "shardspec.comm.simulated",

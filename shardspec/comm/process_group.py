@@ -1,26 +1,37 @@
 """Steps over `torch.distributed`: gloo on CPU, NCCL where CUDA is, by the same code.
 
-Boxes travel as bytes in one batch of sends and receives per step, so every dtype, uneven shards and
-any order of device ids work alike, and a shard that lands in one piece lands in its place without a
-copy. They need no group but the job's own. Where a mesh has all ranks of the job, each axis has
-groups too, and sums of the common dtypes over one axis, or over all, use the backend's all-reduce.
+A step is the same boxes on every backend; how they travel is chosen here. Processes of one host
+read each other's memory (`shardspec.comm.direct`). Otherwise boxes are messages in bounded chunks
+(`shardspec.comm.messages`), which need no group but the job's own. Where a mesh has all ranks of
+the job, each axis has groups too: over these, sums of the common dtypes use the backend's
+all-reduce, and NCCL's other collectives serve where boxes are such as they need
+(`shardspec.comm.native`). Every way takes all dtypes, uneven shards and any order of device ids.
 """
 
 import os
 import pickle
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import box_shape, slices_within, split_interval
+from shardspec.boxes import box_shape
 from shardspec.comm.agreement import check_agreement
+from shardspec.comm.all_reduce import all_reduce
+from shardspec.comm.carrier import Carrier
 from shardspec.comm.communicator import BoxOf
+from shardspec.comm.direct import Direct, join_host
+from shardspec.comm.failures import failing
+from shardspec.comm.fresh import fresh
+from shardspec.comm.host_links import HostLink
+from shardspec.comm.messages import Messages, exchange
+from shardspec.comm.native import Native, fits
 from shardspec.comm.reduce import combine
-from shardspec.comm.steps import AllReduce, ReduceOp, ReduceScatter, Step
-from shardspec.comm.transfers import Transfers
+from shardspec.comm.role import Role, role_of
+from shardspec.comm.steps import AllReduce, ReduceScatter, Step
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
 
@@ -30,6 +41,8 @@ T = TypeVar("T")
 
 _NATIVE_SUM: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Dtypes whose sum every backend has, with the rounding of the dtype itself."""
+_NATIVE_MOVE: Final = frozenset({*_NATIVE_SUM, torch.bfloat16, torch.float16})
+"""Dtypes that every backend's collectives carry."""
 
 
 class ProcessGroupCommunicator:
@@ -43,6 +56,9 @@ class ProcessGroupCommunicator:
     mesh
         Devices. If these are all ranks of the job, each of them constructs this at the same point
         of the program; otherwise the ranks outside need not.
+    reads_peers
+        Whether processes of one host may read each other's memory, where the system allows it. If
+        not, or on any of the ranks not, all bytes go through the backend.
 
     Raises
     ------
@@ -50,7 +66,7 @@ class ProcessGroupCommunicator:
         If `torch.distributed` is not initialised, or the mesh has ids that the job lacks.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, reads_peers: bool = True) -> None:
         if not dist.is_initialized():
             raise CommunicatorError(
                 "torch.distributed is not initialised; start the program with torchrun and make "
@@ -66,6 +82,11 @@ class ProcessGroupCommunicator:
         self._mesh = mesh
         self._rank = dist.get_rank()
         self._agreed: set[Hashable] = set()
+        self._messages = Messages()
+        self._reads_peers = reads_peers
+        self._joined = False
+        self._direct: Direct | None = None
+        self._links = _job().links
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if mesh.size == world:
             for axis in range(mesh.ndim):
@@ -108,9 +129,7 @@ class ProcessGroupCommunicator:
         """
         if not dist.is_initialized():
             return cls(mesh)
-        world = dist.group.WORLD
-        assert world is not None, "torch.distributed is initialised"
-        made = _COMMUNICATORS.setdefault(world, {})
+        made = _job().communicators
         if mesh not in made:
             made[mesh] = cls(mesh)
         return made[mesh]
@@ -128,17 +147,25 @@ class ProcessGroupCommunicator:
     def run(
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
     ) -> dict[int, torch.Tensor]:
-        """Carry out one step; see `Communicator.run`."""
+        """Carry out one step; see `Communicator.run`.
+
+        Raises
+        ------
+        CommunicatorError
+            If a peer has gone, or does not come within the timeout of the process group.
+        """
         if not self.addressable:
             return {}
         shard = shards[self._rank]
-        match step:
-            case AllReduce(axes, op):
-                result = self._all_reduce(shard, axes, op)
-            case ReduceScatter(op=op):
-                result = self._reduce_scatter(step, op, shard, before, after)
-            case _:
-                result = self._move(step, shard, before, after)
+        role = role_of(step, self._mesh, self._rank, before, after)
+        if isinstance(step, AllReduce):
+            return {self._rank: self._all_reduce(step, role, shard)}
+        result = fresh(shard, box_shape(role.wanted))
+        carrier = self._carrier(step, role, shard)
+        if isinstance(step, ReduceScatter):
+            carrier.reduce(step, role, shard, result, step.op)
+        else:
+            carrier.move(step, role, shard, result)
         return {self._rank: result}
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
@@ -155,129 +182,71 @@ class ProcessGroupCommunicator:
         """Collect one value per device; see `Communicator.gather`."""
         if not self.addressable:
             return {}
-        mine = values[self._rank]
-        if self._mesh.size == dist.get_world_size():
-            gathered: list[T] = [mine] * self._mesh.size
+        return self._gather(values[self._rank])
+
+    def _gather(self, mine: T) -> dict[int, T]:
+        if self._mesh.size < dist.get_world_size():
+            return self._gather_among_members(mine)
+        gathered: list[T] = [mine] * self._mesh.size
+        with failing("gathering a value of every rank", self._mesh.ids):
             dist.all_gather_object(gathered, mine)
-            return {device: gathered[device] for device in self._mesh.ids}
-        return self._gather_among_members(mine)
+        return {device: gathered[device] for device in self._mesh.ids}
 
     def _gather_among_members(self, mine: T) -> dict[int, T]:
         """Collect values where other ranks of the job take no part: lengths first, then content."""
         others = [device for device in self._mesh.ids if device != self._rank]
         device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
+        what = "gathering a value of every rank of the mesh"
         content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
         length = torch.tensor([content.numel()], device=device)
         lengths = {peer: torch.empty_like(length) for peer in others}
-        self._exchange([(peer, length) for peer in others], list(lengths.items()))
+        exchange(what, [(peer, length) for peer in others], list(lengths.items()))
         contents = {
             peer: torch.empty(int(lengths[peer]), dtype=torch.uint8, device=device)
             for peer in others
         }
-        self._exchange([(peer, content) for peer in others], list(contents.items()))
+        exchange(what, [(peer, content) for peer in others], list(contents.items()))
         loaded = {peer: pickle.loads(c.cpu().numpy().tobytes()) for peer, c in contents.items()}
         loaded[self._rank] = mine
         return {peer: loaded[peer] for peer in self._mesh.ids}
 
-    def _move(self, step: Step, shard: torch.Tensor, before: BoxOf, after: BoxOf) -> torch.Tensor:
-        """Put the boxes that this device gets side by side."""
-        me = self._rank
-        held, wanted = before(me), after(me)
-        transfers = Transfers(step, self._mesh, before, after)
-        result = shard.new_empty(box_shape(wanted))
-        sends, receives, late = [], [], []
-        for peer, box in transfers.outgoing(me):
-            part = shard[slices_within(box, held)]
-            if peer == me:
-                result[slices_within(box, wanted)] = part
-            else:
-                sends.append((peer, part.contiguous()))
-        for peer, box in transfers.incoming(me):
-            if peer == me:
-                continue
-            place = result[slices_within(box, wanted)]
-            if place.is_contiguous():
-                receives.append((peer, place))
-            else:
-                staged = torch.empty_like(place, memory_format=torch.contiguous_format)
-                receives.append((peer, staged))
-                late.append((place, staged))
-        self._exchange(sends, receives)
-        for place, staged in late:
-            place.copy_(staged)
-        return result
+    def _carrier(self, step: Step, role: Role, shard: torch.Tensor) -> Carrier:
+        """Choose how boxes travel; every member of the step chooses the same.
 
-    def _reduce_scatter(
-        self, step: Step, op: ReduceOp, shard: torch.Tensor, before: BoxOf, after: BoxOf
-    ) -> torch.Tensor:
-        """Send every peer its part of this device's addend; combine what arrives."""
-        me = self._rank
-        held, wanted = before(me), after(me)
-        transfers = Transfers(step, self._mesh, before, after)
-        sends, receives, addends = [], [], []
-        for peer, box in transfers.outgoing(me):
-            if peer != me:
-                sends.append((peer, shard[slices_within(box, held)].contiguous()))
-        for peer, box in transfers.incoming(me):
-            if peer == me:
-                addends.append(shard[slices_within(box, held)])
-            else:
-                addends.append(shard.new_empty(box_shape(box)))
-                receives.append((peer, addends[-1]))
-        self._exchange(sends, receives)
-        if not addends:
-            return shard.new_empty(box_shape(wanted))
-        return combine(addends, op).contiguous()
+        Processes of one host read each other's memory. NCCL's own collectives take the shortest
+        way over several links, where the boxes are such as they need.
+        """
+        if shard.device.type == "cpu":
+            direct = self._join_host()
+            if direct is not None and direct.joins(role.members):
+                return direct
+        elif fits(step, role) and self._has_group(role.members):
+            summed = not isinstance(step, ReduceScatter) or shard.dtype in _NATIVE_SUM
+            if summed and shard.dtype in _NATIVE_MOVE:
+                return Native(self._group(role.members))
+        return self._messages
 
-    def _all_reduce(self, shard: torch.Tensor, axes: tuple[int, ...], op: ReduceOp) -> torch.Tensor:
-        members = self._mesh.group(self._rank, sorted(axes))
-        if len(members) == 1 or shard.numel() == 0:
-            return combine([shard], op).contiguous()
-        group = self._group(members)
-        if group is not None and op in ("sum", "avg") and shard.dtype in _NATIVE_SUM:
+    def _join_host(self) -> Direct | None:
+        """Link the ranks of the mesh, in the first step that all of them take."""
+        if not self._joined:
+            if self._reads_peers and self._mesh.size > 1:
+                self._direct = join_host(
+                    self._rank, self._gather, self._gather, self._links, _timeout_s()
+                )
+            self._joined = True
+        return self._direct
+
+    def _all_reduce(self, step: AllReduce, role: Role, shard: torch.Tensor) -> torch.Tensor:
+        if len(role.members) == 1 or shard.numel() == 0:
+            return combine([shard], step.op)
+        carrier = self._carrier(step, role, shard)
+        summed = step.op in ("sum", "avg") and shard.dtype in _NATIVE_SUM
+        if carrier is self._messages and summed and self._has_group(role.members):
             result = shard.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(result, group=group)
-            return result.div_(len(members)) if op == "avg" else result
-        # Reduce a part each, then share the parts: as many bytes as a ring, any dtype and op.
-        flat = shard.contiguous().view(-1)
-        result = torch.empty_like(flat)
-        me = members.index(self._rank)
-        parts = [split_interval(0, flat.numel(), len(members), i) for i in range(len(members))]
-        mine = slice(*parts[me])
-        addends = [
-            flat[mine] if peer == self._rank else torch.empty_like(flat[mine]) for peer in members
-        ]
-        others = [i for i in range(len(members)) if i != me]
-        self._exchange(
-            [(members[i], flat[slice(*parts[i])]) for i in others],
-            [(members[i], addends[i]) for i in others],
-        )
-        result[mine] = combine(addends, op)
-        self._exchange(
-            [(members[i], result[mine]) for i in others],
-            [(members[i], result[slice(*parts[i])]) for i in others],
-        )
-        return result.view(shard.shape)
-
-    def _exchange(
-        self,
-        sends: list[tuple[int, torch.Tensor]],
-        receives: list[tuple[int, torch.Tensor]],
-    ) -> None:
-        """Send and receive contiguous tensors as bytes, all at once; empty ones do not travel."""
-        ops = [
-            dist.P2POp(dist.irecv, _as_bytes(tensor), peer)
-            for peer, tensor in receives
-            if tensor.numel()
-        ]
-        ops += [
-            dist.P2POp(dist.isend, _as_bytes(tensor), peer)
-            for peer, tensor in sends
-            if tensor.numel()
-        ]
-        if ops:
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
+            with failing(step, role.members):
+                dist.all_reduce(result, group=self._group(role.members))
+            return result.div_(len(role.members)) if step.op == "avg" else result
+        return all_reduce(carrier, step, role.members, self._rank, shard)
 
     def _make_group(self, members: tuple[int, ...]) -> None:
         """Make a group; every rank of the job does so for every group, in the same order.
@@ -292,23 +261,44 @@ class ProcessGroupCommunicator:
                 assert group is not None, "this rank is a member"
                 self._groups[ranks] = group
 
+    def _has_group(self, members: tuple[int, ...]) -> bool:
+        """Say whether some ranks have a group of their own, or are the whole job."""
+        return len(members) == dist.get_world_size() or tuple(sorted(members)) in self._groups
+
     def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Return the group of some ranks, or None where none was made for them."""
-        ranks = tuple(sorted(members))
-        return dist.group.WORLD if len(ranks) == dist.get_world_size() else self._groups.get(ranks)
+        """Return the group of some ranks that have one."""
+        whole = len(members) == dist.get_world_size()
+        return dist.group.WORLD if whole else self._groups[tuple(sorted(members))]
 
 
-_COMMUNICATORS: Final[
-    WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh, ProcessGroupCommunicator]]
-] = WeakKeyDictionary()
-"""What belongs to a job, kept as long as torch keeps the job's own group.
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What belongs to a job."""
+
+    communicators: dict[DeviceMesh, ProcessGroupCommunicator] = field(default_factory=dict)
+    """Two meshes of equal content share their groups."""
+    links: dict[int, HostLink] = field(default_factory=dict)
+    """To processes of the same host, by rank; shared by all meshes."""
+
+
+_JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, _Job]] = WeakKeyDictionary()
+"""Kept as long as torch keeps a job's own group.
 
 torch holds the process groups of a job in globals of its own; this is the part of that state that
-is ours. It makes two meshes of equal content share their groups.
+is ours.
 """
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Strides are set, not kept: a single element counts as contiguous whatever its stride, but
-    # only stride 1 can be seen as bytes.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+def _job() -> _Job:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    return _JOBS.setdefault(world, _Job())
+
+
+def _timeout_s() -> float:
+    """Return the timeout of the job's group for tensors on the CPU."""
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    backend = world._get_backend(torch.device("cpu"))
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds

@@ -1,13 +1,13 @@
 """Combining the addends of a pending reduction."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, assert_never
 
 import torch
 
 from shardspec.comm.steps import ReduceOp
 
-__all__ = ["combine"]
+__all__ = ["combine", "combine_into"]
 
 _WIDER: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Sums of many short floats are kept in a wider type and rounded once."""
@@ -23,20 +23,48 @@ def combine(addends: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     >>> combine([torch.tensor([1, 5]), torch.tensor([3, 2])], "max")
     tensor([3, 5])
     """
-    dtype = addends[0].dtype
-    total = addends[0].to(_WIDER.get(dtype, dtype), copy=True)
-    for addend in addends[1:]:
-        match op:
-            case "sum" | "avg":
-                total += addend
-            case "prod":
-                total *= addend
-            case "min":
-                torch.minimum(total, addend, out=total)
-            case "max":
-                torch.maximum(total, addend, out=total)
-            case _:
-                assert_never(op)
+    result = torch.empty_like(addends[0], memory_format=torch.contiguous_format)
+    combine_into(result, addends, op)
+    return result
+
+
+def combine_into(result: torch.Tensor, addends: Iterable[torch.Tensor], op: ReduceOp) -> None:
+    """Write the reduction of at least one tensor into another of the same shape and dtype.
+
+    Parameters
+    ----------
+    result
+        Where it goes. It may be the first addend, and may share memory with no other.
+    addends
+        Looked at one after the other: the next may be made in the memory of the one before.
+    op
+        How they are combined; in their order, so equal addends give equal bits.
+    """
+    wider = _WIDER.get(result.dtype, result.dtype)
+    total = result if wider == result.dtype else torch.empty_like(result, dtype=wider)
+    count = 0
+    for addend in addends:
+        count += 1
+        if count > 1:
+            _add(total, addend, op)
+        elif total.data_ptr() != addend.data_ptr():
+            total.copy_(addend)
+    assert count, "a reduction has addends"
     if op == "avg":
-        total /= len(addends)
-    return total.to(dtype)
+        total /= count
+    if total is not result:
+        result.copy_(total)
+
+
+def _add(total: torch.Tensor, addend: torch.Tensor, op: ReduceOp) -> None:
+    match op:
+        case "sum" | "avg":
+            total += addend
+        case "prod":
+            total *= addend
+        case "min":
+            torch.minimum(total, addend, out=total)
+        case "max":
+            torch.maximum(total, addend, out=total)
+        case _:
+            assert_never(op)
