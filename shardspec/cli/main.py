@@ -24,6 +24,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "merge": ("shardspec.cli.merge", "Write the whole tensors of a checkpoint into one file."),
     "plan": ("shardspec.cli.plan", "Plan the cheapest conversion between two specs, on paper."),
+    "show": ("shardspec.cli.show", "Show which devices hold which part of a tensor."),
     "presets": ("shardspec.cli.presets", "Show the links that --links knows, with their sources."),
 }
 """Name to the module whose `command` it is, and one line of help: nothing is imported for it."""

@@ -204,6 +204,12 @@ class Layout:
 
         return picture(self)
 
+    def _repr_html_(self) -> str:
+        """Draw the layout where notebooks show it; see `shardspec.layout.svg`."""
+        from shardspec.layout.svg import MAX_CELLS, layout_svg
+
+        return layout_svg(self) if self.mesh.size <= MAX_CELLS else f"<code>{self}</code>"
+
 
 def _dims(count: int) -> str:
     return f"{count} {'dim' if count == 1 else 'dims'}"

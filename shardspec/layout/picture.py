@@ -1,6 +1,6 @@
 """A layout drawn as text: which devices hold which part of the tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -9,9 +9,11 @@ from shardspec.boxes import Box, box_size
 if TYPE_CHECKING:
     from shardspec.layout.layout import Layout
 
-__all__ = ["ids_text", "picture"]
+__all__ = ["Paint", "block_title", "cells_of", "ids_text", "notes", "picture"]
 
 _Interval: TypeAlias = tuple[int, int]
+Paint: TypeAlias = Callable[[int, str], str]
+"""Number of a box and a piece of text to that piece as it is to be printed."""
 
 _TO_SCALE: Final = 8
 """Up to this size a dim is drawn to scale."""
@@ -21,13 +23,25 @@ _ELEMENT_WIDTH: Final = 4
 """The least columns it takes, the border beside it included: about as wide as high."""
 
 
-def picture(layout: "Layout") -> str:
+def _plain(_box: int, text: str) -> str:
+    return text
+
+
+def picture(layout: "Layout", paint: Paint = _plain) -> str:
     """Draw which devices hold which part of a tensor.
 
     Every cell is one box: its rows stand to the left, its columns above, and in it the physical ids
     of all devices that hold it. The cells of a dim of up to 8 elements are drawn to scale. A tensor
     of one dim is one row; one of more than two dims is drawn as one grid of its last two dims for
     each block of the others.
+
+    Parameters
+    ----------
+    layout
+        What to draw.
+    paint
+        Given the number of a box and a piece of its cell, returns the piece as it is to be printed,
+        in colour for example.
 
     Examples
     --------
@@ -45,29 +59,43 @@ def picture(layout: "Layout") -> str:
         │               │
         └───────────────┘
     """
+    parts = [str(layout)]
+    shown = cells_of(layout)
+    if shown:
+        numbers = {box: number for number, box in enumerate(sorted(shown))}
+        sides = [sorted({box[dim] for box in shown}) for dim in range(len(layout.global_shape))]
+        grid = _Grid(sides[-2] if len(sides) > 1 else [], sides[-1] if sides else [], paint)
+        for outer in product(*sides[:-2]):
+            if outer:
+                parts.append(block_title(outer))
+            boxes = [outer + box for box in product(*sides[-2:])]
+            parts.append(grid.text([(numbers[box], ids_text(shown[box])) for box in boxes]))
+    return "\n".join([*parts, *notes(layout)])
+
+
+def cells_of(layout: "Layout") -> dict[Box, list[int]]:
+    """Return every box that is not empty, with the devices that hold it."""
     holders: dict[Box, list[int]] = {}
-    idle = []
     for device, box in layout.boxes().items():
         if box_size(box):
             holders.setdefault(box, []).append(device)
-        else:
-            idle.append(device)
-    parts = [str(layout)]
-    if holders:
-        shown = {box: ids_text(devices) for box, devices in holders.items()}
-        sides = [sorted({box[dim] for box in shown}) for dim in range(len(layout.global_shape))]
-        grid = _Grid(rows=sides[-2] if len(sides) > 1 else [], columns=sides[-1] if sides else [])
-        for outer in product(*sides[:-2]):
-            if outer:
-                parts.append(f"[{', '.join(f'{lo}:{hi}' for lo, hi in outer)}, :, :]")
-            parts.append(grid.text([shown[outer + box] for box in product(*sides[-2:])]))
-    if idle:
-        parts.append(f"nothing is held by {ids_text(idle)}")
+    return holders
+
+
+def block_title(outer: Box) -> str:
+    """Name the block of a tensor of more than two dims that one grid shows."""
+    return f"[{', '.join(f'{lo}:{hi}' for lo, hi in outer)}, :, :]"
+
+
+def notes(layout: "Layout") -> list[str]:
+    """Say what the cells cannot: who holds nothing, and what is pending."""
+    idle = [device for device, box in layout.boxes().items() if not box_size(box)]
+    lines = [f"nothing is held by {ids_text(idle)}"] if idle else []
     for partial in layout.spec.partials:
         assert isinstance(partial.axis, int), "layouts hold axes by number"
         axis = layout.mesh.axis_label(partial.axis)
-        parts.append(f"pending over axis {axis}: the {partial.op} of what its devices hold")
-    return "\n".join(parts)
+        lines.append(f"pending over axis {axis}: the {partial.op} of what its devices hold")
+    return lines
 
 
 def ids_text(ids: Sequence[int]) -> str:
@@ -92,18 +120,23 @@ def ids_text(ids: Sequence[int]) -> str:
 class _Grid:
     """Cells side by side, with the intervals of their rows and columns where the tensor has any."""
 
-    def __init__(self, rows: Sequence[_Interval], columns: Sequence[_Interval]) -> None:
+    def __init__(
+        self, rows: Sequence[_Interval], columns: Sequence[_Interval], paint: Paint
+    ) -> None:
+        self._paint = paint
         self._rows = rows
         self._columns = columns
         self._above = [f"{lo}:{hi}" for lo, hi in columns]
         self._beside = [f"{lo}:{hi}" for lo, hi in rows] or [""]
         self._margin = max(map(len, self._beside)) + bool(rows)
 
-    def text(self, cells: Sequence[str]) -> str:
-        """Draw the cells, given row by row."""
+    def text(self, cells: Sequence[tuple[int, str]]) -> str:
+        """Draw the cells, given row by row: the number of the box, and what stands in it."""
         per_row = max(len(self._columns), 1)
         lines = [cells[at : at + per_row] for at in range(0, len(cells), per_row)]
-        widths = self._widths([max(map(len, column)) for column in zip(*lines, strict=True)])
+        widths = self._widths(
+            [max(len(text) for _, text in column) for column in zip(*lines, strict=True)]
+        )
         drawn = []
         if self._above:
             labels = (label.center(w) for label, w in zip(self._above, widths, strict=True))
@@ -113,8 +146,10 @@ class _Grid:
             drawn.append(self._rule(corners, widths))
             for at in range(height):
                 middle = at == height // 2
-                texts = (cell if middle else "" for cell in line)
-                body = "│".join(t.center(width) for t, width in zip(texts, widths, strict=True))
+                body = "│".join(
+                    self._paint(number, (text if middle else "").center(width))
+                    for (number, text), width in zip(line, widths, strict=True)
+                )
                 drawn.append(f"{label if middle else '':{self._margin}}│{body}│")
             corners = "├┼┤"
         drawn.append(self._rule("└┴┘", widths))

@@ -1,0 +1,109 @@
+"""`shardspec show`: pictures of layouts in the terminal, as SVG and as HTML."""
+
+import xml.etree.ElementTree as ET
+from math import prod
+
+import pytest
+from click.testing import CliRunner
+
+from shardspec import DeviceMesh, Layout
+from shardspec.cli.main import cli
+
+ROWS = ("[S01,R]", "--mesh", "2x2", "--shape", "4x4")
+
+
+def run(*args, color=False):
+    return CliRunner().invoke(cli, ["show", *args], color=color)
+
+
+def test_piped_it_is_the_plain_picture():
+    done = run(*ROWS)
+    layout = Layout(DeviceMesh(range(4), (2, 2)), "[S01,R]", (4, 4), "float32")
+    assert (done.output, done.exit_code) == (f"{layout.picture()}\n", 0)
+
+
+def test_in_the_terminal_every_box_has_its_colour():
+    done = run(*ROWS, color=True)
+    colours = {part.split("m")[0] for part in done.output.split("\x1b[")[1:]}
+    assert len({colour for colour in colours if colour.startswith("48;2;")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "mesh", "shape", "cells"),
+    [
+        ("[S0]", "3", "7", 3),
+        ("[S0]", "5", "7", 4),  # the fifth holds nothing
+        ("[S10,S2]", "2x2x2", "8x6", 8),
+        ("[S0,R,S1]", "2x3", "4x1x5", 6),
+        ("[S0,S1,S2,S3]", "2x2x2x2", "3x3x3x3", 16),
+        ("[]", "2x2", "", 1),
+    ],
+)
+def test_svg_has_every_box_with_its_holders(tmp_path, spec, mesh, shape, cells):
+    path = tmp_path / "layout.svg"
+    done = run(spec, "--mesh", mesh, "--shape", shape, "-o", str(path))
+    assert (done.exit_code, done.output.startswith(f"{path}: {spec} of [")) == (0, True)
+    root = ET.fromstring(path.read_text("utf-8"))
+    name = "{http://www.w3.org/2000/svg}"
+    drawn = [rect for rect in root.iter(f"{name}rect") if rect.get("class") == "cell"]
+    assert len(drawn) == cells
+    assert len({rect.get("fill") for rect in drawn}) == cells
+    sizes = tuple(map(int, mesh.split("x")))
+    layout = Layout(
+        DeviceMesh(range(prod(sizes)), sizes),
+        spec,
+        tuple(map(int, shape.split("x"))) if shape else (),
+        "float32",
+    )
+    titles = {str(title.text) for rect in drawn for title in rect.iter(f"{name}title")}
+    for device, box in layout.boxes().items():
+        where = "[" + ", ".join(f"{lo}:{hi}" for lo, hi in box) + "]"
+        held = [title for title in titles if title.startswith(f"{where} on ")]
+        empty = any(lo == hi for lo, hi in box)
+        assert len(held) == (0 if empty else 1), device
+    # Cells do not lie on each other.
+    places = {(rect.get("x"), rect.get("y")) for rect in drawn}
+    assert len(places) == cells
+
+
+def test_html_is_one_page_without_anything_from_outside(tmp_path):
+    path = tmp_path / "layout.html"
+    assert run(*ROWS, "-o", str(path)).exit_code == 0
+    page = path.read_text("utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert page.count('class="cell"') == 4
+    assert "src=" not in page
+    assert "href=" not in page
+
+
+def test_notebooks_show_the_picture():
+    layout = Layout(DeviceMesh(range(4), (2, 2)), "[S01,R]", (4, 4), "float32")
+    assert layout._repr_html_().count('class="cell"') == 4
+    many = Layout(DeviceMesh(range(5000), (5000,)), "[S0]", (5000,), "float32")
+    assert many._repr_html_() == "<code>[S0] of [5000] float32 on 5000</code>"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        ((*ROWS, "-o", "layout.png"), 2, "ends in .svg or .html"),
+        ((*ROWS, "-o", "nowhere/layout.svg"), 3, "cannot be written"),
+        (("[S0]", "--mesh", "100x100", "--shape", "4"), 2, "too large to draw; up to 4096 can be"),
+        (("[S0,R]", "--mesh", "2", "--shape", "4"), 2, "is for 2 dims, but the tensor"),
+    ],
+)
+def test_bad_input(tmp_path, monkeypatch, args, code, message):
+    monkeypatch.chdir(tmp_path)
+    done = run(*args)
+    assert done.exit_code == code
+    assert message in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_file_is_kept(tmp_path):
+    path = tmp_path / "layout.svg"
+    path.write_text("mine")
+    done = run(*ROWS, "-o", str(path))
+    assert (done.exit_code, path.read_text()) == (3, "mine")
+    assert run(*ROWS, "-o", str(path), "--force").exit_code == 0
+    assert path.read_text().startswith("<svg ")
