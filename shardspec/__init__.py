@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardspec.layout.rules import match_rules
     from shardspec.layout.spec import DimSpec, ShardingSpec
     from shardspec.mesh import DeviceMesh
+    from shardspec.tracing import trace
 
 _HOME: Final = {
     "ConversionPlan": "shardspec.layout.plan",
@@ -40,6 +41,7 @@ _HOME: Final = {
     "match_rules": "shardspec.layout.rules",
     "merge": "shardspec.checkpoint.merge",
     "save_sharded": "shardspec.checkpoint.save",
+    "trace": "shardspec.tracing",
 }
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "match_rules",
     "merge",
     "save_sharded",
+    "trace",
 ]
 
 

@@ -1,20 +1,26 @@
 """Plans carried out: every step by the communicator of the mesh it happens on."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
 
 import torch
 
 from shardspec.boxes import Box
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.steps import Step
+from shardspec.comm.steps import AllReduce, ReduceScatter, Step, backward
 from shardspec.layout.cross import common_mesh
 from shardspec.layout.layout import Layout
+from shardspec.layout.move_cost import step_bytes, step_seconds
 from shardspec.layout.plan import ConversionPlan
+from shardspec.tracing import StepRecord, log_from_environment, observers, report
 
-__all__ = ["agree_on", "run_plan", "run_step"]
+__all__ = ["agree_on", "run_plan", "run_step", "undo_plan"]
+
+log_from_environment()
 
 
 def run_plan(
@@ -44,9 +50,81 @@ def run_plan(
     """
     agree_on(plan, communicator)
     held = dict(shards)
-    for step, (before, after) in zip(plan.steps, pairwise(plan.layouts), strict=True):
+    watched = observers()
+    for number, (before, after) in enumerate(pairwise(plan.layouts)):
+        step = plan.steps[number]
+        if watched is None:
+            held = run_step(step, communicator, held, before, after)
+            continue
+        started = time.perf_counter()
         held = run_step(step, communicator, held, before, after)
+        seconds = _elapsed(started, held)
+        report(
+            StepRecord(
+                step,
+                before,
+                after,
+                communicator.on(common_mesh(before.mesh, after.mesh)).addressable,
+                started,
+                seconds,
+                plan.step_seconds[number],
+                plan.step_bytes[number],
+                backward=False,
+            ),
+            watched,
+        )
     return held
+
+
+def undo_plan(
+    plan: ConversionPlan, communicator: Communicator, grads: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Carry the gradients of a plan's result back to its source, its steps undone in reverse.
+
+    Parameters
+    ----------
+    plan, communicator
+        As for `run_plan`; what finishes a reduction does so by sum or avg.
+    grads
+        The gradient of the shard of every addressable device of the target's mesh.
+    """
+    held = dict(grads)
+    watched = observers()
+    for number in reversed(range(len(plan.steps))):
+        step, before, after = plan.steps[number], plan.layouts[number], plan.layouts[number + 1]
+        started = time.perf_counter()
+        undo = backward(step)
+        if undo is not None:
+            held = run_step(undo, communicator, held, after, before)
+        if isinstance(step, ReduceScatter | AllReduce) and step.op == "avg":
+            addends = prod(before.mesh.shape[axis] for axis in step.axes)
+            held = {device: grad / addends for device, grad in held.items()}
+        if undo is not None and watched is not None:
+            model = plan.model if plan.target_model is None else plan.model_between(after, before)
+            plain = before.with_spec(before.spec.without_partial())
+            report(
+                StepRecord(
+                    undo,
+                    after,
+                    before,
+                    communicator.on(common_mesh(before.mesh, after.mesh)).addressable,
+                    started,
+                    _elapsed(started, held),
+                    step_seconds(undo, after, plain, model),
+                    step_bytes(undo, after, plain),
+                    backward=True,
+                ),
+                watched,
+            )
+    return held
+
+
+def _elapsed(started: float, held: Mapping[int, torch.Tensor]) -> float:
+    """Return the seconds since then, once the devices are done too."""
+    for shard in held.values():
+        if shard.is_cuda:
+            torch.cuda.synchronize(shard.device)
+    return time.perf_counter() - started
 
 
 def agree_on(plan: ConversionPlan, communicator: Communicator, note: str = "") -> None:

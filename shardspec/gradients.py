@@ -3,17 +3,15 @@
 Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.dtensor`.
 """
 
-from itertools import pairwise
-from math import prod
 from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.steps import AllReduce, ReduceScatter, backward
+from shardspec.comm.steps import AllReduce, ReduceScatter
 from shardspec.errors import LayoutError
-from shardspec.execution import run_plan, run_step
+from shardspec.execution import run_plan, undo_plan
 from shardspec.layout.plan import ConversionPlan
 
 __all__ = ["Convert", "GradientsBy", "OneOfEqual", "check_differentiable"]
@@ -38,15 +36,7 @@ class Convert(torch.autograd.Function):
         plan, communicator = ctx.plan, ctx.communicator
         at_target = communicator.on(plan.target.mesh)
         held = dict(zip(at_target.addressable, grads, strict=True))
-        moves = zip(plan.steps, pairwise(plan.layouts), strict=True)
-        for step, (before, after) in reversed(list(moves)):
-            undo = backward(step)
-            if undo is not None:
-                held = run_step(undo, communicator, held, after, before)
-            if isinstance(step, ReduceScatter | AllReduce) and step.op == "avg":
-                addends = prod(before.mesh.shape[axis] for axis in step.axes)
-                held = {device: grad / addends for device, grad in held.items()}
-        return (None, None, *held.values())
+        return (None, None, *undo_plan(plan, communicator, held).values())
 
 
 class GradientsBy(torch.autograd.Function):

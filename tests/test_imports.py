@@ -20,7 +20,7 @@ LAYERS = [
     {"mesh"},
     {"comm"},
     {"layout"},
-    {"interop"},
+    {"interop", "tracing"},
     {"execution"},
     {"gradients"},
     {"dtensor"},

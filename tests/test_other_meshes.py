@@ -106,7 +106,9 @@ def test_gradient_passes_where_the_devices_are_the_same():
         for device in here.ids:
             box = tensor.layout.box(device)
             expected = weights[tuple(slice(lo, hi) for lo, hi in box)]
-            assert torch.equal(tensor.shards[device].grad, expected), (source, target, device)
+            found = tensor.shards[device].grad
+            assert found is not None
+            assert torch.equal(found, expected), (source, target, device)
 
 
 def test_gradient_to_other_devices_is_refused():

@@ -52,7 +52,7 @@ class ConversionPlan:
         """Modelled seconds of every step."""
         moves = zip(self.steps, pairwise(self.layouts), strict=True)
         return tuple(
-            step_seconds(step, *layouts, self._model_between(*layouts)) for step, layouts in moves
+            step_seconds(step, *layouts, self.model_between(*layouts)) for step, layouts in moves
         )
 
     @property
@@ -81,7 +81,7 @@ class ConversionPlan:
         """The most bytes a device holds at once."""
         return max(self.live_bytes, default=self.source.max_local_bytes)
 
-    def _model_between(self, before: Layout, after: Layout) -> CostModel:
+    def model_between(self, before: Layout, after: Layout) -> CostModel:
         """Return what a step from one layout to the next is priced by."""
         if self.target_model is None or after.mesh == self.source.mesh:
             return self.model

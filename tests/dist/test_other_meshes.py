@@ -69,7 +69,8 @@ def _move(rank: int) -> tuple[int, list[str]]:
     (moved.to_global() * weights).sum().backward()
     tried += 1
     box = tensor.layout.box(rank)
-    if not torch.equal(tensor.to_local().grad, weights[tuple(slice(*side) for side in box)]):
+    found = tensor.to_local().grad
+    if found is None or not torch.equal(found, weights[tuple(slice(*side) for side in box)]):
         wrong.append("gradient")
     return tried, wrong
 

@@ -1,6 +1,7 @@
 """Plans between meshes: the cheapest, by looking at every way; and what they move and hold."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,8 @@ def by_hand(before, after, model):
     both = common_mesh(before.mesh, after.mesh)
     held, wanted = before.boxes(), after.boxes()
     sent = dict.fromkeys(both.ids, 0)
-    sends, gets = {d: [] for d in both.ids}, {d: [] for d in both.ids}
+    sends: dict[int, list[Any]] = {d: [] for d in both.ids}
+    gets: dict[int, list[Any]] = {d: [] for d in both.ids}
 
     def apart(a, b):
         here, there = both.coordinates(a), both.coordinates(b)

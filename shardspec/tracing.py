@@ -1,0 +1,213 @@
+"""What conversions do, step by step: measured beside predicted, as a table, a trace or log lines.
+
+A trace is open for the length of a ``with`` block and records every step that this process carries
+out meanwhile. ``SHARDSPEC_LOG=debug`` in the environment, or a handler of one's own on the logger
+"shardspec", writes a line a step instead.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shardspec.comm.steps import Step
+from shardspec.errors import ShardSpecError
+from shardspec.layout.layout import Layout
+from shardspec.layout.plan_text import step_text
+from shardspec.text import bytes_text, seconds_text, table_text
+
+__all__ = ["StepRecord", "Trace", "log_from_environment", "observers", "report", "trace"]
+
+LOGGER: Final = logging.getLogger("shardspec")
+_LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step as it was carried out in this process."""
+
+    step: Step
+    """What was done."""
+    before: Layout
+    after: Layout
+    devices: tuple[int, ...]
+    """Physical ids that this process holds."""
+    started_s: float
+    """When it began, on the clock of `time.perf_counter`."""
+    seconds: float
+    """How long it took here, waiting for others included."""
+    predicted_seconds: float
+    """What the cost model says."""
+    num_bytes: int
+    """Bytes that the busiest device receives."""
+    backward: bool
+    """Whether it carried a gradient back."""
+
+    def __str__(self) -> str:
+        way = "gradient: " if self.backward else ""
+        return (
+            f"{way}{step_text(self.step)}, {self.before.labelled_spec} → "
+            f"{self.after.labelled_spec} of {list(self.before.global_shape)} {self.before.dtype}, "
+            f"{bytes_text(self.num_bytes)} in {seconds_text(self.seconds)}"
+        )
+
+
+class Trace:
+    """The steps that were carried out while it was open; see `trace`."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        """In the order in which they began."""
+        self.opened = time.perf_counter()
+        """When the trace was opened, on the clock of `time.perf_counter`."""
+
+    def add(self, record: StepRecord) -> None:
+        """Take a record."""
+        self.records.append(record)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self) -> str:
+        """Return a table: a row per step, then the totals."""
+        if not self.records:
+            return "no step was carried out"
+        rows = [
+            [
+                ("← " if record.backward else "") + step_text(record.step),
+                str(record.before.labelled_spec),
+                str(record.after.labelled_spec),
+                bytes_text(record.num_bytes),
+                seconds_text(record.seconds),
+                seconds_text(record.predicted_seconds),
+            ]
+            for record in self.records
+        ]
+        footer = [
+            f"{len(rows)} step{'' if len(rows) == 1 else 's'}",
+            "",
+            "",
+            bytes_text(sum(record.num_bytes for record in self.records)),
+            seconds_text(sum(record.seconds for record in self.records)),
+            seconds_text(sum(record.predicted_seconds for record in self.records)),
+        ]
+        header = ["step", "from", "to", "receives", "measured", "predicted"]
+        return table_text(header, rows, footer=footer, numbers_from=3)
+
+    def as_chrome(self) -> dict[str, object]:
+        """Return the trace in the form that Perfetto and Chrome's about:tracing read.
+
+        One process a rank, or a simulated mesh; times in microseconds. The form is that of the
+        "Trace Event Format", complete events (``ph: X``).
+        """
+        return {
+            "displayTimeUnit": "ms",
+            "traceEvents": [
+                {
+                    "name": step_text(record.step),
+                    "cat": "gradient" if record.backward else "conversion",
+                    "ph": "X",
+                    "ts": (record.started_s - self.opened) * 1e6,
+                    "dur": record.seconds * 1e6,
+                    "pid": record.devices[0] if record.devices else -1,
+                    "tid": 0,
+                    "args": {
+                        "from": str(record.before.labelled_spec),
+                        "to": str(record.after.labelled_spec),
+                        "shape": list(record.before.global_shape),
+                        "dtype": record.before.dtype,
+                        "mesh": str(record.before.mesh),
+                        "bytes_received": record.num_bytes,
+                        "predicted_us": record.predicted_seconds * 1e6,
+                    },
+                }
+                for record in self.records
+            ],
+        }
+
+    def save(self, path: Path | str) -> None:
+        """Write `as_chrome` as JSON; in a job, each rank names a file of its own.
+
+        Raises
+        ------
+        ShardSpecError
+            If the file cannot be written.
+        """
+        try:
+            Path(path).write_text(json.dumps(self.as_chrome()), encoding="utf-8")
+        except OSError as error:
+            raise ShardSpecError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+_OPEN: Final[ContextVar[tuple[Trace, ...]]] = ContextVar("shardspec traces", default=())
+
+
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Record every step that this process carries out inside the block.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from shardspec import DeviceMesh, DTensor
+    >>> tensor = DTensor(torch.ones(4, 4), DeviceMesh(range(4), (2, 2)), "[S0,R]")
+    >>> with trace() as steps:
+    ...     _ = tensor.redistribute("[R,S0]")
+    >>> [(str(record.step), record.num_bytes) for record in steps.records]
+    [('AllToAll(src_dim=0, dst_dim=1, src_axes=(0,), dst_axes=(0,))', 16)]
+    """
+    opened = Trace()
+    token = _OPEN.set((*_OPEN.get(), opened))
+    try:
+        yield opened
+    finally:
+        _OPEN.reset(token)
+
+
+def observers() -> tuple[Trace, ...] | None:
+    """Return the open traces, or None where nobody wants to know, not even the log."""
+    opened = _OPEN.get()
+    return opened if opened or LOGGER.isEnabledFor(logging.DEBUG) else None
+
+
+def report(record: StepRecord, traces: Sequence[Trace]) -> None:
+    """Hand a record to open traces and the log.
+
+    Parameters
+    ----------
+    record
+        What was done.
+    traces
+        Who takes it.
+    """
+    for opened in traces:
+        opened.add(record)
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        rank = ",".join(map(str, record.devices[:4])) + (",…" if len(record.devices) > 4 else "")
+        LOGGER.debug("rank %s: %s", rank or "none", record)
+
+
+def log_from_environment() -> None:
+    """Write the log to standard error where ``SHARDSPEC_LOG`` asks for it.
+
+    Raises
+    ------
+    ShardSpecError
+        If it names no level.
+    """
+    wanted = os.environ.get("SHARDSPEC_LOG", "").lower()
+    if not wanted or LOGGER.handlers:
+        return
+    if wanted not in _LEVELS:
+        raise ShardSpecError(f"SHARDSPEC_LOG={wanted}: use one of {', '.join(_LEVELS)}")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("shardspec %(levelname)s %(message)s"))
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(_LEVELS[wanted])

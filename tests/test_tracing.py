@@ -1,0 +1,156 @@
+"""Traces of conversions: what was done, what was measured, what was predicted."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import shardspec
+from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter
+from shardspec.comm.steps import AllGather, AllToAll, Exchange, ReduceScatter
+from shardspec.errors import ShardSpecError
+from shardspec.tracing import log_from_environment
+
+MESH = DeviceMesh(range(6), (2, 3), axis_names=("dp", "tp"))
+
+
+def halves():
+    return DTensor(torch.arange(72.0).reshape(6, 12), MESH, "[S(dp),R]")
+
+
+def test_every_step_is_recorded_with_what_the_plan_says():
+    tensor = halves()
+    plan = LayoutConverter().plan(tensor.layout, "[R,S(tp,dp)]")
+    with shardspec.trace() as trace:
+        tensor.convert(plan)
+    assert [record.step for record in trace.records] == list(plan.steps)
+    assert [record.after for record in trace.records] == list(plan.layouts[1:])
+    assert [record.num_bytes for record in trace.records] == list(plan.step_bytes)
+    assert [r.predicted_seconds for r in trace.records] == list(plan.step_seconds)
+    assert all(record.seconds > 0 for record in trace.records)
+    assert all(record.devices == MESH.ids for record in trace.records)
+    assert not any(record.backward for record in trace.records)
+
+
+def test_nothing_is_recorded_outside_the_block():
+    with shardspec.trace() as trace:
+        pass
+    halves().redistribute("[R,R]")
+    assert trace.records == []
+    assert str(trace) == "no step was carried out"
+
+
+def test_blocks_may_be_nested():
+    with shardspec.trace() as outer:
+        halves().redistribute("[R,R]")
+        with shardspec.trace() as inner:
+            halves().redistribute("[R,S(dp)]")
+    assert [type(record.step) for record in inner.records] == [AllToAll]
+    assert [type(record.step) for record in outer.records] == [AllGather, AllToAll]
+
+
+def test_gradients_are_recorded_as_such():
+    tensor = DTensor(torch.ones(6, 12, requires_grad=True), MESH, "[S(dp),R]")
+    with shardspec.trace() as trace:
+        tensor.redistribute("[R,S(dp)]").shards[0].sum().backward()
+    forward, back = trace.records
+    assert (forward.backward, back.backward) == (False, True)
+    assert (back.before, back.after) == (forward.after, forward.before)
+    assert back.num_bytes == forward.num_bytes
+    assert back.predicted_seconds == pytest.approx(forward.predicted_seconds)
+
+
+def test_gradient_of_a_pending_sum_is_priced_without_the_reduction():
+    ones = {device: torch.ones(600, 12, requires_grad=True) for device in range(6)}
+    tensor = DTensor.from_local(ones, DeviceMesh(range(6), (6,)), "[R,R|P0]")
+    with shardspec.trace() as trace:
+        tensor.redistribute("[S0,R]").shards[0].sum().backward()
+    kinds = [type(record.step) for record in trace.records]
+    assert kinds == [ReduceScatter, AllGather]
+    assert trace.records[1].num_bytes == 500 * 12 * 4
+    assert trace.records[1].after.spec == tensor.layout.spec
+
+
+def test_moves_to_other_meshes_are_recorded():
+    with shardspec.trace() as trace:
+        halves().redistribute("[S0,R]", device_mesh=DeviceMesh(range(6, 9), (3,)))
+    (record,) = trace.records
+    assert record.step == Exchange(())
+    assert record.num_bytes == 2 * 12 * 4
+    assert record.devices == tuple(range(9))
+
+
+def test_table_lists_steps_and_totals():
+    with shardspec.trace() as trace:
+        halves().redistribute("[R,S(dp)]")
+        halves().redistribute("[R,R]")
+    lines = trace.table().splitlines()
+    assert lines[0].split() == ["step", "from", "to", "receives", "measured", "predicted"]
+    assert lines[2].startswith("all-to-all dim 0 → 1   [S(dp),R]   [R,S(dp)]")
+    assert lines[3].startswith("all-gather dim 0       [S(dp),R]   [R,R]")
+    assert lines[-1].split()[:4] == ["2", "steps", "216", "B"]
+
+
+def test_chrome_trace(tmp_path):
+    with shardspec.trace() as trace:
+        halves().redistribute("[R,S(dp)]")
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
+    (event,) = events
+    assert (event["name"], event["ph"], event["cat"]) == (
+        "all-to-all dim 0 → 1",
+        "X",
+        "conversion",
+    )
+    assert event["dur"] == pytest.approx(trace.records[0].seconds * 1e6)
+    assert event["ts"] >= 0
+    assert event["args"]["from"] == "[S(dp),R]"
+    assert event["args"]["bytes_received"] == trace.records[0].num_bytes == 72
+    with pytest.raises(ShardSpecError, match="cannot be written: No such file or directory"):
+        trace.save(tmp_path / "nowhere" / "trace.json")
+
+
+def test_log_has_a_line_a_step(caplog):
+    with caplog.at_level(logging.DEBUG, logger="shardspec"):
+        halves().redistribute("[R,S(dp)]")
+    (line,) = caplog.messages
+    assert line.startswith(
+        "rank 0,1,2,3,…: all-to-all dim 0 → 1, [S(dp),R] → [R,S(dp)] of [6, 12] float32, 72 B in "
+    )
+    assert len(caplog.records) == 1
+
+
+def test_environment_turns_the_log_on():
+    code = (
+        "import torch\n"
+        "from shardspec import DeviceMesh, DTensor\n"
+        "DTensor(torch.ones(4), DeviceMesh([0, 1], (2,)), '[S0]').redistribute('[R]')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "SHARDSPEC_LOG": "debug"},
+        check=True,
+    )
+    assert done.stderr.startswith(
+        "shardspec DEBUG rank 0,1: all-gather dim 0, [S0] → [R] of [4] float32, 8 B in "
+    )
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_environment_with_an_unknown_level(monkeypatch):
+    monkeypatch.setenv("SHARDSPEC_LOG", "loud")
+    with pytest.raises(ShardSpecError, match="SHARDSPEC_LOG=loud: use one of debug, info, warning"):
+        log_from_environment()
+
+
+def test_results_are_the_same_while_traced():
+    tensor = halves()
+    with shardspec.trace():
+        traced = tensor.redistribute("[R,S(tp)]")
+    assert traced.layout == Layout(MESH, "[R,S(tp)]", (6, 12), "float32")
+    assert torch.equal(traced.to_global(), tensor.to_global())
