@@ -21,6 +21,7 @@ __all__ = ["cli", "main"]
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "convert": ("shardspec.cli.convert", "Say a spec in the words of torch, JAX and others."),
     "cost": ("shardspec.cli.cost", "Say what conversions between many pairs of specs cost."),
+    "graph": ("shardspec.cli.graph", "Draw the specs and the steps among them, and a plan's path."),
     "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "merge": ("shardspec.cli.merge", "Write the whole tensors of a checkpoint into one file."),
     "plan": ("shardspec.cli.plan", "Plan the cheapest conversion between two specs, on paper."),

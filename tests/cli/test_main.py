@@ -34,7 +34,7 @@ def test_help_lists_the_commands():
 
 
 def test_the_commands_known_at_first_are_there():
-    assert {"cost", "inspect", "merge", "plan", "presets"} < set(COMMANDS)
+    assert {"cost", "graph", "inspect", "merge", "plan", "presets"} < set(COMMANDS)
 
 
 def test_the_help_of_each_command_agrees_with_its_line_in_the_list_and_has_examples():

@@ -1,0 +1,182 @@
+"""The command `shardspec graph`."""
+
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from shardspec.cli.main import cli
+from shardspec.comm.cost import CostModel
+from shardspec.comm.presets import link_preset
+from shardspec.layout.converter import LayoutConverter
+from shardspec.layout.drawing import dot_text, draw_transitions
+from shardspec.layout.graph_svg import svg_text
+from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+
+PATH = [
+    *("[S(tp,dp),R]", "[R,S(tp)]", "--mesh", "dp=2,tp=4", "--shape", "4096x4096"),
+    *("--dtype", "bf16", "--links", "ib-ndr-per-gpu,h100-nvswitch"),
+]
+PLAIN = ["--mesh", "2x3", "--dims", "2"]
+
+
+def run(*args):
+    return CliRunner().invoke(cli, ["graph", *map(str, args)], prog_name="shardspec")
+
+
+def path_drawing():
+    mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
+    model = CostModel((2, 4), (link_preset("ib-ndr-per-gpu"), link_preset("h100-nvswitch")))
+    layout = Layout(mesh, "[S10,R]", (4096, 4096), "bf16")
+    return draw_transitions(mesh, 2, LayoutConverter(model).plan(layout, "[R,S1]"))
+
+
+def test_dot_is_printed():
+    result = run(*PLAIN)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == dot_text(draw_transitions(DeviceMesh(range(6), (2, 3)), 2))
+    assert run(*PATH).stdout == dot_text(path_drawing())
+
+
+@pytest.mark.parametrize("name", ["a.dot", "a.gv", "a.svg", "a.SVG"])
+def test_files_by_the_end_of_their_name(tmp_path, name):
+    result = run(*PATH, "-o", tmp_path / name)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == (
+        f"{tmp_path / name}: [S(tp,dp),R] → [R,S(tp)], 129 µs; 11 specs of 2 dims on mesh "
+        "dp=2,tp=4\n"
+    )
+    write = svg_text if name.lower().endswith("svg") else dot_text
+    assert (tmp_path / name).read_text("utf-8") == write(path_drawing())
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    if write is svg_text:
+        ElementTree.parse(tmp_path / name)
+
+
+def test_a_file_is_replaced_only_on_demand(tmp_path):
+    path = tmp_path / "a.svg"
+    path.write_text("mine")
+    result = run(*PLAIN, "-o", path)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr == (
+        f"Error: {path}: exists; choose another name, or overwrite it with --force (force=True)\n"
+    )
+    assert path.read_text() == "mine"
+    assert run(*PLAIN, "-o", path, "--force").exit_code == 0
+    assert path.read_text().startswith("<svg ")
+
+
+def test_a_directory_that_is_not_there(tmp_path):
+    result = run(*PLAIN, "-o", tmp_path / "no" / "a.svg")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr == (
+        f"Error: {tmp_path / 'no' / 'a.svg'}: cannot be written: No such file or directory\n"
+    )
+
+
+def test_json(tmp_path):
+    result = run(*PATH, "--json")
+    assert json.loads(result.stdout) == path_drawing().as_dict()
+    assert [edge["target"] for edge in path_drawing().as_dict()["path"]] == (
+        ["[S(tp),R]", "[R,S(tp)]"]
+    )
+    both = run(*PATH, "--json", "-o", tmp_path / "a.dot")
+    assert both.stdout == result.stdout
+    assert (tmp_path / "a.dot").read_text("utf-8") == dot_text(path_drawing())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--mesh 2x2", "nothing to draw; give --dims, or FROM, TO and --shape"),
+        (
+            "--mesh 2x2 --dims 2 --shape 4x4",
+            "--shape is for the path; give FROM and TO too, or leave it out",
+        ),
+        ("[S0] --mesh 2 --shape 4", "1 spec where two are needed, FROM and TO"),
+        ("[S0] [R] [R] --mesh 2 --shape 4", "3 specs where two are needed, FROM and TO"),
+        (
+            "[S0] [R] --mesh 2 --dims 1",
+            "a path from FROM to TO depends on the tensor; give its --shape",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --dims 1",
+            "--dims follows from FROM and TO; leave it out",
+        ),
+        ("--mesh 2 --dims -1", "Invalid value for '--dims': -1 is not in the range x>=0"),
+        (
+            "--mesh 2 --dims 1 -o a.png",
+            "Invalid value for '-o' / '--output': a.png: .png needs Graphviz; write a.dot, then "
+            "'dot -Tpng a.dot -o a.png'",
+        ),
+        (
+            "--mesh 2 --dims 1 -o a.jpg",
+            "Invalid value for '-o' / '--output': a.jpg: give a name that ends in .dot, .gv, .svg",
+        ),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(args, message):
+    result = run(*args.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"Error: {message}; see 'shardspec graph -h'\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            "--mesh 2x2x2x2x2 --dims 4",
+            "12341 specs (mesh 2x2x2x2x2, 4 dims) are too many to draw, the limit is 1500; draw "
+            "fewer mesh axes or dims",
+        ),
+        (
+            "--mesh 2x2x2x2 --dims 2 -o OUT.svg",
+            "261 specs are too many for one picture, the limit is 200; write a .dot file, or draw "
+            "fewer mesh axes or dims",
+        ),
+        (
+            "[S0] [R|P0] --mesh 2 --shape 4",
+            "cannot convert [S0] to [R|P0]: the target wants a pending sum that the source lacks; "
+            "a conversion only finishes reductions, it never starts one",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4x4",
+            "spec [S0] is for 1 dim, but the tensor of shape (4, 4) has 2 dims",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line_and_exit_code_2(tmp_path, args, message):
+    result = run(*(word.replace("OUT", str(tmp_path / "out")) for word in args.split()))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"Error: {message}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_has_examples_that_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = run("-h").stdout
+    examples = text.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(examples) == 4
+    for line in examples:
+        words = [word.strip('"') for word in line.split()]
+        assert words[:2] == ["shardspec", "graph"]
+        result = run(*words[2:])
+        assert (result.exit_code, result.stderr) == (0, ""), line
+    assert {path.name for path in tmp_path.iterdir()} == {"graph.svg", "path.svg", "path.dot"}
+
+
+def test_needs_no_torch():
+    script = (
+        "import sys\n"
+        "from shardspec.cli.main import cli\n"
+        f"try: cli(['graph', *{PLAIN}])\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run(*PLAIN).stdout
