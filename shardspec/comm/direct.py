@@ -6,6 +6,7 @@ no copies on the way. Where rows are so short that fetching each by itself is sl
 lie in is read through a small buffer.
 """
 
+import errno
 import struct
 import time
 import zlib
@@ -16,7 +17,7 @@ from typing import Final
 
 import torch
 
-from shardspec.boxes import box_shape, slices_within
+from shardspec.boxes import Box, box_shape, box_size, slices_within
 from shardspec.comm.carrier import keep_own_part
 from shardspec.comm.chunks import chunks
 from shardspec.comm.failures import ranks
@@ -30,9 +31,8 @@ from shardspec.errors import CommunicatorError
 __all__ = ["BUFFER_BYTES", "Direct", "join_host"]
 
 BUFFER_BYTES: Final = 1 << 20
-"""The most that lies in a buffer at once."""
-_ADDENDS_BYTES: Final = 256 << 10
-"""How much of each addend is combined at once: both fit into a core's own cache."""
+"""The most that lies in a buffer at once. Of addends it is how much is combined at once: about what
+a core's own cache holds; less costs more in calls than it saves."""
 _RUN_BYTES: Final = 6 << 10
 """Fetching a run of bytes by itself costs as much time as reading so many in passing: 0.4 µs."""
 _READ: Final = b"read"
@@ -92,36 +92,42 @@ class Direct:
         op: ReduceOp,
     ) -> None:
         """Fill the result with what the addends of all members come to; see `Carrier`."""
+        shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         with self._serving(what, role, shard) as deadline:
             there = {
                 peer: self._receive(what, peer, parts[0], shard, deadline)
                 for peer, parts in _by_peer(role).items()
             }
-            for box in chunks(role.wanted, _ADDENDS_BYTES // shard.element_size()):
+            most = max(1, min(box_size(role.wanted), BUFFER_BYTES // shard.element_size()))
+            buffer, copy = shard.new_empty(most), shard.new_empty(most if shares else 0)
+            for box in chunks(role.wanted, most):
                 place = result[slices_within(box, role.wanted)]
                 own = shard[slices_within(box, role.held)]
-                if place.data_ptr() == own.data_ptr():
-                    own = own.clone()  # the result takes its place, and it may not be the first
-                buffer = torch.empty_like(place, memory_format=torch.contiguous_format)
-
-                def addends(
-                    place: torch.Tensor = place,
-                    own: torch.Tensor = own,
-                    buffer: torch.Tensor = buffer,
-                    box: tuple[tuple[int, int], ...] = box,
-                ) -> Iterator[torch.Tensor]:
-                    for at, part in enumerate(role.incoming):
-                        if part.peer == role.device:
-                            yield own
-                            continue
-                        into = buffer if at else place
-                        source = _part_of(there[part.peer], Incoming(part.peer, box, part.held))
-                        self._fetch(part.peer, source, into)
-                        yield into
-
-                combine_into(place, addends(), op)
+                if shares:  # the result takes its place, and it may not be the first
+                    own = copy[: own.numel()].view(own.shape).copy_(own)
+                into = buffer[: place.numel()].view(place.shape)
+                combine_into(place, self._addends(role, there, box, own, place, into), op)
             for peer in there:
                 self._links[peer].send(_READ)
+
+    def _addends(
+        self,
+        role: Role,
+        there: Mapping[int, Region],
+        box: Box,
+        own: torch.Tensor,
+        place: torch.Tensor,
+        buffer: torch.Tensor,
+    ) -> Iterator[torch.Tensor]:
+        """Yield every member's addend of a box in their order: the first in its place."""
+        for at, part in enumerate(role.incoming):
+            if part.peer == role.device:
+                yield own
+            else:
+                into = buffer if at else place
+                source = _part_of(there[part.peer], Incoming(part.peer, box, part.held))
+                self._fetch(part.peer, source, into)
+                yield into
 
     @contextmanager
     def _serving(self, what: object, role: Role, shard: torch.Tensor) -> Iterator[float]:
@@ -142,13 +148,16 @@ class Direct:
                 note = self._links[peer].receive(deadline)
                 assert note == _READ, "notes of one peer come in its order"
         except BaseException as error:
+            peers = {*sources, *readers}
+            ended = [peer for peer in peers if self._links[peer].has_ended()]
             for link in self._links.values():
                 link.close()
-            if isinstance(error, CommunicatorError):
-                raise CommunicatorError(
-                    f"{what} with {ranks({*sources, *readers})} failed: {error}"
-                ) from error.__cause__
-            raise
+            if not isinstance(error, CommunicatorError):
+                raise
+            gone = f"; {ranks(ended)} have ended or given up" if len(ended) > 1 else ""
+            raise CommunicatorError(
+                f"{what} with {ranks(peers)} failed: {error}{gone}"
+            ) from error.__cause__
 
     def _receive(
         self, what: object, peer: int, part: Incoming, shard: torch.Tensor, deadline: float
@@ -175,9 +184,8 @@ class Direct:
             else:
                 self._fetch_span(peer, source, place)
         except OSError as error:
-            raise CommunicatorError(
-                f"the memory of rank {peer} cannot be read: {error.strerror}"
-            ) from error
+            why = "it has ended" if error.errno == errno.ESRCH else error.strerror
+            raise CommunicatorError(f"the memory of rank {peer} cannot be read: {why}") from error
 
     def _fetch_span(self, peer: int, source: Region, place: torch.Tensor) -> None:
         """Read the whole stretch in which rows lie, so much at a time as fits the buffer."""

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box, slices_within
+from shardspec.boxes import Box, box_size, slices_within
 from shardspec.comm.carrier import keep_own_part
 from shardspec.comm.chunks import chunks
 from shardspec.comm.failures import failing
@@ -34,6 +34,8 @@ _LEAST_BYTES: Final = 256 << 10
 
 Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
+Boxes: TypeAlias = list[tuple[int, Box]]
+"""Pairs of peer and box."""
 
 
 class Messages:
@@ -41,105 +43,122 @@ class Messages:
 
     def move(self, what: object, role: Role, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Fill the result with what comes in, and send what others want; see `Carrier`."""
-        line = _Line(what, role)
-        for sends, receives in _rounds(role, shard.element_size()):
-            line.make_room()
-            places = [(peer, result[slices_within(box, role.wanted)]) for peer, box in receives]
-            arriving = [
-                (peer, place if place.is_contiguous() else _buffer(place)) for peer, place in places
-            ]
-            late = [
-                partial(place.copy_, buffer)
-                for (_, place), (_, buffer) in zip(places, arriving, strict=True)
-                if place is not buffer
-            ]
-            line.post(_parts(role, shard, sends), arriving, late)
+        line = _Line(what, role, shard)
+        for sends, receives in line.rounds():
+            arriving, late = [], []
+            for peer, box in receives:
+                place = result[slices_within(box, role.wanted)]
+                if place.is_contiguous():
+                    arriving.append((peer, place))
+                else:
+                    arriving.append((peer, line.buffer(place)))
+                    late.append(partial(place.copy_, arriving[-1][1]))
+            line.post(sends, arriving, late)
         keep_own_part(role, shard, result)
         line.finish()
 
     def reduce(
-        self,
-        what: object,
-        role: Role,
-        shard: torch.Tensor,
-        result: torch.Tensor,
-        op: ReduceOp,
+        self, what: object, role: Role, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
     ) -> None:
         """Fill the result with what the addends of all members come to; see `Carrier`."""
-        line = _Line(what, role)
-        for sends, receives in _rounds(role, shard.element_size()):
-            line.make_room()
-            arriving = []
-            late = []
+        line = _Line(what, role, shard)
+        for sends, receives in line.rounds():
+            arriving, late = [], []
             if receives:
-                box = receives[0][1]
+                box = receives[0][1]  # of every member the same
                 place = result[slices_within(box, role.wanted)]
                 own = shard[slices_within(box, role.held)]
-                arriving = [(peer, _buffer(place)) for peer, _ in receives]
+                arriving = [(peer, line.buffer(place)) for peer, _ in receives]
+                if place.data_ptr() == own.data_ptr():
+                    # The result takes the place of this device's addend, maybe not the first.
+                    own = line.buffer(place).copy_(own)
                 addends = {role.device: own, **dict(arriving)}
                 in_order = [addends[part.peer] for part in role.incoming]
-                late = [partial(_combine, place, own, in_order, op)]
-            line.post(_parts(role, shard, sends), arriving, late)
+                late = [partial(combine_into, place, in_order, op)]
+            line.post(sends, arriving, late)
         line.finish()
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One chunk for every peer, on its way."""
+    """One chunk of every box, on its way."""
 
     works: Sequence[dist.Work]
-    staged_bytes: int
     late: Sequence[Callable[[], object]]
     """What is done with the chunks once they are here."""
-    sent: Addressed
-    """Kept until it has gone."""
+    tensors: Sequence[torch.Tensor]
+    """Kept until they have gone."""
+    buffers: Sequence[torch.Tensor]
+    """Free for the next round after that."""
 
 
 class _Line:
-    """Rounds on their way, the oldest first."""
+    """Rounds on their way, the oldest first, and the buffers that they share."""
 
-    def __init__(self, what: object, role: Role) -> None:
-        self._what = what
+    def __init__(self, what: object, role: Role, shard: torch.Tensor) -> None:
+        self._what, self._role, self._shard = what, role, shard
         self._peers = {peer for peer, _ in role.outgoing} | {part.peer for part in role.incoming}
         self._peers.discard(role.device)
-        self._rounds: deque[_Round] = deque()
-        self._staged = 0
+        self._under_way: deque[_Round] = deque()
+        boxes = [box for _, box in role.outgoing] + [part.box for part in role.incoming]
+        peers = max(1, len(role.members) - 1)
+        most = max(_ROUND_BYTES // peers, _LEAST_BYTES) // shard.element_size()
+        self._most = most
+        self._buffer_size = min(most, max(map(box_size, boxes), default=0))
+        self._free: list[torch.Tensor] = []
+        self._taken: list[torch.Tensor] = []
 
-    def make_room(self) -> None:
-        """Wait until one more round fits into the bound on buffers."""
-        while self._rounds and self._staged > STAGED_BYTES - 2 * _ROUND_BYTES:
-            self._finish_oldest()
-
-    def post(
-        self, sends: Addressed, receives: Addressed, late: Sequence[Callable[[], object]]
-    ) -> None:
-        """Start a round; parts that are not contiguous are sent from a copy."""
-        dense = [(peer, part.contiguous()) for peer, part in sends]
-        staged = sum(
-            copy.nbytes
-            for (_, copy), (_, part) in zip(dense, sends, strict=True)
-            if copy is not part
+    def rounds(self) -> Iterator[tuple[Boxes, Boxes]]:
+        """Yield what is sent and received round by round, once there is room for it."""
+        role = self._role
+        incoming = [(part.peer, part.box) for part in role.incoming if part.peer != role.device]
+        sends, receives = (
+            zip_longest(
+                *([(peer, part) for part in chunks(box, self._most)] for peer, box in boxes)
+            )
+            for boxes in (role.outgoing, incoming)
         )
-        if late:
-            staged += sum(buffer.nbytes for _, buffer in receives)
+        room = STAGED_BYTES - 2 * _ROUND_BYTES
+        for sent, received in zip_longest(sends, receives, fillvalue=()):
+            while self._under_way and self._staged_bytes() > room:
+                self._finish_oldest()
+            yield [part for part in sent if part], [part for part in received if part]
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous buffer shaped as a chunk, for the round that is posted next."""
+        flat = self._free.pop() if self._free else self._shard.new_empty(self._buffer_size)
+        self._taken.append(flat)
+        return flat[: like.numel()].view(like.shape)
+
+    def post(self, sends: Boxes, receives: Addressed, late: Sequence[Callable[[], object]]) -> None:
+        """Start a round; parts of the shard that are not contiguous are sent from a copy."""
+        leaving = []
+        for peer, box in sends:
+            part = self._shard[slices_within(box, self._role.held)]
+            leaving.append((peer, part if part.is_contiguous() else self.buffer(part).copy_(part)))
         with failing(self._what, self._peers):
-            works = _start(dense, receives)
-        self._rounds.append(_Round(works, staged, late, dense))
-        self._staged += staged
+            works = _start(leaving, receives)
+        kept = [tensor for _, tensor in leaving]
+        self._under_way.append(_Round(works, late, kept, self._taken))
+        self._taken = []
 
     def finish(self) -> None:
         """Wait for all rounds."""
-        while self._rounds:
+        while self._under_way:
             self._finish_oldest()
 
+    def _staged_bytes(self) -> int:
+        count = sum(len(one.buffers) for one in self._under_way)
+        return count * self._buffer_size * self._shard.element_size()
+
     def _finish_oldest(self) -> None:
-        oldest = self._rounds.popleft()
+        oldest = self._under_way.popleft()
         with failing(self._what, self._peers):
             for work in oldest.works:
                 work.wait()
         for act in oldest.late:
             act()
-        self._staged -= oldest.staged_bytes
+        self._free += oldest.buffers
 
 
 def exchange(what: object, sends: Addressed, receives: Addressed) -> None:
@@ -167,39 +186,6 @@ def _start(sends: Addressed, receives: Addressed) -> list[dist.Work]:
     ops = [dist.P2POp(dist.irecv, _as_bytes(t), peer) for peer, t in receives if t.numel()]
     ops += [dist.P2POp(dist.isend, _as_bytes(t), peer) for peer, t in sends if t.numel()]
     return dist.batch_isend_irecv(ops) if ops else []
-
-
-def _rounds(
-    role: Role, item_bytes: int
-) -> Iterator[tuple[list[tuple[int, Box]], list[tuple[int, Box]]]]:
-    """Yield what is sent and received round by round: one chunk of every box in each."""
-    peers = max(1, len(role.members) - 1)
-    most = max(_ROUND_BYTES // peers, _LEAST_BYTES) // item_bytes
-    incoming = [(part.peer, part.box) for part in role.incoming if part.peer != role.device]
-    sends, receives = (
-        zip_longest(*([(peer, chunk) for chunk in chunks(box, most)] for peer, box in boxes))
-        for boxes in (role.outgoing, incoming)
-    )
-    for sent, received in zip_longest(sends, receives, fillvalue=()):
-        yield [part for part in sent if part], [part for part in received if part]
-
-
-def _parts(role: Role, shard: torch.Tensor, boxes: list[tuple[int, Box]]) -> Addressed:
-    return [(peer, shard[slices_within(box, role.held)]) for peer, box in boxes]
-
-
-def _buffer(place: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(place, memory_format=torch.contiguous_format)
-
-
-def _combine(
-    place: torch.Tensor, own: torch.Tensor, addends: Sequence[torch.Tensor], op: ReduceOp
-) -> None:
-    if place.data_ptr() == own.data_ptr():
-        # The result takes the place of this device's addend, which may not be the first.
-        copy = own.clone()
-        addends = [copy if addend is own else addend for addend in addends]
-    combine_into(place, addends, op)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

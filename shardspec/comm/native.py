@@ -32,7 +32,7 @@ class Native:
     def move(self, what: object, role: Role, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Fill the result with what comes in; see `Carrier`."""
         assert isinstance(what, AllGather | AllToAll), "one that fits"
-        with failing(what, role.members):
+        with failing(what, _others(role)):
             if isinstance(what, AllGather):
                 dist.all_gather_into_tensor(
                     result.view(-1), shard.contiguous().view(-1), group=self._group
@@ -52,12 +52,16 @@ class Native:
     ) -> None:
         """Fill the result with the sum or mean of the addends; see `Carrier`."""
         assert op in ("sum", "avg"), "one that fits"
-        with failing(what, role.members):
+        with failing(what, _others(role)):
             dist.reduce_scatter_tensor(
                 result.view(-1), shard.contiguous().view(-1), group=self._group
             )
         if op == "avg":
             result /= len(role.members)
+
+
+def _others(role: Role) -> list[int]:
+    return [peer for peer in role.members if peer != role.device]
 
 
 def fits(step: Step, role: Role) -> bool:

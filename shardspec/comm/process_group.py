@@ -83,7 +83,7 @@ class ProcessGroupCommunicator:
         self._rank = dist.get_rank()
         self._agreed: set[Hashable] = set()
         self._messages = Messages()
-        self._reads_peers = reads_peers
+        self._may_read_peers = reads_peers
         self._joined = False
         self._direct: Direct | None = None
         self._links = _job().links
@@ -144,6 +144,11 @@ class ProcessGroupCommunicator:
         """The rank of this process, or nothing where it is not part of the mesh."""
         return (self._rank,) if self._rank in self._mesh else ()
 
+    @property
+    def reads_peers(self) -> bool:
+        """Whether all ranks of the mesh read each other's memory; found out in the first step."""
+        return self._direct is not None and self._direct.joins(self._mesh.ids)
+
     def run(
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
     ) -> dict[int, torch.Tensor]:
@@ -156,7 +161,8 @@ class ProcessGroupCommunicator:
         """
         if not self.addressable:
             return {}
-        shard = shards[self._rank]
+        # What lies in memory is to be the values: no conjugation that is still to be done.
+        shard = shards[self._rank].detach().resolve_conj().resolve_neg()
         role = role_of(step, self._mesh, self._rank, before, after)
         if isinstance(step, AllReduce):
             return {self._rank: self._all_reduce(step, role, shard)}
@@ -188,7 +194,8 @@ class ProcessGroupCommunicator:
         if self._mesh.size < dist.get_world_size():
             return self._gather_among_members(mine)
         gathered: list[T] = [mine] * self._mesh.size
-        with failing("gathering a value of every rank", self._mesh.ids):
+        others = [peer for peer in self._mesh.ids if peer != self._rank]
+        with failing("gathering a value of every rank", others):
             dist.all_gather_object(gathered, mine)
         return {device: gathered[device] for device in self._mesh.ids}
 
@@ -229,7 +236,8 @@ class ProcessGroupCommunicator:
     def _join_host(self) -> Direct | None:
         """Link the ranks of the mesh, in the first step that all of them take."""
         if not self._joined:
-            if self._reads_peers and self._mesh.size > 1:
+            through_gloo = "cpu:gloo" in dist.get_backend_config()
+            if self._may_read_peers and through_gloo and self._mesh.size > 1:
                 self._direct = join_host(
                     self._rank, self._gather, self._gather, self._links, _timeout_s()
                 )
@@ -243,7 +251,7 @@ class ProcessGroupCommunicator:
         summed = step.op in ("sum", "avg") and shard.dtype in _NATIVE_SUM
         if carrier is self._messages and summed and self._has_group(role.members):
             result = shard.clone(memory_format=torch.contiguous_format)
-            with failing(step, role.members):
+            with failing(step, [peer for peer in role.members if peer != self._rank]):
                 dist.all_reduce(result, group=self._group(role.members))
             return result.div_(len(role.members)) if step.op == "avg" else result
         return all_reduce(carrier, step, role.members, self._rank, shard)

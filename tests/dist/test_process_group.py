@@ -1,4 +1,7 @@
-"""The communicator over torch.distributed: the contract, on six real processes."""
+"""The communicator over torch.distributed: the contract, on six real processes.
+
+Once with processes that read each other's memory, once with everything sent by messages.
+"""
 
 import pytest
 import torch
@@ -12,10 +15,13 @@ from tests.dist.processes import run_ranks
 pytestmark = pytest.mark.dist
 
 
-def _run_all(rank: int):
+def _run_cases(rank: int, reads_peers: bool):
     results = {}
+    made: dict[DeviceMesh, ProcessGroupCommunicator] = {}
     for case in CASES:
-        communicator = ProcessGroupCommunicator.of(case.mesh)
+        if case.mesh not in made:
+            made[case.mesh] = ProcessGroupCommunicator(case.mesh, reads_peers=reads_peers)
+        communicator = made[case.mesh]
         before, after = case.layouts
         if rank not in case.mesh:
             assert communicator.addressable == ()
@@ -31,6 +37,12 @@ def _run_all(rank: int):
             got[rank].dtype,
             complaints(shards, copies, got)[rank],
         )
+    assert {made[mesh].reads_peers for mesh in made if rank in mesh} == {reads_peers}
+    return results
+
+
+def _run_all(rank: int):
+    results = {reads_peers: _run_cases(rank, reads_peers) for reads_peers in (True, False)}
     mesh = DeviceMesh([4, 0, 5], (3,))
     gathered = ProcessGroupCommunicator.of(mesh).gather({rank: rank * 10} if rank in mesh else {})
     same = ProcessGroupCommunicator.of(mesh) is ProcessGroupCommunicator.of(
@@ -49,7 +61,9 @@ def ranks(tmp_path_factory):
     return run_ranks(6, tmp_path_factory.mktemp("contract"), _run_all)
 
 
-class TestProcessGroup(CommunicatorContract):
+class TestReadingPeers(CommunicatorContract):
+    reads_peers = True
+
     @pytest.fixture(autouse=True)
     def _started(self, ranks):
         self.ranks = ranks
@@ -57,7 +71,7 @@ class TestProcessGroup(CommunicatorContract):
     def results(self, case: Case):
         found = {}
         for device in case.mesh.ids:
-            raw, shape, dtype, wrong = self.ranks[device][0][case.name]
+            raw, shape, dtype, wrong = self.ranks[device][0][self.reads_peers][case.name]
             data = (
                 torch.frombuffer(bytearray(raw), dtype=dtype)
                 if raw
@@ -65,6 +79,10 @@ class TestProcessGroup(CommunicatorContract):
             )
             found[device] = (data.reshape(shape), wrong)
         return found
+
+
+class TestByMessages(TestReadingPeers):
+    reads_peers = False
 
 
 def test_gather_returns_every_value_in_the_order_of_the_mesh(ranks):

@@ -1,0 +1,171 @@
+"""A rank that ends, or never comes, is an error on the others: which, in what words, how soon."""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from shardspec import DeviceMesh, ProcessGroupCommunicator
+from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
+from shardspec.errors import CommunicatorError
+from shardspec.layout.layout import Layout
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 2.0
+SLACK_S = 4.0
+"""For a busy machine."""
+MESH = DeviceMesh(range(3), (3,))
+VICTIM = 1
+GATHER: tuple[Step, str, str] = (AllGather(1, (0,)), "[R,S0]", "[R,R]")
+ALL_TO_ALL: tuple[Step, str, str] = (AllToAll(0, 1, (0,), (0,)), "[S0,R]", "[R,S0]")
+SCATTER: tuple[Step, str, str] = (ReduceScatter(0, (0,), "sum"), "[R,R|P0]", "[S0,R]")
+REDUCE: tuple[Step, str, str] = (AllReduce((0,), "max"), "[R,R|Pmax0]", "[R,R]")
+SUM: tuple[Step, str, str] = (AllReduce((0,), "sum"), "[R,R|P0]", "[R,R]")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank saw."""
+
+    kind: type[BaseException]
+    text: str
+    cause: bool
+    at: float
+    """On the clock of the whole machine."""
+
+
+def _step(communicator: ProcessGroupCommunicator, move: tuple[Step, str, str], rank: int) -> None:
+    step, source, target = move
+    before = Layout(MESH, source, (600, 1200), "float32")
+    shard = torch.ones(before.local_shape(rank))
+    communicator.run(step, {rank: shard}, before.box, before.with_spec(target).box)
+
+
+def _die(out: Any) -> None:
+    out.put((VICTIM, time.monotonic()))
+    os._exit(3)
+
+
+def _rank(
+    rank: int,
+    store: str,
+    work: Callable[..., None],
+    move: tuple[Step, str, str],
+    reads_peers: bool | None,
+    out: Any,
+) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=3,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    communicator = ProcessGroupCommunicator(MESH, reads_peers=reads_peers is not False)
+    if reads_peers is not None:
+        _step(communicator, GATHER, rank)
+        assert communicator.reads_peers == reads_peers
+    try:
+        work(rank, communicator, move, out)
+    except BaseException as error:
+        seen = Seen(type(error), str(error), error.__cause__ is not None, time.monotonic())
+        out.put((rank, seen))
+    else:
+        out.put((rank, None))
+    os._exit(0)  # the others are gone: there is nothing to take leave of
+
+
+def _between(rank: int, communicator: Any, move: Any, out: Any) -> None:
+    if rank == VICTIM:
+        _die(out)
+    _step(communicator, move, rank)
+
+
+def _inside(rank: int, communicator: Any, move: Any, out: Any) -> None:
+    if rank == VICTIM:
+        threading.Timer(0.2, _die, [out]).start()
+    while True:
+        _step(communicator, move, rank)
+
+
+def _never(rank: int, communicator: Any, move: Any, out: Any) -> None:
+    if rank == VICTIM:
+        out.put((VICTIM, time.monotonic()))
+        time.sleep(TIMEOUT_S + SLACK_S)
+        os._exit(0)
+    _step(communicator, move, rank)
+
+
+def seen_by_the_others(
+    tmp_path: Path, work: Callable[..., None], move: tuple[Step, str, str], reads_peers: bool | None
+) -> tuple[list[Seen], float]:
+    """Run three ranks, of which one fails, and return what the others saw and when it failed."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.dtensor"])
+    out = context.SimpleQueue()
+    args = (str(tmp_path / "store"), work, move, reads_peers, out)
+    ranks = [context.Process(target=_rank, args=(rank, *args)) for rank in range(3)]
+    try:
+        for process in ranks:
+            process.start()
+        told = dict(out.get() for _ in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert set(told) == {0, 1, 2}
+    return [told[rank] for rank in (0, 2)], told[VICTIM]
+
+
+# By whether peers are read, and whether the rank never comes. Whoever notices first gives up, and
+# then has ended for the third rank.
+SAID = {
+    (True, False): r"(the memory of )?rank [012] (has ended|cannot be read: it has ended)",
+    (True, True): r"rank 1 did not come in time|rank [02] has ended or given up",
+    (False, False): r"(Connection closed by peer|Read error|Write error|writev|Socket).*"
+    "; the job cannot go on, see what these ranks say$",
+    (False, True): r"(Timed out waiting 2000ms|Connection closed by peer|Read error).*"
+    "; the job cannot go on, see what these ranks say$",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("reads_peers", [True, False], ids=["reading", "messages"])
+@pytest.mark.parametrize(
+    ("work", "move"),
+    [(_between, ALL_TO_ALL), (_inside, SCATTER), (_inside, SUM), (_never, REDUCE)],
+    ids=["between", "inside", "inside, all-reduce", "never"],
+)
+def test_the_others_are_told(tmp_path, work, move, reads_peers):
+    seen, failed_at = seen_by_the_others(tmp_path, work, move, reads_peers)
+    never = work is _never
+    for rank, error in zip((0, 2), seen, strict=True):
+        assert error.kind is CommunicatorError
+        others = ", ".join(str(other) for other in range(3) if other != rank)
+        assert error.text.startswith(f"{move[0]} with ranks {others} failed: ")
+        said = error.text.removeprefix(f"{move[0]} with ranks {others} failed: ")
+        assert re.match(SAID[reads_peers, never], said), said
+        assert error.at - failed_at < TIMEOUT_S + SLACK_S
+        assert error.at - failed_at > 0.9 * TIMEOUT_S or not never
+
+
+def test_a_rank_that_never_joins(tmp_path):
+    """The first step of a mesh, in which the processes of a host look for each other."""
+    seen, failed_at = seen_by_the_others(tmp_path, _never, GATHER, None)
+    for others, error in zip(("1, 2", "0, 1"), seen, strict=True):
+        assert error.kind is CommunicatorError
+        assert error.text.startswith(
+            f"gathering a value of every rank with ranks {others} failed: "
+        )
+        assert error.at - failed_at < TIMEOUT_S + SLACK_S
