@@ -9,6 +9,8 @@ its ends: so nothing is gathered only to be cut as it was.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count as count_from
 from itertools import islice, pairwise
 from typing import Final, TypeAlias
 
@@ -32,7 +34,6 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 _Node: TypeAlias = tuple[int, bool]
 """A state, and whether a cut led to it: after a cut comes no other."""
 
-_GOAL: Final = (-1, False)
 _FIRST_EDGES: Final = 8
 """Moves looked at for each plan that is asked for, at first; four times as many in each round."""
 
@@ -59,10 +60,11 @@ def cheapest_plans(
 
     Notes
     -----
-    The order is that of the search: by seconds, and `TIE_SECONDS` for every move. Paths come from
-    `networkx.shortest_simple_paths` (Yen's algorithm) on those moves alone that lie on some way no
-    dearer than a bound, by exact distances from the source and to the target. The bound grows
-    until enough plans are below it.
+    The order is that of the search: by seconds, and `TIE_SECONDS` for every move. Ways from the
+    source are taken up in the order of what they cost and of the distance that is left at least,
+    over those moves alone that lie on some way no dearer than a bound; the bound grows until enough
+    plans are below it. Against `networkx.shortest_simple_paths` on the same graph, a way ends where
+    it first comes to a layout twice, and not at the target: among cuts that is most of them.
 
     Examples
     --------
@@ -114,6 +116,8 @@ class _Search:
     move: Floats
     start: int
     goal: int
+    left: Floats
+    """From each state to the goal."""
     least: Floats
     """Per move the seconds of the cheapest way that takes it, from the start to the goal."""
 
@@ -128,12 +132,15 @@ class _Search:
         if not prices.routed and not here[1]:
             straight = pair_prices(source, there[0], model)
             prices = prices.with_pair(start, goal, *straight)
-        move = prices.cheapest()
+        move = prices.cheapest().copy()
         if max_bytes is not None:
             live = prices.local_bytes[:, None] + prices.local_bytes
             move = np.where(live <= max_bytes, move, np.inf)
-        least = distances(move, start)[:, None] + move + distances(move.T, goal)
-        return cls(prices, move, start, goal, least)
+        # No way comes back to where it started, nor goes on from where it ends.
+        move[:, start] = move[goal] = np.inf
+        left = distances(move.T, goal)
+        least = distances(move, start)[:, None] + move + left
+        return cls(prices, move, start, goal, left, least)
 
     def paths(self, count: int) -> Iterator[list[_Node]]:
         """Yield at least so many paths in order, if there are so many."""
@@ -151,42 +158,43 @@ class _Search:
 
     def _paths_below(self, bound: float) -> Iterator[list[_Node]]:
         graph = self._graph(bound)
-        if _GOAL not in graph:
+        first = (self.start, False)
+        if first not in graph:
             return
-        for path in nx.shortest_simple_paths(graph, (self.start, False), _GOAL, weight="seconds"):
-            if nx.path_weight(graph, path, "seconds") > bound:
+        order = count_from(0)
+        seen = frozenset([self.prices.space.states[self.start]])
+        queue = [(float(self.left[self.start]), next(order), 0.0, [first], seen)]
+        while queue:
+            least, _, seconds, path, seen = heappop(queue)
+            if least > bound:
                 return
-            if self._comes_nowhere_twice(path[:-1]):
-                yield path[:-1]
+            if path[-1][0] == self.goal:
+                yield path
+                continue
+            for node, edge in graph.adj[path[-1]].items():
+                if seen.isdisjoint(edge["passed"]):
+                    total = seconds + edge["seconds"]
+                    least = total + float(self.left[node[0]])
+                    way = [*path, node], seen | edge["passed"]
+                    heappush(queue, (least, next(order), total, *way))
 
     def _graph(self, bound: float) -> nx.DiGraph:
         """Return the moves that lie on a way within the bound; slices in a row are one edge."""
-        graph = nx.DiGraph()
+        graph, states = nx.DiGraph(), self.prices.space.states
         cuts: dict[int, list[int]] = {}
         within = np.isfinite(self.least) & (self.least <= bound)
         for a, b in np.argwhere(within).tolist():
             if isinstance(self.prices.step(a, b), Slice):
                 cuts.setdefault(a, []).append(b)
                 continue
+            move = {"seconds": float(self.move[a, b]), "passed": frozenset([states[b]])}
             for after_cut in (False, True):
-                graph.add_edge((a, after_cut), (b, False), seconds=float(self.move[a, b]))
+                graph.add_edge((a, after_cut), (b, False), **move)
         for a in cuts:
             for b, slices in _reached(cuts, a).items():
-                graph.add_edge((a, False), (b, True), seconds=slices * TIE_SECONDS)
-        for after_cut in (False, True):
-            if (self.goal, after_cut) in graph:
-                graph.add_edge((self.goal, after_cut), _GOAL, seconds=0.0)
+                cut = {"seconds": slices * TIE_SECONDS, "passed": _between(states[a], states[b])}
+                graph.add_edge((a, False), (b, True), **cut)
         return graph
-
-    def _comes_nowhere_twice(self, path: Sequence[_Node]) -> bool:
-        seen = {self.prices.space.states[self.start]}
-        for (a, _), (b, by_cut) in pairwise(path):
-            before, after = self.prices.space.states[a], self.prices.space.states[b]
-            passed = _between(before, after) if by_cut else {after}
-            if not seen.isdisjoint(passed):
-                return False
-            seen |= passed
-        return True
 
     def plan(self, path: Sequence[_Node], source: Layout, model: CostModel) -> ConversionPlan:
         """Return the plan of a path, with each cut as one slice a dim."""
@@ -219,10 +227,10 @@ def _reached(cuts: dict[int, list[int]], start: int) -> dict[int, int]:
     return found
 
 
-def _between(before: State, after: State) -> set[State]:
+def _between(before: State, after: State) -> frozenset[State]:
     """Return every state that slices from one to the other may come to, but the first."""
     partial: list[Cuts] = [()]
     for here, there in zip(before[0], after[0], strict=True):
         parts = [there[:count] for count in range(len(here), len(there) + 1)]
         partial = [(*cuts, part) for cuts in partial for part in parts]
-    return {(cuts, before[1]) for cuts in partial} - {before}
+    return frozenset((cuts, before[1]) for cuts in partial) - {before}

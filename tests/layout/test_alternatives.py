@@ -166,12 +166,20 @@ def test_under_a_bound_on_bytes():
         converter.alternatives(layout, "[R,S01]", 5, max_bytes=10)
 
 
-@pytest.mark.parametrize("shape", [(64, 64, 64, 64), (0, 64, 3, 5)])
-def test_four_axes_and_rank_4_in_a_second(shape):
+@pytest.mark.parametrize(
+    ("shape", "source", "target"),
+    [
+        ((64, 64, 64, 64), "[S0,S12,R,S3]", "[S21,R,S0,R]"),
+        ((0, 64, 3, 5), "[S0,S12,R,S3]", "[S21,R,S0,R]"),
+        # The best is a permute, the next cost seven times as much: many ways lie between.
+        ((7, 5, 33, 3), "[S20,R,S31,R]", "[S30,R,S21,R]"),
+    ],
+)
+def test_four_axes_and_rank_4_in_a_second(shape, source, target):
     mesh = DeviceMesh(range(16), (2, 2, 2, 2))
     converter = LayoutConverter(model_of(mesh.shape))
-    layout = Layout(mesh, "[S0,S12,R,S3]", shape, "f32")
-    best = converter.plan(layout, "[S21,R,S0,R]")  # prices all moves, once
+    layout = Layout(mesh, source, shape, "f32")
+    best = converter.plan(layout, target)  # prices all moves, once
     start = time.perf_counter()
     plans = cheapest_plans(best, 10)
     assert time.perf_counter() - start < 10  # a tenth of a second where nothing else runs
