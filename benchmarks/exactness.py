@@ -3,9 +3,9 @@
 ``python -m benchmarks.exactness`` plans every conversion, pending sums at source and target
 included, on the meshes (2,2), (2,4), (2,3) and (2,2,2), for tensors of rank 2 and 3, under three
 cost models and at four sizes, and for sizes that do not divide. It prints how many plans cost more
-than the optimum over all chains of declared moves (`tests/layout/brute_force.py`, which shares no code
-with the library), how often a detour would be cheaper (the triangle inequality), and where a plan
-holds more than the shards at both ends.
+than the optimum over all chains of declared moves, how often a detour would be cheaper (the
+triangle inequality), and where a plan holds more than the shards at both ends. The optimum is that
+of `tests/layout/brute_force.py`, which shares no code with the library.
 """
 
 import time
