@@ -1,10 +1,12 @@
 """Boxes by the backend's own collectives, where they fit.
 
 These take tensors in which the parts of all ranks lie one behind the other, equally long, in the
-order of the ranks. NCCL has algorithms for them that its sends and receives do not reach.
+order of the ranks. NCCL has algorithms for all-gather and reduce-scatter that its sends and
+receives do not reach; its all-to-all is nothing but sends and receives.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -12,13 +14,19 @@ import torch.distributed as dist
 from shardspec.boxes import Box, box_size
 from shardspec.comm.failures import failing
 from shardspec.comm.role import Role
-from shardspec.comm.steps import AllGather, AllToAll, ReduceOp, ReduceScatter, Step
+from shardspec.comm.steps import AllGather, ReduceOp, ReduceScatter, Step
 
 __all__ = ["Native", "fits", "in_turn"]
 
 
+# Named anew in torch 2.13, which warns of the old names.
+_NEW_NAMES: Final = torch.__version__ >= "2.13"  # compares as versions do
+_ALL_GATHER: Final = dist.all_gather_single if _NEW_NAMES else dist.all_gather_into_tensor
+_REDUCE_SCATTER: Final = dist.reduce_scatter_single if _NEW_NAMES else dist.reduce_scatter_tensor
+
+
 class Native:
-    """Carries boxes by all-gather, all-to-all and reduce-scatter; a `Carrier`.
+    """Carries boxes by all-gather and reduce-scatter, in steps that fit; a `Carrier`.
 
     Parameters
     ----------
@@ -31,31 +39,16 @@ class Native:
 
     def move(self, what: object, role: Role, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Fill the result with what comes in; see `Carrier`."""
-        assert isinstance(what, AllGather | AllToAll), "one that fits"
         with failing(what, _others(role)):
-            if isinstance(what, AllGather):
-                dist.all_gather_into_tensor(
-                    result.view(-1), shard.contiguous().view(-1), group=self._group
-                )
-            else:
-                dist.all_to_all_single(
-                    result.view(-1), shard.contiguous().view(-1), group=self._group
-                )
+            _ALL_GATHER(result.view(-1), shard.contiguous().view(-1), group=self._group)
 
     def reduce(
-        self,
-        what: object,
-        role: Role,
-        shard: torch.Tensor,
-        result: torch.Tensor,
-        op: ReduceOp,
+        self, what: object, role: Role, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
     ) -> None:
         """Fill the result with the sum or mean of the addends; see `Carrier`."""
         assert op in ("sum", "avg"), "one that fits"
         with failing(what, _others(role)):
-            dist.reduce_scatter_tensor(
-                result.view(-1), shard.contiguous().view(-1), group=self._group
-            )
+            _REDUCE_SCATTER(result.view(-1), shard.contiguous().view(-1), group=self._group)
         if op == "avg":
             result /= len(role.members)
 
@@ -80,18 +73,12 @@ def fits(step: Step, role: Role) -> bool:
     False
     """
     members = sorted(role.members)
-    coming = {part.peer: part.box for part in role.incoming}
-    going = dict(role.outgoing)
     match step:
         case AllGather():
+            coming = {part.peer: part.box for part in role.incoming}
             return in_turn([coming.get(peer) for peer in members], role.wanted)
-        case AllToAll():
-            going[role.device] = coming.get(role.device, ())
-            return in_turn([coming.get(peer) for peer in members], role.wanted) and in_turn(
-                [going.get(peer) for peer in members], role.held
-            )
         case ReduceScatter(op="sum" | "avg"):
-            going[role.device] = role.wanted
+            going = {**dict(role.outgoing), role.device: role.wanted}
             return in_turn([going.get(peer) for peer in members], role.held)
         case _:
             return False

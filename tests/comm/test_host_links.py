@@ -1,0 +1,109 @@
+"""Links, made by threads that stand for processes: the sockets are the same."""
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from shardspec.comm.host_links import HostLink, Listener, readable
+from shardspec.errors import CommunicatorError
+
+
+def soon(seconds: float = 10) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture
+def linked():
+    """Rank 2's link to rank 5, and rank 5's to rank 2."""
+    made: dict[int, list[HostLink]] = {}
+    with Listener() as two, Listener() as five:
+
+        def connect() -> None:
+            made[5] = five.connect(5, {2: two.address}, soon())
+
+        thread = threading.Thread(target=connect)
+        thread.start()
+        made[2] = two.connect(2, {5: five.address}, soon())
+        thread.join()
+    (to_five,), (to_two,) = made[2], made[5]
+    yield to_five, to_two
+    to_five.close()
+    to_two.close()
+
+
+def test_notes_arrive_whole_and_in_order(linked):
+    to_five, to_two = linked
+    assert (to_five.peer, to_two.peer) == (5, 2)
+    assert to_five.pid == to_two.pid == os.getpid()
+    for note in (b"a", b"bc" * 500, b"d"):
+        to_five.send(note)
+    to_two.send(b"back")
+    assert [to_two.receive(soon()) for _ in range(3)] == [b"a", b"bc" * 500, b"d"]
+    assert to_five.receive(soon()) == b"back"
+
+
+def test_a_peer_that_does_not_come(linked):
+    to_five, _ = linked
+    start = time.monotonic()
+    with pytest.raises(CommunicatorError, match="rank 5 did not come in time"):
+        to_five.receive(soon(0.05))
+    assert 0.04 < time.monotonic() - start < 5
+    with pytest.raises(CommunicatorError, match="rank 5 did not come in time"):
+        to_five.receive(soon(-1))
+
+
+def test_a_peer_that_ends(linked):
+    to_five, to_two = linked
+    assert not to_five.has_ended()
+    to_two.send(b"last")
+    to_two.close()
+    assert to_two.has_ended()
+    assert to_five.has_ended()  # though there is still something to read
+    assert to_five.receive(soon()) == b"last"
+    for attempt in (lambda: to_five.receive(soon()), lambda: to_five.send(b"late")):
+        with pytest.raises(CommunicatorError, match="rank 5 has ended or given up"):
+            attempt()
+
+
+def test_a_link_that_is_dropped_is_closed():
+    there, here = socket.socketpair()
+    link = HostLink(1, 0, here)
+    assert not link.has_ended()
+    del link
+    assert there.recv(1) == b""
+    there.close()
+
+
+def test_nobody_else_can_take_the_place_of_a_rank():
+    with Listener() as listener:
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect("\0" + listener.address.socket)
+        other = replace(listener.address, pid=os.getpid() + 1)
+        with pytest.raises(CommunicatorError, match="ranks 3, 7 did not come in time"):
+            listener.connect(1, {3: other, 7: other}, soon(0.1))
+        assert stranger.recv(1) == b""
+        stranger.close()
+    with pytest.raises(CommunicatorError, match="rank 0 cannot be reached on this host"):
+        listener.connect(1, {0: listener.address}, soon())
+
+
+def test_who_can_be_reached_and_read(linked):
+    to_five, _ = linked
+    with Listener() as listener:
+        mine = listener.address
+        there = replace(mine, pid=mine.pid + 1)
+        others = {
+            0: mine,
+            1: there,
+            2: replace(there, host="elsewhere"),
+            3: replace(there, socket=""),
+        }
+        assert listener.reachable(others) == {1}
+        assert readable([to_five], {5: mine}) == {5}
+        assert readable([to_five], {5: replace(mine, content=b"something else ")}) == frozenset()
+    assert ctypes.string_at(mine.probe, 16) == mine.content

@@ -1,0 +1,82 @@
+"""The backend's own collectives, over gloo: they do the steps they say they fit, as the box map."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardspec import DeviceMesh
+from shardspec.boxes import box_shape
+from shardspec.comm.native import Native, fits
+from shardspec.comm.role import role_of
+from shardspec.comm.steps import ReduceScatter
+from shardspec.layout.layout import Layout
+from tests.conversions import (
+    collectives,
+    partial_specs,
+    plain_specs,
+    reduced,
+    same_bits,
+    shard_of,
+    stack_of,
+)
+from tests.dist.processes import run_ranks
+
+pytestmark = pytest.mark.dist
+
+ORDERED = DeviceMesh(range(6), (2, 3))
+SHUFFLED = DeviceMesh([4, 0, 5, 1, 2, 3], (2, 3))
+SHAPES = [(12, 18), (7, 5), (6, 1), (1, 6), (0, 6)]
+# Per rank on both meshes how many all-gathers and reduce-scatters fit; those whose parts are not in
+# the order of the ranks, or not equally long, do not.
+STEPS = [
+    [39, 54, 16, 20],
+    [37, 50, 17, 22],
+    [37, 50, 33, 42],
+    [38, 52, 17, 22],
+    [36, 48, 0, 0],
+    [36, 48, 0, 0],
+]
+
+
+def _run(rank: int) -> tuple[dict[tuple[bool, str], int], list[str]]:
+    groups = {}
+    for mesh in (ORDERED, SHUFFLED):
+        for axes in ([0], [1], [0, 1]):
+            for members in mesh.groups(axes):
+                key = tuple(sorted(members))
+                if key not in groups:
+                    groups[key] = dist.new_group(list(key))
+    done: Counter[tuple[bool, str]] = Counter()
+    wrong = []
+    specs = [*plain_specs(2, 2), *partial_specs(2, 2, ("sum", "avg", "max"))]
+    for mesh, shape in product((ORDERED, SHUFFLED), SHAPES):
+        layouts = [Layout(mesh, spec, shape, "float32") for spec in specs]
+        for move in (move for layout in layouts for move in collectives(layout)):
+            step, before, after = move.step, move.before, move.after
+            role = role_of(step, mesh, rank, before.box, after.box)
+            if not fits(step, role):
+                continue
+            done[mesh is ORDERED, type(step).__name__] += 1
+            stack = stack_of(before)
+            result = torch.empty(box_shape(role.wanted))
+            native = Native(groups[tuple(sorted(role.members))])
+            given = shard_of(before, stack, rank)
+            if isinstance(step, ReduceScatter):
+                native.reduce(step, role, given, result, step.op)
+            else:
+                native.move(step, role, given, result)
+            wanted = shard_of(after, reduced(stack, before.spec, after.spec), rank)
+            if not same_bits(result, wanted):
+                wrong.append(f"{shape} {before.spec} → {after.spec}")
+    return dict(done), wrong
+
+
+def test_steps_that_fit(tmp_path):
+    for rank, (done, wrong) in enumerate(run_ranks(6, tmp_path, _run)):
+        assert wrong == []
+        kinds = ("AllGather", "ReduceScatter")
+        counts = [done.get((ordered, kind), 0) for ordered in (True, False) for kind in kinds]
+        assert counts == STEPS[rank]
