@@ -118,7 +118,7 @@ def test_the_architecture_names_files_that_exist():
     parts = [*folder.glob("*.py"), *folder.glob("comm/*.py"), *folder.glob("layout/*.py")]
     inner = {path.name for path in parts if not path.name.startswith("__")}
     # Every module of these layers has its place in the text.
-    assert inner - named == {"default.py", "reduce.py"}
+    assert inner - named == {"default.py"}
 
 
 def test_ten_lines():
