@@ -26,9 +26,12 @@ from shardspec.comm.steps import ReduceOp
 __all__ = ["STAGED_BYTES", "Addressed", "Messages", "exchange"]
 
 STAGED_BYTES: Final = 16 << 20
-"""The most that lies in buffers at once, up to 32 peers; with more, half a MiB for each of them."""
-_ROUND_BYTES: Final = 4 << 20
-"""What a device sends to all its peers in one round, and what it receives."""
+"""The most that lies in buffers at once on the CPU, up to 32 peers; with more, half a MiB for each.
+Four times the bytes of a round elsewhere."""
+_ROUND_BYTES: Final = {"cpu": STAGED_BYTES // 4}
+"""What a device sends to all its peers in one round, and what it receives, by its type."""
+_ROUND_BYTES_ELSEWHERE: Final = 64 << 20
+"""Links between accelerators want longer messages."""
 _LEAST_BYTES: Final = 256 << 10
 """The shortest chunk: shorter messages cost more time than they save memory."""
 
@@ -102,7 +105,8 @@ class _Line:
         self._under_way: deque[_Round] = deque()
         boxes = [box for _, box in role.outgoing] + [part.box for part in role.incoming]
         peers = max(1, len(role.members) - 1)
-        most = max(_ROUND_BYTES // peers, _LEAST_BYTES) // shard.element_size()
+        self._round_bytes = _ROUND_BYTES.get(shard.device.type, _ROUND_BYTES_ELSEWHERE)
+        most = max(self._round_bytes // peers, _LEAST_BYTES) // shard.element_size()
         self._most = most
         self._buffer_size = min(most, max(map(box_size, boxes), default=0))
         self._free: list[torch.Tensor] = []
@@ -118,7 +122,7 @@ class _Line:
             )
             for boxes in (role.outgoing, incoming)
         )
-        room = STAGED_BYTES - 2 * _ROUND_BYTES
+        room = 2 * self._round_bytes  # for one round more, of what is sent and what comes
         for sent, received in zip_longest(sends, receives, fillvalue=()):
             while self._under_way and self._staged_bytes() > room:
                 self._finish_oldest()

@@ -13,6 +13,7 @@ import torch
 
 from shardspec import DeviceMesh, Layout
 from shardspec.boxes import slices_within
+from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -272,3 +273,27 @@ def complaints(
         if not shard.is_contiguous():
             found[device].append("the result is not contiguous")
     return found
+
+
+def crossing(communicator: Communicator, dtype: torch.dtype) -> list[str]:
+    """Say what is wrong after an exchange between two meshes that share one device of four.
+
+    The devices 0, 1 and 2 hold a third of the rows each, the devices 2 and 3 want half of the
+    columns each; who is outside of a mesh holds, or wants, an empty box.
+    """
+    whole = torch.arange(7 * 6).reshape(7, 6).to(dtype)
+    nothing = ((7, 7), (6, 6))
+    rows = {0: ((0, 3), (0, 6)), 1: ((3, 6), (0, 6)), 2: ((6, 7), (0, 6)), 3: nothing}
+    columns = {0: nothing, 1: nothing, 2: ((0, 7), (0, 3)), 3: ((0, 7), (3, 6))}
+    shards = {
+        device: whole[slices_within(rows[device], ((0, 7), (0, 6)))].clone()
+        for device in communicator.addressable
+    }
+    results = communicator.run(Exchange(()), shards, rows.__getitem__, columns.__getitem__)
+    assert tuple(results) == communicator.addressable
+    return [
+        f"device {device} got {result}"
+        for device, result in results.items()
+        if result.dtype != dtype
+        or not torch.equal(result, whole[slices_within(columns[device], ((0, 7), (0, 6)))])
+    ]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from shardspec.comm.reduce import combine
+from shardspec.comm.reduce import combine, combine_into
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,18 @@ def test_addends_are_only_read(count):
     result = combine(addends, "sum")
     result += 100
     assert all(map(torch.equal, addends, copies))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_addends_may_come_one_after_the_other_in_the_same_memory(dtype):
+    result, buffer = torch.zeros(2, 2, dtype=dtype), torch.zeros(2, 2, dtype=dtype)
+
+    def addends():
+        yield result.fill_(1)
+        for value in (2, 4):
+            yield buffer.fill_(value)
+
+    combine_into(result, addends(), "sum")
+    assert result.tolist() == [[7, 7], [7, 7]]
+    combine_into(result.T[0], [torch.tensor([1, 2], dtype=dtype)], "avg")
+    assert result.tolist() == [[1, 7], [2, 7]]

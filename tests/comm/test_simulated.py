@@ -1,7 +1,8 @@
 import pytest
+import torch
 
 from shardspec import DeviceMesh, SimulatedCommunicator
-from tests.comm.contract import Case, CommunicatorContract, complaints
+from tests.comm.contract import Case, CommunicatorContract, complaints, crossing
 
 
 class TestSimulated(CommunicatorContract):
@@ -23,3 +24,9 @@ def test_it_holds_every_device_and_gathers_in_the_order_of_the_mesh():
     ]
     with pytest.raises(KeyError):
         communicator.gather({0: "a"})
+
+
+def test_an_exchange_between_two_meshes():
+    communicator = SimulatedCommunicator(DeviceMesh([2, 0, 3, 1], (4,)))
+    for dtype in (torch.int64, torch.bfloat16, torch.bool):
+        assert crossing(communicator, dtype) == []

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardspec import DeviceMesh, ProcessGroupCommunicator
 from shardspec.errors import CommunicatorError
-from tests.comm.contract import CASES, Case, CommunicatorContract, complaints
+from tests.comm.contract import CASES, Case, CommunicatorContract, complaints, crossing
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -43,6 +43,13 @@ def _run_cases(rank: int, reads_peers: bool):
 
 def _run_all(rank: int):
     results = {reads_peers: _run_cases(rank, reads_peers) for reads_peers in (True, False)}
+    four = DeviceMesh([2, 0, 3, 1], (4,))
+    crossed = [
+        crossing(ProcessGroupCommunicator(four, reads_peers=reads_peers), dtype)
+        for reads_peers in (True, False)
+        for dtype in (torch.int64, torch.bfloat16, torch.bool)
+    ]
+    assert crossed == [[]] * 6
     mesh = DeviceMesh([4, 0, 5], (3,))
     gathered = ProcessGroupCommunicator.of(mesh).gather({rank: rank * 10} if rank in mesh else {})
     same = ProcessGroupCommunicator.of(mesh) is ProcessGroupCommunicator.of(
