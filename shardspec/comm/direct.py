@@ -215,6 +215,8 @@ def join_host(
     gather_readable: Callable[[frozenset[int]], dict[int, frozenset[int]]],
     links: dict[int, HostLink],
     timeout_s: float,
+    *,
+    takes_part: bool = True,
 ) -> Direct | None:
     """Link this process with those of its host; every rank of a mesh calls this.
 
@@ -228,6 +230,8 @@ def join_host(
         Links of the job so far; new ones are added. Two ranks both have one, or neither has.
     timeout_s
         How long to wait for peers, here and in every step.
+    takes_part
+        Whether this process may be read. If not it says so, and gets no link.
 
     Returns
     -------
@@ -239,7 +243,7 @@ def join_host(
     CommunicatorError
         If a rank has gone or does not come.
     """
-    with Listener() as listener:
+    with Listener(takes_part=takes_part) as listener:
         addresses = gather_addresses(listener.address)
         near = listener.reachable(addresses)
         missing = {peer: addresses[peer] for peer in near if peer not in links}

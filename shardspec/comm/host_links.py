@@ -100,24 +100,31 @@ class HostLink:
 
 
 class Listener:
-    """Where a process waits for links from others of its host; a context manager."""
+    """Where a process waits for links from others of its host; a context manager.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    takes_part
+        If not, nobody reaches this process.
+    """
+
+    def __init__(self, *, takes_part: bool = True) -> None:
         self._content = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
         self._socket: socket.socket | None = None
-        name = f"shardspec-{os.getpid()}-{secrets.token_hex(8)}"
-        try:
-            # The leading zero: a name of the kernel's own, without a file that could be left over.
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._socket.bind("\0" + name)
-            self._socket.listen(1024)
-        except (AttributeError, OSError):
-            name = ""
         host = _host()
+        name = f"shardspec-{os.getpid()}-{secrets.token_hex(8)}" if takes_part and host else ""
+        try:
+            if name:
+                # The leading zero: a name of the kernel's own, without a file that could be left.
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._socket.bind("\0" + name)
+                self._socket.listen(1024)
+        except OSError:
+            name = ""
         self.address = Address(
             host,
             os.getpid(),
-            name if host else "",
+            name,
             ctypes.addressof(self._content),
             self._content.raw,
         )

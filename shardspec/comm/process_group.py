@@ -163,6 +163,8 @@ class ProcessGroupCommunicator:
             return {}
         # What lies in memory is to be the values: no conjugation that is still to be done.
         shard = shards[self._rank].detach().resolve_conj().resolve_neg()
+        if shard.device.type == "cpu" and not self._joined:
+            self._join_host()  # whatever the step: here all ranks of the mesh are together
         role = role_of(step, self._mesh, self._rank, before, after)
         if isinstance(step, AllReduce):
             return {self._rank: self._all_reduce(step, role, shard)}
@@ -224,25 +226,26 @@ class ProcessGroupCommunicator:
         way over several links, where the boxes are such as they need.
         """
         if shard.device.type == "cpu":
-            direct = self._join_host()
-            if direct is not None and direct.joins(role.members):
-                return direct
+            if self._direct is not None and self._direct.joins(role.members):
+                return self._direct
         elif fits(step, role) and self._has_group(role.members):
             summed = not isinstance(step, ReduceScatter) or shard.dtype in _NATIVE_SUM
             if summed and shard.dtype in _NATIVE_MOVE:
                 return Native(self._group(role.members))
         return self._messages
 
-    def _join_host(self) -> Direct | None:
-        """Link the ranks of the mesh, in the first step that all of them take."""
-        if not self._joined:
-            through_gloo = "cpu:gloo" in dist.get_backend_config()
-            if self._may_read_peers and through_gloo and self._mesh.size > 1:
-                self._direct = join_host(
-                    self._rank, self._gather, self._gather, self._links, _timeout_s()
-                )
-            self._joined = True
-        return self._direct
+    def _join_host(self) -> None:
+        """Link the ranks of the mesh that share a host; every rank of it is here."""
+        if self._mesh.size > 1 and "cpu:gloo" in dist.get_backend_config():
+            self._direct = join_host(
+                self._rank,
+                self._gather,
+                self._gather,
+                self._links,
+                _timeout_s(),
+                takes_part=self._may_read_peers,
+            )
+        self._joined = True
 
     def _all_reduce(self, step: AllReduce, role: Role, shard: torch.Tensor) -> torch.Tensor:
         if len(role.members) == 1 or shard.numel() == 0:

@@ -104,6 +104,10 @@ def test_who_can_be_reached_and_read(linked):
             3: replace(there, socket=""),
         }
         assert listener.reachable(others) == {1}
+        with Listener(takes_part=False) as apart:
+            assert apart.reachable(others) == set()
+            unlike = replace(apart.address, pid=mine.pid + 1)
+            assert listener.reachable({1: there, 4: unlike}) == {1}
         assert readable([to_five], {5: mine}) == {5}
         assert readable([to_five], {5: replace(mine, content=b"something else ")}) == frozenset()
     assert ctypes.string_at(mine.probe, 16) == mine.content

@@ -3,12 +3,16 @@
 Once with processes that read each other's memory, once with everything sent by messages.
 """
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh, ProcessGroupCommunicator
+from shardspec.comm.steps import AllReduce, ReduceOp
 from shardspec.errors import CommunicatorError
+from shardspec.layout.layout import Layout
 from tests.comm.contract import CASES, Case, CommunicatorContract, complaints, crossing
 from tests.dist.processes import run_ranks
 
@@ -41,6 +45,24 @@ def _run_cases(rank: int, reads_peers: bool):
     return results
 
 
+def _first_steps(rank: int) -> list[str]:
+    """Say what goes wrong where ranks differ in the first step of a mesh, in which they join."""
+    wrong = []
+    ops: tuple[ReduceOp, ...] = ("sum", "max")
+    for reads_peers, pending in product((True, False, rank != 2), ops):
+        # Of two rows on three devices one has none, and nothing to reduce with its neighbour.
+        mesh = DeviceMesh(range(6), (3, 2))
+        communicator = ProcessGroupCommunicator(mesh, reads_peers=reads_peers)
+        before = Layout(mesh, f"[S0,R|P{pending}1]", (2, 5), "float32")
+        shard = torch.full(before.local_shape(rank), 2.0)
+        step, after = AllReduce((1,), pending), before.with_spec("[S0,R]")
+        (got,) = communicator.run(step, {rank: shard}, before.box, after.box).values()
+        if got.tolist() != (shard * (2 if pending == "sum" else 1)).tolist():
+            wrong.append(f"{pending} {reads_peers}: {got}")
+    # The last two communicators: one rank does not let itself be read.
+    return wrong + (["read"] if communicator.reads_peers else [])
+
+
 def _run_all(rank: int):
     results = {reads_peers: _run_cases(rank, reads_peers) for reads_peers in (True, False)}
     four = DeviceMesh([2, 0, 3, 1], (4,))
@@ -50,6 +72,7 @@ def _run_all(rank: int):
         for dtype in (torch.int64, torch.bfloat16, torch.bool)
     ]
     assert crossed == [[]] * 6
+    assert _first_steps(rank) == []
     mesh = DeviceMesh([4, 0, 5], (3,))
     gathered = ProcessGroupCommunicator.of(mesh).gather({rank: rank * 10} if rank in mesh else {})
     same = ProcessGroupCommunicator.of(mesh) is ProcessGroupCommunicator.of(
