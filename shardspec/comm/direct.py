@@ -81,7 +81,7 @@ class Direct:
                 for part in parts:
                     place = result[slices_within(part.box, role.wanted)]
                     self._fetch(peer, _part_of(there, part), place)
-                self._links[peer].send(_READ)
+                self._release(peer)
 
     def reduce(
         self,
@@ -108,7 +108,7 @@ class Direct:
                 into = buffer[: place.numel()].view(place.shape)
                 combine_into(place, self._addends(role, there, box, own, place, into), op)
             for peer in there:
-                self._links[peer].send(_READ)
+                self._release(peer)
 
     def _addends(
         self,
@@ -139,11 +139,6 @@ class Direct:
             for peer in readers:
                 self._links[peer].send(_note(what, shard))
             yield deadline
-            # A peer that fails hangs up before it lets go of its shard. So what has been read
-            # from peers that are still there is right.
-            for peer in sources:
-                if self._links[peer].has_ended():
-                    raise CommunicatorError(f"rank {peer} has ended or given up this step")
             for peer in readers:
                 note = self._links[peer].receive(deadline)
                 assert note == _READ, "notes of one peer come in its order"
@@ -174,6 +169,14 @@ class Direct:
                 f"{item_bytes} bytes an element where {expected[1]} and {expected[2]} are expected"
             )
         return Region(address, shape, strides, item_bytes)
+
+    def _release(self, peer: int) -> None:
+        """Tell a peer that all has been read; until then it is there, if all is well."""
+        # A peer that fails hangs up before it lets go of its shard. So what has been read from one
+        # that has not hung up is right.
+        if self._links[peer].has_ended():
+            raise CommunicatorError(f"rank {peer} has ended or given up this step")
+        self._links[peer].send(_READ)
 
     def _fetch(self, peer: int, source: Region, place: torch.Tensor) -> None:
         target = _region(place)

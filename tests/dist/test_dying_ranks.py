@@ -16,7 +16,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardspec import DeviceMesh, ProcessGroupCommunicator
-from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
+from shardspec.boxes import box_shape
+from shardspec.comm.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    ReduceScatter,
+    Step,
+)
 from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout
 
@@ -109,7 +117,7 @@ def _never(rank: int, communicator: Any, move: Any, out: Any) -> None:
 
 def seen_by_the_others(
     tmp_path: Path, work: Callable[..., None], move: tuple[Step, str, str], reads_peers: bool | None
-) -> tuple[list[Seen], float]:
+) -> tuple[list[Any], Any]:
     """Run three ranks, of which one fails, and return what the others saw and when it failed."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.dtensor"])
@@ -169,3 +177,23 @@ def test_a_rank_that_never_joins(tmp_path):
             f"gathering a value of every rank with ranks {others} failed: "
         )
         assert error.at - failed_at < TIMEOUT_S + SLACK_S
+
+
+def _leave(rank: int, communicator: Any, *_: Any) -> None:
+    """Rank 0 takes rows of 1, and then of 2, which comes late; by then 1 has gone, as it may."""
+    nothing = ((9, 9), (5, 5))
+    before = {0: nothing, 1: ((0, 4), (0, 5)), 2: ((4, 9), (0, 5))}
+    after = {0: ((0, 9), (0, 5)), 1: nothing, 2: nothing}
+    shard = torch.full(box_shape(before[rank]), float(rank))
+    if rank == 2:
+        time.sleep(0.3)
+    (got,) = communicator.run(
+        Exchange((0,)), {rank: shard}, before.__getitem__, after.__getitem__
+    ).values()
+    assert got.sum() == (1 * 20 + 2 * 25 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("reads_peers", [True, False], ids=["reading", "messages"])
+def test_a_rank_may_leave_after_its_last_step(tmp_path, reads_peers):
+    seen, by_one = seen_by_the_others(tmp_path, _leave, GATHER, reads_peers)
+    assert [*seen, by_one] == [None, None, None]
