@@ -70,5 +70,9 @@ class CheckpointError(ShardSpecError, ValueError):
     """A checkpoint on disk is missing, incomplete, damaged or contradicts itself."""
 
 
+class ProfileError(ShardSpecError, ValueError):
+    """A measured profile is missing, damaged, or does not fit what it is used for."""
+
+
 class OutputExistsError(CheckpointError, FileExistsError):
     """The place to write to is taken, and overwriting it was not asked for."""

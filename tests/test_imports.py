@@ -25,6 +25,7 @@ LAYERS = [
     {"gradients"},
     {"dtensor"},
     {"checkpoint"},
+    {"profiling"},
     {"cli"},
     {"__main__"},
 ]
@@ -45,6 +46,7 @@ WITH_TENSORS = {
     "shardspec.dtensor",
     "shardspec.execution",
     "shardspec.gradients",
+    "shardspec.profiling.measure",
 }
 MODULES = sorted(module.name for module in pkgutil.walk_packages([str(ROOT)], prefix="shardspec."))
 

@@ -5,16 +5,21 @@ which names the option.
 """
 
 import math
-from collections.abc import Callable
-from typing import Final, TypeAlias, TypeVar, get_args
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, get_args
 
 import click
 
-from shardspec.comm.cost import CostModel
+from shardspec.comm.cost import FITTED_ERROR, CostModel
 from shardspec.comm.presets import link_preset
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError
 from shardspec.mesh import DeviceMesh, LinkModel
+
+if TYPE_CHECKING:
+    from shardspec.profiling.profile import Profile
 
 __all__ = [
     "MAX_DEVICES",
@@ -22,6 +27,7 @@ __all__ = [
     "build_mesh",
     "build_model",
     "mesh_options",
+    "parse_bytes",
     "parse_ids",
     "parse_links",
     "parse_mesh",
@@ -40,6 +46,12 @@ MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
 MAX_DEVICES: Final = 2**20
 """A larger mesh is taken for a slip of the hand; its ids alone would fill the memory."""
 _MAX_SIZE: Final = 2**63 - 1
+_UNITS: Final[Mapping[str, int]] = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)},
+}
 
 
 def parse_mesh(text: str) -> MeshShape:
@@ -135,6 +147,25 @@ def parse_numbers(text: str) -> tuple[float, ...]:
     return tuple(numbers)
 
 
+def parse_bytes(text: str) -> int:
+    """Read a size: a number, with a unit of 1,000 or of 1,024 if need be.
+
+    Raises
+    ------
+    ValueError
+        If the text is none.
+
+    Examples
+    --------
+    >>> parse_bytes("64MiB"), parse_bytes("1.5 kB"), parse_bytes("100")
+    (67108864, 1500, 100)
+    """
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is no size; give bytes as in 1000000, or as in 64MiB or 1.5GB")
+    return math.floor(float(found[1]) * _UNITS[found[2].lower()])
+
+
 def parse_links(text: str) -> tuple[str, ...]:
     """Read names of link presets, separated by commas.
 
@@ -185,10 +216,10 @@ def mesh_options(command: _Command) -> _Command:
     options = (
         click.option(
             "--mesh",
-            required=True,
             callback=parsed(parse_mesh),
             metavar="SHAPE",
-            help="Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4.",
+            help="Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4; that of "
+            "the profile if left out.",
         ),
         click.option(
             "--ids",
@@ -218,9 +249,16 @@ def mesh_options(command: _Command) -> _Command:
         click.option(
             "--link-model",
             type=click.Choice(get_args(LinkModel)),
-            default="ring",
-            show_default=True,
-            help="Links of its own for every group, or one bus that all devices share.",
+            help="Links of its own for every group (ring, the default), or one bus that all "
+            "devices share.",
+        ),
+        click.option(
+            "--profile",
+            type=click.Path(dir_okay=False, path_type=Path),
+            callback=_read_profile,
+            metavar="FILE",
+            help="Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
+            "and --link-model.",
         ),
     )
     for option in reversed(options):
@@ -252,19 +290,33 @@ def tensor_options(command: _Command) -> _Command:
     return command
 
 
+def _read_profile(
+    ctx: click.Context,  # noqa: ARG001  # named by click
+    param: click.Parameter,  # noqa: ARG001
+    path: Path | None,
+) -> "Profile | None":
+    if path is None:
+        return None
+    from shardspec.profiling.profile import Profile
+
+    return Profile.load(path)
+
+
 def build_mesh(
-    mesh: MeshShape,
+    mesh: MeshShape | None,
     ids: tuple[int, ...] | None,
     alpha: tuple[float, ...] | None,
     beta: tuple[float, ...] | None,
-    link_model: LinkModel,
+    link_model: LinkModel | None,
+    profile: "Profile | None" = None,
 ) -> DeviceMesh:
     """Return the mesh that the options of `mesh_options` describe.
 
     Raises
     ------
     click.UsageError
-        If only one of alpha and beta is given, or their number does not fit.
+        If only one of alpha and beta is given, or their number does not fit; if there is neither
+        a mesh nor a profile, or both and they differ, or links beside a profile.
     MeshError
         If ids repeat or do not fill the mesh, or a name is none.
 
@@ -274,6 +326,19 @@ def build_mesh(
     >>> mesh.ids, mesh.mesh_alpha
     ((3, 1, 0, 2), (1e-05, 1e-05))
     """
+    if profile is not None:
+        if alpha is not None or beta is not None or link_model is not None:
+            raise click.UsageError(
+                "--profile has measured links; leave out --alpha, --beta and --link-model"
+            )
+        if mesh is not None and mesh[0] != profile.mesh_shape:
+            raise click.UsageError(
+                f"--mesh has the shape {'x'.join(map(str, mesh[0]))}, but the profile was measured "
+                f"on {'x'.join(map(str, profile.mesh_shape))}; leave out --mesh, or measure again"
+            )
+        mesh = mesh or (profile.mesh_shape, profile.axis_names)
+    if mesh is None:
+        raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
     shape, names = mesh
     if (alpha is None) != (beta is None):
         raise click.UsageError("give both --alpha and --beta, or neither")
@@ -283,17 +348,19 @@ def build_mesh(
         mesh_alpha=None if alpha is None else _per_axis("--alpha", alpha, len(shape)),
         mesh_beta=None if beta is None else _per_axis("--beta", beta, len(shape)),
         axis_names=names,
-        link_model=link_model,
+        link_model=link_model or "ring",
     )
 
 
-def build_model(mesh: DeviceMesh, links: tuple[str, ...] | None) -> CostModel:
-    """Return the cost model of a mesh with the presets of ``--links``, or else its own links.
+def build_model(
+    mesh: DeviceMesh, links: tuple[str, ...] | None, profile: "Profile | None" = None
+) -> CostModel:
+    """Return the cost model of a mesh: with presets or measured links, or else its own.
 
     Raises
     ------
     click.UsageError
-        If the mesh has links of its own as well, or the number of presets does not fit.
+        If links are given in two ways, or the number of presets does not fit.
 
     Examples
     --------
@@ -301,13 +368,17 @@ def build_model(mesh: DeviceMesh, links: tuple[str, ...] | None) -> CostModel:
     >>> [link.name for link in model.links]
     ['ib-ndr-per-gpu', 'h100-nvswitch']
     """
+    if profile is not None:
+        if links is not None:
+            raise click.UsageError("give --links or --profile, not both")
+        return profile.cost_model
     if links is None:
         return CostModel.of_mesh(mesh)
     if mesh.mesh_alpha is not None:
         raise click.UsageError("give --links, or --alpha and --beta, not both")
     names = _per_axis("--links", links, mesh.ndim)
     presets = tuple(map(link_preset, names, mesh.shape))
-    return CostModel(mesh.shape, presets, mesh.link_model)
+    return CostModel(mesh.shape, presets, mesh.link_model, FITTED_ERROR)
 
 
 def _per_axis(option: str, values: tuple[T, ...], axes: int) -> tuple[T, ...]:

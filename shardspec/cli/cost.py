@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,13 +18,15 @@ from shardspec.cli.arguments import (
     tensor_options,
 )
 from shardspec.comm.cost import CostModel
-from shardspec.comm.presets import KNOWN_ERROR
 from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan
 from shardspec.mesh import DeviceMesh, LinkModel
 from shardspec.text import bytes_text, seconds_text, table_text
+
+if TYPE_CHECKING:
+    from shardspec.profiling.profile import Profile
 
 __all__ = ["command"]
 
@@ -110,12 +113,13 @@ A line of the file holds two specs with blanks between them; '#' starts a commen
 def command(
     specs: tuple[str, ...],
     file: str | None,
-    mesh: MeshShape,
+    mesh: MeshShape | None,
     ids: tuple[int, ...] | None,
     alpha: tuple[float, ...] | None,
     beta: tuple[float, ...] | None,
     links: tuple[str, ...] | None,
-    link_model: LinkModel,
+    link_model: LinkModel | None,
+    profile: "Profile | None",
     shape: tuple[int, ...],
     dtype: str,
     as_csv: bool,
@@ -131,8 +135,8 @@ def command(
         raise click.UsageError(f"{specs[-1]!r} has no partner; give specs in pairs FROM TO")
     if not specs and file is None:
         raise click.UsageError("nothing to price; give specs in pairs FROM TO, or --pairs FILE")
-    devices = build_mesh(mesh, ids, alpha, beta, link_model)
-    model = build_model(devices, links)
+    devices = build_mesh(mesh, ids, alpha, beta, link_model, profile)
+    model = build_model(devices, links, profile)
     pairs = [*_given(specs), *(() if file is None else _read(file))]
     answers = _answers(LayoutConverter(model), pairs, devices, shape, dtype)
     if as_csv:
@@ -225,7 +229,7 @@ def _as_dict(
             }
             for link in model.links
         ],
-        "known_error": KNOWN_ERROR,
+        "known_error": model.known_error,
         "pairs": [pairs[place] for place in answers.order],
     }
 
@@ -250,4 +254,4 @@ def _table(answers: _Answers, mesh: DeviceMesh, model: CostModel) -> str:
     rows = [lines[place] for place in answers.order]
     links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
     assumed = f"per device; {model.link_model} model; {links}"
-    return "\n".join([header, rule, *rows, assumed, f"known error: {KNOWN_ERROR}"])
+    return "\n".join([header, rule, *rows, assumed, f"known error: {model.known_error}"])

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -25,6 +25,9 @@ from shardspec.layout.drawing import Drawing, dot_text, draw_transitions
 from shardspec.layout.graph_svg import svg_text
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh, LinkModel
+
+if TYPE_CHECKING:
+    from shardspec.profiling.profile import Profile
 
 __all__ = ["command"]
 
@@ -97,12 +100,13 @@ With Graphviz, 'dot -Tpng path.dot -o path.png' makes a PNG.
 @click.option("--json", "as_json", is_flag=True, help="Print nodes, edges and path as JSON.")
 def command(
     specs: tuple[str, ...],
-    mesh: MeshShape,
+    mesh: MeshShape | None,
     ids: tuple[int, ...] | None,
     alpha: tuple[float, ...] | None,
     beta: tuple[float, ...] | None,
     links: tuple[str, ...] | None,
-    link_model: LinkModel,
+    link_model: LinkModel | None,
+    profile: "Profile | None",
     dims: int | None,
     shape: tuple[int, ...] | None,
     dtype: str,
@@ -115,8 +119,8 @@ def command(
     A spec is a node, and each slice, gather, all-to-all or reduction an edge. Permute and exchange
     join any two specs with nothing pending; they are drawn where the plan takes them.
     """
-    devices = build_mesh(mesh, ids, alpha, beta, link_model)
-    converter = LayoutConverter(build_model(devices, links))
+    devices = build_mesh(mesh, ids, alpha, beta, link_model, profile)
+    converter = LayoutConverter(build_model(devices, links, profile))
     drawing = _drawing(converter, devices, specs, dims, shape, dtype)
     writer = _WRITERS[".dot" if output is None else output.suffix.lower()]
     nodes = sum(map(len, drawing.columns))

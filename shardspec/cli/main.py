@@ -14,7 +14,7 @@ from typing import Any, Final, Never
 
 import click
 
-from shardspec.errors import CheckpointError, ShardSpecError
+from shardspec.errors import CheckpointError, ProfileError, ShardSpecError
 
 __all__ = ["cli", "main"]
 
@@ -25,6 +25,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "merge": ("shardspec.cli.merge", "Write the whole tensors of a checkpoint into one file."),
     "plan": ("shardspec.cli.plan", "Plan the cheapest conversion between two specs, on paper."),
+    "profile": ("shardspec.cli.profile", "Measure the links of a cluster, under torchrun."),
     "show": ("shardspec.cli.show", "Show which devices hold which part of a tensor."),
     "presets": ("shardspec.cli.presets", "Show the links that --links knows, with their sources."),
 }
@@ -82,7 +83,7 @@ class _LazyGroup(click.Group):
             code = _fail(error.format_message(), error.exit_code)
         except click.Abort:
             code = _fail("interrupted", 1)
-        except CheckpointError as error:
+        except (CheckpointError, ProfileError) as error:
             code = _fail(str(error), _BAD_INPUT)
         except ShardSpecError as error:
             code = _fail(str(error), _USAGE)

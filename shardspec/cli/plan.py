@@ -1,10 +1,8 @@
 """The command `shardspec plan`."""
 
 import json
-import math
-import re
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -13,10 +11,10 @@ from shardspec.cli.arguments import (
     build_mesh,
     build_model,
     mesh_options,
+    parse_bytes,
     parsed,
     tensor_options,
 )
-from shardspec.comm.presets import KNOWN_ERROR
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.naive import difference_text, naive_plan
@@ -24,34 +22,12 @@ from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.plan_text import plans_table
 from shardspec.mesh import LinkModel
 
-__all__ = ["command", "parse_bytes"]
+if TYPE_CHECKING:
+    from shardspec.profiling.profile import Profile
 
-_UNITS: Final[Mapping[str, int]] = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)},
-    **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)},
-}
+__all__ = ["command"]
+
 _MOST_ALTERNATIVES: Final = 100
-
-
-def parse_bytes(text: str) -> int:
-    """Read a size: a number, with a unit of 1,000 or of 1,024 if need be.
-
-    Raises
-    ------
-    ValueError
-        If the text is none.
-
-    Examples
-    --------
-    >>> parse_bytes("64MiB"), parse_bytes("1.5 kB"), parse_bytes("100")
-    (67108864, 1500, 100)
-    """
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2].lower() not in _UNITS:
-        raise ValueError(f"{text!r} is no size; give bytes as in 1000000, or as in 64MiB or 1.5GB")
-    return math.floor(float(found[1]) * _UNITS[found[2].lower()])
 
 
 @click.command(
@@ -96,12 +72,13 @@ over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is 
 def command(
     source: str,
     target: str,
-    mesh: MeshShape,
+    mesh: MeshShape | None,
     ids: tuple[int, ...] | None,
     alpha: tuple[float, ...] | None,
     beta: tuple[float, ...] | None,
     links: tuple[str, ...] | None,
-    link_model: LinkModel,
+    link_model: LinkModel | None,
+    profile: "Profile | None",
     shape: tuple[int, ...],
     dtype: str,
     max_bytes: int | None,
@@ -114,14 +91,14 @@ def command(
     Works on paper: it needs no process group, no GPU and no tensor. Without --links, or
     --alpha and --beta, the links of one H100 node are assumed; the plan's last lines say so.
     """
-    devices = build_mesh(mesh, ids, alpha, beta, link_model)
-    converter = LayoutConverter(build_model(devices, links))
+    devices = build_mesh(mesh, ids, alpha, beta, link_model, profile)
+    converter = LayoutConverter(build_model(devices, links, profile))
     layout = Layout(devices, source, shape, dtype)
     plans = converter.alternatives(layout, target, 1 + (alternatives or 0), max_bytes=max_bytes)
     best, *others = plans
     naive = naive_plan(layout, best.target, best.model) if explain else None
     if as_json:
-        record = {**best.as_dict(), "known_error": KNOWN_ERROR}
+        record = best.as_dict()
         if max_bytes is not None:
             record["max_bytes"] = max_bytes
         if alternatives is not None:

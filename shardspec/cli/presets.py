@@ -5,7 +5,8 @@ from textwrap import fill
 
 import click
 
-from shardspec.comm.presets import KNOWN_ERROR, PRESETS, LinkPreset
+from shardspec.comm.cost import FITTED_ERROR
+from shardspec.comm.presets import PRESETS, LinkPreset
 from shardspec.text import bytes_text, table_text
 
 __all__ = ["command"]
@@ -27,7 +28,7 @@ def command(as_json: bool) -> None:
     """
     if as_json:
         records = [preset.as_dict() for preset in PRESETS.values()]
-        click.echo(json.dumps({"known_error": KNOWN_ERROR, "presets": records}))
+        click.echo(json.dumps({"known_error": FITTED_ERROR, "presets": records}))
     else:
         click.echo(_text())
 
@@ -58,7 +59,7 @@ def _text() -> str:
     )
     return (
         f"{table}\n\n{notes}\n\n"
-        f"Known error of such a model:\n{KNOWN_ERROR}.\n"
+        f"Known error of such a model:\n{FITTED_ERROR}.\n"
         "These are not fitted, and this project measured none of them."
     )
 

@@ -16,22 +16,13 @@ from typing import Final, Literal, TypeAlias
 from shardspec.comm.cost import Link
 from shardspec.errors import MeshError
 
-__all__ = ["KNOWN_ERROR", "PRESETS", "READ_ON", "Basis", "Confidence", "LinkPreset", "link_preset"]
+__all__ = ["PRESETS", "READ_ON", "Basis", "Confidence", "LinkPreset", "link_preset"]
 
 Basis: TypeAlias = Literal["measured", "spec", "scaled", "arithmetic"]
 Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
 
 READ_ON: Final = "2026-11-20"
 """When the sources were read."""
-
-KNOWN_ERROR: Final = (
-    "typically 7 to 11 % off, 21 to 37 % at worst where links are fitted to all-reduce"
-)
-"""How far a latency and a rate, fitted to four published all-reduce curves, are from them.
-
-Presets are not fitted: their rates are those of large messages on a ring. So they can be further
-off, as for small messages over a network (see `LinkPreset.valid_for`) and for reductions in a
-switch."""
 
 _MIB: Final = 2**20
 _GIB: Final = 2**30

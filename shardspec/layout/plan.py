@@ -89,6 +89,13 @@ class ConversionPlan:
             return self.target_model
         return common_model(before.mesh, after.mesh, self.model, self.target_model)
 
+    @property
+    def known_error(self) -> str:
+        """How far the modelled seconds are from measured ones, as far as that is known."""
+        here = self.model.known_error
+        there = here if self.target_model is None else self.target_model.known_error
+        return here if here == there else f"{here}; then {there}"
+
     def as_dict(self) -> dict[str, object]:
         """Return the plan as plain lists, numbers and text, ready for JSON."""
         rows = zip(
@@ -115,6 +122,7 @@ class ConversionPlan:
                 }
                 for link in self.model.links
             ],
+            "known_error": self.known_error,
             "steps": [
                 {
                     "step": type(step).__name__,

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from shardspec.comm.presets import KNOWN_ERROR
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -96,7 +95,7 @@ def plan_text(plan: "ConversionPlan") -> str:
     if plan.target_model is not None:
         there = plan.target_model
         links += f"; then {there.link_model} model; {there.links_text(_labels(target.mesh))}"
-    return f"{title}\n{table}\nper device; {links}\nknown error: {KNOWN_ERROR}"
+    return f"{title}\n{table}\nper device; {links}\nknown error: {plan.known_error}"
 
 
 def _labels(mesh: "DeviceMesh") -> list[str]:

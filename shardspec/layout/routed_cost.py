@@ -259,7 +259,9 @@ def routed_prices(
     )
     fixed, slope = np.where(used, by_bits[0], 0.0), np.where(used, by_bits[1], 0.0)
     if bus:
-        moving = (~(wanted & ~away).any(axis=-1)).mean(axis=-1) * len(geometry.coordinates)
+        # A shard that is empty does not travel, and one that is there already stays.
+        travels = wanted.any(axis=-1) & ~(wanted & ~away).any(axis=-1)
+        moving = travels.mean(axis=-1) * len(geometry.coordinates)
         fixed = fixed.max(axis=-1, keepdims=True)
         slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
     return RoutedPrices(exchange, Lines(fixed, slope * largest), permutable)

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from shardspec.cli.main import cli
-from shardspec.comm.cost import CostModel
-from shardspec.comm.presets import KNOWN_ERROR, link_preset
+from shardspec.comm.cost import FITTED_ERROR, CostModel
+from shardspec.comm.presets import link_preset
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -55,7 +55,7 @@ def test_json_of_many_pairs():
         "dtype": "bfloat16",
         "link_model": "ring",
         "links": [link, link],
-        "known_error": KNOWN_ERROR,
+        "known_error": FITTED_ERROR,
         "pairs": expected(PAIRS),
     }
 
@@ -85,7 +85,7 @@ def test_a_table_on_named_links():
         "[R,R]       [R,S(tp,dp)]       1        0 B        0 s   18 KiB",
         "per device; ring model; axis dp ib-ndr-per-gpu: 14 µs, 48 GB/s; "
         "axis tp h100-nvswitch: 3.4 µs, 362 GB/s",
-        f"known error: {KNOWN_ERROR}",
+        f"known error: {FITTED_ERROR}",
     ]
 
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from shardspec.cli.arguments import parse_bytes
 from shardspec.cli.main import cli
-from shardspec.cli.plan import parse_bytes
-from shardspec.comm.cost import CostModel
-from shardspec.comm.presets import KNOWN_ERROR, PRESETS, link_preset
+from shardspec.comm.cost import FITTED_ERROR, CostModel
+from shardspec.comm.presets import PRESETS, link_preset
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.naive import difference_text, naive_plan
@@ -46,10 +46,8 @@ def test_json():
     result = run(*README_EXAMPLE, "--json")
     assert result.exit_code == 0
     plan = LayoutConverter().plan(layout, "[R,S01]")
-    assert json.loads(result.stdout) == {
-        **json.loads(plan.to_json()),
-        "known_error": KNOWN_ERROR,
-    }
+    assert json.loads(result.stdout) == json.loads(plan.to_json())
+    assert json.loads(result.stdout)["known_error"] == FITTED_ERROR
     assert [step["layout"] for step in json.loads(result.stdout)["steps"]] == ["[R,S01]"]
 
 
@@ -83,7 +81,7 @@ def test_named_links():
         "per device; ring model; axis 0 ib-ndr-per-gpu: 14 µs, 48 GB/s; "
         "axis 1 h100-nvswitch: 3.4 µs, 362 GB/s"
     )
-    assert result.stdout.splitlines()[-1] == f"known error: {KNOWN_ERROR}"
+    assert result.stdout.splitlines()[-1] == f"known error: {FITTED_ERROR}"
     links = json.loads(run(*README_EXAMPLE, "--links", "efa-v4-per-gpu", "--json").stdout)["links"]
     assert [link["name"] for link in links] == ["efa-v4-per-gpu"] * 2
 
@@ -177,7 +175,7 @@ def test_everything_together_in_json():
     assert [step["step"] for step in read["naive"]["steps"]] == ["AllGather", "Slice"]
     assert read["naive"]["cost_seconds"] == naive.cost_seconds
     assert read["explanation"] == difference_text(best, naive)
-    assert read["known_error"] == KNOWN_ERROR
+    assert read["known_error"] == FITTED_ERROR
 
 
 def test_a_ratio_to_nothing_is_none():
@@ -311,7 +309,10 @@ def test_no_sizes(text):
             "Invalid value for '--link-model': 'tree' is not one of 'ring', 'shared-bus'; "
             "see 'shardspec plan -h'",
         ),
-        ("[S0] [R] --shape 4", "Missing option '--mesh'; see 'shardspec plan -h'"),
+        (
+            "[S0] [R] --shape 4",
+            "give --mesh, or --profile with the profile of a mesh; see 'shardspec plan -h'",
+        ),
         ("[S0] [R] --mesh 2", "Missing option '--shape'; see 'shardspec plan -h'"),
         ("[S0] --mesh 2 --shape 4", "Missing argument 'TO'; see 'shardspec plan -h'"),
     ],

@@ -8,7 +8,8 @@ import sys
 from click.testing import CliRunner
 
 from shardspec.cli.main import cli
-from shardspec.comm.presets import KNOWN_ERROR, PRESETS
+from shardspec.comm.cost import FITTED_ERROR
+from shardspec.comm.presets import PRESETS
 
 
 def run(*args):
@@ -39,7 +40,7 @@ def test_each_preset_has_its_source_and_what_it_is_valid_for():
     assert "faster, in the switch; published at 1 GiB from " in plain
     assert "groups of 8; published at 32 KiB to 16 GiB from " in plain
     assert plain.endswith(
-        f"{KNOWN_ERROR}. These are not fitted, and this project measured none of them."
+        f"{FITTED_ERROR}. These are not fitted, and this project measured none of them."
     )
 
 
@@ -47,7 +48,7 @@ def test_json():
     result = run("--json")
     assert (result.exit_code, result.stderr) == (0, "")
     read = json.loads(result.stdout)
-    assert read["known_error"] == KNOWN_ERROR
+    assert read["known_error"] == FITTED_ERROR
     assert read["presets"] == [preset.as_dict() for preset in PRESETS.values()]
     (ndr,) = (preset for preset in read["presets"] if preset["name"] == "ib-ndr-per-gpu")
     assert (ndr["gb_per_s"], ndr["devices"], ndr["basis"]) == (48, [2, None], "arithmetic")

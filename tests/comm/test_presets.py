@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
-from shardspec.comm.cost import DEFAULT_LINK, CostModel, Link
-from shardspec.comm.presets import KNOWN_ERROR, PRESETS, Basis, Confidence, link_preset
+from shardspec.comm.cost import DEFAULT_LINK, FITTED_ERROR, CostModel, Link
+from shardspec.comm.presets import PRESETS, Basis, Confidence, link_preset
 from shardspec.comm.steps import AllReduce
 from shardspec.errors import MeshError, ShardSpecError
 
@@ -93,7 +93,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("name", "num_bytes", "published"), PUBLISHED)
 def test_published_times_lie_within_the_known_error(name, num_bytes, published):
-    worst = int(re.findall(r"(\d+) % at worst", KNOWN_ERROR)[0])
+    worst = int(re.findall(r"(\d+) % at worst", FITTED_ERROR)[0])
     model = CostModel((8,), (link_preset(name),))
     modelled = model.step_seconds(AllReduce((0,), "sum"), num_bytes) * 1e6
     assert abs(modelled / published - 1) < worst / 100

@@ -1,0 +1,251 @@
+"""A profile of a cluster: measured times, the links that fit them, and the file they lie in."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from shardspec.checkpoint.output import write_atomically
+from shardspec.checkpoint.strict_json import (
+    as_list,
+    as_object,
+    as_size,
+    as_sizes,
+    as_text,
+    member,
+    parse_json,
+)
+from shardspec.comm.cost import CostModel
+from shardspec.errors import CheckpointError, ProfileError
+from shardspec.mesh import LinkModel
+from shardspec.profiling.fit import KINDS, Fit, Measurement, fit_links, step_of
+from shardspec.text import bytes_text, seconds_text, table_text
+
+__all__ = ["Profile", "fitted", "make_profile"]
+
+_FORMAT: Final = "shardspec profile"
+_VERSION: Final = 1
+_MOST_BYTES: Final = 64 << 20
+_ALIKE: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured on a mesh, and the fits of both link models.
+
+    Examples
+    --------
+    >>> times = [Measurement("all-gather", (0,), b, 1e-5 + 3e-10 * b) for b in (4096, 65536)]
+    >>> profile = make_profile((2,), None, times, {"backend": "gloo"})
+    >>> profile.cost_model.links_text(["0"])
+    'axis 0 measured: 10 µs, 3.333 GB/s'
+    """
+
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...] | None
+    ring: Fit
+    shared_bus: Fit
+    link_model: LinkModel
+    """The model that fits better."""
+    measurements: tuple[Measurement, ...]
+    facts: tuple[tuple[str, str], ...]
+    """Where and when: backend, device, ranks, date and the like, by name."""
+
+    @property
+    def fit(self) -> Fit:
+        """The fit of the chosen model."""
+        return self.ring if self.link_model == "ring" else self.shared_bus
+
+    @property
+    def known_error(self) -> str:
+        """How far the fit is from what was measured, and for which sizes."""
+        sizes = [m.num_bytes for m in self.measurements]
+        return (
+            f"typically {self.fit.typical_error:.0%} off, {self.fit.worst_error:.0%} at worst, as "
+            f"measured from {bytes_text(min(sizes))} to {bytes_text(max(sizes))}"
+        ).replace("%", " %")
+
+    @property
+    def cost_model(self) -> CostModel:
+        """The chosen model with its links, for a mesh of this shape."""
+        return self.fit.cost_model(self.mesh_shape, self.known_error)
+
+    def table(self) -> str:
+        """Return the links of every axis and how well each model fits, as text."""
+        labels = self.axis_names or tuple(map(str, range(len(self.mesh_shape))))
+        rows = [
+            [
+                f"{fit.link_model}{' (chosen)' if fit is self.fit else ''}",
+                label,
+                str(devices),
+                seconds_text(link.latency_s),
+                f"{1e-9 / link.seconds_per_byte:.4g} GB/s" if link.seconds_per_byte else "free",
+                f"{fit.typical_error:.1%}",
+                f"{fit.worst_error:.1%}",
+            ]
+            for fit in (self.ring, self.shared_bus)
+            for label, devices, link in zip(labels, self.mesh_shape, fit.links, strict=True)
+        ]
+        header = ["model", "axis", "devices", "latency", "rate", "typical error", "worst"]
+        return table_text(header, rows, numbers_from=2)
+
+    def to_json(self) -> str:
+        """Return the profile as the text of its file."""
+        model = self.cost_model
+        record = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "mesh_shape": self.mesh_shape,
+            "axis_names": self.axis_names,
+            "link_model": self.link_model,
+            "known_error": self.known_error,
+            "fits": {fit.link_model: _fit_record(fit) for fit in (self.ring, self.shared_bus)},
+            "facts": dict(self.facts),
+            "measurements": [
+                {**asdict(m), "fitted_seconds": fitted(model, m)} for m in self.measurements
+            ],
+        }
+        return json.dumps(record, indent=1)
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
+        """Write the profile; it appears under its name when it is complete.
+
+        Raises
+        ------
+        OutputExistsError
+            If there is such a file and `overwrite` is not set.
+        CheckpointError
+            If the file cannot be written.
+        """
+        content = self.to_json().encode()
+
+        def fill(fd: int) -> None:
+            os.pwrite(fd, content, 0)
+
+        write_atomically(Path(path), len(content), fill, overwrite=overwrite)
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Profile":
+        """Read a profile that `save` wrote.
+
+        Raises
+        ------
+        ProfileError
+            If the file is missing, damaged, of another kind or of a newer version.
+        """
+        try:
+            return _read(Path(path))
+        except CheckpointError as error:
+            raise ProfileError(str(error)) from None
+
+
+def fitted(model: CostModel, measured: Measurement) -> float:
+    """Return the seconds that a model says of a measurement."""
+    return model.step_seconds(step_of(measured.kind, measured.axes), measured.num_bytes)
+
+
+def make_profile(
+    mesh_shape: tuple[int, ...],
+    axis_names: tuple[str, ...] | None,
+    measurements: Sequence[Measurement],
+    facts: dict[str, str],
+) -> Profile:
+    """Fit both link models to measurements and choose the one that is nearer on the mean.
+
+    Raises
+    ------
+    ProfileError
+        If an axis has too few measurements.
+    """
+    ring = fit_links(mesh_shape, measurements, "ring")
+    bus = fit_links(mesh_shape, measurements, "shared-bus")
+    # Along one axis alone both say the same; then it is the simpler one.
+    nearer = bus if bus.mean_error < ring.mean_error - _ALIKE else ring
+    return Profile(
+        mesh_shape,
+        axis_names,
+        ring,
+        bus,
+        nearer.link_model,
+        tuple(measurements),
+        tuple(facts.items()),
+    )
+
+
+def _fit_record(fit: Fit) -> dict[str, object]:
+    return {
+        "links": [
+            {"latency_s": link.latency_s, "seconds_per_byte": link.seconds_per_byte}
+            for link in fit.links
+        ],
+        "typical_error": fit.typical_error,
+        "worst_error": fit.worst_error,
+        "mean_error": fit.mean_error,
+    }
+
+
+def _read(path: Path) -> Profile:
+    try:
+        if not path.is_file():
+            raise ProfileError(f"{path}: there is no such file; 'shardspec profile' makes one")
+        if path.stat().st_size > _MOST_BYTES:
+            raise ProfileError(f"{path}: is too large for a profile")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be read: {error.strerror}") from None
+    root = as_object(parse_json(data, path, "profile"), path, "the profile")
+    if root.get("format") != _FORMAT:
+        raise ProfileError(f"{path}: is no profile; 'shardspec profile' makes one")
+    version = as_size(member(root, "version", path, "version"), path, "version")
+    if version != _VERSION:
+        raise ProfileError(
+            f"{path}: is of version {version}, but this reads version {_VERSION}; measure again "
+            "or update"
+        )
+    shape = tuple(as_sizes(member(root, "mesh_shape", path, "mesh_shape"), path, "mesh_shape"))
+    if not shape or min(shape) < 1:
+        raise ProfileError(f"{path}: mesh_shape {list(shape)} is no mesh")
+    names = root.get("axis_names")
+    axis_names = (
+        None
+        if names is None
+        else tuple(as_text(n, path, "axis_names") for n in as_list(names, path, "axis_names"))
+    )
+    if axis_names is not None and len(axis_names) != len(shape):
+        raise ProfileError(f"{path}: {len(axis_names)} axis names for {len(shape)} axes")
+    facts = as_object(member(root, "facts", path, "facts"), path, "facts")
+    measurements = [
+        _measurement(as_object(item, path, f"measurements[{i}]"), path, f"measurements[{i}]", shape)
+        for i, item in enumerate(
+            as_list(member(root, "measurements", path, "measurements"), path, "measurements")
+        )
+    ]
+    profile = make_profile(
+        shape, axis_names, measurements, {k: as_text(v, path, k) for k, v in facts.items()}
+    )
+    # The fits follow from the measurements, so a file whose fits do not is not to be trusted.
+    stated = member(root, "link_model", path, "link_model")
+    if stated not in get_args(LinkModel) or stated != profile.link_model:
+        raise ProfileError(
+            f"{path}: says that the model {stated!r} fits best, but its measurements say "
+            f"{profile.link_model!r}; the file was changed, measure again"
+        )
+    return profile
+
+
+def _measurement(
+    item: dict[str, Any], path: Path, key: str, mesh_shape: tuple[int, ...]
+) -> Measurement:
+    kind = as_text(member(item, "kind", path, f"{key}.kind"), path, f"{key}.kind")
+    if kind not in KINDS:
+        raise ProfileError(f"{path}: {key}.kind {kind!r} is none of {', '.join(KINDS)}")
+    axes = tuple(as_sizes(member(item, "axes", path, f"{key}.axes"), path, f"{key}.axes"))
+    if not axes or len(set(axes)) != len(axes) or max(axes) >= len(mesh_shape):
+        raise ProfileError(f"{path}: {key}.axes {list(axes)} are no axes of the mesh")
+    num_bytes = as_size(member(item, "num_bytes", path, f"{key}.num_bytes"), path, key)
+    seconds = member(item, "seconds", path, f"{key}.seconds")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ProfileError(f"{path}: {key}.seconds should be a number above 0 but is {seconds!r}")
+    return Measurement(kind, axes, num_bytes, float(seconds))

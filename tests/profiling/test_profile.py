@@ -1,0 +1,251 @@
+"""Profiles as files, as charts, and on the command line; and measured on real processes."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
+from shardspec.cli.main import cli
+from shardspec.comm.simulated import SimulatedCommunicator
+from shardspec.errors import OutputExistsError, ProfileError
+from shardspec.profiling.chart import chart_svg, chart_text
+from shardspec.profiling.fit import KINDS, fit_links, step_of
+from shardspec.profiling.measure import measure
+from shardspec.profiling.profile import Profile, make_profile
+from tests.profiling.test_fit import LINKS, SHAPE, times
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture
+def profile():
+    measured = times(CostModel(SHAPE, LINKS), noise=lambda index: 1.0 + 0.05 * (index % 3 - 1))
+    return make_profile(SHAPE, ("dp", "tp"), measured, {"backend": "gloo", "ranks": "6"})
+
+
+def run(*args):
+    return CliRunner().invoke(cli, args, prog_name="shardspec")
+
+
+def test_file_there_and_back(tmp_path, profile):
+    profile.save(tmp_path / "cluster.json")
+    assert Profile.load(tmp_path / "cluster.json") == profile
+    with pytest.raises(OutputExistsError):
+        profile.save(tmp_path / "cluster.json")
+    profile.save(tmp_path / "cluster.json", overwrite=True)
+
+
+def test_file_says_what_was_measured_and_how_well_it_fits(tmp_path, profile):
+    profile.save(tmp_path / "cluster.json")
+    record = json.loads((tmp_path / "cluster.json").read_text("utf-8"))
+    assert (record["format"], record["version"]) == ("shardspec profile", 1)
+    assert record["mesh_shape"] == [2, 3]
+    assert record["facts"] == {"backend": "gloo", "ranks": "6"}
+    assert len(record["measurements"]) == len(profile.measurements) == 84
+    chosen = record["fits"][record["link_model"]]
+    assert chosen["typical_error"] == profile.fit.typical_error
+    model = profile.cost_model
+    for item in record["measurements"]:
+        step = step_of(item["kind"], tuple(item["axes"]))
+        assert item["fitted_seconds"] == model.step_seconds(step, item["num_bytes"])
+
+
+def test_known_error_is_that_of_the_fit(profile):
+    text = profile.cost_model.known_error
+    assert text.startswith(f"typically {profile.fit.typical_error:.0%}".replace("%", " %"))
+    assert text.endswith("at worst, as measured from 4 KiB to 16 MiB")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.update(format="other"), "is no profile; 'shardspec profile' makes one"),
+        (lambda r: r.update(version=2), "is of version 2, but this reads version 1"),
+        (lambda r: r.update(mesh_shape=[]), "mesh_shape [] is no mesh"),
+        (lambda r: r.update(mesh_shape=[2], axis_names=["x"]), "axes [1] are no axes of the mesh"),
+        (lambda r: r.update(axis_names=["dp"]), "1 axis names for 2 axes"),
+        (lambda r: r.update(measurements=[]), "axis 0 has 0 measurements"),
+        (lambda r: r["measurements"][0].update(kind="gather"), "kind 'gather' is none of"),
+        (lambda r: r["measurements"][0].update(seconds=0), "should be a number above 0 but is 0"),
+        (lambda r: r["measurements"][0].update(seconds="1"), "should be a number above 0"),
+        (lambda r: r["measurements"][0].pop("num_bytes"), "num_bytes is missing"),
+        (lambda r: r.update(link_model="shared-bus"), "its measurements say 'ring'"),
+    ],
+)
+def test_what_is_no_profile_is_refused(tmp_path, profile, change, message):
+    record = json.loads(profile.to_json())
+    change(record)
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ProfileError) as caught:
+        Profile.load(path)
+    assert message in str(caught.value)
+    done = run("plan", "[S0]", "[R]", "--shape", "8", "--profile", str(path))
+    assert done.exit_code == 3
+    assert done.stderr.count("\n") == 1
+
+
+def test_damaged_and_missing_files(tmp_path):
+    path = tmp_path / "cluster.json"
+    with pytest.raises(ProfileError, match="there is no such file"):
+        Profile.load(path)
+    for content in (b"", b"{", b"[]", b"\xff", b'{"format": NaN}'):
+        path.write_bytes(content)
+        with pytest.raises(ProfileError, match="cluster"):
+            Profile.load(path)
+
+
+def test_plans_with_a_profile_use_its_mesh_and_links(tmp_path, profile):
+    path = tmp_path / "cluster.json"
+    profile.save(path)
+    args = ("plan", "[S(dp),R]", "[R,S(tp)]", "--shape", "600x600", "--profile", str(path))
+    done = run(*args)
+    assert (done.exit_code, done.stderr) == (0, "")
+    mesh = DeviceMesh(range(6), SHAPE, axis_names=("dp", "tp"))
+    source = Layout(mesh, "[S(dp),R]", (600, 600), "float32")
+    plan = LayoutConverter(profile.cost_model).plan(source, "[R,S(tp)]")
+    assert done.stdout == f"{plan}\n"
+    links = profile.cost_model.links_text(["dp", "tp"])
+    assert links.startswith("axis dp measured: ")
+    assert links in done.stdout
+    assert f"known error: {profile.known_error}" in done.stdout
+    assert json.loads(run(*args, "--json").stdout)["known_error"] == profile.known_error
+    costs = run("cost", "[S0]", "[R]", "--shape", "60", "--profile", str(path), "--mesh", "2x3")
+    assert costs.exit_code == 0
+    assert "axis 0 measured" in costs.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--mesh", "2x4"), "--mesh has the shape 2x4, but the profile was measured on 2x3"),
+        (("--links", "h100-nvswitch"), "give --links or --profile, not both"),
+        (("--alpha", "1e-5", "--beta", "1e-9"), "--profile has measured links"),
+        (("--link-model", "ring"), "--profile has measured links"),
+    ],
+)
+def test_links_are_given_in_one_way(tmp_path, profile, args, message):
+    path = tmp_path / "cluster.json"
+    profile.save(path)
+    done = run("plan", "[S0]", "[R]", "--shape", "8", "--profile", str(path), *args)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_charts_show_every_measurement(profile):
+    text = chart_text(profile)
+    lines = text.splitlines()
+    assert lines[0] == "measured"
+    assert lines[-1].startswith("g all-gather, s reduce-scatter, r all-reduce, a all-to-all")
+    # A fit within 5 % lies on the diagonal: nothing is far from it.
+    drawn = [line.split("│")[-1].split("┤")[-1] for line in lines[1:22]]
+    for line, row in enumerate(reversed(drawn)):
+        for column, letter in enumerate(row):
+            if letter in "gsra":
+                assert abs(column / 60 - line / 20) < 0.06
+    root = ET.fromstring(chart_svg(profile))
+    points = [
+        circle
+        for circle in root.iter("{http://www.w3.org/2000/svg}circle")
+        if circle.find("{http://www.w3.org/2000/svg}title") is not None
+    ]
+    assert len(points) == len(profile.measurements)
+
+
+def test_measuring_one_process_that_holds_all_devices():
+    communicator = SimulatedCommunicator(DeviceMesh(range(6), (2, 3)))
+    seen = []
+    found = measure(
+        communicator,
+        [4096, 65536],
+        1,
+        device=torch.device("cpu"),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert [(m.kind, m.axes) for m in found] == [
+        (kind, axes) for axes in ((0,), (1,), (0, 1)) for kind in KINDS for _ in range(2)
+    ]
+    for m, size in zip(found, [4096, 65536] * 12, strict=True):
+        assert 0.7 * size < m.num_bytes < 1.4 * size
+        assert m.seconds > 0
+    assert seen == [(i, 24) for i in range(1, 25)]
+
+
+@pytest.mark.dist
+def test_commands_of_the_readme(tmp_path):
+    blocks = re.findall(r"^```sh\n(.*?)^```$", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if "shardspec profile" in block]
+    bin_first = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    done, planned = (
+        subprocess.run(
+            shlex.split(line),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PATH": bin_first},
+        )
+        for line in block.splitlines()
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
+    profile = Profile.load(tmp_path / "cluster.json")
+    assert (profile.mesh_shape, profile.axis_names) == ((2, 2), None)
+    facts = dict(profile.facts)
+    assert (facts["backend"], facts["ranks"]) == ("gloo", "4")
+    # Three sets of axes, four kinds, seven sizes from 4 KiB to 16 MiB.
+    assert len(profile.measurements) == 3 * 4 * 7
+    for model in ("ring", "shared-bus"):
+        fit = profile.ring if model == "ring" else profile.shared_bus
+        assert fit == fit_links((2, 2), profile.measurements, model)
+    better = min((profile.ring, profile.shared_bus), key=lambda fit: fit.mean_error)
+    assert profile.fit.mean_error <= better.mean_error + 1e-6
+    assert done.stdout.startswith(profile.table())
+    assert chart_text(profile) in done.stdout
+    assert f"known error: {profile.known_error}" in done.stdout
+    assert (planned.returncode, planned.stderr) == (0, "")
+    assert planned.stdout.endswith(f"known error: {profile.known_error}\n")
+    assert profile.cost_model.links_text(["0", "1"]) in planned.stdout
+
+
+@pytest.mark.parametrize(
+    ("env", "args", "message"),
+    [
+        ({}, (), "mesh 2x2 has 4 devices, but this is no job; start it as in 'torchrun"),
+        ({"WORLD_SIZE": "3"}, (), "mesh 2x2 has 4 devices, but this job has 3 processes"),
+        ({"WORLD_SIZE": "4"}, ("--min-bytes", "1MiB", "--max-bytes", "1MiB"), "more than it"),
+    ],
+)
+def test_wrong_usage(monkeypatch, env, args, message):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    done = run("profile", "--mesh", "2x2", "-o", "cluster.json", *args)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_places_that_cannot_be_written_are_refused_before_measuring(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    done = run("profile", "--mesh", "2x2", "-o", str(tmp_path / "nowhere" / "cluster.json"))
+    assert (done.exit_code, "its directory does not exist" in done.stderr) == (3, True)
+    (tmp_path / "there.json").write_text("mine")
+    done = run("profile", "--mesh", "2x2", "-o", str(tmp_path / "there.json"))
+    assert (done.exit_code, "exists; choose another name" in done.stderr) == (3, True)
+
+
+def test_link_names_are_kept_out_of_comparisons():
+    assert CostModel((2,), (Link(1.0, 1.0),), known_error="a") == CostModel(
+        (2,), (Link(1.0, 1.0),), known_error="b"
+    )
