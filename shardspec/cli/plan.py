@@ -1,6 +1,7 @@
 """The command `shardspec plan`."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -12,15 +13,18 @@ from shardspec.cli.arguments import (
     build_model,
     mesh_options,
     parse_bytes,
+    parse_ids,
+    parse_mesh,
     parsed,
     tensor_options,
 )
+from shardspec.comm.cost import CostModel, Link
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.naive import difference_text, naive_plan
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.plan_text import plans_table
-from shardspec.mesh import LinkModel
+from shardspec.mesh import DeviceMesh, LinkModel
 
 if TYPE_CHECKING:
     from shardspec.profiling.profile import Profile
@@ -40,6 +44,7 @@ Examples:
   shardspec plan "[S01,R]" "[S10,R]" --mesh 2x4 --shape 4096x4096 --alternatives 5
   shardspec plan "[S0,S1]" "[S1,S0]" --mesh 2x4 --shape 4096x4096 --max-bytes 20MiB
   shardspec plan "[R|P01]" "[S0]" --mesh 2x4 --shape 1000 --alpha 1e-5,3e-6 --beta 4e-11,3e-12
+  shardspec plan "[S0,R]" "[S0,S1]" --mesh 2x4 --target-mesh 3x4 --shape 4096x4096
   shardspec plan "[R|P0]" "[R]" --mesh 8 --shape 1000 --link-model shared-bus --json
 
 \b
@@ -51,6 +56,19 @@ over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is 
 @click.argument("target", metavar="TO")
 @mesh_options
 @tensor_options
+@click.option(
+    "--target-mesh",
+    callback=parsed(parse_mesh),
+    metavar="SHAPE",
+    help="Another mesh for TO; its links are those of --mesh where both have as many axes, else "
+    "the slowest of them.",
+)
+@click.option(
+    "--target-ids",
+    callback=parsed(parse_ids),
+    metavar="IDS",
+    help="Physical ids of the target mesh; counted from 0 if left out.",
+)
 @click.option(
     "--max-bytes",
     callback=parsed(parse_bytes),
@@ -81,6 +99,8 @@ def command(
     profile: "Profile | None",
     shape: tuple[int, ...],
     dtype: str,
+    target_mesh: MeshShape | None,
+    target_ids: tuple[int, ...] | None,
     max_bytes: int | None,
     alternatives: int | None,
     explain: bool,
@@ -92,11 +112,18 @@ def command(
     --alpha and --beta, the links of one H100 node are assumed; the plan's last lines say so.
     """
     devices = build_mesh(mesh, ids, alpha, beta, link_model, profile)
-    converter = LayoutConverter(build_model(devices, links, profile))
+    model = build_model(devices, links, profile)
     layout = Layout(devices, source, shape, dtype)
-    plans = converter.alternatives(layout, target, 1 + (alternatives or 0), max_bytes=max_bytes)
+    there, target_model = devices, None
+    if target_mesh is not None:
+        there, target_model = _other_mesh(target_mesh, target_ids, model)
+    elif target_ids is not None:
+        raise click.UsageError("--target-ids needs --target-mesh")
+    goal = Layout(there, target, shape, dtype)
+    converter = LayoutConverter(model, target_model=target_model)
+    plans = converter.alternatives(layout, goal, 1 + (alternatives or 0), max_bytes=max_bytes)
     best, *others = plans
-    naive = naive_plan(layout, best.target, best.model) if explain else None
+    naive = naive_plan(layout, goal, best.model, best.target_model) if explain else None
     if as_json:
         record = best.as_dict()
         if max_bytes is not None:
@@ -114,6 +141,20 @@ def command(
     if naive is not None:
         click.echo(f"\n{difference_text(best, naive)}")
         click.echo(plans_table([best, naive], ["chosen", "naive"]))
+
+
+def _other_mesh(
+    mesh: MeshShape, ids: tuple[int, ...] | None, model: CostModel
+) -> tuple[DeviceMesh, CostModel]:
+    """Return the target's mesh, with the links of the source's mesh or the slowest of them."""
+    shape, names = mesh
+    devices = DeviceMesh(range(math.prod(shape)) if ids is None else ids, shape, axis_names=names)
+    links = model.links
+    if len(shape) != len(links):
+        latency, per_byte = model.slowest(range(len(links)))
+        name = links[0].name if len(set(links)) == 1 else "slowest of the other mesh"
+        links = (Link(latency, per_byte, name),) * len(shape)
+    return devices, CostModel(shape, links, model.link_model, model.known_error)
 
 
 def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:

@@ -4,29 +4,28 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, Slice, Step
-from shardspec.errors import LayoutError
+from shardspec.comm.steps import AllGather, AllReduce, Exchange, ReduceOp, Slice, Step
 from shardspec.layout.graph import state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan
+from shardspec.layout.spec import ShardingSpec
 
 __all__ = ["difference_text", "naive_plan"]
 
 
-def naive_plan(source: Layout, target: Layout, model: CostModel) -> ConversionPlan:
+def naive_plan(
+    source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
+) -> ConversionPlan:
     """Return the plan that all-reduces, all-gathers every cut dim, and slices to the target.
+
+    To another mesh the gathered tensor crosses whole, and is sliced there.
 
     Parameters
     ----------
     source, target
-        Both ends, on one mesh. What is pending at the target as well stays pending.
-    model
-        Prices of steps.
-
-    Raises
-    ------
-    LayoutError
-        If the ends are on different meshes.
+        Both ends. What is pending at the target as well stays pending.
+    model, target_model
+        Prices of steps on the source's mesh, and on the target's where that is another one.
 
     Examples
     --------
@@ -36,14 +35,17 @@ def naive_plan(source: Layout, target: Layout, model: CostModel) -> ConversionPl
     >>> [str(layout.spec) for layout in plan.layouts]
     ['[S0,R|P1]', '[S0,R]', '[R,R]', '[R,S01]']
     """
+    moves: list[tuple[Step, Layout]] = []
     if source.mesh != target.mesh:
-        raise LayoutError(f"{source} and {target} are on different meshes; only one can be shared")
-    steps, layouts = [], [source]
-    if source != target:
-        for step, layout in _moves(source, target):
-            steps.append(step)
-            layouts.append(layout)
-    return ConversionPlan(tuple(steps), tuple(layouts), model)
+        whole = ShardingSpec(source.spec.dims)
+        there = target.with_spec(whole)
+        moves += _moves(source, source.with_spec(whole))
+        moves.append((Exchange(()), there))
+        moves += _moves(there, target)
+    elif source != target:
+        moves += _moves(source, target)
+    steps, layouts = [step for step, _ in moves], [layout for _, layout in moves]
+    return ConversionPlan(tuple(steps), (source, *layouts), model, target_model)
 
 
 def _moves(source: Layout, target: Layout) -> Iterator[tuple[Step, Layout]]:

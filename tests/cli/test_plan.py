@@ -339,10 +339,38 @@ def test_a_syntax_error_has_its_caret(args):
     assert result.stderr == "Error: expected R or S and its axes\n  [S0,X]\n      ^\n"
 
 
+def test_plan_to_another_mesh():
+    mesh, other = DeviceMesh(range(8), (2, 4)), DeviceMesh(range(4, 16), (3, 4))
+    args = ("[S0,R|P1]", "[S0,S1]", "--mesh", "2x4", "--target-mesh", "3x4", "--shape", "96x96")
+    ids = ("--target-ids", ",".join(map(str, other.ids)))
+    result = run(*args, *ids, "--links", "ib-ndr-per-gpu,h100-nvswitch", "--explain")
+    assert (result.exit_code, result.stderr) == (0, "")
+    links = tuple(map(link_preset, ("ib-ndr-per-gpu", "h100-nvswitch"), mesh.shape))
+    converter = LayoutConverter(
+        CostModel((2, 4), links, known_error=FITTED_ERROR),
+        target_model=CostModel((3, 4), links, known_error=FITTED_ERROR),
+    )
+    source = Layout(mesh, "[S0,R|P1]", (96, 96), "float32")
+    plan = converter.plan(source, Layout(other, "[S0,S1]", (96, 96), "float32"))
+    assert result.stdout.startswith(f"{plan}\n\n")
+    assert "from mesh 2x4 to mesh 3x4" in result.stdout
+    naive = naive_plan(source, plan.target, plan.model, plan.target_model)
+    assert difference_text(plan, naive) in result.stdout
+    read = json.loads(run(*args, *ids, "--json").stdout)
+    assert (read["mesh"], read["target_mesh"]) == ([2, 4], [3, 4])
+
+
+def test_other_mesh_with_other_axes_has_the_slowest_links():
+    args = ("[S0]", "[S0]", "--mesh", "2x4", "--shape", "8", "--target-mesh", "8")
+    given = ("--alpha", "2e-5,1e-6", "--beta", "1e-9,3e-9")
+    result = run(*args, "--target-ids", "8,9,10,11,12,13,14,15", *given)
+    assert "then ring model; axis 0 slowest of the other mesh: 20 µs, 0.3333 GB/s" in result.stdout
+
+
 def test_help_has_examples_that_run():
     text = run("-h").stdout
     examples = text.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
-    assert len(examples) == 7
+    assert len(examples) == 8
     for line in examples:
         words = [word.strip('"') for word in line.split()]
         assert words[:2] == ["shardspec", "plan"]

@@ -3,8 +3,7 @@
 import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
-from shardspec.comm.steps import AllGather, AllReduce, Slice
-from shardspec.errors import LayoutError
+from shardspec.comm.steps import AllGather, AllReduce, Exchange, Slice
 from shardspec.layout.naive import difference_text, naive_plan
 from tests.conversions import plain_specs, targets_of
 from tests.layout import formulas
@@ -57,41 +56,18 @@ def test_prices_and_bytes_are_those_of_its_steps(shape):
             assert any(layout.spec.dim_partition_dict == {} for layout in plan.layouts)
 
 
-def test_one_mesh_only():
-    other = DeviceMesh(range(2), (2,))
-    source, target = (Layout(mesh, "[S0]", (8,), "f32") for mesh in (MESH, other))
-    with pytest.raises(LayoutError, match="are on different meshes; only one can be shared"):
-        naive_plan(source, target, MODEL)
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "text"),
-    [
-        ("[S0,R]", "[S0,R]", "nothing to do, and nothing to avoid"),
-        ("[S0,R]", "[R,R]", "this is the naive plan: here no other is cheaper"),
-        ("[R,R]", "[S0,S1]", "this is the naive plan: here no other is cheaper"),
-        # Only axis 1 is gathered: 2 messages of 3 µs and 2 * 144 bytes; all is 5 of 10 µs, 5 * 144.
-        (
-            "[S01,R]",
-            "[S0,R]",
-            "avoids gathering the whole tensor: 8.33× faster, receives 2/5 of the bytes, "
-            "holds 4/9 at its peak",
-        ),
-        (
-            "[S0,R]",
-            "[S01,R]",
-            "avoids gathering the whole tensor: free, receives nothing, holds 4/9 at its peak",
-        ),
-        (
-            "[R,R|P0]",
-            "[R,S1]",
-            "takes another way: about as fast, receives 1/3 of the bytes, holds 2/3 at its peak",
-        ),
-    ],
-)
-def test_what_is_avoided_in_a_sentence(source, target, text):
-    plan = LayoutConverter(MODEL).plan(Layout(MESH, source, (12, 18), "float32"), target)
-    assert difference_text(plan, naive_plan(plan.source, plan.target, MODEL)) == text
+def test_to_another_mesh_the_whole_tensor_crosses():
+    source = Layout(MESH, "[S0,R|P1]", (12, 18), "float32")
+    there = DeviceMesh(range(20, 24), (2, 2))
+    plan = naive_plan(source, Layout(there, "[R,S01]", (12, 18), "float32"), MODEL)
+    assert plan.steps == (
+        AllReduce((1,), "sum"),
+        AllGather(0, (0,)),
+        Exchange(()),
+        Slice(1, (0, 1)),
+    )
+    assert [layout.mesh for layout in plan.layouts] == [MESH] * 3 + [there] * 2
+    assert plan.step_bytes[2] == 12 * 18 * 4
 
 
 def test_a_plan_under_a_bound_may_be_slower_than_the_naive_one():
