@@ -256,10 +256,13 @@ def _path_by_matrix(
         straight = pair_prices(source, goal[0], model)
         prices = prices.with_pair(index[start], index[goal], *straight)
     move = prices.cheapest()
-    live = prices.local_bytes[:, None] + prices.local_bytes
-    allowed = move if max_bytes is None else np.where(live <= max_bytes, move, inf)
+    allowed = move
+    if max_bytes is not None:
+        live = prices.local_bytes[:, None] + prices.local_bytes
+        allowed = np.where(live <= max_bytes, move, inf)
     walk = shortest_walk(allowed, index[start], index[goal])
     if walk is None:
+        assert max_bytes is not None, "without a bound there is always a way"
         least = least_peak(move, live, index[start], index[goal])
         raise LayoutError(
             f"no plan from {source.spec} to {spec_of(goal)} holds at most {max_bytes} bytes on "

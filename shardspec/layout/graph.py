@@ -69,6 +69,7 @@ def _number(axis: Axis) -> int:
     return axis
 
 
+@lru_cache(maxsize=1 << 16)
 def spec_of(state: State) -> ShardingSpec:
     """Return the spec of a state; undoes `state_of`."""
     cuts, pending = state

@@ -32,8 +32,10 @@ def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
     >>> str(resolve_axes(ShardingSpec.parse("[S(tp),R|P(dp)]"), mesh))
     '[S1,R|P0]'
     """
+    axes = spec.axes
+    if all(isinstance(axis, int) and 0 <= axis < mesh.ndim for axis in axes):
+        return spec
     try:
-        # No short cut for specs without names: the range of every number is to be checked too.
         cuts = {d: [mesh.axis(a) for a in axes] for d, axes in spec.dim_partition_dict.items()}
         pending: dict[Axis, ReduceOp] = {}
         for partial in spec.partials:

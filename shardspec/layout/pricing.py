@@ -20,7 +20,6 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.routed_cost import (
     Floats,
     Ints,
-    Lines,
     Overlaps,
     RoutedPrices,
     geometry_of,
@@ -28,7 +27,7 @@ from shardspec.layout.routed_cost import (
 )
 from shardspec.layout.space import Space, space_of
 
-__all__ = ["TIE_SECONDS", "Prices", "changed_axes", "pair_prices", "prices_of"]
+__all__ = ["TIE_SECONDS", "Prices", "alike_axes", "changed_axes", "pair_prices", "prices_of"]
 
 TIE_SECONDS: Final = 1e-12
 """Added per step while searching, so that of equally cheap plans the one with fewer steps wins."""
@@ -105,6 +104,29 @@ def changed_axes(before: Cuts, after: Cuts) -> tuple[int, ...]:
     return tuple(sorted({axis for axis, _, _ in places(before) ^ places(after)}))
 
 
+def alike_axes(mesh_shape: tuple[int, ...], model: CostModel) -> tuple[int, ...]:
+    """Return per mesh axis a number that is the same for axes equally long and fast.
+
+    Examples
+    --------
+    >>> from shardspec.comm.cost import Link
+    >>> fast, slow = Link(1e-6, 1e-12), Link(1e-5, 1e-11)
+    >>> alike_axes((2, 2, 2, 4), CostModel((2, 2, 2, 4), (slow, fast, fast, fast)))
+    (0, 1, 1, 3)
+    """
+    kinds = [
+        (size, link.latency_s, link.seconds_per_byte)
+        for size, link in zip(mesh_shape, model.links, strict=True)
+    ]
+    return tuple(map(kinds.index, kinds))
+
+
+@lru_cache(maxsize=256)
+def _count_rows(space: Space, alike: tuple[int, ...]) -> int:
+    """Return how many states are priced where those that are alike are priced once."""
+    return len(np.unique(space.orbits(alike)[0]))
+
+
 @lru_cache(maxsize=64)
 def prices_of(
     mesh_shape: tuple[int, ...],
@@ -131,7 +153,7 @@ def prices_of(
     permute, exchange = np.full((count, count), np.inf), np.full((count, count), np.inf)
     plain = space_of(len(mesh_shape), len(global_shape), ())
     even = all(size and size % prod(mesh_shape) == 0 for size in global_shape)
-    rows = len(np.unique(plain.orbits()[0])) if even else len(plain.states)
+    rows = _count_rows(plain, alike_axes(mesh_shape, model)) if even else len(plain.states)
     geometry = geometry_of(mesh_shape)
     work = rows * len(plain.states) * geometry.differ.size
     routed = work <= most_work and len(geometry.rows) == prod(mesh_shape)
@@ -140,8 +162,8 @@ def prices_of(
         if even:
             lines = _even_lines(mesh_shape, len(global_shape), model)
             num_bytes = float(prod(global_shape) * item_bytes(dtype))
-            exchange[:known, :known] = lines.exchange.at(num_bytes)
-            permute[lines.permute_from, lines.permute_to] = lines.permute.at(num_bytes)
+            exchange[:known, :known] = _highest(lines.exchange, num_bytes)
+            permute[lines.permute_from, lines.permute_to] = _highest(lines.permute, num_bytes)
         else:
             for source, row in _each_row(plain, mesh_shape, global_shape, model):
                 exchange[source, :known] = row.exchange.at(item_bytes(dtype))
@@ -152,10 +174,14 @@ def prices_of(
 
 @dataclass(frozen=True, eq=False)
 class _EvenLines:
-    """Prices by the bytes of the whole tensor, where all dims divide evenly."""
+    """Prices by the bytes of the whole tensor, where all dims divide evenly.
 
-    exchange: Lines
-    permute: Lines
+    Of each price its lines come along the first axis, fixed part and slope: so they are evaluated
+    in a few sweeps over contiguous memory.
+    """
+
+    exchange: tuple[Floats, Floats]
+    permute: tuple[Floats, Floats]
     permute_from: Ints
     permute_to: Ints
 
@@ -166,7 +192,7 @@ def _even_lines(mesh_shape: tuple[int, ...], dims: int, model: CostModel) -> _Ev
     count = len(space.states)
     sizes = (prod(mesh_shape),) * dims
     volume = float(prod(sizes))
-    stands_for, relabelled = space.orbits()
+    stands_for, relabelled = space.orbits(alike_axes(mesh_shape, model))
     rows = {
         source: (row.exchange.pruned(), row.permute.pruned(), row.permutable)
         for source, row in _each_row(space, mesh_shape, sizes, model, only=np.unique(stands_for))
@@ -175,13 +201,13 @@ def _even_lines(mesh_shape: tuple[int, ...], dims: int, model: CostModel) -> _Ev
         max(exchange.fixed.shape[-1] for exchange, _, _ in rows.values()),
         max(permute.fixed.shape[-1] for _, permute, _ in rows.values()),
     )
-    fixed, slope = np.empty((2, count, count, most[0]))
+    fixed, slope = np.empty((2, most[0], count, count))
     ends, permute_fixed, permute_slope = [], [], []
     for state in range(count):
         exchange, permute, permutable = rows[stands_for[state]]
         image = relabelled[state]
-        fixed[state] = _widened(exchange.fixed, most[0])[image]
-        slope[state] = _widened(exchange.slope, most[0])[image] / volume
+        fixed[:, state] = _widened(exchange.fixed, most[0])[image].T
+        slope[:, state] = _widened(exchange.slope / volume, most[0])[image].T
         back = np.empty(count, dtype=np.int64)
         back[image] = np.arange(count)
         reached = back[permutable]
@@ -190,11 +216,29 @@ def _even_lines(mesh_shape: tuple[int, ...], dims: int, model: CostModel) -> _Ev
         permute_slope.append(_widened(permute.slope, most[1]) / volume)
     pairs = np.concatenate(ends, axis=1)
     return _EvenLines(
-        Lines(fixed, slope),
-        Lines(np.concatenate(permute_fixed), np.concatenate(permute_slope)),
+        (fixed, slope),
+        (
+            _lines_first(np.concatenate(permute_fixed)),
+            _lines_first(np.concatenate(permute_slope)),
+        ),
         pairs[0],
         pairs[1],
     )
+
+
+def _lines_first(lines: Floats) -> Floats:
+    return np.ascontiguousarray(np.moveaxis(lines, -1, 0))
+
+
+def _highest(lines: tuple[Floats, Floats], x: float) -> Floats:
+    """Return the largest of lines at one place; as `Lines.at`, the lines along the first axis."""
+    best: Floats | None = None
+    for fixed, slope in zip(*lines, strict=True):
+        value = slope * x
+        value += fixed
+        best = value if best is None else np.maximum(best, value, out=best)
+    assert best is not None, "every price has a line"
+    return best
 
 
 def _widened(lines: Floats, count: int) -> Floats:

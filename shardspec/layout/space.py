@@ -96,8 +96,7 @@ class Space:
 
     def edge_seconds(self, model: CostModel, local_bytes: Floats) -> Floats:
         """Return the seconds of every edge, given the bytes of the largest shard of each state."""
-        coefficients = np.array([model.coefficients(step) for step in self.kinds]).reshape(-1, 2)
-        fixed, per_byte = coefficients[self.edge_kind].T
+        fixed, per_byte = _edge_coefficients(self, model)
         seconds: Floats = fixed + per_byte * local_bytes[self.edge_from]
         return seconds
 
@@ -114,11 +113,17 @@ class Space:
             elements *= np.array(sides, dtype=np.float64)[self.list_index[:, dim]]
         return elements
 
-    def orbits(self) -> tuple[Ints, Ints]:
+    def orbits(self, alike: tuple[int, ...] | None = None) -> tuple[Ints, Ints]:
         """Return for each state the one that stands for it, and how to get there.
 
-        States that differ by a permutation of the tensor dims cost the same where all dims divide
-        evenly.
+        Where all dims divide evenly, states cost the same that differ by a permutation of the
+        tensor dims, or of mesh axes that are alike.
+
+        Parameters
+        ----------
+        alike
+            Per mesh axis a number; axes with the same one are equally long and fast. By default
+            no two are.
 
         Returns
         -------
@@ -128,15 +133,37 @@ class Space:
             Row ``u`` maps every state ``v`` by the permutation that takes ``u`` to its
             representative.
         """
-        orders = list(permutations(range(self.dims)))
-        images = np.array(
-            [
-                [self.index[tuple(cuts[d] for d in order), left] for cuts, left in self.states]
-                for order in orders
+        return _orbits(self, alike or tuple(range(self.num_axes)))
+
+
+@lru_cache(maxsize=16)
+def _orbits(space: Space, alike: tuple[int, ...]) -> tuple[Ints, Ints]:
+    by_dims = [
+        [space.index[tuple(cuts[d] for d in order), left] for cuts, left in space.states]
+        for order in permutations(range(space.dims))
+    ]
+    by_axes = [
+        [
+            space.index[
+                tuple(tuple(order[a] for a in axes) for axes in cuts),
+                tuple(sorted((order[a], op) for a, op in left)),
             ]
-        ).reshape(len(orders), -1)
-        chosen = images.argmin(axis=0)
-        return images.min(axis=0), images[chosen]
+            for cuts, left in space.states
+        ]
+        for order in permutations(range(space.num_axes))
+        if all(alike[order[axis]] == alike[axis] for axis in range(space.num_axes))
+    ]
+    images = np.array(by_dims)[:, np.array(by_axes)].reshape(-1, len(space.states))
+    chosen = images.argmin(axis=0)
+    return images.min(axis=0), images[chosen]
+
+
+@lru_cache(maxsize=256)
+def _edge_coefficients(space: Space, model: CostModel) -> tuple[Floats, Floats]:
+    """Return per edge the seconds whatever the size, and those per byte of a shard."""
+    coefficients = np.array([model.coefficients(step) for step in space.kinds]).reshape(-1, 2)
+    fixed, per_byte = np.ascontiguousarray(coefficients[space.edge_kind].T)
+    return fixed, per_byte
 
 
 @lru_cache(maxsize=32)

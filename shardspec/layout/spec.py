@@ -5,7 +5,7 @@ grammar is in `shardspec.layout.grammar`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, get_args
 
 from shardspec.comm.steps import ReduceOp
@@ -110,6 +110,7 @@ class ShardingSpec:
     """One entry per tensor dim."""
     partials: tuple[Partial, ...]
     """Pending reductions in canonical order: by operation, then by axis."""
+    _hash: int = field(compare=False, repr=False)
 
     def __init__(
         self,
@@ -140,6 +141,14 @@ class ShardingSpec:
         _check_commute(pending)
         object.__setattr__(self, "dim_specs", dim_specs)
         object.__setattr__(self, "partials", pending)
+        object.__setattr__(self, "_hash", hash((dim_specs, pending)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Made anew: the kept hash is of this process only, since each salts its text hashes.
+        return _remake, (self.dims, self.dim_partition_dict, self.partial)
 
     @classmethod
     def parse(cls, text: str) -> "ShardingSpec":
@@ -255,3 +264,9 @@ def _check_commute(partials: Sequence[Partial]) -> None:
             f"pending reductions {sorted(ops)} do not commute, so their result depends on the "
             "order; finish one before starting the other (sum and avg may be mixed)"
         )
+
+
+def _remake(
+    dims: int, cuts: Mapping[int, Sequence[Axis]], partial: Mapping[Axis, ReduceOp]
+) -> ShardingSpec:
+    return ShardingSpec(dims, cuts, partial=partial)

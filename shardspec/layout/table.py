@@ -11,7 +11,7 @@ from shardspec.comm.cost import CostModel
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import spec_of
 from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.pricing import TIE_SECONDS, Prices, prices_of
+from shardspec.layout.pricing import TIE_SECONDS, Prices, alike_axes, prices_of
 from shardspec.layout.search import all_distances
 from shardspec.layout.space import MAX_STATES, count_states
 from shardspec.layout.spec import ShardingSpec
@@ -115,17 +115,17 @@ def cost_table(
         )
     labels = tuple(str(spec_of(state)) for state in prices.space.states)
     return CostTable(
-        labels, _all_seconds(prices, whole), mesh.shape, whole.global_shape, whole.dtype
+        labels, _all_seconds(prices, whole, model), mesh.shape, whole.global_shape, whole.dtype
     )
 
 
-def _all_seconds(prices: Prices, whole: Layout) -> npt.NDArray[np.float64]:
-    """Search from one spec of each kind where dims are alike, else from every spec."""
+def _all_seconds(prices: Prices, whole: Layout, model: CostModel) -> npt.NDArray[np.float64]:
+    """Search from one spec of each kind where dims divide evenly, else from every spec."""
     space, move = prices.space, prices.cheapest() - TIE_SECONDS
     count = len(space.states)
     if any(size == 0 or size % prod(whole.mesh.shape) for size in whole.global_shape):
         return all_distances(move, np.arange(count))
-    stands_for, relabelled = space.orbits()
+    stands_for, relabelled = space.orbits(alike_axes(whole.mesh.shape, model))
     sources, place = np.unique(stands_for, return_inverse=True)
     seconds = all_distances(move, sources)
     return np.take_along_axis(seconds[place], relabelled, axis=1)

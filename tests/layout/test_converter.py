@@ -186,7 +186,11 @@ def test_cost_is_that_of_the_plan():
         (NAMED.with_spec("[R,R|Pmax0]"), LayoutError, ["pending max", "never starts one"]),
         (Layout(MESH, "[R,R]", (600, 6), "bf16"), LayoutError, ["global shape", "(600, 6)"]),
         (Layout(MESH, "[R,R]", (600, 1200), "f16"), LayoutError, ["dtype", "float16", "bfloat16"]),
-        (Layout(DeviceMesh(range(6), (2, 3)), "[R,R]", (600, 1200), "bf16"), LayoutError, ["mesh"]),
+        (
+            Layout(DeviceMesh(range(6), (2, 3)), "[R,R|P0]", (600, 1200), "bf16"),
+            LayoutError,
+            ["cannot stay pending on another mesh"],
+        ),
     ],
     ids=str,
 )
