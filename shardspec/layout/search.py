@@ -27,7 +27,7 @@ def distances(move: Floats, source: int) -> Floats:
     """Return the cheapest seconds from one state to every other.
 
     Bellman and Ford's relaxation, all edges at once: as many rounds as the longest of the cheapest
-    paths has moves, which is a handful.
+    paths has moves, which is a handful, and all but the first two look at few edges.
 
     Parameters
     ----------
@@ -44,11 +44,14 @@ def distances(move: Floats, source: int) -> Floats:
     """
     best: Floats = move[source].copy()
     best[source] = 0.0
+    better: Floats = np.minimum(best, (best[:, None] + move).min(axis=0))
     while True:
-        better: Floats = np.minimum(best, (best[:, None] + move).min(axis=0))
-        if np.array_equal(better, best):
-            return best
+        # Only what has come nearer can bring others nearer.
+        nearer = np.flatnonzero(better < best)
         best = better
+        if not len(nearer):
+            return best
+        better = np.minimum(best, (best[nearer, None] + move[nearer]).min(axis=0))
 
 
 def all_distances(move: Floats, sources: npt.NDArray[np.int64]) -> Floats:
