@@ -56,8 +56,8 @@ def pair_of(word: str) -> tuple[str, str]:
 
 
 PAIRS: Final = tuple(map(pair_of, _WORDS.split()))
-SWAPS: Final = frozenset({("S0,S1", "S1,S0"), ("S01,R", "S10,R"), ("S0,R", "S1,R")})
-"""Swap and reorder: the same dims stay cut, by other axes or in another order of axes."""
+SWAPS: Final = frozenset({("S0,S1", "S1,S0"), ("S01,R", "S10,R")})
+"""Swap and reorder: the same dims stay cut, by each other's axes or in another order of axes."""
 SIZES: Final[dict[tuple[int, ...], tuple[int, int]]] = {
     (2, 2): (2048, 2048),
     (2, 4): (2048, 4096),

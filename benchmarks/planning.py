@@ -39,7 +39,7 @@ from shardspec.text import bytes_text, seconds_text, table_text
 from tests.conversions import plain_specs
 
 WORLD = 16
-# Linux counts the parent's memory in ru_maxrss; the high-water mark of the address space it does not.
+# ru_maxrss counts the parent on Linux; the high-water mark of the address space does not.
 PEAK = """
 def peak():
     lines = open("/proc/self/status").read().splitlines()

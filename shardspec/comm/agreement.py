@@ -12,6 +12,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from shardspec.comm.failures import cause
+from shardspec.comm.failures import ranks as ranks_text
 from shardspec.errors import CommunicatorError
 
 __all__ = ["check_agreement"]
@@ -44,20 +46,19 @@ def check_agreement(rank: int, ranks: Sequence[int], words: Mapping[str, str]) -
         return
     device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
     mine = torch.frombuffer(bytearray(_record(words)), dtype=torch.uint8).to(device)
-    records = {peer: torch.empty_like(mine) for peer in others}
+    records = {peer: torch.zeros_like(mine) for peer in others}
     ops = [dist.P2POp(dist.irecv, record, peer, tag=_TAG) for peer, record in records.items()]
     ops += [dist.P2POp(dist.isend, mine, peer, tag=_TAG) for peer in others]
     try:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
     except RuntimeError as error:
-        heard = [peer for peer, record in records.items() if _same_layout(record)]
-        silent = sorted(set(others) - set(heard))
+        silent = [peer for peer, record in records.items() if not record.any()]
         raise CommunicatorError(
-            f"ranks {silent or others} did not say what they convert while rank {rank} waited to "
-            f"do so ({_text(words)}); every rank of the mesh must call the same conversions in "
-            f"the same order ({_first_line(error)})"
-        ) from None
+            f"{ranks_text(silent or others)} did not say what to convert, as rank {rank} did "
+            f"({_text(words)}): {cause(error)}; every rank of the mesh must call the same "
+            "conversions in the same order"
+        ) from error
     records[rank] = mine
     told = {peer: records[peer].cpu().numpy().tobytes() for peer in ranks}
     first = ranks[0]
@@ -82,14 +83,6 @@ def _cut(word: str) -> str:
     return f"{word[:half]} … {word[-half:]}"
 
 
-def _same_layout(record: torch.Tensor) -> bool:
-    """Whether a record has arrived: its memory was made empty, so what it holds may be anything."""
-    try:
-        return "digest" in json.loads(record.cpu().numpy().tobytes())
-    except ValueError:
-        return False
-
-
 def _difference(first: int, told: bytes, other: int, otherwise: bytes) -> str:
     here, there = json.loads(told), json.loads(otherwise)
     names = [name for name in here if name != "digest" and here[name] != there.get(name)]
@@ -105,7 +98,3 @@ def _difference(first: int, told: bytes, other: int, otherwise: bytes) -> str:
 
 def _text(words: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {_cut(word)}" for name, word in words.items())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["no reason given"])[0]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from shardspec.errors import CommunicatorError
 
-__all__ = ["failing", "ranks"]
+__all__ = ["cause", "failing", "ranks"]
 
 
 def ranks(peers: Iterable[int]) -> str:
@@ -49,12 +49,12 @@ Connection closed by peer; the job cannot go on, see what these ranks say
         raise
     except RuntimeError as error:  # DistBackendError and the other errors of torch are such
         raise CommunicatorError(
-            f"{what} with {ranks(peers)} failed: {_cause(error)}; the job cannot go on, see what "
+            f"{what} with {ranks(peers)} failed: {cause(error)}; the job cannot go on, see what "
             "these ranks say"
         ) from error
 
 
-def _cause(error: RuntimeError) -> str:
+def cause(error: RuntimeError) -> str:
     """Return what happened, without where in the sources of the backend, and without its advice."""
     line = next(
         (line.strip() for line in str(error).splitlines() if line.strip()), "no reason given"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from shardspec import DeviceMesh, ProcessGroupCommunicator
+from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
 from shardspec.boxes import box_shape
 from shardspec.comm.steps import (
     AllGather,
@@ -176,6 +176,26 @@ def test_a_rank_that_never_joins(tmp_path):
         assert error.text.startswith(
             f"gathering a value of every rank with ranks {others} failed: "
         )
+        assert error.at - failed_at < TIMEOUT_S + SLACK_S
+
+
+def _convert(rank: int, communicator: Any, _move: Any, out: Any) -> None:
+    if rank == VICTIM:
+        out.put((VICTIM, time.monotonic()))
+        time.sleep(TIMEOUT_S + SLACK_S)
+        os._exit(0)
+    tensor = DTensor(torch.ones(6, 6), MESH, "[S0,R]", communicator=communicator)
+    tensor.redistribute("[R,S0]")
+
+
+def test_a_rank_that_never_says_what_to_convert(tmp_path):
+    seen, failed_at = seen_by_the_others(tmp_path, _convert, GATHER, True)
+    # Whoever gives up first has gone for the other one.
+    assert any(error.text.startswith("rank 1 did not say what to convert") for error in seen)
+    for error in seen:
+        assert error.kind is CommunicatorError
+        assert re.match(r"ranks? [012](, [012])? did not say what to convert, as rank", error.text)
+        assert "source [S0,R], target [R,S0], shape [6, 6], dtype float32" in error.text
         assert error.at - failed_at < TIMEOUT_S + SLACK_S
 
 
