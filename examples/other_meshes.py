@@ -1,7 +1,7 @@
 """One tensor on its way over three meshes: reshaped, grown, and handed to other devices.
 
-python examples/other_meshes.py, or in a job of twelve:
-torchrun --standalone --nproc_per_node 12 examples/other_meshes.py
+python examples/other_meshes.py, or in a job of six:
+torchrun --standalone --nproc_per_node 6 examples/other_meshes.py
 """
 
 import torch
@@ -15,15 +15,16 @@ if in_a_job:
 rank = dist.get_rank() if in_a_job else 0
 
 weight = torch.arange(48.0 * 36).view(48, 36)
-nodes = DeviceMesh(range(8), (2, 4))
-wide = DeviceMesh(range(8), (4, 2))
-grown = DeviceMesh(range(12), (3, 4))
-last = DeviceMesh(range(8, 12), (4,))
+nodes = DeviceMesh(range(4), (2, 2))
+line = DeviceMesh(range(4), (4,))
+grown = DeviceMesh(range(6), (3, 2))
+last = DeviceMesh([4, 5], (2,))
+ways = ((line, "[S0,R]"), (grown, "[S0,S1]"), (last, "[R,S0]"))
 
 # What it takes, on paper: moves on the one mesh, one exchange across, moves on the other.
 converter = LayoutConverter()
 source = Layout(nodes, "[S0,R]", weight.shape, weight.dtype)
-for mesh, spec in ((wide, "[S0,S1]"), (grown, "[S0,S1]"), (last, "[R,S0]")):
+for mesh, spec in ways:
     plan = converter.plan(source, Layout(mesh, spec, weight.shape, weight.dtype))
     if rank == 0:
         print(
@@ -33,12 +34,12 @@ for mesh, spec in ((wide, "[S0,S1]"), (grown, "[S0,S1]"), (last, "[R,S0]")):
 
 # And done. Every rank of either mesh calls; one that holds nothing has a tensor without shards.
 tensor = DTensor(weight, nodes, "[S0,R]")
-for mesh, spec in ((wide, "[S0,S1]"), (grown, "[S0,S1]"), (last, "[R,S0]")):
+for mesh, spec in ways:
     tensor = tensor.redistribute(spec, device_mesh=mesh)
 
-device = rank if in_a_job else 9
+device = rank if in_a_job else 5
 if device in last:
-    columns = slice(9 * (device - 8), 9 * (device - 7))
+    columns = slice(18 * (device - 4), 18 * (device - 3))
     right = torch.equal(tensor.to_local(device), weight[:, columns])
     print(f"device {device} holds columns {columns.start} to {columns.stop}: {right}")
 if in_a_job:

@@ -104,30 +104,28 @@ def test_real_processes(tmp_path):
 
 
 OTHER_MESHES = (
-    # The lower half of a device's half, or the left of it: all of it is there already.
-    "[S0,R] on 2x4 → [S0,S1] on 4x2 of devices 0 to 7: a device receives at most 0 bytes\n"
-    # 16 × 9 of float32.
-    "[S0,R] on 2x4 → [S0,S1] on 3x4 of devices 0 to 11: a device receives at most 576 bytes\n"
-    # 48 × 9 of float32.
-    "[S0,R] on 2x4 → [R,S0] on 4 of devices 8 to 11: a device receives at most 1728 bytes\n"
+    # The upper or the lower half of what a device has: all of it is there already.
+    "[S0,R] on 2x2 → [S0,R] on 4 of devices 0 to 3: a device receives at most 0 bytes\n"
+    # 16 × 18 of float32.
+    "[S0,R] on 2x2 → [S0,S1] on 3x2 of devices 0 to 5: a device receives at most 1152 bytes\n"
+    # 48 × 18 of float32.
+    "[S0,R] on 2x2 → [R,S0] on 2 of devices 4 to 5: a device receives at most 3456 bytes\n"
 )
 
 
 def test_other_meshes(tmp_path):
     output = run(EXAMPLES / "other_meshes.py", cwd=tmp_path)
-    assert output == f"{OTHER_MESHES}device 9 holds columns 9 to 18: True\n"
+    assert output == f"{OTHER_MESHES}device 5 holds columns 18 to 36: True\n"
 
 
 @pytest.mark.dist
 def test_other_meshes_in_a_job(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "12")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "6")
     output = run(*torchrun, EXAMPLES / "other_meshes.py", cwd=tmp_path)
     assert output.startswith(OTHER_MESHES)
     assert sorted(output[len(OTHER_MESHES) :].splitlines()) == [
-        "device 10 holds columns 18 to 27: True",
-        "device 11 holds columns 27 to 36: True",
-        "device 8 holds columns 0 to 9: True",
-        "device 9 holds columns 9 to 18: True",
+        "device 4 holds columns 0 to 18: True",
+        "device 5 holds columns 18 to 36: True",
     ]
 
 
