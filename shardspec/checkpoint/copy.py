@@ -15,10 +15,11 @@ from typing import Final, Protocol, assert_never
 import numpy as np
 
 from shardspec.boxes import Box, box_shape, intersect, slices_within
+from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.files import OpenFiles, read_into, reason
 from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, pieces
 from shardspec.checkpoint.reduce import Reduction
-from shardspec.checkpoint.regions import Bytes, read_region
+from shardspec.checkpoint.regions import Bytes, Seen, read_region
 from shardspec.checkpoint.source import StoredBox, StoredTensor
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -174,7 +175,13 @@ def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
 
 
 def copy_box(
-    tensor: StoredTensor, target: Box, sink: Sink, files: OpenFiles, buffers: Buffers
+    tensor: StoredTensor,
+    target: Box,
+    sink: Sink,
+    files: OpenFiles,
+    buffers: Buffers,
+    *,
+    checks: Checks | None = None,
 ) -> None:
     """Put one box of a tensor where it is wanted; pending reductions are finished on the way.
 
@@ -188,11 +195,13 @@ def copy_box(
         Where it goes, row-major.
     files, buffers
         Open files and memory to work with.
+    checks
+        Digests to compare on the way; None leaves them alone, and lets the system copy by itself.
 
     Raises
     ------
     CheckpointError
-        If reading or writing fails.
+        If reading or writing fails, or the bytes of a box that was read whole are not as saved.
     """
     size = item_bytes(tensor.dtype)
     wanted = byte_box(target, size)
@@ -205,18 +214,34 @@ def copy_box(
             seen.add((stored.addend, stored.box))
             parts[stored.addend].append(Place(byte_box(stored.box, size), stored))
     if tensor.pending:
-        _reduce(tensor, wanted, list(parts.values()), sink, files, buffers)
+        _reduce(tensor, wanted, list(parts.values()), sink, files, buffers, checks)
         return
     for piece in pieces(wanted, parts[()], buffers.block.size):
         match piece:
             case Run():
-                sink.copy(piece, files.fd(piece.source.path))
+                if checks is not None and piece.source in checks:
+                    _copy_checked(piece, sink, files, buffers, checks)
+                else:
+                    sink.copy(piece, files.fd(piece.source.path))
             case Block():
                 room = sink.room(piece)
-                _gather(piece.sources, piece.box, room, files, buffers)
+                _gather(piece.sources, piece.box, room, files, buffers, checks)
                 sink.put(piece, room)
             case _:
                 assert_never(piece)
+
+
+def _copy_checked(run: Run, sink: Sink, files: OpenFiles, buffers: Buffers, checks: Checks) -> None:
+    """Move a run a block at a time: its digest is taken while the bytes are in the cache."""
+    fd = files.fd(run.source.path)
+    for at in range(0, run.num_bytes, buffers.block.size):
+        length = min(buffers.block.size, run.num_bytes - at)
+        block = Block(((0, length),), (), run.target_offset + at, length)
+        room = sink.room(block)
+        start = run.source_offset + at
+        read_into(fd, room.data, start, run.source.path)
+        checks.add(run.source, start - run.source.offset, room.data)
+        sink.put(block, room)
 
 
 def _reduce(
@@ -226,6 +251,7 @@ def _reduce(
     sink: Sink,
     files: OpenFiles,
     buffers: Buffers,
+    checks: Checks | None,
 ) -> None:
     """Combine all addends of one block after the other."""
     every = [place for addend in parts for place in addend]
@@ -234,14 +260,19 @@ def _reduce(
         assert isinstance(block, Block), "runs were not asked for"
         room = sink.room(block)
         for addend in parts:
-            _gather(addend, block.box, room, files, buffers)
+            _gather(addend, block.box, room, files, buffers, checks)
             reduction.add(room)
         reduction.finish(room)
         sink.put(block, room)
 
 
 def _gather(
-    sources: Sequence[Place], box: Box, room: Bytes, files: OpenFiles, buffers: Buffers
+    sources: Sequence[Place],
+    box: Box,
+    room: Bytes,
+    files: OpenFiles,
+    buffers: Buffers,
+    checks: Checks | None,
 ) -> None:
     """Read what several places hold of one box (in bytes) into flat memory."""
     out = room.reshape(box_shape(box))
@@ -249,6 +280,9 @@ def _gather(
         shared = intersect(place.box, box)
         if shared is not None:
             stored: StoredBox = place.stored
+            seen: Seen | None = None
+            if checks is not None and stored in checks:
+                seen = _seen(stored, checks)
             read_region(
                 files.fd(stored.path),
                 stored.path,
@@ -257,4 +291,9 @@ def _gather(
                 shared,
                 out[slices_within(shared, box)],
                 buffers.scratch,
+                seen,
             )
+
+
+def _seen(stored: StoredBox, checks: Checks) -> Seen:
+    return lambda start, data: checks.add(stored, start - stored.offset, data)

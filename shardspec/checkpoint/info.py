@@ -50,6 +50,8 @@ class BoxEntry:
     """Never empty."""
     addend: tuple[int, ...]
     """Which addend of a pending reduction: one index per pending axis, in the order of the spec."""
+    crc32: int | None = None
+    """CRC-32 of its bytes; None where it was saved without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,11 @@ def _layout_json(layout: Layout) -> dict[str, object]:
 
 def _box_json(entry: BoxEntry) -> dict[str, object]:
     box: dict[str, object] = {"box": entry.box}
-    return {**box, "addend": entry.addend} if entry.addend else box
+    if entry.addend:
+        box["addend"] = entry.addend
+    if entry.crc32 is not None:
+        box["crc32"] = f"{entry.crc32:08x}"
+    return box
 
 
 def read_info(directory: Path) -> ShardingInfo:
@@ -284,4 +290,13 @@ def _parse_box(
             f"tensor of shape {list(layout.global_shape)}"
         )
     addend = as_sizes(stated.get("addend", []), path, f"{key}.addend")
-    return BoxEntry(tensor, tuple(sides), addend)
+    return BoxEntry(tensor, tuple(sides), addend, _parse_crc(stated, f"{key}.crc32", path))
+
+
+def _parse_crc(stated: dict[str, object], key: str, path: Path) -> int | None:
+    if "crc32" not in stated:
+        return None
+    text = as_text(stated["crc32"], path, key)
+    if len(text) != 8 or set(text) - set("0123456789abcdef"):
+        raise CheckpointError(f"{path}: {key} is {text!r}, not eight hexadecimal digits")
+    return int(text, 16)

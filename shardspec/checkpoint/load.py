@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
+from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.source import CheckpointSource, StoredTensor
@@ -154,5 +155,5 @@ def _read_box(tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers
     result = torch.empty(box_shape(box), dtype=getattr(torch, tensor.dtype))
     if box_size(box):
         out = result.view(-1).view(torch.uint8).numpy()
-        copy_box(tensor, box, MemorySink(out), files, buffers)
+        copy_box(tensor, box, MemorySink(out), files, buffers, checks=Checks(tensor))
     return result

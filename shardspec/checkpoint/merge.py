@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.checkpoint.copy import Buffers, FileSink, copy_box, write_all
+from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.files import OpenFiles, reason
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.output import write_atomically
@@ -50,6 +51,7 @@ def merge(
     output: Path | str,
     *,
     force: bool = False,
+    verify: bool = True,
     progress: Progress | None = None,
 ) -> MergeReport:
     """Write the whole tensors of a checkpoint into one safetensors file.
@@ -67,6 +69,8 @@ def merge(
         The file to write.
     force
         Replace the file if it exists.
+    verify
+        Compare every byte that is read with the digests of the checkpoint, where it has them.
     progress
         Called with the bytes written so far and in all.
 
@@ -104,7 +108,7 @@ def merge(
         write_atomically(
             path,
             header.file_bytes,
-            lambda fd: _fill(fd, path, head, header, source, files, progress),
+            lambda fd: _fill(fd, path, head, header, source, files, progress, verify),
             overwrite=force,
         )
     return MergeReport(Path(output), len(slots), header.file_bytes, time.monotonic() - started)
@@ -118,6 +122,7 @@ def _fill(
     source: CheckpointSource,
     files: OpenFiles,
     progress: Progress | None,
+    verify: bool,
 ) -> None:
     """Write the header, then tensor by tensor in the order of the file."""
     done = 0
@@ -135,7 +140,8 @@ def _fill(
         tensor = source.tensor(entry.name)
         whole = tuple((0, size) for size in tensor.shape)
         sink = FileSink(fd, path, entry.offset, buffers, advance)
-        copy_box(tensor, whole, sink, files, buffers)
+        checks = Checks(tensor) if verify else None
+        copy_box(tensor, whole, sink, files, buffers, checks=checks)
 
 
 def _check_output(output: Path, source: CheckpointSource, force: bool) -> Path:

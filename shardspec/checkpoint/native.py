@@ -87,7 +87,14 @@ def open_native(directory: Path) -> NativeCheckpoint:
         offsets = {entry.name: entry.offset for entry in header.entries}
         for entry in file.boxes:
             stored[entry.tensor].append(
-                StoredBox(entry.box, entry.addend, file.rank, path, offsets[entry.tensor])
+                StoredBox(
+                    entry.box,
+                    entry.addend,
+                    file.rank,
+                    path,
+                    offsets[entry.tensor],
+                    entry.crc32,
+                )
             )
     parts_of: dict[Layout, dict[Part, tuple[int, ...]]] = {}
     for name, layout in info.tensors.items():

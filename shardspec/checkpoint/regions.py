@@ -1,5 +1,6 @@
 """Reading a part of a stored box into memory: no byte more than needed, in few calls."""
 
+from collections.abc import Callable
 from math import gcd
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -11,16 +12,25 @@ from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint.files import read_into
 from shardspec.checkpoint.pieces import offset_in
 
-__all__ = ["Bytes", "read_region"]
+__all__ = ["Bytes", "Seen", "read_region"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
+Seen: TypeAlias = Callable[[int, memoryview], None]
+"""Told of every stretch that was read: its position in the file, and its bytes."""
 
 _PAGE: Final = 4096
 """Gaps shorter than this are read along: the system reads whole pages of a file anyway."""
 
 
 def read_region(
-    fd: int, path: Path, offset: int, outer: Box, region: Box, out: Bytes, scratch: Bytes
+    fd: int,
+    path: Path,
+    offset: int,
+    outer: Box,
+    region: Box,
+    out: Bytes,
+    scratch: Bytes,
+    seen: Seen | None = None,
 ) -> None:
     """Read the part `region` of the box `outer` that lies row-major at `offset` of a file.
 
@@ -34,6 +44,8 @@ def read_region(
         Where to put it; shaped as the region, its last dim contiguous.
     scratch
         Room for what is read before it is put in place; longer is faster, up to the CPU's cache.
+    seen
+        Called with every stretch that was read, while it is in the cache.
 
     Raises
     ------
@@ -44,11 +56,17 @@ def read_region(
     for side in reversed(box_shape(outer)[1:]):
         strides.insert(0, strides[0] * side)
     start = offset + offset_in(outer, [lo for lo, _ in region])
-    _read(fd, path, start, tuple(strides), out, scratch)
+    _read(fd, path, start, tuple(strides), out, scratch, seen)
 
 
 def _read(
-    fd: int, path: Path, start: int, strides: tuple[int, ...], out: Bytes, scratch: Bytes
+    fd: int,
+    path: Path,
+    start: int,
+    strides: tuple[int, ...],
+    out: Bytes,
+    scratch: Bytes,
+    seen: Seen | None,
 ) -> None:
     span, gap = 1, 0
     for size, stride in zip(reversed(out.shape), reversed(strides), strict=True):
@@ -57,8 +75,12 @@ def _read(
             span += (size - 1) * stride
     if span == out.size and out.flags.c_contiguous:
         read_into(fd, out.reshape(-1).data, start, path)
+        if seen is not None:
+            seen(start, out.reshape(-1).data)
     elif span <= scratch.size and gap < _PAGE:
         read_into(fd, scratch[:span].data, start, path)
+        if seen is not None:
+            seen(start, scratch[:span].data)
         _copy(np.ndarray(out.shape, np.uint8, scratch.data, strides=strides), out)
     else:
         # A single row is contiguous on both sides, so there is a dim left to go along.
@@ -66,7 +88,7 @@ def _read(
         for at in range(0, out.shape[0], step):
             part = out[at] if step == 1 else out[at : at + step]
             rest = strides[1:] if step == 1 else strides
-            _read(fd, path, start + at * strides[0], rest, part, scratch)
+            _read(fd, path, start + at * strides[0], rest, part, scratch, seen)
 
 
 def _copy(source: Bytes, out: Bytes) -> None:

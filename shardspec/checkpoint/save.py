@@ -4,16 +4,17 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.assign import assign_boxes
 from shardspec.checkpoint.copy import write_all
+from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.files import reason
 from shardspec.checkpoint.info import (
     INFO_NAME,
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from shardspec.dtensor import DTensor
 
 __all__ = ["save_sharded"]
+
+
+_PIECE_BYTES: Final = 1 << 20
+"""Digested and written at once, while it is in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +117,14 @@ def save_sharded(
     boxes = {rank: entries for rank, entries in assign_boxes(mesh, layouts).items() if entries}
     mine = [_shard(r, boxes[r], layouts, save) for r in chosen.addressable if r in boxes]
     try:
-        agree(chosen, lambda: _write_shards(path, mine, state_dict))
+        written = agree(chosen, lambda: _write_shards(path, mine, state_dict))
+        digests = chosen.gather({rank: written.get(rank, {}) for rank in chosen.addressable})
+        digested = {
+            rank: [replace(entry, crc32=digests[rank][entry.tensor]) for entry in entries]
+            for rank, entries in boxes.items()
+        }
         replaced = agree(
-            chosen, lambda: _publish(path, save, layouts, boxes, mesh) if leader else []
+            chosen, lambda: _publish(path, save, layouts, digested, mesh) if leader else []
         )
     except CheckpointError:
         _remove(path, [shard.entry.name for shard in mine])
@@ -244,20 +254,33 @@ def _claim(path: Path, overwrite: bool) -> None:
 
 def _write_shards(
     path: Path, shards: Sequence[_Shard], state_dict: Mapping[str, "DTensor | torch.Tensor"]
-) -> None:
+) -> dict[int, dict[str, int]]:
+    """Write the files of this process; return by rank and tensor the CRC-32 of each box."""
+    digests: dict[int, dict[str, int]] = {}
     # Made by the first rank; asking again makes a network file system look.
     _make_directory(path)
     for shard in shards:
         write_atomically(
             path / shard.entry.name,
             shard.header.file_bytes,
-            partial(_fill, path / shard.entry.name, shard, state_dict),
+            partial(
+                _fill,
+                path / shard.entry.name,
+                shard,
+                state_dict,
+                digests.setdefault(shard.entry.rank, {}),
+            ),
             overwrite=False,
         )
+    return digests
 
 
 def _fill(
-    file: Path, shard: _Shard, state_dict: Mapping[str, "DTensor | torch.Tensor"], fd: int
+    file: Path,
+    shard: _Shard,
+    state_dict: Mapping[str, "DTensor | torch.Tensor"],
+    digests: dict[str, int],
+    fd: int,
 ) -> None:
     from shardspec.dtensor import DTensor
 
@@ -265,7 +288,13 @@ def _fill(
     for entry in shard.header.entries:
         value = state_dict[entry.name]
         part = value.shards[shard.entry.rank] if isinstance(value, DTensor) else value
-        write_all(fd, _bytes_of(part), entry.offset, file)
+        data = _bytes_of(part)
+        value_crc = 0
+        for at in range(0, len(data), _PIECE_BYTES):
+            piece = data[at : at + _PIECE_BYTES]
+            value_crc = crc32(piece, value_crc)
+            write_all(fd, piece, entry.offset + at, file)
+        digests[entry.name] = value_crc
 
 
 def _bytes_of(tensor: "torch.Tensor") -> memoryview:

@@ -31,6 +31,8 @@ class StoredBox:
     """The file."""
     offset: int
     """Position of the first byte in the file."""
+    crc32: int | None = None
+    """CRC-32 of all its bytes, where the format has one."""
 
 
 @dataclass(frozen=True, slots=True)

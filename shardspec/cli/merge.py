@@ -32,16 +32,21 @@ Examples:
     help="The safetensors file to write.",
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option(
+    "--no-verify", is_flag=True, help="Do not compare bytes with the digests that were saved."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
-def command(checkpoint: Path, output: Path, force: bool, as_json: bool, quiet: bool) -> None:
+def command(
+    checkpoint: Path, output: Path, force: bool, no_verify: bool, as_json: bool, quiet: bool
+) -> None:
     """Write the whole tensors of the checkpoint CKPT into one safetensors file.
 
     Checks first that headers agree with the sharding info, that the boxes of every tensor tile it
     and that boxes stored twice agree; finishes pending reductions. OUT appears when it is complete.
     """
     with _progress(sys.stderr.isatty() and not (quiet or as_json)) as progress:
-        report = merge(checkpoint, output, force=force, progress=progress)
+        report = merge(checkpoint, output, force=force, verify=not no_verify, progress=progress)
     if as_json:
         click.echo(json.dumps(report.to_json()))
     elif not quiet:

@@ -1,0 +1,114 @@
+"""Digests: what is saved, every way in which the bytes of a box come by, and what a flip does."""
+
+import json
+import zlib
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+
+from shardspec import DeviceMesh, DTensor, load_sharded, save_sharded
+from shardspec.checkpoint.digests import Checks
+from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.errors import CheckpointError
+from tests.checkpoint.handmade import handmade, sample
+
+MESH = DeviceMesh(range(6), (2, 3))
+SPECS = ["[S0,R]", "[R,S1]", "[S1,S0]", "[S01,R]", "[R,S01]", "[R,R]"]
+
+
+def save(directory, shape=(11, 13)):
+    whole = torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape)
+    save_sharded({spec: DTensor(whole, MESH, spec) for spec in SPECS}, directory)
+    return directory
+
+
+def test_every_box_has_the_digest_of_its_bytes(tmp_path):
+    source = open_checkpoint(save(tmp_path / "ckpt"))
+    seen = 0
+    for name in source.names:
+        tensor = source.tensor(name)
+        for stored in tensor.boxes:
+            size = 4 * int(np.prod([hi - lo for lo, hi in stored.box]))
+            data = stored.path.read_bytes()[stored.offset : stored.offset + size]
+            assert stored.crc32 == zlib.crc32(data)
+            seen += 1
+    assert seen == 2 + 3 + 6 + 6 + 6 + 1
+
+
+def flip(stored, at=0):
+    data = bytearray(stored.path.read_bytes())
+    data[stored.offset + at] ^= 1
+    stored.path.write_bytes(data)
+    return lambda: stored.path.write_bytes(unflipped(data, stored.offset + at))
+
+
+def unflipped(data, at):
+    back = bytearray(data)
+    back[at] ^= 1
+    return bytes(back)
+
+
+# Rows longer than the buffer, and columns over many blocks.
+@pytest.mark.parametrize("shape", [(11, 13), (3, 300_007), (2500, 211)])
+def test_a_flip_in_any_box_is_found_by_merging_and_loading(tmp_path, shape):
+    source = open_checkpoint(save(tmp_path / "ckpt", shape))
+    merge(tmp_path / "ckpt", tmp_path / "good")
+    for name in source.names:
+        for stored in (source.tensor(name).boxes[0], source.tensor(name).boxes[-1]):
+            restore = flip(stored)
+            with pytest.raises(CheckpointError, match=r"has CRC-32 .* was saved") as caught:
+                merge(tmp_path / "ckpt", tmp_path / "out")
+            assert f"tensor {name!r}: rank {stored.rank}'s box" in str(caught.value)
+            assert not (tmp_path / "out").exists()
+            with pytest.raises(CheckpointError, match="CRC-32"):
+                load_sharded(tmp_path / "ckpt", DeviceMesh(range(1)), {"*": "[R,R]"})
+            merge(tmp_path / "ckpt", tmp_path / "flipped", verify=False, force=True)
+            assert (tmp_path / "flipped").read_bytes() != (tmp_path / "good").read_bytes()
+            restore()
+    merge(tmp_path / "ckpt", tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "good").read_bytes()
+
+
+def test_a_save_without_digests_is_read(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    assert {b.crc32 for n in ("w", "b") for b in open_checkpoint(ckpt).tensor(n).boxes} == {None}
+    assert merge(ckpt, tmp_path / "out").tensors == 2
+
+
+@pytest.mark.parametrize("bad", ["", "123", "0000000G", "ABCDEF01", "0123456789", 7])
+def test_a_digest_that_is_none(tmp_path, bad):
+    made = handmade(sample())
+    made.info["files"][0]["boxes"]["w"]["crc32"] = bad
+    with pytest.raises(CheckpointError, match=r"files\[0\].boxes\['w'\].crc32"):
+        open_checkpoint(made.write(tmp_path / "ckpt"))
+
+
+def test_stretches_in_any_order(tmp_path):
+    data = bytes(range(60))
+    stretches = [(0, 7), (7, 20), (20, 21), (21, 60)]
+    for good in (True, False):
+        stored = StoredBox(((0, 60),), (), 0, tmp_path, 0, zlib.crc32(data) ^ (not good))
+        tensor = StoredTensor("w", (60,), "uint8", None, (), (stored,))
+        for order in permutations(stretches):
+            checks = Checks(tensor)
+            for lo, hi in order[:-1]:
+                checks.add(stored, lo, data[lo:hi])
+            assert checks.pending() == (stored,)
+            lo, hi = order[-1]
+            if good:
+                checks.add(stored, lo, data[lo:hi])
+                assert checks.pending() == ()
+            else:
+                with pytest.raises(CheckpointError, match="tensor 'w': rank 0's box"):
+                    checks.add(stored, lo, data[lo:hi])
+
+
+def test_the_info_says_them(tmp_path):
+    info = json.loads((save(tmp_path / "ckpt") / "sharding_info.json").read_text())
+    digests = [box["crc32"] for file in info["files"] for box in file["boxes"].values()]
+    assert len(digests) == 24
+    assert all(len(text) == 8 for text in digests)
