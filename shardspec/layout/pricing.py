@@ -150,7 +150,7 @@ def prices_of(
     count = len(space.states)
     collective = np.full((count, count), np.inf)
     collective[space.edge_from, space.edge_to] = space.edge_seconds(model, local_bytes)
-    permute, exchange = np.full((count, count), np.inf), np.full((count, count), np.inf)
+    permute = np.full((count, count), np.inf)
     plain = space_of(len(mesh_shape), len(global_shape), ())
     even = all(size and size % prod(mesh_shape) == 0 for size in global_shape)
     rows = _count_rows(plain, alike_axes(mesh_shape, model)) if even else len(plain.states)
@@ -162,14 +162,26 @@ def prices_of(
         if even:
             lines = _even_lines(mesh_shape, len(global_shape), model)
             num_bytes = float(prod(global_shape) * item_bytes(dtype))
-            exchange[:known, :known] = _highest(lines.exchange, num_bytes)
+            exchange = _embedded(_highest(lines.exchange, num_bytes), count)
             permute[lines.permute_from, lines.permute_to] = _highest(lines.permute, num_bytes)
         else:
+            exchange = np.full((count, count), np.inf)
             for source, row in _each_row(plain, mesh_shape, global_shape, model):
                 exchange[source, :known] = row.exchange.at(item_bytes(dtype))
                 permute[source, row.permutable] = row.permute.at(item_bytes(dtype))
         exchange[exchange == 0] = np.inf  # nothing moves: that is a slice, or no step at all
+    else:
+        exchange = np.full((count, count), np.inf)
     return Prices(space, local_bytes, collective, permute, exchange, routed)
+
+
+def _embedded(known: Floats, count: int) -> Floats:
+    """Return prices of the first states as prices of all, inf for the others."""
+    if len(known) == count:
+        return known
+    whole: Floats = np.full((count, count), np.inf)
+    whole[: len(known), : len(known)] = known
+    return whole
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ _AT_ONCE = 24
 """Sources that are searched from together."""
 
 
-def distances(move: Floats, source: int) -> Floats:
+def distances(move: Floats, source: int, target: int | None = None) -> Floats:
     """Return the cheapest seconds from one state to every other.
 
     Bellman and Ford's relaxation, all edges at once: as many rounds as the longest of the cheapest
@@ -35,6 +35,8 @@ def distances(move: Floats, source: int) -> Floats:
         Seconds of the cheapest single move; inf where there is none.
     source
         Where to start.
+    target
+        Where to end: states that are no nearer may get more than their least. By default none.
 
     Examples
     --------
@@ -44,14 +46,17 @@ def distances(move: Floats, source: int) -> Floats:
     """
     best: Floats = move[source].copy()
     best[source] = 0.0
-    better: Floats = np.minimum(best, (best[:, None] + move).min(axis=0))
-    while True:
-        # Only what has come nearer can bring others nearer.
-        nearer = np.flatnonzero(better < best)
+    # Only what has come nearer can bring others nearer, and only through what is nearer than the
+    # target can the target come nearer.
+    middles = np.flatnonzero(best < (np.inf if target is None else best[target]))
+    while len(middles):
+        better: Floats = np.minimum(best, (best[middles, None] + move[middles]).min(axis=0))
+        nearer = better < best
+        if target is not None:
+            nearer &= better < better[target]
+        middles = np.flatnonzero(nearer)
         best = better
-        if not len(nearer):
-            return best
-        better = np.minimum(best, (best[nearer, None] + move[nearer]).min(axis=0))
+    return best
 
 
 def all_distances(move: Floats, sources: npt.NDArray[np.int64]) -> Floats:
@@ -139,7 +144,7 @@ def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
     >>> shortest_walk(np.array([[inf, 1, 5], [inf, inf, 1], [inf, inf, inf]]), 0, 2)
     [0, 1, 2]
     """
-    best = distances(move, source)
+    best = distances(move, source, target)
     if not np.isfinite(best[target]):
         return None
     walk = [target]

@@ -1,8 +1,14 @@
 """What every conversion of one tensor costs: all layouts against all layouts, as one array."""
 
 import os
-from dataclasses import dataclass
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
+from secrets import token_hex
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +24,24 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["CostTable", "cost_table"]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    MemoryError,
+    NotImplementedError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What numpy and zipfile raise for damaged files, each for a damage of its own."""
 
 _MOST_WORK = 2e9
 """As `shardspec.layout.pricing` counts it: some ten seconds."""
@@ -42,6 +66,11 @@ class CostTable:
     mesh_shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     dtype: str
+    _places: dict[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        places = {label: place for place, label in enumerate(self.labels)}
+        object.__setattr__(self, "_places", places)
 
     def cost(self, source: SpecLike, target: SpecLike) -> float:
         """Return the seconds from one spec to another.
@@ -54,25 +83,42 @@ class CostTable:
         return float(self.seconds[self._place(source), self._place(target)])
 
     def _place(self, spec: SpecLike) -> int:
-        text = str(ShardingSpec.of(spec))
-        if text not in self.labels:
+        place = self._places.get(spec) if isinstance(spec, str) else None
+        if place is None:
+            text = str(ShardingSpec.of(spec))
+            place = self._places.get(text)
+        if place is None:
             raise LayoutError(
                 f"spec {text} is not in the table of {len(self.labels)} layouts on a mesh of shape "
                 f"{self.mesh_shape}; give axes by number, and nothing pending"
             )
-        return self.labels.index(text)
+        return place
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as a compressed numpy archive; the name should end in ``.npz``."""
-        with open(path, "wb") as file:
-            np.savez_compressed(
-                file,
-                labels=np.array(self.labels),
-                seconds=self.seconds,
-                mesh_shape=np.array(self.mesh_shape, dtype=np.int64),
-                global_shape=np.array(self.global_shape, dtype=np.int64),
-                dtype=np.array(self.dtype),
-            )
+        """Write the table as a compressed numpy archive; the name should end in ``.npz``.
+
+        It appears under its name when it is complete, and replaces what was there.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written.
+        """
+        goal = Path(path)
+        unfinished = goal.with_name(f".{goal.name}.{token_hex(4)}.tmp")
+        try:
+            with open(unfinished, "xb") as file:
+                np.savez_compressed(
+                    file,
+                    labels=np.array(self.labels),
+                    seconds=self.seconds,
+                    mesh_shape=np.array(self.mesh_shape, dtype=np.int64),
+                    global_shape=np.array(self.global_shape, dtype=np.int64),
+                    dtype=np.array(self.dtype),
+                )
+            unfinished.replace(goal)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "CostTable":
@@ -81,19 +127,42 @@ class CostTable:
         Raises
         ------
         LayoutError
-            If the file is not such a table.
+            If the file cannot be read or is not such a table.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
-                return cls(
-                    tuple(file["labels"].tolist()),
-                    file["seconds"],
-                    tuple(file["mesh_shape"].tolist()),
-                    tuple(file["global_shape"].tolist()),
-                    str(file["dtype"]),
-                )
-        except (KeyError, ValueError, EOFError) as error:
-            raise LayoutError(f"{os.fspath(path)} is not a saved cost table: {error}") from None
+            return cls(*_contents(path))
+        except _UNREADABLE as error:
+            raise LayoutError(
+                f"{os.fspath(path)} is not a saved cost table: {' '.join(str(error).split())}; "
+                "make it again with LayoutConverter.cost_table and save"
+            ) from None
+
+
+def _contents(
+    path: str | os.PathLike[str],
+) -> tuple[tuple[str, ...], Floats, tuple[int, ...], tuple[int, ...], str]:
+    """Return the fields of a saved table, each checked; raises one of `_UNREADABLE`."""
+    kinds = {"labels": "U", "seconds": "f", "mesh_shape": "i", "global_shape": "i", "dtype": "U"}
+    # numpy leaves a damaged file open that it opened itself.
+    with open(path, "rb") as raw:
+        # A file that is no archive would be taken for a pickle or a single array.
+        if not zipfile.is_zipfile(raw):
+            raise ValueError("it is no zip archive")
+        raw.seek(0)
+        with np.load(raw, allow_pickle=False) as file:
+            found = {name: file[name] for name in kinds}
+    for name, kind in kinds.items():
+        ndim = {"seconds": 2, "dtype": 0}.get(name, 1)
+        array = found[name]
+        if not isinstance(array, np.ndarray) or array.dtype.kind != kind or array.ndim != ndim:
+            raise ValueError(f"its {name} are not what a table has")
+    labels, seconds = tuple(found["labels"].tolist()), found["seconds"].astype(np.float64)
+    if seconds.shape != (len(labels), len(labels)) or len(set(labels)) != len(labels):
+        raise ValueError(f"{len(labels)} labels do not fit an array of shape {seconds.shape}")
+    if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
+        raise ValueError("some of its seconds are negative or no numbers")
+    mesh_shape, global_shape = (tuple(found[n].tolist()) for n in ("mesh_shape", "global_shape"))
+    return labels, seconds, mesh_shape, global_shape, str(found["dtype"])
 
 
 def cost_table(

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -59,6 +60,70 @@ def test_it_is_saved_and_loaded(tmp_path):
     assert np.array_equal(again.seconds, table.seconds)
     assert (again.mesh_shape, again.global_shape, again.dtype) == ((2, 2), (64, 32), "bfloat16")
     assert again.cost("[S0,R]", "[R,S0]") == table.cost("S0,R", "R,S0") > 0
+
+
+def test_saving_replaces_in_one_go_and_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "table.npz"
+    path.write_bytes(b"what was there before")
+    table = LayoutConverter().cost_table(DeviceMesh(range(4), (2, 2)), (64, 32), "bf16")
+    table.save(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table.npz"]
+    saved = path.read_bytes()
+    with pytest.raises(ValueError, match="inhomogeneous"):
+        replace(table, mesh_shape=(2, (2, 3))).save(path)
+    assert path.read_bytes() == saved
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table.npz"]
+
+
+def test_every_damage_is_one_clear_error(tmp_path):
+    path = tmp_path / "table.npz"
+    table = LayoutConverter().cost_table(DeviceMesh(range(4), (2, 2)), (64, 32), "bf16")
+    table.save(path)
+    saved = path.read_bytes()
+    generator = np.random.default_rng(3)
+    refused = 0
+    for at in range(0, len(saved), 7):
+        path.write_bytes(saved[:at])
+        with pytest.raises(LayoutError, match=r"table\.npz is not a saved cost table: [^\n]*$"):
+            CostTable.load(path)
+        changed = bytearray(saved)
+        changed[at] ^= int(generator.integers(1, 256))
+        path.write_bytes(changed)
+        try:
+            assert np.array_equal(CostTable.load(path).seconds, table.seconds)
+        except LayoutError:
+            refused += 1
+    assert refused > len(saved) / 7 / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seconds": np.zeros((3, 11))}, "11 labels do not fit an array of shape"),
+        ({"seconds": np.full((11, 11), np.nan)}, "some of its seconds are negative or no numbers"),
+        ({"seconds": np.full((11, 11), -1.0)}, "some of its seconds are negative or no numbers"),
+        ({"seconds": np.zeros((11, 11), dtype=np.int64)}, "its seconds are not what a table has"),
+        ({"labels": np.array(["[R,R]"] * 11)}, "11 labels do not fit"),
+        ({"labels": np.arange(11)}, "its labels are not what a table has"),
+        ({"mesh_shape": np.array(4)}, "its mesh_shape are not what a table has"),
+        ({"dtype": np.array([{}])}, "Object arrays cannot be loaded"),
+    ],
+)
+def test_archives_that_are_no_tables(tmp_path, changes, message):
+    path = tmp_path / "table.npz"
+    LayoutConverter().cost_table(DeviceMesh(range(4), (2, 2)), (64, 32), "bf16").save(path)
+    with np.load(path) as file:
+        content = dict(file)
+    np.savez(path, **{**content, **changes})
+    with pytest.raises(LayoutError, match=message):
+        CostTable.load(path)
+    np.savez(path, **{name: content[name] for name in content if name not in changes})
+    with pytest.raises(LayoutError, match="is not a saved cost table"):
+        CostTable.load(path)
+    np.save(tmp_path / "array.npy", np.zeros((11, 11)))
+    for other in ("array.npy", "missing.npz", "."):
+        with pytest.raises(LayoutError, match="is not a saved cost table"):
+            CostTable.load(tmp_path / other)
 
 
 def test_what_it_refuses(tmp_path):
