@@ -21,6 +21,7 @@ __all__ = ["cli", "main"]
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "convert": ("shardspec.cli.convert", "Say a spec in the words of torch, JAX and others."),
     "cost": ("shardspec.cli.cost", "Say what conversions between many pairs of specs cost."),
+    "diff": ("shardspec.cli.diff", "Compare two checkpoints tensor by tensor."),
     "graph": ("shardspec.cli.graph", "Draw the specs and the steps among them, and a plan's path."),
     "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "merge": ("shardspec.cli.merge", "Write the whole tensors of a checkpoint into one file."),
@@ -28,6 +29,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "profile": ("shardspec.cli.profile", "Measure the links of a cluster, under torchrun."),
     "show": ("shardspec.cli.show", "Show which devices hold which part of a tensor."),
     "presets": ("shardspec.cli.presets", "Show the links that --links knows, with their sources."),
+    "verify": ("shardspec.cli.verify", "Check that a checkpoint is whole and as it was saved."),
 }
 """Name to the module whose `command` it is, and one line of help: nothing is imported for it."""
 

@@ -1,0 +1,165 @@
+"""Verifying and comparing checkpoints: what is found, and where it is said to be."""
+
+import json
+import subprocess
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from shardspec import DeviceMesh, DTensor, save_sharded
+from shardspec.checkpoint.diff import diff_checkpoints, numbers
+from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.errors import CheckpointError
+from tests.checkpoint.handmade import handmade, sample
+
+MESH = DeviceMesh(range(6), (2, 3))
+
+
+def save(directory, **tensors):
+    save_sharded({name: DTensor(t, MESH, s) for name, (t, s) in tensors.items()}, directory)
+    return directory
+
+
+def flip(stored, at):
+    data = bytearray(stored.path.read_bytes())
+    data[stored.offset + at] ^= 1
+    stored.path.write_bytes(data)
+
+
+def test_every_flip_is_found_and_all_are_listed(tmp_path):
+    w = torch.arange(77, dtype=torch.int32).view(7, 11)
+    ckpt = save(tmp_path / "ckpt", a=(w, "[S0,S1]"), b=(w, "[R,S0]"))
+    report = verify_checkpoint(ckpt)
+    assert (report.tensors, report.boxes, report.flaws) == (2, 8, ())
+    assert report.num_bytes == report.digested_bytes == 2 * 77 * 4
+    flip(open_checkpoint(ckpt).tensor("a").boxes[4], 3)
+    flip(open_checkpoint(ckpt).tensor("b").boxes[1], 0)
+    with pytest.raises(CheckpointError, match="tensor 'a': rank 4's box"):
+        verify_checkpoint(ckpt)
+    flaws = verify_checkpoint(ckpt, every=True).flaws
+    assert [flaw.split(" has CRC-32")[0].split(" in ")[0] for flaw in flaws] == [
+        "tensor 'a': rank 4's box [4:7, 4:8]",
+        "tensor 'b': rank 5's box [0:7, 6:11]",
+    ]
+
+
+def test_replicas_that_disagree_without_digests(tmp_path):
+    ckpt = handmade(sample(), replicas=True).write(tmp_path / "ckpt")
+    assert verify_checkpoint(ckpt).digested_bytes == 0
+    flip(open_checkpoint(ckpt).tensor("b").boxes[0], 0)
+    with pytest.raises(CheckpointError, match="claim different data"):
+        verify_checkpoint(ckpt)
+
+
+def test_the_first_difference_by_exhaustion(tmp_path):
+    w = torch.arange(35.0).view(5, 7)
+    a = save(tmp_path / "a", w=(w, "[S0,S1]"))
+    mesh_of = {(b.box): b.rank for b in open_checkpoint(a).tensor("w").boxes}
+    for i, j in product(range(5), range(7)):
+        other = w.clone()
+        other[i, j] += 1
+        other[4, 6] += 0.5
+        safetensors.torch.save_file({"w": other}, tmp_path / "b.safetensors")
+        (found,) = diff_checkpoints(a, tmp_path / "b.safetensors")
+        holder = [r for ((p, q), (m, n)), r in mesh_of.items() if p <= i < q and m <= j < n]
+        assert (found.index, found.ranks) == ((i, j), (tuple(holder), (0,)))
+    assert not list(diff_checkpoints(a, tmp_path / "b.safetensors", atol=1.5))
+    assert list(diff_checkpoints(a, tmp_path / "b.safetensors", atol=1.4))
+
+
+def test_names_shapes_dtypes_nan_and_zero(tmp_path):
+    nan = torch.tensor([float("nan"), 0.0])
+    quiet = torch.tensor([0x7FC00001, -(2**31)], dtype=torch.int32).view(torch.float32)
+    one = {"only": nan, "n": nan, "same": nan, "s": nan, "d": nan, "empty": torch.zeros(0, 3)}
+    two = {**one, "n": quiet, "s": torch.zeros(3), "d": nan.double()}
+    del two["only"]
+    safetensors.torch.save_file({k: t.clone() for k, t in one.items()}, tmp_path / "a")
+    safetensors.torch.save_file({k: t.clone() for k, t in two.items()}, tmp_path / "b")
+    found = {d.name: d.problem for d in diff_checkpoints(tmp_path / "a", tmp_path / "b")}
+    assert found == {
+        "d": "is float32, and float64",
+        "n": "differs first at index [0]: nan (rank 0), and nan (rank 0)",
+        "only": f"is only in {tmp_path / 'a'}",
+        "s": "has shape [2], and [3]",
+    }
+    close = diff_checkpoints(tmp_path / "a", tmp_path / "b", atol=1e-9)
+    assert [d.name for d in close] == ["d", "only", "s"]
+
+
+def test_tensors_larger_than_a_block(tmp_path):
+    w = torch.zeros(3, 300_001)
+    a = save(tmp_path / "a", w=(w, "[R,S01]"))
+    w[2, 300_000] = 1
+    b = save(tmp_path / "b", w=(w, "[S1,R]"))
+    (found,) = diff_checkpoints(a, b)
+    assert (found.index, found.ranks) == ((2, 300_000), ((5,), (2,)))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+    ],
+)
+def test_every_bit_pattern_is_the_number_that_torch_says(dtype):
+    kind = getattr(torch, dtype)
+    raw = np.arange(2 ** (8 * kind.itemsize), dtype=f"u{kind.itemsize}").view(np.uint8)
+    due = torch.from_numpy(raw.copy()).view(kind).float().numpy()
+    np.testing.assert_array_equal(numbers(raw, dtype), due)
+
+
+def shardspec(*arguments):
+    command = [sys.executable, "-m", "shardspec", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_commands(tmp_path):
+    ckpt = save(tmp_path / "ckpt", w=(torch.arange(7.0), "[S1]"))
+    merge(ckpt, tmp_path / "m")
+    done = shardspec("verify", ckpt, "--against", tmp_path / "m")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 tensors in 3 boxes" in done.stdout
+    assert "no flaws" in done.stdout
+    assert shardspec("diff", ckpt, tmp_path / "m").stdout == "no difference\n"
+    flip(open_checkpoint(ckpt).tensor("w").boxes[1], 0)
+    bad = shardspec("verify", ckpt)
+    assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (3, "", 1)
+    listed = shardspec("verify", ckpt, "--all", "--json")
+    assert listed.returncode == 3
+    assert len(json.loads(listed.stdout)["flaws"]) == 1
+    differing = shardspec("diff", ckpt, tmp_path / "m", "--json")
+    assert differing.returncode == 3
+    assert json.loads(differing.stdout)[0]["index"] == [3]
+
+
+LEAN = """
+import sys
+from pathlib import Path
+from shardspec.cli.main import cli
+out = Path(sys.argv[2])
+for line in (["merge", sys.argv[1], "-o", sys.argv[2]], ["inspect", sys.argv[1]],
+             ["verify", sys.argv[1]], ["diff", sys.argv[1], sys.argv[2]]):
+    try:
+        cli(line)
+    except SystemExit as end:
+        assert end.code == 0, line
+    assert "torch" not in sys.modules, line
+"""
+
+
+def test_no_command_imports_torch(tmp_path):
+    ckpt = save(tmp_path / "ckpt", w=(torch.arange(7.0).bfloat16(), "[S1]"))
+    command = [sys.executable, "-c", LEAN, str(ckpt), str(tmp_path / "m")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
