@@ -64,7 +64,7 @@ def command(
     """Measure the links of a cluster: how long steps take on the processes of this job.
 
     Run it under torchrun, one process a device. It times every kind of collective along each axis
-    of the mesh and along all of them, over sizes that grow fourfold, fits a latency and a rate to
+    of the mesh and along all of them, over sizes that grow eightfold, fits a latency and a rate to
     each axis, and chooses between links of every group's own and one bus that all devices share.
     """
     shape, names = mesh
@@ -97,10 +97,10 @@ def command(
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """Return sizes that grow fourfold, both ends included."""
+    """Return sizes that grow eightfold, both ends included."""
     sizes = [least]
-    while sizes[-1] * 4 < most:
-        sizes.append(sizes[-1] * 4)
+    while sizes[-1] * 8 < most:
+        sizes.append(sizes[-1] * 8)
     return [*sizes, most]
 
 

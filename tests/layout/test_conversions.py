@@ -25,19 +25,20 @@ def shards_of(whole: torch.Tensor, layout: Layout) -> dict[int, torch.Tensor]:
 
 
 def wrong_pairs(
-    mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype
+    mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype, every: int = 1
 ) -> tuple[int, list[str]]:
     whole = (torch.arange(prod(shape)) * 37 % 251).reshape(shape).to(dtype)
     specs = every_spec(mesh.ndim, len(shape))
     right = [shards_of(whole, Layout(mesh, spec, shape, dtype)) for spec in specs]
     wrong = []
-    for (source, held), (target, wanted) in product(zip(specs, right, strict=True), repeat=2):
+    pairs = list(product(zip(specs, right, strict=True), repeat=2))[::every]
+    for (source, held), (target, wanted) in pairs:
         layout = Layout(mesh, source, shape, dtype)
         start = DTensor.from_shards(held, layout, SimulatedCommunicator(mesh))
         got = start.redistribute(target).shards
         if any(not torch.equal(got[device], wanted[device]) for device in mesh.ids):
             wrong.append(f"{source} → {target}")
-    return len(specs) ** 2, wrong
+    return len(pairs), wrong
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,14 @@ def wrong_pairs(
         (range(6), (2, 3), (4, 1, 2), 361),
         (range(8), (2, 2, 2), (8, 16), 2401),
         ([6, 1, 7, 0, 3, 2, 5, 4], (2, 2, 2), (11, 5), 2401),
-        (range(8), (2, 2, 2), (5, 3, 7), 11236),
+        (range(8), (2, 2, 2), (5, 3, 7), 2248),
     ],
 )
 def test_every_pair_against_the_box_map(ids, mesh_shape, shape, pairs):
-    assert wrong_pairs(DeviceMesh(ids, mesh_shape), shape, torch.int16) == (pairs, [])
+    """Of the 11,236 pairs of three axes and rank 3 a fifth; `benchmarks.right_results` has all."""
+    every = 5 if (len(mesh_shape), len(shape)) == (3, 3) else 1
+    mesh = DeviceMesh(ids, mesh_shape)
+    assert wrong_pairs(mesh, shape, torch.int16, every) == (pairs, [])
 
 
 @pytest.mark.parametrize(
