@@ -65,8 +65,10 @@ class Prices:
 
     def cheapest(self) -> Floats:
         """Return the cheapest single move between every two states, the tie-breaker included."""
-        best: Floats = np.minimum(np.minimum(self.collective, self.permute), self.exchange)
-        return best + TIE_SECONDS
+        best: Floats = np.minimum(self.collective, self.permute)
+        np.minimum(best, self.exchange, out=best)
+        best += TIE_SECONDS
+        return best
 
     def with_pair(self, source: int, target: int, permute: float, exchange: float) -> "Prices":
         """Return the prices with permute and exchange between two states added."""

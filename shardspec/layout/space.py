@@ -103,15 +103,20 @@ class Space:
     def local_elements(self, mesh_shape: tuple[int, ...], global_shape: tuple[int, ...]) -> Floats:
         """Return the elements of the largest shard of every state."""
         elements = np.ones(len(self.states))
+        sides_of = {size: self._sides(mesh_shape, size) for size in set(global_shape)}
         for dim, size in enumerate(global_shape):
-            sides = []
-            for axes in self.lists:
-                side = size
-                for axis in axes:
-                    side = -(-side // mesh_shape[axis])
-                sides.append(side)
-            elements *= np.array(sides, dtype=np.float64)[self.list_index[:, dim]]
+            elements *= sides_of[size][self.list_index[:, dim]]
         return elements
+
+    def _sides(self, mesh_shape: tuple[int, ...], size: int) -> Floats:
+        """Return the longest part of a dim under every list of axes."""
+        sides = []
+        for axes in self.lists:
+            side = size
+            for axis in axes:
+                side = -(-side // mesh_shape[axis])
+            sides.append(side)
+        return np.array(sides, dtype=np.float64)
 
     def orbits(self, alike: tuple[int, ...] | None = None) -> tuple[Ints, Ints]:
         """Return for each state the one that stands for it, and how to get there.

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,8 +70,9 @@ def test_saving_replaces_in_one_go_and_leaves_nothing_behind(tmp_path):
     table.save(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["table.npz"]
     saved = path.read_bytes()
+    uneven: Any = (2, (2, 3))
     with pytest.raises(ValueError, match="inhomogeneous"):
-        replace(table, mesh_shape=(2, (2, 3))).save(path)
+        replace(table, mesh_shape=uneven).save(path)
     assert path.read_bytes() == saved
     assert [entry.name for entry in tmp_path.iterdir()] == ["table.npz"]
 
