@@ -26,6 +26,7 @@ __all__ = [
     "MeshShape",
     "build_mesh",
     "build_model",
+    "mesh_option",
     "mesh_options",
     "parse_bytes",
     "parse_ids",
@@ -209,6 +210,18 @@ def parsed(
             raise click.BadParameter(str(error), ctx, param) from None
 
     return callback
+
+
+def mesh_option(command: _Command) -> _Command:
+    """Give a command the option ``mesh`` alone, for what needs no links."""
+    option = click.option(
+        "--mesh",
+        required=True,
+        callback=parsed(parse_mesh),
+        metavar="SHAPE",
+        help="Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4.",
+    )
+    return option(command)
 
 
 def mesh_options(command: _Command) -> _Command:

@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import MeshShape, parse_mesh, parse_shape, parsed
+from shardspec.cli.arguments import MeshShape, mesh_option, parse_shape, parsed
 from shardspec.errors import LossyConversionError
 from shardspec.interop.colossal import to_colossal
 from shardspec.interop.jax_specs import partition_spec_text
@@ -41,13 +41,7 @@ Examples:
 """,
 )
 @click.argument("spec", metavar="SPEC")
-@click.option(
-    "--mesh",
-    required=True,
-    callback=parsed(parse_mesh),
-    metavar="SHAPE",
-    help="Devices along each axis, outermost first: 2x4, or with names x=2,y=4.",
-)
+@mesh_option
 @click.option(
     "--to",
     "language",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardspec.checkpoint.output import write_atomically
-from shardspec.cli.arguments import MeshShape, parse_bytes, parse_mesh, parsed
+from shardspec.cli.arguments import MeshShape, mesh_option, parse_bytes, parsed
 from shardspec.errors import OutputExistsError, ProfileError
 from shardspec.mesh import DeviceMesh
 
@@ -30,13 +30,7 @@ Examples:
   shardspec plan "[S0,R]" "[R,S01]" --profile cluster.json --shape 4096x4096
 """,
 )
-@click.option(
-    "--mesh",
-    required=True,
-    callback=parsed(parse_mesh),
-    metavar="SHAPE",
-    help="Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4.",
-)
+@mesh_option
 @click.option(
     "-o",
     "--output",

@@ -8,8 +8,8 @@ import click
 from shardspec.checkpoint.output import write_atomically
 from shardspec.cli.arguments import (
     MeshShape,
+    mesh_option,
     parse_ids,
-    parse_mesh,
     parsed,
     tensor_options,
 )
@@ -33,13 +33,7 @@ Examples:
 """,
 )
 @click.argument("spec", metavar="SPEC")
-@click.option(
-    "--mesh",
-    required=True,
-    callback=parsed(parse_mesh),
-    metavar="SHAPE",
-    help="Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4.",
-)
+@mesh_option
 @click.option(
     "--ids",
     callback=parsed(parse_ids),
