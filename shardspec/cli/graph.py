@@ -138,6 +138,8 @@ def command(
         click.echo(text, nl=False)
     else:
         click.echo(f"{output}: {drawing.title}")
+        if drawing.known_error:
+            click.echo(f"known error: {drawing.known_error}")
 
 
 def _drawing(

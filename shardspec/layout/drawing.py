@@ -71,6 +71,8 @@ class Drawing:
     """The steps of the plan that is marked; several slices of one dim are one of these."""
     ends: tuple[str, str] | None = None
     """Both ends of the plan."""
+    known_error: str = ""
+    """How far the seconds in the title are from measured ones; empty without a plan."""
 
     @property
     def on_path(self) -> frozenset[str]:
@@ -94,6 +96,7 @@ class Drawing:
             "nodes": [label for column in self.columns for label in column],
             "edges": [plain(edge) for edge in self.edges],
             "path": [plain(edge) for edge in self.path],
+            "known_error": self.known_error,
         }
 
 
@@ -162,7 +165,7 @@ def draw_transitions(mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = 
         return Drawing(title, in_columns, edges)
     ends = str(plan.source.labelled_spec), str(plan.target.labelled_spec)
     title = f"{ends[0]} → {ends[1]}, {seconds_text(plan.cost_seconds)}; {title}"
-    return Drawing(title, in_columns, edges, _path(plan), ends)
+    return Drawing(title, in_columns, edges, _path(plan), ends, plan.known_error)
 
 
 def _count(number: int, what: str) -> str:
