@@ -5,6 +5,7 @@ owns no process group, so that planning needs no job, no GPU and no rank.
 """
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -115,7 +116,7 @@ class DeviceMesh:
                 )
             ids, shape = logical, logical_shape
         else:
-            shape = own_shape if mesh_shape is None else tuple(int(n) for n in mesh_shape)
+            shape = own_shape if mesh_shape is None else _as_shape(mesh_shape)
         if not shape or min(shape) < 1:
             raise MeshError(
                 f"mesh shape {shape}: need at least one axis, each of at least 1 device"
@@ -340,6 +341,15 @@ def _some(ids: Sequence[int]) -> str:
     """List ids, the middle of a long list left out."""
     shown = ", ".join(map(str, ids[:_SHOWN]))
     return f"({shown}, … {len(ids)} in all)" if len(ids) > _SHOWN else f"({shown})"
+
+
+def _as_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(n) for n in mesh_shape)
+    except TypeError:
+        raise MeshError(
+            f"mesh_shape {mesh_shape!r}: give a sequence of whole numbers, as in (2, 4)"
+        ) from None
 
 
 def _flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:

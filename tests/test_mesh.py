@@ -340,3 +340,9 @@ def test_questions_about_places_the_mesh_lacks():
         with pytest.raises(MeshError) as caught:
             ask()
         assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("shape", [8, 2.5, (2, 4.0), ("2", "4")])
+def test_a_shape_is_a_sequence_of_whole_numbers(shape):
+    with pytest.raises(MeshError, match="give a sequence of whole numbers, as in"):
+        DeviceMesh(range(8), shape)
