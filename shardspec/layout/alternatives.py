@@ -128,6 +128,8 @@ class _Search:
         """Price the moves as the search for the cheapest plan does."""
         here, there = state_of(source.spec), state_of(target.spec)
         prices = prices_of(source.mesh.shape, here[1], source.global_shape, source.dtype, model)
+        if max_bytes is not None:
+            prices = prices.with_slices_joined()
         start, goal = prices.space.index[here], prices.space.index[there]
         if not prices.routed and not here[1]:
             straight = pair_prices(source, there[0], model)
@@ -206,11 +208,20 @@ class _Search:
                 steps.append(self.prices.step(a, b))
                 layouts.append(source.with_spec(spec_of(states[b])))
                 continue
-            for dim, after in enumerate(states[b][0]):
-                before = states[a][0][dim]
-                if after != before:
-                    steps.append(Slice(dim, after[len(before) :]))
-                    layouts.append(source.with_spec(layouts[-1].spec.with_dims({dim: after})))
+            here = layouts[-1]
+            cut = {
+                dim: after
+                for dim, (before, after) in enumerate(zip(states[a][0], states[b][0], strict=True))
+                if after != before
+            }
+            # What leaves least comes first: then least is held at once.
+            left = {
+                dim: source.with_spec(here.spec.with_dims({dim: cut[dim]})).max_local_bytes
+                for dim in cut
+            }
+            for dim in sorted(cut, key=left.__getitem__):
+                steps.append(Slice(dim, cut[dim][len(states[a][0][dim]) :]))
+                layouts.append(source.with_spec(layouts[-1].spec.with_dims({dim: cut[dim]})))
         return ConversionPlan(tuple(steps), tuple(layouts), model)
 
 

@@ -251,6 +251,8 @@ def _path_by_matrix(
 ) -> _Path:
     """Search where the prices of all moves fit into a matrix."""
     prices = prices_of(source.mesh.shape, start[1], source.global_shape, source.dtype, model)
+    if max_bytes is not None:
+        prices = prices.with_slices_joined()
     index, states = prices.space.index, prices.space.states
     if not prices.routed and not start[1] and start != goal:
         straight = pair_prices(source, goal[0], model)

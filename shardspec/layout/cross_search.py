@@ -142,6 +142,8 @@ def _side(
     if count_states(end.mesh.ndim, end.spec.dims, len(start[1])) > MAX_STATES:
         return _end_alone(end, on_one_mesh, leaving=leaving)
     prices = prices_of(end.mesh.shape, start[1], end.global_shape, end.dtype, model)
+    if max_bytes is not None:
+        prices = prices.with_slices_joined()
     move = prices.cheapest()
     if max_bytes is not None:
         live = prices.local_bytes[:, None] + prices.local_bytes

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.steps import Exchange, Permute, Step
+from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.layout.graph import Cuts, Pending
 from shardspec.layout.layout import Layout
@@ -77,6 +77,14 @@ class Prices:
             matrix[source, target] = seconds
         return replace(self, permute=both[0], exchange=both[1])
 
+    def with_slices_joined(self) -> "Prices":
+        """Return the prices with a slice by several axes of one dim as one move.
+
+        Its seconds are those of several slices, but between them no shard is ever held; so it is
+        needed where bytes are bounded.
+        """
+        return _with_slices_joined(self)
+
     def step(self, source: int, target: int) -> Step:
         """Return the cheapest single move between two states; a collective where it is as cheap."""
         seconds = (
@@ -89,6 +97,21 @@ class Prices:
             return self.space.steps[source, target]
         axes = changed_axes(self.space.states[source][0], self.space.states[target][0])
         return Permute(axes) if seconds[1] <= best else Exchange(axes)
+
+
+@lru_cache(maxsize=16)
+def _with_slices_joined(prices: Prices) -> Prices:
+    space = prices.space
+    steps = dict(space.steps)
+    collective = prices.collective.copy()
+    for target, (cuts, pending) in enumerate(space.states):
+        for dim, axes in enumerate(cuts):
+            for kept in range(len(axes) - 1):
+                whole = (*cuts[:dim], axes[:kept], *cuts[dim + 1 :])
+                source = space.index[whole, pending]
+                steps[source, target] = Slice(dim, axes[kept:])
+                collective[source, target] = 0.0
+    return replace(prices, space=replace(space, steps=steps), collective=collective)
 
 
 def changed_axes(before: Cuts, after: Cuts) -> tuple[int, ...]:

@@ -62,10 +62,20 @@ def interval(
     return lo, hi
 
 
+def chains(move: Floats) -> Floats:
+    """Seconds of the cheapest chain between any two, of the seconds of single moves."""
+    best = move.copy()
+    np.fill_diagonal(best, 0.0)
+    for k in range(len(best)):
+        np.minimum(best, best[:, k, None] + best[None, k], out=best)
+    return best
+
+
 class Brute:
     """All layouts of one tensor on one mesh, sums pending over any axes, and all moves."""
 
     def __init__(self, mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        assert prod(shape), "of an empty tensor there are no boxes to move"
         self.mesh, self.shape = mesh, shape
         axes = range(len(mesh))
         self.devices = list(product(*(range(n) for n in mesh)))
@@ -167,11 +177,13 @@ class Brute:
 
     def optimum(self, model: Model, item: int) -> Floats:
         """Seconds of the cheapest chain of moves between any two layouts."""
-        best = self.moves(model, item)
-        np.fill_diagonal(best, 0.0)
-        for k in range(len(best)):
-            best = np.minimum(best, best[:, k, None] + best[None, k])
-        return best
+        return chains(self.moves(model, item))
+
+    def live(self, item: int) -> Floats:
+        """Bytes that the fullest device holds in a move between any two layouts."""
+        held = np.array([float(self.largest[cuts] * item) for cuts, _ in self.states])
+        result: Floats = held[:, None] + held
+        return result
 
     def _collective(self, kind: str, axes: Sequence[int], b: int, model: Model) -> float:
         n = prod(self.mesh[a] for a in axes)

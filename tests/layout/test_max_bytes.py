@@ -1,51 +1,78 @@
 """Plans under a bound on memory, against brute force over the same moves."""
 
-from itertools import product
-from math import inf
+from math import isfinite
 
 import numpy as np
 import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
+from shardspec.comm.steps import Slice
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import spec_of
-from shardspec.layout.pricing import prices_of
+from tests.layout.brute_force import Brute, Model, chains
+from tests.layout.test_exactness import layouts_of
 
-MESH = DeviceMesh(range(8), (2, 2, 2))
-MODEL = CostModel(MESH.shape, (Link(1.4e-5, 1 / 48e9), *[Link(3.4e-6, 1 / 362e9)] * 2))
-SHAPE = (64, 64)
+SLOW, FAST = Link(1.4e-5, 1 / 48e9), Link(3.4e-6, 1 / 362e9)
 
 
-def test_every_pair_and_every_bound():
-    """For each pair and each size that a plan could be bound by: the optimum, or the least."""
-    prices = prices_of(MESH.shape, (), SHAPE, "float32", MODEL)
-    live = prices.local_bytes[:, None] + prices.local_bytes
-    move = np.minimum(np.minimum(prices.collective, prices.permute), prices.exchange)
-    converter = LayoutConverter(MODEL)
-    states = range(0, len(prices.space.states), 4)
+@pytest.mark.parametrize(
+    ("mesh", "shape", "every"),
+    [
+        ((2, 2, 2), (64, 64), 11),
+        ((2, 3), (7, 5), 3),
+        ((2, 2, 2), (13, 5), 151),
+        ((2, 2, 2), (16, 16, 16), 157),
+    ],
+    ids=str,
+)
+def test_pairs_and_every_bound(mesh, shape, every):
+    """For pairs, sums pending too, and each size that could be a bound: the optimum, or the least.
+
+    `python -m benchmarks.exactness` looks at many more.
+    """
+    brute = Brute(mesh, shape)
+    links = (SLOW, *[FAST] * (len(mesh) - 1))
+    model = Model(
+        tuple(link.latency_s for link in links), tuple(link.seconds_per_byte for link in links)
+    )
+    move, live = brute.moves(model, 4), brute.live(4)
     bounds = np.unique(live)
-    best = {}
-    for bound in bounds:
-        seconds = np.where(live <= bound, move, inf)
-        np.fill_diagonal(seconds, 0.0)
-        for middle in range(len(seconds)):
-            seconds = np.minimum(seconds, seconds[:, [middle]] + seconds[[middle]])
-        best[bound] = seconds
-    specs = [spec_of(state) for state in prices.space.states]
-    refused = 0
-    for bound, source, target in product(bounds, states, states):
-        layout = Layout(MESH, specs[source], SHAPE, "float32")
-        wanted = best[bound][source, target]
-        if np.isfinite(wanted):
-            plan = converter.plan(layout, specs[target], max_bytes=int(bound))
-            assert plan.cost_seconds == pytest.approx(wanted, rel=1e-9, abs=2e-11)
-            assert max(plan.live_bytes, default=0) <= bound
-        else:
-            least = min(b for b in bounds if np.isfinite(best[b][source, target]))
-            with pytest.raises(LayoutError, match=f"the least that one needs is {int(least)}$"):
-                converter.plan(layout, specs[target], max_bytes=int(bound))
-            refused += 1
-    assert refused > 0
+    best = [chains(np.where(live <= bound, move, np.inf)) for bound in bounds]
+    converter = LayoutConverter(CostModel(mesh, links))
+    layouts = layouts_of(brute)
+    pairs = [
+        (i, j)
+        for i, (_, pending) in enumerate(brute.states)
+        for j, (_, left) in enumerate(brute.states)
+        if set(left) <= set(pending)
+    ][::every]
+    refused = planned = 0
+    for i, j in pairs:
+        least = next(b for b, costs in zip(bounds, best, strict=True) if isfinite(costs[i, j]))
+        for bound, costs in zip(bounds, best, strict=True):
+            if isfinite(costs[i, j]):
+                plan = converter.plan(layouts[i], layouts[j], max_bytes=int(bound))
+                assert plan.cost_seconds == pytest.approx(costs[i, j], rel=1e-9, abs=2e-11)
+                assert max(plan.live_bytes, default=0) <= bound
+                planned += 1
+            else:
+                with pytest.raises(LayoutError, match=f"the least that one needs is {int(least)}$"):
+                    converter.plan(layouts[i], layouts[j], max_bytes=int(bound))
+                refused += 1
+    assert planned > refused > 0
+
+
+def test_a_slice_by_two_axes_holds_nothing_in_between():
+    source = Layout(DeviceMesh(range(8), (2, 2, 2)), "[R,R]", (64, 64), "float32")
+    plan = LayoutConverter().plan(source, "[R,S01]", max_bytes=20480)
+    assert (plan.steps, plan.live_bytes) == ((Slice(1, (0, 1)),), (20480,))
+
+
+def test_alternatives_keep_to_the_bound_too():
+    source = Layout(DeviceMesh(range(8), (2, 4)), "[R,R]", (64, 64), "float32")
+    plans = LayoutConverter().alternatives(source, "[R,S10]", 5, max_bytes=20480)
+    assert len(plans) > 1
+    assert all(plan.peak_bytes <= 20480 for plan in plans)
+    assert any(plan.steps[:2] == (Slice(1, (1,)), Slice(0, (0,))) for plan in plans)
 
 
 def test_too_many_layouts_for_a_bound():
