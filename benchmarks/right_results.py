@@ -55,6 +55,17 @@ EIGHT = (DeviceMesh(range(8), (2, 2, 2)), DeviceMesh([6, 1, 7, 0, 3, 2, 5, 4], (
 SMALL = ((6, 12), (7, 5), (13, 8), (1, 4), (5, 1), (0, 5), (7,), (2,), ())
 LARGE = ((8, 16), (11, 5), (3, 2), (1, 13), (0, 5), (9,), ())
 CUBES = ((8, 8, 8), (5, 3, 7), (2, 1, 3), (0, 4, 4))
+OTHER_MESHES = (
+    DeviceMesh([7], (1,)),
+    DeviceMesh([7], (1, 1)),
+    DeviceMesh([2, 0, 1], (3,)),
+    DeviceMesh(range(5), (5,)),
+    DeviceMesh([9, 4, 2], (1, 3)),
+    DeviceMesh([5, 3, 1], (3, 1)),
+    DeviceMesh([3, 1, 2, 0], (2, 1, 2)),
+    SIX[1],
+)
+OTHER_SHAPES = ((), (1,), (0,), (13,), (3, 0), (5, 1), (0, 0), (3, 2, 5, 4), (2, 0, 3, 4))
 
 
 def simulated() -> Iterator[tuple[str, Layout, ShardingSpec]]:
@@ -74,6 +85,12 @@ def simulated() -> Iterator[tuple[str, Layout, ShardingSpec]]:
             number += 1
             dtype = DTYPES[number % len(DTYPES)]
             yield _category(mesh, shape), Layout(mesh, source, shape, dtype), target
+    for mesh, shape in product(OTHER_MESHES, OTHER_SHAPES):
+        specs = plain_specs(len(shape), mesh.ndim)
+        for source, target in product(specs, specs):
+            number += 1
+            layout = Layout(mesh, source, shape, DTYPES[number % len(DTYPES)])
+            yield "other meshes, rank 0 to 4", layout, target
     for mesh, shape in product((SIX[1], EIGHT[0]), ((6, 12), (7, 5), (1, 3))):
         for source in partial_specs(2, mesh.ndim, mixed=mesh.size == 6):
             for target in targets_of(source, mesh.ndim)[number % 3 :: 3]:
@@ -154,7 +171,34 @@ def _on_a_rank(
                     by_torch += 1
                     if not same_bits(theirs.to_local().contiguous(), right):
                         torch_wrong.append(f"{before} → {target}")
+        reductions, bad = _reductions_on_a_rank(rank, mesh, every)
+        done += reductions
+        wrong += bad
     return done, by_torch, wrong, torch_wrong
+
+
+def _reductions_on_a_rank(rank: int, mesh: DeviceMesh, every: int) -> tuple[int, list[str]]:
+    """Convert from pending sums, means, minima, maxima and products, finished or kept."""
+    wrong: list[str] = []
+    pairs = [
+        (source, target)
+        for source in partial_specs(2, mesh.ndim)
+        for target in targets_of(source, mesh.ndim)
+    ]
+    chosen = pairs[:: max(1, len(pairs) // (2 * every))]
+    for number, (source, target) in enumerate(chosen):
+        shape = ((8, 12), (7, 5), (1, 3))[number % 3]
+        before = Layout(mesh, source, shape, ("float64", "float32")[number % 2])
+        stack = stack_of(before)
+        shard = shard_of(before, stack, rank)
+        tensor = DTensor.from_local(
+            strided(shard) if number % 2 else shard, mesh, source, global_shape=shape
+        )
+        result = tensor.redistribute(target)
+        expected = reduced(stack, before.spec, result.layout.spec)
+        if not same_bits(result.to_local(), shard_of(result.layout, expected, rank)):
+            wrong.append(f"{before} → {target}")
+    return len(chosen), wrong
 
 
 @click.command()

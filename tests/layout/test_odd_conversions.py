@@ -1,0 +1,67 @@
+"""Every pair of layouts of odd tensors on odd meshes: axes of size 1, one device, ranks 0 to 4."""
+
+from itertools import product
+
+import pytest
+
+from shardspec.comm.simulated import SimulatedCommunicator
+from shardspec.dtensor import DTensor
+from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+from tests.conversions import plain_specs, same_bits, shard_of, stack_of, strided
+
+MESHES = [
+    DeviceMesh([7], (1,)),
+    DeviceMesh([7], (1, 1)),
+    DeviceMesh([2, 0, 1], (3,)),
+    DeviceMesh([9, 4, 2], (1, 3)),
+    DeviceMesh([3, 1, 2, 0], (2, 1, 2)),
+]
+
+
+def wrong_pairs(mesh, shape, dtype):
+    """Convert shards with gaps in memory between all layouts; return how many, and wrong ones."""
+    communicator = SimulatedCommunicator(mesh)
+    specs = plain_specs(len(shape), mesh.ndim)
+    wrong = []
+    for source, target in product(specs, specs):
+        before = Layout(mesh, source, shape, dtype)
+        stack = stack_of(before)
+        held = {device: strided(shard_of(before, stack, device)) for device in mesh.ids}
+        start = DTensor.from_local(
+            held, mesh, source, global_shape=shape, communicator=communicator
+        )
+        end = start.redistribute(target)
+        if end.sharding_spec != target or not all(
+            same_bits(end.shards[device], shard_of(end.layout, stack, device))
+            for device in mesh.ids
+        ):
+            wrong.append(f"{before} → {target}")
+        wrong += [
+            f"input of {before} → {target} changed"
+            for device in mesh.ids
+            if not same_bits(held[device], shard_of(before, stack, device))
+        ]
+    return len(specs) ** 2, wrong
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.shape}")
+@pytest.mark.parametrize(
+    ("shape", "specs"),
+    [((), (1, 1, 1)), ((0,), (2, 5, 16)), ((13,), (2, 5, 16)), ((3, 0), (3, 11, 49))],
+    ids=lambda value: str(value),
+)
+def test_odd_meshes(mesh, shape, specs):
+    """An empty list and lists of one, two or three axes: 1, 2, 5 and 16 for a single dim."""
+    assert wrong_pairs(mesh, shape, "float32") == (specs[mesh.ndim - 1] ** 2, [])
+
+
+@pytest.mark.parametrize(("shape", "pairs"), [((3, 2, 5, 4), 841), ((2, 0, 3, 4), 841)])
+def test_rank_four(shape, pairs):
+    assert wrong_pairs(DeviceMesh([4, 0, 5, 2, 1, 3], (2, 3)), shape, "int64") == (pairs, [])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bool", "complex64"])
+@pytest.mark.parametrize("shape", [(7, 5), (1, 4), (0, 5)], ids=str)
+def test_short_dtypes_with_gaps_in_memory(shape, dtype):
+    assert wrong_pairs(DeviceMesh([4, 0, 5, 2, 1, 3], (2, 3)), shape, dtype) == (121, [])
