@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import isclose, prod
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -18,8 +19,8 @@ from shardspec.checkpoint.strict_json import (
     parse_json,
 )
 from shardspec.comm.cost import CostModel
-from shardspec.errors import CheckpointError, ProfileError
-from shardspec.mesh import LinkModel
+from shardspec.errors import CheckpointError, MeshError, ProfileError
+from shardspec.mesh import DeviceMesh, LinkModel
 from shardspec.profiling.fit import KINDS, Fit, Measurement, fit_links, step_of
 from shardspec.text import bytes_text, seconds_text, table_text
 
@@ -29,6 +30,9 @@ _FORMAT: Final = "shardspec profile"
 _VERSION: Final = 1
 _MOST_BYTES: Final = 64 << 20
 _ALIKE: Final = 1e-6
+_MOST_DEVICES: Final = 2**20
+_SECONDS: Final = (1e-9, 1e6)
+"""Outside these no step is timed; what is read must not overflow in a fit either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,7 @@ def _read(path: Path) -> Profile:
             "or update"
         )
     shape = tuple(as_sizes(member(root, "mesh_shape", path, "mesh_shape"), path, "mesh_shape"))
-    if not shape or min(shape) < 1:
+    if not shape or min(shape) < 1 or prod(shape) > _MOST_DEVICES:
         raise ProfileError(f"{path}: mesh_shape {list(shape)} is no mesh")
     names = root.get("axis_names")
     axis_names = (
@@ -215,6 +219,10 @@ def _read(path: Path) -> Profile:
     )
     if axis_names is not None and len(axis_names) != len(shape):
         raise ProfileError(f"{path}: {len(axis_names)} axis names for {len(shape)} axes")
+    try:
+        DeviceMesh(range(prod(shape)), shape, axis_names=axis_names)
+    except MeshError as error:
+        raise ProfileError(f"{path}: {error}") from None
     facts = as_object(member(root, "facts", path, "facts"), path, "facts")
     measurements = [
         _measurement(as_object(item, path, f"measurements[{i}]"), path, f"measurements[{i}]", shape)
@@ -232,7 +240,29 @@ def _read(path: Path) -> Profile:
             f"{path}: says that the model {stated!r} fits best, but its measurements say "
             f"{profile.link_model!r}; the file was changed, measure again"
         )
+    fits = as_object(member(root, "fits", path, "fits"), path, "fits")
+    for fit in (profile.ring, profile.shared_bus):
+        key = f"fits.{fit.link_model}"
+        record = as_object(member(fits, fit.link_model, path, key), path, key)
+        if not _alike(record, _fit_record(fit)):
+            raise ProfileError(
+                f"{path}: {key} does not follow from the measurements; the file was changed, "
+                "measure again"
+            )
     return profile
+
+
+def _alike(found: object, expected: object) -> bool:
+    """Whether two records are the same but for the rounding of another machine."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        return found.keys() == expected.keys() and all(
+            _alike(found[key], value) for key, value in expected.items()
+        )
+    if isinstance(expected, list) and isinstance(found, list):
+        return len(found) == len(expected) and all(map(_alike, found, expected))
+    if isinstance(expected, float) and isinstance(found, float):
+        return isclose(found, expected, rel_tol=_ALIKE, abs_tol=1e-15)
+    return found == expected
 
 
 def _measurement(
@@ -246,6 +276,16 @@ def _measurement(
         raise ProfileError(f"{path}: {key}.axes {list(axes)} are no axes of the mesh")
     num_bytes = as_size(member(item, "num_bytes", path, f"{key}.num_bytes"), path, key)
     seconds = member(item, "seconds", path, f"{key}.seconds")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise ProfileError(f"{path}: {key}.seconds should be a number above 0 but is {seconds!r}")
+    if num_bytes < 1:
+        raise ProfileError(f"{path}: {key}.num_bytes is 0, but a step moves something")
+    least, most = _SECONDS
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not least <= seconds <= most
+    ):
+        raise ProfileError(
+            f"{path}: {key}.seconds should be a number above 0 but is {str(seconds)[:24]}; a step "
+            f"takes from {least:g} to {most:g} s"
+        )
     return Measurement(kind, axes, num_bytes, float(seconds))

@@ -78,6 +78,16 @@ def test_known_error_is_that_of_the_fit(profile):
         (lambda r: r["measurements"][0].update(seconds=0), "should be a number above 0 but is 0"),
         (lambda r: r["measurements"][0].update(seconds="1"), "should be a number above 0"),
         (lambda r: r["measurements"][0].pop("num_bytes"), "num_bytes is missing"),
+        (lambda r: r["measurements"][0].update(seconds=10**400), "a step takes from 1e-09 to"),
+        (lambda r: r["measurements"][0].update(seconds=1e-320), "a step takes from 1e-09 to"),
+        (lambda r: r["measurements"][0].update(num_bytes=0), "num_bytes is 0, but a step moves"),
+        (lambda r: r.update(mesh_shape=[2**40, 3]), "is no mesh"),
+        (lambda r: r.update(axis_names=["dp", "dp"]), "axis names ('dp', 'dp') repeat"),
+        (lambda r: r.pop("fits"), "fits is missing"),
+        (
+            lambda r: r["fits"]["ring"]["links"][0].update(latency_s=1.0),
+            "fits.ring does not follow from the measurements",
+        ),
         (lambda r: r.update(link_model="shared-bus"), "its measurements say 'ring'"),
     ],
 )
