@@ -16,10 +16,10 @@ import numpy as np
 
 from shardspec.boxes import Box, box_shape, intersect, slices_within
 from shardspec.checkpoint.digests import Checks
-from shardspec.checkpoint.files import OpenFiles, read_into, reason
+from shardspec.checkpoint.files import OpenFiles, SourceFile, reason
 from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, pieces
 from shardspec.checkpoint.reduce import Reduction
-from shardspec.checkpoint.regions import Bytes, Seen, read_region
+from shardspec.checkpoint.regions import Bytes, Seen, read_region, read_strided_region
 from shardspec.checkpoint.source import StoredBox, StoredTensor
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -49,7 +49,7 @@ class Buffers:
 class Sink(Protocol):
     """Where the bytes of a target go."""
 
-    def copy(self, run: Run, fd: int) -> None:
+    def copy(self, run: Run, file: SourceFile) -> None:
         """Copy a run from an open file to its place."""
         ...
 
@@ -74,10 +74,10 @@ class MemorySink:
     def __init__(self, out: Bytes) -> None:
         self._out = out
 
-    def copy(self, run: Run, fd: int) -> None:
+    def copy(self, run: Run, file: SourceFile) -> None:
         """Read a run straight to its place."""
         place = self._out[run.target_offset : run.target_offset + run.num_bytes]
-        read_into(fd, place.data, run.source_offset, run.source.path)
+        file.read_into(place.data, run.source_offset)
 
     def room(self, block: Block) -> Bytes:
         """Return the very place of the block."""
@@ -111,12 +111,15 @@ class FileSink:
         self._buffers = buffers
         self._advance = advance
 
-    def copy(self, run: Run, fd: int) -> None:
+    def copy(self, run: Run, file: SourceFile) -> None:
         """Copy a run inside the system, or through memory where it cannot do that."""
-        done = self._copy_direct(run, fd) if sys.platform == "linux" else 0
+        source = file.descriptor
+        done = 0
+        if source is not None and sys.platform == "linux":
+            done = self._copy_direct(run, source)
         while done < run.num_bytes:
             part = self._buffers.block[: run.num_bytes - done]
-            read_into(fd, part.data, run.source_offset + done, run.source.path)
+            file.read_into(part.data, run.source_offset + done)
             target = self._offset + run.target_offset + done
             write_all(self._fd, part.data, target, self._path)
             done += len(part)
@@ -222,10 +225,10 @@ def copy_box(
                 if checks is not None and piece.source in checks:
                     _copy_checked(piece, sink, files, buffers, checks)
                 else:
-                    sink.copy(piece, files.fd(piece.source.path))
+                    sink.copy(piece, files.file(piece.source.path))
             case Block():
                 room = sink.room(piece)
-                _gather(piece.sources, piece.box, room, files, buffers, checks)
+                _gather(piece.sources, piece.box, room, size, files, buffers, checks)
                 sink.put(piece, room)
             case _:
                 assert_never(piece)
@@ -233,14 +236,14 @@ def copy_box(
 
 def _copy_checked(run: Run, sink: Sink, files: OpenFiles, buffers: Buffers, checks: Checks) -> None:
     """Move a run a block at a time: its digest is taken while the bytes are in the cache."""
-    fd = files.fd(run.source.path)
+    file = files.file(run.source.path)
     for at in range(0, run.num_bytes, buffers.block.size):
         length = min(buffers.block.size, run.num_bytes - at)
         block = Block(((0, length),), (), run.target_offset + at, length)
         room = sink.room(block)
         start = run.source_offset + at
-        read_into(fd, room.data, start, run.source.path)
-        checks.add(run.source, start - run.source.offset, room.data)
+        file.read_into(room.data, start)
+        checks.add(run.source, start, room.data)
         sink.put(block, room)
 
 
@@ -255,12 +258,13 @@ def _reduce(
 ) -> None:
     """Combine all addends of one block after the other."""
     every = [place for addend in parts for place in addend]
+    size = item_bytes(tensor.dtype)
     reduction = Reduction(tensor.dtype, tensor.pending)
     for block in pieces(wanted, every, buffers.block.size, runs=False):
         assert isinstance(block, Block), "runs were not asked for"
         room = sink.room(block)
         for addend in parts:
-            _gather(addend, block.box, room, files, buffers, checks)
+            _gather(addend, block.box, room, size, files, buffers, checks)
             reduction.add(room)
         reduction.finish(room)
         sink.put(block, room)
@@ -270,6 +274,7 @@ def _gather(
     sources: Sequence[Place],
     box: Box,
     room: Bytes,
+    item_bytes: int,
     files: OpenFiles,
     buffers: Buffers,
     checks: Checks | None,
@@ -283,17 +288,22 @@ def _gather(
             seen: Seen | None = None
             if checks is not None and stored in checks:
                 seen = _seen(stored, checks)
-            read_region(
-                files.fd(stored.path),
-                stored.path,
-                stored.offset,
-                place.box,
-                shared,
-                out[slices_within(shared, box)],
-                buffers.scratch,
-                seen,
-            )
+            file, part = files.file(stored.path), out[slices_within(shared, box)]
+            if stored.strides is None:
+                read_region(file, stored.offset, place.box, shared, part, buffers.scratch, seen)
+            else:
+                read_strided_region(
+                    file,
+                    stored.offset,
+                    stored.strides,
+                    item_bytes,
+                    place.box,
+                    shared,
+                    part,
+                    buffers.scratch,
+                    seen,
+                )
 
 
 def _seen(stored: StoredBox, checks: Checks) -> Seen:
-    return lambda start, data: checks.add(stored, start - stored.offset, data)
+    return lambda start, data: checks.add(stored, start, data)

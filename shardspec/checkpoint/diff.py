@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
 from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.regions import Bytes
 from shardspec.checkpoint.source import CheckpointSource, StoredTensor
 from shardspec.checkpoint.tiling import check_tiling
-from shardspec.checkpoint.whole_file import open_either
 from shardspec.dtypes import item_bytes
 
 __all__ = ["Difference", "diff_checkpoints", "numbers"]
@@ -85,7 +85,7 @@ def diff_checkpoints(
     >>> list(diff_checkpoints(a, b, atol=1.0))
     []
     """
-    left, right = open_either(a), open_either(b)
+    left, right = open_checkpoint(a), open_checkpoint(b)
     yield from _diff(left, right, atol, rtol)
 
 

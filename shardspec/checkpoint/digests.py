@@ -1,6 +1,5 @@
 """CRC-32 of stored boxes, taken on the bytes as they pass through and compared when all have."""
 
-from collections.abc import Iterable
 from math import prod
 from typing import Final, TypeAlias
 
@@ -8,7 +7,8 @@ from isal.isal_zlib import crc32 as _crc32
 from isal.isal_zlib import crc32_combine
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.source import StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.source import Digest, StoredBox, StoredTensor, box_text
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -46,14 +46,27 @@ def stored_bytes(tensor: StoredTensor, stored: StoredBox) -> int:
 
 _STRETCHES: Final = 64
 """Stretches of a box kept apart: more of them come from columns of which not all are wanted."""
+_PIECE_BYTES: Final = 1 << 20
+
+
+class _Follow:
+    """What was seen of one digested stretch of a file."""
+
+    __slots__ = ("digest", "spans", "stored")
+
+    def __init__(self, stored: StoredBox, digest: Digest) -> None:
+        self.stored = stored
+        self.digest = digest
+        self.spans: dict[int, tuple[int, int]] | None = {}
+        """First byte: (end, crc), no two touching; None once there were too many."""
 
 
 class Checks:
     """The digests of the boxes of one tensor, fed with stretches of them in any order.
 
-    Stretches that touch are joined, so a box that is read from start to end takes one entry. A
-    box of which some part is never read, that is read in more than a few stretches at once, or
-    that has no digest, is not judged.
+    Stretches that touch are joined, so a box that is read from start to end takes one entry.
+    `finish` reads what was not fed; without it, a box of which some part is never read, or that
+    is read in many stretches at once, is not judged.
 
     Parameters
     ----------
@@ -63,55 +76,82 @@ class Checks:
 
     def __init__(self, tensor: StoredTensor) -> None:
         self._tensor = tensor
-        # box -> {first byte: (end, crc)}; no two of the stretches touch.
-        self._seen: dict[StoredBox, dict[int, tuple[int, int]]] = {
-            stored: {} for stored in tensor.boxes if stored.crc32 is not None
+        self._open: dict[StoredBox, _Follow] = {
+            stored: _Follow(stored, stored.digest)
+            for stored in tensor.boxes
+            if stored.digest is not None
         }
 
     def __contains__(self, stored: StoredBox) -> bool:
-        return stored in self._seen
+        return stored in self._open
 
-    def add(self, stored: StoredBox, start: int, data: Buffer) -> None:
-        """Take in bytes of a box that begin `start` bytes after its first.
+    def add(self, stored: StoredBox, start: int, data: Buffer, value: int | None = None) -> None:
+        """Take in bytes of a box that lie at position `start` of its file.
+
+        Parameters
+        ----------
+        stored, start, data
+            The box, and the bytes that were read.
+        value
+            Their CRC-32, if it is known already.
 
         Raises
         ------
         CheckpointError
             If they complete the box and its digest is another.
         """
-        if stored not in self._seen:
+        follow = self._open.get(stored)
+        if follow is None or follow.spans is None:
             return
-        spans = self._seen[stored]
+        spans = follow.spans
         length = memoryview(data).nbytes
         end = start + length
+        value = crc32(data) if value is None else value
+        first = start
         before = next((at for at, (stop, _) in spans.items() if stop == start), None)
-        if before is None:
-            first, value = start, crc32(data)
-        else:
-            first, value = before, crc32(data, spans.pop(before)[1])
+        if before is not None:
+            first, value = before, int(crc32_combine(spans.pop(before)[1], value, length))
         if end in spans:
             stop, tail = spans.pop(end)
             value = int(crc32_combine(value, tail, stop - end))
             end = stop
         spans[first] = (end, value)
-        if len(spans) > _STRETCHES:
-            del self._seen[stored]
-            return
-        if first == 0 and end == stored_bytes(self._tensor, stored):
-            self._compare(stored, value)
+        digest = follow.digest
+        if first == digest.start and end == first + digest.num_bytes:
             # Judged; what is read of it again adds nothing.
-            del self._seen[stored]
+            del self._open[stored]
+            self._compare(stored, digest, value)
+        elif len(spans) > _STRETCHES:
+            follow.spans = None
 
-    def _compare(self, stored: StoredBox, value: int) -> None:
-        due = stored.crc32
-        assert due is not None, "only boxes with a digest are followed"
-        if value != due:
+    def finish(self, files: OpenFiles) -> None:
+        """Read what is missing of the boxes that are not judged yet, and judge them.
+
+        Raises
+        ------
+        CheckpointError
+            If a digest is another, or a file cannot be read.
+        """
+        for stored, follow in list(self._open.items()):
+            digest = follow.digest
+            if follow.spans is None:
+                follow.spans = {}
+            at, last = digest.start, digest.start + digest.num_bytes
+            for start, end in [*((s, e) for s, (e, _) in sorted(follow.spans.items())), (last, 0)]:
+                self._read(stored, at, start, files)
+                at = end
+            if not digest.num_bytes:
+                self.add(stored, at, b"")
+
+    def _read(self, stored: StoredBox, start: int, end: int, files: OpenFiles) -> None:
+        for at in range(start, end, _PIECE_BYTES):
+            data = files.file(stored.path).read(at, min(_PIECE_BYTES, end - at))
+            self.add(stored, at, data)
+
+    def _compare(self, stored: StoredBox, digest: Digest, value: int) -> None:
+        if value != digest.crc32:
             raise CheckpointError(
                 f"tensor {self._tensor.name!r}: rank {stored.rank}'s box {box_text(stored.box)} "
-                f"in {stored.path} has CRC-32 {crc_text(value)}, but {crc_text(due)} was saved; "
-                "its bytes were changed, restore the file or save again"
+                f"in {stored.path} has CRC-32 {crc_text(value)}, but {crc_text(digest.crc32)} was "
+                "saved; its bytes were changed, restore the file or save again"
             )
-
-    def pending(self) -> Iterable[StoredBox]:
-        """Return the boxes that have a digest and were not read whole."""
-        return tuple(self._seen)

@@ -9,7 +9,7 @@ from typing import Final, Self
 
 from shardspec.errors import CheckpointError
 
-__all__ = ["OpenFiles", "file_inside", "open_regular", "read_into", "reason"]
+__all__ = ["OpenFiles", "SourceFile", "file_inside", "open_regular", "reason"]
 
 _OPEN_AT_ONCE: Final = 128
 """Files kept open: far below the usual limit of 1024 for a process."""
@@ -63,43 +63,62 @@ def open_regular(path: Path) -> int:
     return fd
 
 
-def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill a buffer of bytes from a place in a file.
+class SourceFile:
+    """A regular file that is open for reading; bytes are read where they lie.
+
+    Parameters
+    ----------
+    path
+        The file.
 
     Raises
     ------
     CheckpointError
-        If the file ends before, or cannot be read.
+        If it cannot be opened, or is a directory, pipe or device.
     """
-    done = 0
-    while done < len(buffer):
-        try:
-            count = os.preadv(fd, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
-        if count == 0:
-            raise CheckpointError(
-                f"{path}: ends at byte {offset + done}, but bytes up to {offset + len(buffer)} are "
-                "needed; it was cut short while being read"
-            )
-        done += count
 
+    __slots__ = ("_fd", "num_bytes", "path")
 
-class OpenFiles:
-    """Files opened on first use; the one unused for longest is closed when there are many."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = open_regular(path)
+        self.num_bytes = os.fstat(self._fd).st_size
 
-    def __init__(self) -> None:
-        self._fds: OrderedDict[Path, int] = OrderedDict()
+    @property
+    def descriptor(self) -> int | None:
+        """What the system knows the file by; None if it cannot copy from it by itself."""
+        return self._fd
 
-    def fd(self, path: Path) -> int:
-        """Return a descriptor that is good until the next call."""
-        if path in self._fds:
-            self._fds.move_to_end(path)
-            return self._fds[path]
-        while len(self._fds) >= _OPEN_AT_ONCE:
-            os.close(self._fds.popitem(last=False)[1])
-        self._fds[path] = open_regular(path)
-        return self._fds[path]
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer of bytes from a place in the file.
+
+        Raises
+        ------
+        CheckpointError
+            If the file ends before, or cannot be read.
+        """
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: ends at byte {offset + done}, but bytes up to "
+                    f"{offset + len(buffer)} are needed; it was cut short while being read"
+                )
+            done += count
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return a stretch of the file; for headers and other small things."""
+        data = bytearray(num_bytes)
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +129,35 @@ class OpenFiles:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        self.close()
+
+
+class OpenFiles:
+    """Files opened on first use; the one unused for longest is closed when there are many."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, SourceFile] = OrderedDict()
+
+    def file(self, path: Path) -> SourceFile:
+        """Return an open file that is good until the next call."""
+        found = self._files.get(path)
+        if found is not None:
+            self._files.move_to_end(path)
+            return found
+        while len(self._files) >= _OPEN_AT_ONCE:
+            self._files.popitem(last=False)[1].close()
+        self._files[path] = SourceFile(path)
+        return self._files[path]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()

@@ -1,14 +1,13 @@
 """The sharding info: what `sharding_info.json` says about a checkpoint. See ``docs/format.md``."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.files import OpenFiles, file_inside, read_into, reason
+from shardspec.checkpoint.files import SourceFile, file_inside, reason
 from shardspec.checkpoint.safetensors_file import MAX_DIMS
 from shardspec.checkpoint.strict_json import (
     as_list,
@@ -176,11 +175,8 @@ def read_info(directory: Path) -> ShardingInfo:
             "this is no checkpoint; save again"
         )
     path = file_inside(directory, INFO_NAME, directory)
-    with OpenFiles() as files:
-        fd = files.fd(path)
-        data = bytearray(os.fstat(fd).st_size)
-        read_into(fd, memoryview(data), 0, path)
-    return parse_info(bytes(data), path)
+    with SourceFile(path) as file:
+        return parse_info(file.read(0, file.num_bytes), path)
 
 
 def parse_info(data: bytes, path: Path) -> ShardingInfo:

@@ -5,7 +5,6 @@ from math import prod
 from pathlib import Path
 
 from shardspec.boxes import box_size
-from shardspec.checkpoint.info import VERSION
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.source import StoredBox, StoredTensor
 from shardspec.checkpoint.tiling import check_tiling
@@ -63,7 +62,10 @@ class CheckpointSummary:
     """A checkpoint: who wrote it, its tensors, and how much each rank stored."""
 
     directory: Path
-    mesh: DeviceMesh
+    format: str
+    """What wrote it."""
+    mesh: DeviceMesh | None
+    """The devices that wrote it, where the format says so."""
     tensors: tuple[TensorSummary, ...]
     """Sorted by name."""
 
@@ -75,11 +77,11 @@ class CheckpointSummary:
     @property
     def bytes_by_rank(self) -> dict[int, int]:
         """Bytes of the boxes that each device of the mesh stored."""
-        stored = dict.fromkeys(self.mesh.ids, 0)
+        stored: dict[int, int] = {} if self.mesh is None else dict.fromkeys(self.mesh.ids, 0)
         for tensor in self.tensors:
             for box in tensor.stored.boxes:
-                stored[box.rank] += tensor.box_bytes(box)
-        return stored
+                stored[box.rank] = stored.get(box.rank, 0) + tensor.box_bytes(box)
+        return stored if self.mesh is not None else dict(sorted(stored.items()))
 
     @property
     def files_by_rank(self) -> dict[int, str]:
@@ -89,16 +91,11 @@ class CheckpointSummary:
 
     def to_json(self) -> dict[str, object]:
         """Return the summary as plain values."""
-        names = self.mesh.axis_names
         files = self.files_by_rank
         return {
             "directory": str(self.directory),
-            "version": VERSION,
-            "mesh": {
-                "ids": list(self.mesh.ids),
-                "shape": list(self.mesh.shape),
-                "axis_names": None if names is None else list(names),
-            },
+            "format": self.format,
+            "mesh": None if self.mesh is None else _mesh_json(self.mesh),
             "bytes": self.num_bytes,
             "ranks": [
                 {"rank": rank, "bytes": num_bytes, "file": files.get(rank)}
@@ -106,6 +103,14 @@ class CheckpointSummary:
             ],
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }
+
+
+def _mesh_json(mesh: DeviceMesh) -> dict[str, object]:
+    return {
+        "ids": list(mesh.ids),
+        "shape": list(mesh.shape),
+        "axis_names": None if mesh.axis_names is None else list(mesh.axis_names),
+    }
 
 
 def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
@@ -130,4 +135,4 @@ def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
     tensors = tuple(TensorSummary(source.tensor(name)) for name in source.names)
     for tensor in tensors:
         check_tiling(tensor.stored)
-    return CheckpointSummary(source.directory, source.mesh, tensors)
+    return CheckpointSummary(source.directory, source.format, source.mesh, tensors)

@@ -75,6 +75,11 @@ def load_sharded(
     opening = communicator or communicator_of(mesh or _world())
     source = agree(opening, lambda: open_checkpoint(directory))
     onto = mesh or (communicator.mesh if communicator else source.mesh)
+    if onto is None:
+        raise LayoutError(
+            f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh to load "
+            "into (mesh=)"
+        )
     chosen = communicator or communicator_of(onto)
     layouts = agree(chosen, lambda: _layouts(source, onto, specs or {}))
     return agree(chosen, lambda: _read(source, layouts, chosen))

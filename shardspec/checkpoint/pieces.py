@@ -131,11 +131,12 @@ def _cut(
     active: list[Place] = []
     for lo, hi in pairwise(sorted(cuts)):
         active = [place for place in active if place.box[dim][1] > lo] + starts.get(lo, [])
-        if runs and len(active) == 1 and active[0].box[dim + 1 :] == inner:
+        alone = active[0] if runs and len(active) == 1 else None
+        if alone and alone.stored.strides is None and alone.box[dim + 1 :] == inner:
             corner = [side[0] for side in (*prefix, (lo, hi), *inner)]
             yield Run(
-                active[0].stored,
-                active[0].stored.offset + offset_in(active[0].box, corner),
+                alone.stored,
+                alone.stored.offset + offset_in(alone.box, corner),
                 offset_in(target, corner),
                 (hi - lo) * row_bytes,
             )

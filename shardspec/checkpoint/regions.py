@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from math import gcd
-from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import Box, box_shape
-from shardspec.checkpoint.files import read_into
+from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.pieces import offset_in
 
-__all__ = ["Bytes", "Seen", "read_region"]
+__all__ = ["Bytes", "Seen", "read_region", "read_strided_region"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Seen: TypeAlias = Callable[[int, memoryview], None]
@@ -23,8 +22,7 @@ _PAGE: Final = 4096
 
 
 def read_region(
-    fd: int,
-    path: Path,
+    file: SourceFile,
     offset: int,
     outer: Box,
     region: Box,
@@ -36,8 +34,8 @@ def read_region(
 
     Parameters
     ----------
-    fd, path, offset
-        Where the box lies; the path is for errors.
+    file, offset
+        Where the box lies.
     outer, region
         The boxes, in bytes.
     out
@@ -56,12 +54,46 @@ def read_region(
     for side in reversed(box_shape(outer)[1:]):
         strides.insert(0, strides[0] * side)
     start = offset + offset_in(outer, [lo for lo, _ in region])
-    _read(fd, path, start, tuple(strides), out, scratch, seen)
+    _read(file, start, tuple(strides), out, scratch, seen)
+
+
+def read_strided_region(
+    file: SourceFile,
+    offset: int,
+    strides: tuple[int, ...],
+    item_bytes: int,
+    outer: Box,
+    region: Box,
+    out: Bytes,
+    scratch: Bytes,
+    seen: Seen | None = None,
+) -> None:
+    """Read the part `region` of the box `outer` whose elements lie `strides` bytes apart.
+
+    Parameters
+    ----------
+    strides
+        Bytes from one element to the next along each dim of the box; 0 where all are the same one.
+    item_bytes
+        Bytes of an element; `outer` and `region` count their last dim in bytes, as `byte_box` does.
+
+    The others are as for `read_region`.
+    """
+    if not strides:
+        read_region(file, offset, outer, region, out, scratch, seen)
+        return
+    lows = [lo - first for (first, _), (lo, _) in zip(outer, region, strict=True)]
+    lows[-1] //= item_bytes
+    start = offset + sum(low * stride for low, stride in zip(lows, strides, strict=True))
+    # The last dim is taken apart into elements and their bytes; then the longest stride goes first.
+    items = out.reshape(*out.shape[:-1], -1, item_bytes)
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    steps = (*(strides[dim] for dim in order), 1)
+    _read(file, start, steps, items.transpose(*order, len(strides)), scratch, seen)
 
 
 def _read(
-    fd: int,
-    path: Path,
+    file: SourceFile,
     start: int,
     strides: tuple[int, ...],
     out: Bytes,
@@ -73,22 +105,27 @@ def _read(
         if size > 1:
             gap = max(gap, stride - span)
             span += (size - 1) * stride
-    if span == out.size and out.flags.c_contiguous:
-        read_into(fd, out.reshape(-1).data, start, path)
+    if out.flags.c_contiguous and all(
+        size == 1 or stride == own
+        for size, stride, own in zip(out.shape, strides, out.strides, strict=True)
+    ):
+        file.read_into(out.reshape(-1).data, start)
         if seen is not None:
             seen(start, out.reshape(-1).data)
     elif span <= scratch.size and gap < _PAGE:
-        read_into(fd, scratch[:span].data, start, path)
+        file.read_into(scratch[:span].data, start)
         if seen is not None:
             seen(start, scratch[:span].data)
         _copy(np.ndarray(out.shape, np.uint8, scratch.data, strides=strides), out)
     else:
         # A single row is contiguous on both sides, so there is a dim left to go along.
-        step = max(1, scratch.size // strides[0]) if gap < _PAGE else 1
+        step = 1
+        if gap < _PAGE:
+            step = max(1, min(scratch.size // strides[0], out.shape[0] - 1))
         for at in range(0, out.shape[0], step):
             part = out[at] if step == 1 else out[at : at + step]
             rest = strides[1:] if step == 1 else strides
-            _read(fd, path, start + at * strides[0], rest, part, scratch, seen)
+            _read(file, start + at * strides[0], rest, part, scratch, seen)
 
 
 def _copy(source: Bytes, out: Bytes) -> None:

@@ -5,7 +5,7 @@ from math import prod
 from typing import Final
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.files import OpenFiles, read_into
+from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.source import StoredBox, StoredTensor, box_text
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -43,7 +43,7 @@ def check_replicas(tensor: StoredTensor, group: Sequence[StoredBox], files: Open
 
 def _read(stored: StoredBox, at: int, length: int, files: OpenFiles) -> bytearray:
     data = bytearray(length)
-    read_into(files.fd(stored.path), memoryview(data), stored.offset + at, stored.path)
+    files.file(stored.path).read_into(memoryview(data), stored.offset + at)
     return data
 
 

@@ -5,14 +5,13 @@ of the tensors. Source: README of https://github.com/huggingface/safetensors, se
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.files import read_into
+from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.strict_json import as_object, as_sizes, as_text, parse_json
 from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError
@@ -58,7 +57,7 @@ class Header:
     """Size of the whole file."""
 
 
-def read_header(fd: int, path: Path) -> Header:
+def read_header(file: SourceFile) -> Header:
     """Read and check the header of an open file.
 
     Raises
@@ -66,14 +65,12 @@ def read_header(fd: int, path: Path) -> Header:
     CheckpointError
         If the file breaks any rule of the format, is truncated, or has bytes past its end.
     """
-    file_bytes = os.fstat(fd).st_size
+    path, file_bytes = file.path, file.num_bytes
     if file_bytes < 8:
         raise CheckpointError(
             f"{path}: has {file_bytes} bytes, too few for a safetensors file; it is truncated"
         )
-    length_bytes = bytearray(8)
-    read_into(fd, memoryview(length_bytes), 0, path)
-    length = int.from_bytes(length_bytes, "little")
+    length = int.from_bytes(file.read(0, 8), "little")
     if length > _MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{path}: states a header of {length} bytes, past the format's limit of "
@@ -84,11 +81,10 @@ def read_header(fd: int, path: Path) -> Header:
             f"{path}: states a header of {length} bytes but has {file_bytes} in all; it is "
             "truncated"
         )
-    data = bytearray(length)
-    read_into(fd, memoryview(data), 8, path)
+    data = file.read(8, length)
     if not data.startswith(b"{"):
         raise CheckpointError(f"{path}: the header does not start with '{{'; it is damaged")
-    members = as_object(parse_json(bytes(data), path, "header"), path, "the header")
+    members = as_object(parse_json(data, path, "header"), path, "the header")
     metadata = {
         key: as_text(value, path, f"{_METADATA}[{key!r}]")
         for key, value in as_object(members.pop(_METADATA, {}), path, _METADATA).items()

@@ -16,6 +16,7 @@ from shardspec.checkpoint.assign import assign_boxes
 from shardspec.checkpoint.copy import write_all
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.files import reason
+from shardspec.checkpoint.formats.native import shard_metadata
 from shardspec.checkpoint.info import (
     INFO_NAME,
     BoxEntry,
@@ -24,7 +25,6 @@ from shardspec.checkpoint.info import (
     format_info,
     read_info,
 )
-from shardspec.checkpoint.native import shard_metadata
 from shardspec.checkpoint.output import write_atomically
 from shardspec.checkpoint.safetensors_file import Header, TensorSlot, encode_header
 from shardspec.comm.communicator import Communicator

@@ -5,6 +5,7 @@ where its bytes lie. Whoever merges or loads copies bytes between places and nee
 so that a new format is one new file that makes these values.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,12 +15,22 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["CheckpointSource", "Pending", "StoredBox", "StoredTensor", "box_text"]
+__all__ = ["CheckpointSource", "Digest", "Pending", "StoredBox", "StoredTensor", "box_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """CRC-32 of a stretch of a file, which holds a box and perhaps more."""
+
+    crc32: int
+    start: int
+    """Position of the first byte in the file."""
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A part of a tensor that lies in a file, contiguous and row-major."""
+    """A part of a tensor that lies in a file, row-major and contiguous unless it says otherwise."""
 
     box: Box
     """Which part of the global tensor; never empty."""
@@ -31,8 +42,10 @@ class StoredBox:
     """The file."""
     offset: int
     """Position of the first byte in the file."""
-    crc32: int | None = None
-    """CRC-32 of all its bytes, where the format has one."""
+    digest: Digest | None = None
+    """Of all its bytes, where the format has one."""
+    strides: tuple[int, ...] | None = None
+    """Bytes from one element to the next along each dim; None if row-major and contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +78,11 @@ class CheckpointSource(Protocol):
     """A checkpoint that can be read."""
 
     @property
+    def format(self) -> str:
+        """What wrote it, in a few words."""
+        ...
+
+    @property
     def directory(self) -> Path:
         """Where it lies."""
         ...
@@ -82,6 +100,11 @@ class CheckpointSource(Protocol):
     @property
     def files(self) -> tuple[Path, ...]:
         """Every file it consists of; none of them may be written over."""
+        ...
+
+    @property
+    def others(self) -> Mapping[str, object]:
+        """Entries that are no tensors, by name: plain values, or text that describes them."""
         ...
 
     def tensor(self, name: str) -> StoredTensor:

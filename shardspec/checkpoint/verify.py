@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.digests import Checks, stored_bytes
-from shardspec.checkpoint.files import OpenFiles, read_into
+from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.replicas import check_replicas
 from shardspec.checkpoint.source import CheckpointSource, StoredBox
 from shardspec.checkpoint.tiling import check_tiling
-from shardspec.checkpoint.whole_file import open_either
 from shardspec.errors import CheckpointError
 
 __all__ = ["VerifyReport", "verify_checkpoint"]
@@ -71,7 +71,7 @@ def verify_checkpoint(directory: Path | str, *, every: bool = False) -> VerifyRe
     >>> report.boxes, report.digested_bytes, report.flaws
     (1, 12, ())
     """
-    source = open_either(directory)
+    source = open_checkpoint(directory)
     boxes = num_bytes = digested = 0
     for name in source.names:
         tensor = source.tensor(name)
@@ -79,7 +79,7 @@ def verify_checkpoint(directory: Path | str, *, every: bool = False) -> VerifyRe
             size = stored_bytes(tensor, stored)
             boxes += 1
             num_bytes += size
-            digested += size if stored.crc32 is not None else 0
+            digested += size if stored.digest is not None else 0
     flaws = []
     for flaw in _flaws(source):
         if not every:
@@ -117,8 +117,7 @@ def _digest(
     stored: StoredBox, num_bytes: int, checks: Checks, files: OpenFiles, room: memoryview
 ) -> None:
     """Read a box from start to end; without a digest this shows at least that it can be read."""
-    fd = files.fd(stored.path)
     for at in range(0, num_bytes, _PIECE_BYTES):
         part = room[: min(_PIECE_BYTES, num_bytes - at)]
-        read_into(fd, part, stored.offset + at, stored.path)
-        checks.add(stored, at, part)
+        files.file(stored.path).read_into(part, stored.offset + at)
+        checks.add(stored, stored.offset + at, part)

@@ -73,15 +73,26 @@ def _overview(summary: CheckpointSummary) -> str:
     ranks = table_text(
         ["rank", "coordinates", "stored", "file"],
         [
-            [str(rank), str(mesh.coordinates(rank)), bytes_text(num_bytes), files.get(rank, "none")]
+            [
+                str(rank),
+                "" if mesh is None else str(mesh.coordinates(rank)),
+                bytes_text(num_bytes),
+                files.get(rank, "none"),
+            ]
             for rank, num_bytes in summary.bytes_by_rank.items()
         ],
         numbers_from=4,
     )
     return (
         f"{summary.directory}: {len(summary.tensors)} tensors, {bytes_text(summary.num_bytes)}, "
-        f"saved on mesh {mesh} ({mesh.size} devices)\n\n{tensors}\n\n{ranks}"
+        f"{_writer(summary)}\n\n{tensors}\n\n{ranks}"
     )
+
+
+def _writer(summary: CheckpointSummary) -> str:
+    if summary.mesh is None:
+        return f"in the form of {summary.format}"
+    return f"saved on mesh {summary.mesh} ({summary.mesh.size} devices)"
 
 
 def _facts(tensor: TensorSummary) -> list[str]:

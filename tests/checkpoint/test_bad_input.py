@@ -35,21 +35,21 @@ def refused(ckpt, *, by_header=True):
 
 
 def test_no_directory(tmp_path, capsys):
-    assert "no: there is no such checkpoint directory" in refused(tmp_path / "no")
+    assert "no: there is no such checkpoint" in refused(tmp_path / "no")
     with pytest.raises(SystemExit) as caught:
         cli(["merge", str(tmp_path / "no"), "-o", str(tmp_path / "out")])
     assert caught.value.code == 3
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        f"Error: {tmp_path}/no: there is no such checkpoint directory; check the path\n"
+        f"Error: {tmp_path}/no: there is no such checkpoint; check the path\n"
     )
 
 
 def test_a_file_instead_of_a_directory(tmp_path):
     (tmp_path / "file").write_text("x")
     assert refused(tmp_path / "file").endswith(
-        "file: is a file; give the directory that holds sharding_info.json"
+        "file: has 1 bytes, too few for a safetensors file; it is truncated"
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardspec.boxes import slices_within
 from shardspec.checkpoint.copy import Buffers, FileSink, MemorySink, copy_box
-from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.files import OpenFiles, SourceFile
 from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, offset_in, pieces
 from shardspec.checkpoint.regions import read_region
 from shardspec.checkpoint.source import StoredBox, StoredTensor
@@ -130,13 +130,12 @@ def test_reading_skips_gaps_of_a_page_and_reads_shorter_ones_along(tmp_path, mon
     monkeypatch.setattr(os, "preadv", counting)
     scratch = np.empty(1 << 20, np.uint8)
     out = np.empty((4, 16), np.uint8)
-    with path.open("rb") as file:
-        fd = file.fileno()
-        read_region(fd, path, 0, ((0, 64), (0, 8192)), ((2, 6), (256, 272)), out, scratch)
+    with SourceFile(path) as file:
+        read_region(file, 0, ((0, 64), (0, 8192)), ((2, 6), (256, 272)), out, scratch)
         assert reads == [(8192 * row + 256, 16) for row in range(2, 6)]
         assert out.tolist() == [list(range(16))] * 4
         reads.clear()
-        read_region(fd, path, 0, ((0, 64), (0, 512)), ((2, 6), (256, 272)), out, scratch)
+        read_region(file, 0, ((0, 64), (0, 512)), ((2, 6), (256, 272)), out, scratch)
         assert reads == [(512 * 2 + 256, 512 * 3 + 16)]
         assert out.tolist() == [list(range(16))] * 4
 
@@ -170,6 +169,42 @@ def test_a_file_that_is_cut_short_meanwhile(tmp_path):
         sink = FileSink(file.fileno(), tmp_path / "out", 0, Buffers(), lambda _: None)
         with pytest.raises(CheckpointError, match=r"data: ends at byte 50, but bytes up to 105"):
             copy_box(tensor, ((0, 10), (0, 10)), sink, files, Buffers())
+
+
+def strided(path, base, view):
+    """Return a box of a view of an array that lies whole in a file."""
+    start = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    box = tuple((0, size) for size in view.shape)
+    return StoredBox(box, (), 0, path, start, strides=view.strides)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
+def test_boxes_that_are_not_row_major(tmp_path, dtype):
+    base = np.arange(7 * 5 * 300, dtype=dtype).reshape(7, 5, 300)
+    path = tmp_path / "data"
+    path.write_bytes(base.tobytes())
+    views = [
+        base.transpose(2, 0, 1),
+        base.transpose(1, 2, 0)[1:4, 5:200, 2:],
+        base[1::2, ::3, 10:],
+        base[:, :, ::7],
+        np.broadcast_to(base[:, 2:3, :], (7, 4, 300)),
+        np.lib.stride_tricks.as_strided(base, (2, 1000), (8, 8)),
+        base[3, 2],
+        base[3, 2, 5:6].reshape(()),
+    ]
+    with OpenFiles() as files:
+        for view in views:
+            tensor = StoredTensor("w", view.shape, dtype, None, (), (strided(path, base, view),))
+            for small in (False, True):
+                target = tuple((size // 3, size) if small else (0, size) for size in view.shape)
+                wanted = view[tuple(slice(lo, hi) for lo, hi in target)]
+                out = np.zeros(wanted.size * wanted.itemsize, np.uint8)
+                buffers = Buffers()
+                buffers.scratch = buffers.scratch[:4096]
+                buffers.block = buffers.block[:8192]
+                copy_box(tensor, target, MemorySink(out), files, buffers)
+                assert out.tobytes() == wanted.tobytes()
 
 
 def test_more_files_than_are_kept_open(tmp_path):

@@ -10,9 +10,10 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, load_sharded, save_sharded
 from shardspec.checkpoint.digests import Checks
+from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.checkpoint.source import Digest, StoredBox, StoredTensor
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
 
@@ -34,7 +35,7 @@ def test_every_box_has_the_digest_of_its_bytes(tmp_path):
         for stored in tensor.boxes:
             size = 4 * int(np.prod([hi - lo for lo, hi in stored.box]))
             data = stored.path.read_bytes()[stored.offset : stored.offset + size]
-            assert stored.crc32 == zlib.crc32(data)
+            assert stored.digest == Digest(zlib.crc32(data), stored.offset, len(data))
             seen += 1
     assert seen == 2 + 3 + 6 + 6 + 6 + 1
 
@@ -75,7 +76,7 @@ def test_a_flip_in_any_box_is_found_by_merging_and_loading(tmp_path, shape):
 
 def test_a_save_without_digests_is_read(tmp_path):
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
-    assert {b.crc32 for n in ("w", "b") for b in open_checkpoint(ckpt).tensor(n).boxes} == {None}
+    assert {b.digest for n in ("w", "b") for b in open_checkpoint(ckpt).tensor(n).boxes} == {None}
     assert merge(ckpt, tmp_path / "out").tensors == 2
 
 
@@ -91,20 +92,49 @@ def test_stretches_in_any_order(tmp_path):
     data = bytes(range(60))
     stretches = [(0, 7), (7, 20), (20, 21), (21, 60)]
     for good in (True, False):
-        stored = StoredBox(((0, 60),), (), 0, tmp_path, 0, zlib.crc32(data) ^ (not good))
+        stored = StoredBox(
+            ((0, 60),), (), 0, tmp_path, 0, Digest(zlib.crc32(data) ^ (not good), 0, 60)
+        )
         tensor = StoredTensor("w", (60,), "uint8", None, (), (stored,))
         for order in permutations(stretches):
             checks = Checks(tensor)
             for lo, hi in order[:-1]:
                 checks.add(stored, lo, data[lo:hi])
-            assert checks.pending() == (stored,)
+            assert stored in checks
             lo, hi = order[-1]
             if good:
                 checks.add(stored, lo, data[lo:hi])
-                assert checks.pending() == ()
+                assert stored not in checks
             else:
                 with pytest.raises(CheckpointError, match="tensor 'w': rank 0's box"):
                     checks.add(stored, lo, data[lo:hi])
+
+
+def test_what_was_not_seen_is_read_in_the_end(tmp_path):
+    data = bytes(range(200))
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    # The digest covers 10 bytes before the box and 40 behind it.
+    for good in (True, False):
+        digest = Digest(zlib.crc32(data[10:180]) ^ (not good), 10, 170)
+        stored = StoredBox(((0, 120),), (), 0, path, 20, digest)
+        tensor = StoredTensor("w", (120,), "uint8", None, (), (stored,))
+        for seen in (
+            [],
+            [(20, 140)],
+            [(10, 30), (50, 60)],
+            [(at, at + 1) for at in range(10, 180, 2)],
+        ):
+            checks = Checks(tensor)
+            for lo, hi in seen:
+                checks.add(stored, lo, data[lo:hi])
+            with OpenFiles() as files:
+                if good:
+                    checks.finish(files)
+                    assert stored not in checks
+                else:
+                    with pytest.raises(CheckpointError, match="tensor 'w': rank 0's box"):
+                        checks.finish(files)
 
 
 def test_the_info_says_them(tmp_path):

@@ -9,6 +9,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.safetensors_file import TensorSlot, encode_header, read_header
 from shardspec.errors import CheckpointError
 
@@ -19,8 +20,8 @@ GOOD = {
 
 
 def read(path):
-    with path.open("rb") as file:
-        return read_header(file.fileno(), path)
+    with SourceFile(path) as file:
+        return read_header(file)
 
 
 def write(path, header, data=bytes(11), length=None):

@@ -67,7 +67,7 @@ def test_a_pattern_that_matches_nothing(ckpt):
 
 def test_json_says_everything(ckpt):
     found = json.loads(run(ckpt, "--json").stdout)
-    assert found["version"] == 1
+    assert found["format"] == "shardspec"
     assert found["mesh"] == {
         "ids": [4, 1, 0, 5, 3, 2],
         "shape": [2, 3],
@@ -97,6 +97,7 @@ def test_json_says_everything(ckpt):
 def test_the_library_side(ckpt):
     summary = inspect_checkpoint(ckpt)
     assert [tensor.stored.name for tensor in summary.tensors][1:] == ["b", "p", "step", "w"]
+    assert summary.mesh is not None
     assert summary.mesh.axis_names == ("dp", "tp")
     assert summary.bytes_by_rank[2] == 24
     assert summary.tensors[2].stored_bytes == 3 * summary.tensors[2].num_bytes == 48

@@ -2,18 +2,21 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.files import file_inside, open_regular
+from shardspec.checkpoint.files import SourceFile, file_inside
 from shardspec.checkpoint.holders import Part, holders, part_of, pending_of
 from shardspec.checkpoint.info import INFO_NAME, BoxEntry, FileEntry, ShardingInfo, read_info
 from shardspec.checkpoint.safetensors_file import Header, read_header
-from shardspec.checkpoint.source import StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.source import Digest, StoredBox, StoredTensor, box_text
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["NativeCheckpoint", "open_native", "shard_metadata"]
+__all__ = ["FORMAT", "NativeCheckpoint", "open_native", "shard_metadata"]
+
+FORMAT: Final = "shardspec"
 
 
 def shard_metadata(save: str, rank: int) -> dict[str, str]:
@@ -30,6 +33,11 @@ class NativeCheckpoint:
         self._directory = directory
         self._info = info
         self._boxes = boxes
+
+    @property
+    def format(self) -> str:
+        """What wrote it."""
+        return FORMAT
 
     @property
     def directory(self) -> Path:
@@ -56,6 +64,11 @@ class NativeCheckpoint:
         """The sharding info and every file it names."""
         named = (self._directory / file.name for file in self._info.files)
         return (self._directory / INFO_NAME, *named)
+
+    @property
+    def others(self) -> Mapping[str, object]:
+        """Nothing: the format holds tensors only."""
+        return {}
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor and its boxes."""
@@ -84,17 +97,12 @@ def open_native(directory: Path) -> NativeCheckpoint:
     for file in info.files:
         path = file_inside(directory, file.name, directory / INFO_NAME)
         header = _read_file(path, file, info)
-        offsets = {entry.name: entry.offset for entry in header.entries}
+        places = {entry.name: (entry.offset, entry.num_bytes) for entry in header.entries}
         for entry in file.boxes:
+            offset, num_bytes = places[entry.tensor]
+            digest = None if entry.crc32 is None else Digest(entry.crc32, offset, num_bytes)
             stored[entry.tensor].append(
-                StoredBox(
-                    entry.box,
-                    entry.addend,
-                    file.rank,
-                    path,
-                    offsets[entry.tensor],
-                    entry.crc32,
-                )
+                StoredBox(entry.box, entry.addend, file.rank, path, offset, digest)
             )
     parts_of: dict[Layout, dict[Part, tuple[int, ...]]] = {}
     for name, layout in info.tensors.items():
@@ -116,9 +124,8 @@ def _read_file(path: Path, file: FileEntry, info: ShardingInfo) -> Header:
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
         )
-    fd = open_regular(path)
-    with open(fd, "rb", buffering=0):
-        header = read_header(fd, path)
+    with SourceFile(path) as opened:
+        header = read_header(opened)
     if header.file_bytes != file.num_bytes:
         raise CheckpointError(
             f"{path}: has {header.file_bytes} bytes but {INFO_NAME} says {file.num_bytes}; the "

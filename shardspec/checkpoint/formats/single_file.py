@@ -1,17 +1,20 @@
 """One plain safetensors file as a checkpoint: every tensor is one box, held by rank 0."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
-from shardspec.checkpoint.files import open_regular
-from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.safetensors_file import read_header
-from shardspec.checkpoint.source import CheckpointSource, StoredBox, StoredTensor
+from shardspec.checkpoint.source import StoredBox, StoredTensor
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["WholeFile", "open_either"]
+__all__ = ["FORMAT", "SingleFile"]
+
+FORMAT: Final = "safetensors"
 
 
-class WholeFile:
+class SingleFile:
     """A `CheckpointSource` over one safetensors file.
 
     Raises
@@ -22,9 +25,14 @@ class WholeFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with open(open_regular(path), "rb", buffering=0) as file:
-            header = read_header(file.fileno(), path)
+        with SourceFile(path) as file:
+            header = read_header(file)
         self._entries = {entry.name: entry for entry in header.entries}
+
+    @property
+    def format(self) -> str:
+        """What wrote it."""
+        return FORMAT
 
     @property
     def directory(self) -> Path:
@@ -46,21 +54,14 @@ class WholeFile:
         """The file itself."""
         return (self._path,)
 
+    @property
+    def others(self) -> Mapping[str, object]:
+        """Nothing: the format holds tensors only."""
+        return {}
+
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor as one box."""
         entry = self._entries[name]
         whole = tuple((0, size) for size in entry.shape)
         boxes = () if 0 in entry.shape else (StoredBox(whole, (), 0, self._path, entry.offset),)
         return StoredTensor(name, entry.shape, entry.dtype, None, (), boxes)
-
-
-def open_either(path: Path | str) -> CheckpointSource:
-    """Open a plain safetensors file or the checkpoint in a directory.
-
-    Raises
-    ------
-    CheckpointError
-        As `open_checkpoint` and `WholeFile`.
-    """
-    place = Path(path)
-    return WholeFile(place) if place.is_file() else open_checkpoint(place)
