@@ -1,15 +1,15 @@
 """From a path to a checkpoint that can be read, whatever wrote it.
 
-A format is one module of `shardspec.checkpoint.formats` and one line in `_FORMATS`.
+A format is one module of `shardspec.checkpoint.formats` and one line in `FORMATS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.files import reason
-from shardspec.checkpoint.formats import native, single_file
+from shardspec.checkpoint.formats import dcp_hf, hf_index, native, single_file
 from shardspec.checkpoint.info import INFO_NAME
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.errors import CheckpointError
@@ -25,32 +25,44 @@ class Format:
     """What the user calls it."""
     finds: Callable[[frozenset[str]], bool]
     """Whether a directory with entries of these names is one."""
-    opens: Callable[[Path], CheckpointSource]
-    """Reads what describes it; not its data."""
+    opens: Callable[..., CheckpointSource]
+    """Reads what describes it; not its data. Called with the directory and what `takes` names."""
+    takes: frozenset[str] = frozenset()
+    """What the caller may add of his own: options of `open_checkpoint`."""
 
 
-FORMATS: Final = (Format(native.FORMAT, lambda names: INFO_NAME in names, native.open_native),)
+FORMATS: Final = (
+    Format(native.FORMAT, lambda names: INFO_NAME in names, native.open_native),
+    Format(dcp_hf.FORMAT, dcp_hf.find_dcp_hf, dcp_hf.open_dcp_hf, frozenset(("ranks",))),
+    Format(hf_index.FORMAT, hf_index.find_index, hf_index.open_index_directory),
+    Format(hf_index.FORMAT, hf_index.find_plain, hf_index.open_plain),
+)
 """Asked in this order."""
 
 
-def open_checkpoint(path: Path | str) -> CheckpointSource:
+def open_checkpoint(path: Path | str, *, ranks: int | None = None) -> CheckpointSource:
     """Open a checkpoint; what describes it is read and checked, its data is not.
 
     Parameters
     ----------
     path
-        A directory in any of the forms of `FORMATS`, or one safetensors file.
+        A directory in any of the forms of `FORMATS`, one safetensors file, or the index of
+        several.
+    ranks
+        How many ranks have written files, for forms that do not say it.
 
     Raises
     ------
     CheckpointError
-        If it is missing, holds no finished save, or contradicts itself.
+        If it is missing, holds no finished save, contradicts itself, or knows by itself what the
+        caller has added.
     """
     place = Path(path)
+    added = {name: value for name, value in (("ranks", ranks),) if value is not None}
     try:
         names = frozenset(path.name for path in place.iterdir())
     except NotADirectoryError:
-        return single_file.SingleFile(place)
+        return _open_file(place, added)
     except FileNotFoundError:
         raise CheckpointError(f"{place}: there is no such checkpoint; check the path") from None
     except OSError as error:
@@ -59,8 +71,27 @@ def open_checkpoint(path: Path | str) -> CheckpointSource:
         raise CheckpointError(f"{place}: is empty, there is no checkpoint in it")
     for form in FORMATS:
         if form.finds(names):
-            return form.opens(place)
+            _check_added(place, form.name, form.takes, added)
+            return form.opens(place, **added)
     raise CheckpointError(
         f"{place}: has no {INFO_NAME}, which is written last; the save did not finish, or "
         f"this is no checkpoint of a form that is known ({', '.join(f.name for f in FORMATS)})"
     )
+
+
+def _open_file(place: Path, added: Mapping[str, object]) -> CheckpointSource:
+    """Open what is no directory."""
+    _check_added(place, "a single file", frozenset(), added)
+    if place.name.endswith(hf_index.INDEX_SUFFIX):
+        return hf_index.open_index_file(place)
+    return single_file.SingleFile(place)
+
+
+def _check_added(
+    place: Path, form: str, takes: frozenset[str], added: Mapping[str, object]
+) -> None:
+    for name in added.keys() - takes:
+        raise CheckpointError(
+            f"{place}: {name} was given, but a checkpoint of this form ({form}) needs none: it "
+            f"says so itself; leave {name} out"
+        )

@@ -1,0 +1,245 @@
+"""torch's checkpoints in Hugging Face form: safetensors per rank, with the offsets of their boxes.
+
+``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`` lets rank r write
+``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of 1 to n for which it has
+something, n being the number of files of the merged model. Every box is stored once. The note in
+each file (`shardspec.checkpoint.formats.saved_offsets`) says where a box starts in the whole
+tensor. **Nothing says how large the whole tensor is, nor how many ranks there were.** Source:
+torch/distributed/checkpoint/hf_storage.py and _hf_utils.py, torch 2.8 to 2.13.
+
+So a missing middle shard leaves a hole, which shows, but without the last shards everything looks
+like a smaller model. torch's own tools then write a shortened tensor. Here the extent of the boxes
+counts as the shape only where one of these confirms it:
+
+- the caller says how many ranks have written files (`ranks`), and as many are there;
+- whole tensors of the same names, shapes and dtypes lie beside the shards, or above them where the
+  folder is called ``sharded``: what torch's ``enable_consolidation=True`` has written in that save.
+
+With n above 1, every rank has to have written all n files; only the whole tensors can confirm a
+save where one had nothing to write. A box that is stored twice is a copied file and refused.
+
+What stays undetectable: a wrong `ranks`; files of another save with the same names and boxes (the
+form has no mark of a save); changed bytes (it has no digests).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shardspec.boxes import Box
+from shardspec.checkpoint.files import SourceFile, file_inside
+from shardspec.checkpoint.formats.hf_index import (
+    find_index,
+    is_data_file,
+    open_index_directory,
+    open_plain,
+)
+from shardspec.checkpoint.formats.listed import ListedCheckpoint
+from shardspec.checkpoint.formats.saved_offsets import saved_offsets
+from shardspec.checkpoint.safetensors_file import Header, read_header
+from shardspec.checkpoint.source import StoredBox, StoredTensor, box_text
+from shardspec.errors import CheckpointError
+
+__all__ = ["FORMAT", "find_dcp_hf", "open_dcp_hf"]
+
+FORMAT: Final = "torch DCP, Hugging Face form"
+_NAME: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+_MERGED_ABOVE: Final = "sharded"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """One file, by what its name says."""
+
+    path: Path
+    number: int
+    """Rank that wrote it, plus 1."""
+    model: int
+    """Which file of the merged model its tensors belong to, from 1."""
+    models: int
+    """How many files the merged model has."""
+
+
+def find_dcp_hf(names: frozenset[str]) -> bool:
+    """Say whether a directory with these names has shards."""
+    return any(_NAME.fullmatch(name) for name in names)
+
+
+def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCheckpoint:
+    """Read the header and the offsets of every shard, and check what the shapes rest on.
+
+    Parameters
+    ----------
+    directory
+        The folder with the shards.
+    ranks
+        How many ranks have written files. All of them do, unless there are fewer tensors than
+        ranks.
+
+    Raises
+    ------
+    CheckpointError
+        If a file is damaged, missing or a copy of another; if files contradict each other; or if
+        nothing confirms that the last shards are there.
+    """
+    names = sorted(path.name for path in directory.iterdir() if is_data_file(path.name))
+    shards = [
+        _Shard(file_inside(directory, name, directory), *map(int, match.groups()))
+        for name in names
+        if (match := _NAME.fullmatch(name)) is not None
+    ]
+    _check_names(directory, shards)
+    tensors = _read(shards)
+    whole = _whole_tensors(directory, names)
+    if whole is not None:
+        _compare(tensors, whole)
+    elif ranks is None:
+        raise CheckpointError(f"{directory}: {_unsure(shards)}")
+    if ranks is not None:
+        _check_ranks(directory, shards, ranks)
+    if whole is None:
+        _check_grid(directory, shards)
+    return ListedCheckpoint(FORMAT, directory, tensors, tuple(shard.path for shard in shards))
+
+
+def _check_names(directory: Path, shards: list[_Shard]) -> None:
+    seen: dict[tuple[int, int], _Shard] = {}
+    for shard in shards:
+        if shard.models != shards[0].models or not 1 <= shard.model <= shard.models:
+            raise CheckpointError(
+                f"{directory}: {shards[0].path.name} and {shard.path.name} cannot be of one save; "
+                "move those of the other save away"
+            )
+        first = seen.setdefault((shard.number, shard.model), shard)
+        if first is not shard or shard.number < 1:
+            raise CheckpointError(
+                f"{directory}: {shard.path.name} has a number that no rank writes, or that "
+                f"{first.path.name} has too; move it away"
+            )
+
+
+def _read(shards: list[_Shard]) -> dict[str, StoredTensor]:
+    """Return the tensors, as large as their boxes reach."""
+    boxes: dict[str, dict[Box, StoredBox]] = {}
+    reach: dict[str, tuple[tuple[int, ...], str, Path]] = {}
+    for shard in shards:
+        header, offsets = _header(shard.path)
+        for entry in header.entries:
+            starts = offsets[entry.name]
+            ends = tuple(lo + size for lo, size in zip(starts, entry.shape, strict=True))
+            before, dtype, path = reach.setdefault(entry.name, (ends, entry.dtype, shard.path))
+            if entry.dtype != dtype or len(ends) != len(before):
+                raise CheckpointError(
+                    f"tensor {entry.name!r} is {dtype} of {len(before)} dims in {path} and "
+                    f"{entry.dtype} of {len(ends)} in {shard.path}; the files are not of one save"
+                )
+            reach[entry.name] = tuple(map(max, before, ends)), dtype, path
+            found = boxes.setdefault(entry.name, {})
+            box = tuple(zip(starts, ends, strict=True))
+            if box in found:
+                raise CheckpointError(
+                    f"tensor {entry.name!r}: {found[box].path} and {shard.path} both hold its box "
+                    f"{box_text(box)}, which torch stores once; one is a copy, restore the right "
+                    "file"
+                )
+            found[box] = StoredBox(box, (), shard.number - 1, shard.path, entry.offset)
+    return {
+        name: StoredTensor(
+            name,
+            shape,
+            dtype,
+            None,
+            (),
+            tuple(b for b in boxes[name].values() if all(lo < hi for lo, hi in b.box)),
+        )
+        for name, (shape, dtype, _) in reach.items()
+    }
+
+
+def _header(path: Path) -> tuple[Header, Mapping[str, tuple[int, ...]]]:
+    with SourceFile(path) as file:
+        header = read_header(file)
+    offsets = saved_offsets(path, header)
+    if offsets is None:
+        raise CheckpointError(
+            f"{path}: is named like a shard but does not say where its tensors belong "
+            "(no DCP_SHARDING_INFO in its metadata); the file was changed, restore it"
+        )
+    return header, offsets
+
+
+def _whole_tensors(directory: Path, names: list[str]) -> Mapping[str, StoredTensor] | None:
+    """Return the merged model that torch has written beside the shards, if it has."""
+    if any(_NAME.fullmatch(name) is None for name in names):
+        raise CheckpointError(
+            f"{directory}: holds shards and other safetensors files; name the file to read, or "
+            "move the shards into a folder of their own, called 'sharded' if the others are the "
+            "same model merged"
+        )
+    if directory.resolve().name != _MERGED_ABOVE:
+        return None
+    above = directory.resolve().parent
+    beside = frozenset(path.name for path in above.iterdir())
+    if find_index(beside):
+        return open_index_directory(above).tensors
+    if any(map(is_data_file, beside)):
+        return open_plain(above).tensors
+    return None
+
+
+def _compare(tensors: Mapping[str, StoredTensor], whole: Mapping[str, StoredTensor]) -> None:
+    for name in sorted(tensors.keys() | whole.keys()):
+        sides = [
+            f"{found[name].dtype} of shape {list(found[name].shape)}" if name in found else "absent"
+            for found in (tensors, whole)
+        ]
+        if sides[0] != sides[1]:
+            raise CheckpointError(
+                f"tensor {name!r} is {sides[0]} in the shards and {sides[1]} in the merged files "
+                "above them; a shard is missing, or the two are not of one save"
+            )
+
+
+def _numbers(shards: list[_Shard]) -> list[int]:
+    return sorted({shard.number for shard in shards})
+
+
+def _unsure(shards: list[_Shard]) -> str:
+    """Return what cannot be excluded."""
+    numbers = _numbers(shards)
+    gap = next((n for n in range(1, numbers[-1]) if n not in numbers), None)
+    if gap is not None:
+        return (
+            f"shard {gap} is missing; restore it, or if that rank had nothing to write, say how "
+            f"many ranks had: --ranks {len(numbers)} (ranks={len(numbers)})"
+        )
+    return (
+        f"the last shard here is {numbers[-1]}, and neither a whole shape nor the number of ranks "
+        "stands in the files, so that later ones may be missing without a trace; if there were "
+        f"none, say so: --ranks {len(numbers)} (ranks={len(numbers)})"
+    )
+
+
+def _check_ranks(directory: Path, shards: list[_Shard], ranks: int) -> None:
+    numbers = _numbers(shards)
+    if len(numbers) != ranks:
+        missing = [n for n in range(1, max(ranks, numbers[-1]) + 1) if n not in numbers]
+        hint = f"; shard {missing[0]} is not there" if missing else ""
+        raise CheckpointError(
+            f"{directory}: holds shards of {len(numbers)} ranks, but {ranks} are said to have "
+            f"written some{hint}; restore what is missing or correct the number"
+        )
+
+
+def _check_grid(directory: Path, shards: list[_Shard]) -> None:
+    found = {(shard.number, shard.model) for shard in shards}
+    for number in _numbers(shards):
+        for model in range(1, shards[0].models + 1):
+            if (number, model) not in found:
+                name = f"shard-{number:05}-model-{model:05}-of-{shards[0].models:05}.safetensors"
+                raise CheckpointError(
+                    f"{directory}: {name} is missing; restore it, or put the merged files of "
+                    "the same save above a folder 'sharded' to show that there was none"
+                )

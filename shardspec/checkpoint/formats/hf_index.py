@@ -1,0 +1,237 @@
+"""Hugging Face's safetensors: whole tensors, spread over files that an index lists, or none lists.
+
+The index is ``model.safetensors.index.json``, ``{"metadata": {"total_size": bytes}, "weight_map":
+{tensor name: file name}}``. It is compared with the headers of the files both ways. `total_size`
+is not: writers count tied tensors once or twice. Files beside those that the index names
+(``consolidated.safetensors``, adapters) are left alone. Files may be links into the ``blobs`` of a
+hub cache, as its ``snapshots`` have them, and into nothing else.
+
+Without an index, all ``*.safetensors`` of the directory make up the checkpoint. No tensor may stand
+in two of them, and where files are numbered ``-00001-of-00003`` all three have to be there. That an
+unnumbered file is missing cannot be told.
+
+Source: ``save_pretrained`` of transformers and ``split_torch_state_dict_into_shards`` of
+huggingface_hub.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from shardspec.checkpoint.files import SourceFile, file_inside
+from shardspec.checkpoint.formats.listed import ListedCheckpoint, whole_tensor
+from shardspec.checkpoint.formats.saved_offsets import saved_offsets
+from shardspec.checkpoint.info import INFO_NAME
+from shardspec.checkpoint.safetensors_file import Header, read_header
+from shardspec.checkpoint.source import StoredTensor
+from shardspec.checkpoint.strict_json import as_object, as_text, member, parse_json
+from shardspec.errors import CheckpointError
+
+__all__ = [
+    "FORMAT",
+    "INDEX_SUFFIX",
+    "check_numbering",
+    "find_index",
+    "find_plain",
+    "is_data_file",
+    "open_index_directory",
+    "open_index_file",
+    "open_plain",
+]
+
+FORMAT: Final = "safetensors"
+SUFFIX: Final = ".safetensors"
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+_NUMBERED: Final = re.compile(r"(.*)-(\d+)-of-(\d+)(\.[a-z]+)", re.DOTALL)
+_MOST_INDEX_BYTES: Final = 256 << 20
+
+
+def is_data_file(name: str) -> bool:
+    """Say whether a file name is that of a finished safetensors file."""
+    return name.endswith(SUFFIX) and not name.startswith(".")
+
+
+def find_index(names: frozenset[str]) -> bool:
+    """Say whether a directory with these names has an index."""
+    return any(name.endswith(INDEX_SUFFIX) for name in names)
+
+
+def find_plain(names: frozenset[str]) -> bool:
+    """Say whether a directory with these names has safetensors files."""
+    return any(map(is_data_file, names))
+
+
+def open_index_directory(directory: Path) -> ListedCheckpoint:
+    """Read the one index of a directory, as `open_index_file` does.
+
+    Raises
+    ------
+    CheckpointError
+        If there are several, or what `open_index_file` raises.
+    """
+    found = sorted(path.name for path in directory.iterdir() if path.name.endswith(INDEX_SUFFIX))
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{directory}: has the indexes {', '.join(found)}; name the one to read instead of "
+            "the directory"
+        )
+    return open_index_file(directory / found[0])
+
+
+def open_index_file(index: Path) -> ListedCheckpoint:
+    """Read an index and the headers of its files, and check that they agree.
+
+    Raises
+    ------
+    CheckpointError
+        If the index is damaged, a file that it names is missing or damaged, or files and index
+        disagree about which tensor lies where.
+    """
+    directory = index.parent
+    by_file: dict[str, set[str]] = {}
+    for name, file in _weight_map(index).items():
+        by_file.setdefault(file, set()).add(name)
+    tensors: dict[str, StoredTensor] = {}
+    paths = []
+    for file, names in sorted(by_file.items()):
+        path = _file(directory, file, index)
+        if not path.exists():
+            raise CheckpointError(
+                f"{path}: is missing, but {index.name} puts {len(names)} tensors into it, "
+                f"{min(names)!r} first; restore it"
+            )
+        header = _header(path)
+        for entry in header.entries:
+            if entry.name not in names:
+                raise CheckpointError(
+                    f"{path}: holds tensor {entry.name!r}, which {index.name} does not list for "
+                    "it; index and files are not of one save, restore them"
+                )
+            names.discard(entry.name)
+            tensors[entry.name] = whole_tensor(
+                entry.name, entry.shape, entry.dtype, path, entry.offset
+            )
+        if names:
+            raise CheckpointError(
+                f"{path}: lacks tensor {min(names)!r}, which {index.name} lists for it; index and "
+                "files are not of one save, restore them"
+            )
+        paths.append(path)
+    return ListedCheckpoint(FORMAT, directory, tensors, (index, *paths))
+
+
+def open_plain(directory: Path) -> ListedCheckpoint:
+    """Read the headers of all safetensors files of a directory that has no index.
+
+    Raises
+    ------
+    CheckpointError
+        If a file is damaged or one of a numbered row is missing, if two files hold a tensor of
+        the same name, or if the files are an unfinished save of shardspec's own.
+    """
+    names = sorted(path.name for path in directory.iterdir() if is_data_file(path.name))
+    check_numbering(directory, names)
+    paths = [_file(directory, name, directory) for name in names]
+    tensors: dict[str, StoredTensor] = {}
+    home: dict[str, Path] = {}
+    for path in paths:
+        header = _header(path)
+        if "shardspec.save" in header.metadata:
+            raise CheckpointError(
+                f"{directory}: has no {INFO_NAME}, which is written last; the save did not finish, "
+                "or that file was lost; save again"
+            )
+        for entry in header.entries:
+            if entry.name in home:
+                raise CheckpointError(
+                    f"{directory}: {home[entry.name].name} and {path.name} both hold tensor "
+                    f"{entry.name!r}, and no index says which counts; name the file to read, or "
+                    "move the other away"
+                )
+            home[entry.name] = path
+            tensors[entry.name] = whole_tensor(
+                entry.name, entry.shape, entry.dtype, path, entry.offset
+            )
+    return ListedCheckpoint(FORMAT, directory, tensors, tuple(paths))
+
+
+def check_numbering(directory: Path, names: Iterable[str]) -> None:
+    """Check that of files named ``x-00001-of-00003.safetensors`` all are there.
+
+    Raises
+    ------
+    CheckpointError
+        If one is missing, or some number is past the last.
+
+    Examples
+    --------
+    >>> check_numbering(Path("ckpt"), ["m-00001-of-00002.bin"])
+    Traceback (most recent call last):
+    shardspec.errors.CheckpointError: ckpt: m-00002-of-00002.bin is missing, by the numbers of the \
+others; restore it
+    """
+    rows: dict[tuple[str, str, str], dict[int, str]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            stem, number, count, suffix = match.groups()
+            rows.setdefault((stem, count, suffix), {})[int(number)] = number
+    for (stem, count, suffix), found in rows.items():
+        due = int(count)
+        for number in range(1, due + 1):
+            if number not in found:
+                shown = f"{stem}-{number:0{len(count)}d}-of-{count}{suffix}"
+                raise CheckpointError(
+                    f"{directory}: {shown} is missing, by the numbers of the others; restore it"
+                )
+        for number in found:
+            if not 1 <= number <= due:
+                raise CheckpointError(
+                    f"{directory}: {stem}-{found[number]}-of-{count}{suffix} has a number that is "
+                    f"not from 1 to {due}; it belongs elsewhere, move it away"
+                )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file name of every tensor of an index."""
+    with SourceFile(index) as file:
+        if file.num_bytes > _MOST_INDEX_BYTES:
+            raise CheckpointError(
+                f"{index}: has {file.num_bytes} bytes, past the {_MOST_INDEX_BYTES} that an index "
+                "may have; it is damaged"
+            )
+        data = file.read(0, file.num_bytes)
+    table = as_object(parse_json(data, index, "index"), index, "the index")
+    entries = as_object(member(table, "weight_map", index, "weight_map"), index, "weight_map")
+    return {
+        name: as_text(file, index, f"weight_map[{json.dumps(name)}]")
+        for name, file in entries.items()
+    }
+
+
+def _file(directory: Path, name: str, stated_by: Path) -> Path:
+    """Return the path of a file of the checkpoint, a link into a hub cache's blobs followed."""
+    path = directory / name
+    plain = name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
+    if plain and path.is_symlink() and directory.resolve().parent.name == "snapshots":
+        real = Path(os.path.realpath(path))
+        if real.parent == directory.resolve().parent.parent / "blobs":
+            return path
+    return file_inside(directory, name, stated_by)
+
+
+def _header(path: Path) -> Header:
+    """Return the header of a file that should hold whole tensors."""
+    with SourceFile(path) as file:
+        header = read_header(file)
+    for name, offsets in (saved_offsets(path, header) or {}).items():
+        if any(offsets):
+            raise CheckpointError(
+                f"{path}: says that it holds a shard of tensor {name!r} from index {list(offsets)} "
+                "on, but its name is not that of a shard; give it its name back, such as "
+                "shard-00001-model-00001-of-00001.safetensors"
+            )
+    return header
