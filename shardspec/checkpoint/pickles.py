@@ -27,6 +27,7 @@ _BYTES_AN_OBJECT: Final = 12
 """Real pickles take more bytes an object than this; one that is denser is made to fill memory."""
 _MOST_INT_BYTES: Final = 64
 _MOST_KEY_ITEMS: Final = 64
+_MOST_NAME_BYTES: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def no_storage(value: object) -> Never:
 def unpickle(
     data: bytes,
     allowed: Allowed,
-    path: Path,
+    path: Path | str,
     what: str,
     persistent: Callable[[object], object] = no_storage,
 ) -> object:
@@ -177,7 +178,7 @@ class _Machine:
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> str:
-        end = self.data.index(b"\n", self.at) if b"\n" in self.data[self.at :][:512] else -1
+        end = self.data.find(b"\n", self.at, self.at + _MOST_NAME_BYTES)
         if end < 0:
             raise _RefusedError("has a name without an end; it is damaged")
         return self.take(end + 1 - self.at)[:-1].decode("utf-8")
@@ -386,6 +387,8 @@ class _Machine:
             raise _RefusedError(f"calls {function.name}, which is no function; nothing was run")
         try:
             self.push(builder(args))
+        except CheckpointError:
+            raise
         except (TypeError, ValueError) as error:
             raise _RefusedError(
                 f"calls {function.name} with arguments that it does not take: {error}"
@@ -401,7 +404,10 @@ class _Machine:
             raise _RefusedError(f"gives a state to {target!r:.60}; it is damaged")
 
     def reference(self) -> None:
-        self.push(self.persistent(self.stack.pop()))
+        try:
+            self.push(self.persistent(self.stack.pop()))
+        except ValueError as error:
+            raise _RefusedError(f"refers to something outside of itself: {error}") from None
 
 
 def _check_key(key: object) -> None:
