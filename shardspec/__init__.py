@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardspec.comm.cost import CostModel, Link
     from shardspec.comm.process_group import ProcessGroupCommunicator
     from shardspec.comm.simulated import SimulatedCommunicator
+    from shardspec.comm.torch_mesh import init_device_mesh
     from shardspec.dtensor import DTensor, distribute_tensor
     from shardspec.errors import ShardSpecError
     from shardspec.layout.converter import LayoutConverter
@@ -37,6 +38,7 @@ _HOME: Final = {
     "ShardingSpec": "shardspec.layout.spec",
     "SimulatedCommunicator": "shardspec.comm.simulated",
     "distribute_tensor": "shardspec.dtensor",
+    "init_device_mesh": "shardspec.comm.torch_mesh",
     "load_sharded": "shardspec.checkpoint.load",
     "match_rules": "shardspec.layout.rules",
     "merge": "shardspec.checkpoint.merge",
@@ -58,6 +60,7 @@ __all__ = [
     "ShardingSpec",
     "SimulatedCommunicator",
     "distribute_tensor",
+    "init_device_mesh",
     "load_sharded",
     "match_rules",
     "merge",

@@ -5,27 +5,22 @@ owns no process group, so that planning needs no job, no GPU and no rank.
 """
 
 import math
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Final, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
+from shardspec.device_ids import Ids, as_shape, check_ids, flatten, some
 from shardspec.errors import AxisError, MeshError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 __all__ = ["Axis", "DeviceMesh", "LinkModel"]
 
 Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
-
-
-class _HasToList(Protocol):
-    """What torch tensors and numpy arrays have in common here."""
-
-    def tolist(self) -> object: ...
-
-
-Ids = _HasToList | Iterable[object]
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -99,15 +94,15 @@ class DeviceMesh:
         link_model: LinkModel = "ring",
         init_process_group: bool = False,
     ) -> None:
-        ids, own_shape = _flatten(physical_mesh_id)
-        _check_ids(ids)
+        ids, own_shape = flatten(physical_mesh_id)
+        check_ids(ids)
         if logical_mesh_id is not None:
-            logical, logical_shape = _flatten(logical_mesh_id)
-            _check_ids(logical)
+            logical, logical_shape = flatten(logical_mesh_id)
+            check_ids(logical)
             if set(logical) != set(ids):
                 raise MeshError(
-                    f"logical_mesh_id holds the ids {_some(sorted(logical))} but physical_mesh_id "
-                    f"holds {_some(sorted(ids))}; give the same ids in both"
+                    f"logical_mesh_id holds the ids {some(sorted(logical))} but physical_mesh_id "
+                    f"holds {some(sorted(ids))}; give the same ids in both"
                 )
             if mesh_shape is not None and tuple(mesh_shape) != logical_shape:
                 raise MeshError(
@@ -116,7 +111,7 @@ class DeviceMesh:
                 )
             ids, shape = logical, logical_shape
         else:
-            shape = own_shape if mesh_shape is None else _as_shape(mesh_shape)
+            shape = own_shape if mesh_shape is None else as_shape(mesh_shape)
         if not shape or min(shape) < 1:
             raise MeshError(
                 f"mesh shape {shape}: need at least one axis, each of at least 1 device"
@@ -138,7 +133,7 @@ class DeviceMesh:
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         if init_process_group:
-            # The one import that points upwards: a mesh is a value, and this is sugar for
+            # An import that points upwards: a mesh is a value, and this is sugar for
             # building its communicator, which is found again through torch's own default group.
             from shardspec.comm.process_group import ProcessGroupCommunicator
 
@@ -208,7 +203,7 @@ class DeviceMesh:
             If the device is not in the mesh.
         """
         if physical_id not in self._position:
-            raise MeshError(f"device {physical_id} is not in the mesh of ids {_some(self.ids)}")
+            raise MeshError(f"device {physical_id} is not in the mesh of ids {some(self.ids)}")
         position = self._position[physical_id]
         coordinates = []
         for size in reversed(self.shape):
@@ -314,6 +309,39 @@ class DeviceMesh:
             link_model=self.link_model,
         )
 
+    # What needs a job is sugar for `shardspec.comm.torch_mesh`; the mesh stays a value.
+
+    @classmethod
+    def from_torch(cls, torch_mesh: "TorchMesh") -> "DeviceMesh":
+        """Return the mesh that torch's describes; see `shardspec.comm.torch_mesh.from_torch`."""
+        from shardspec.comm.torch_mesh import from_torch
+
+        return from_torch(torch_mesh)
+
+    def to_torch(self, device_type: str = "cpu") -> "TorchMesh":
+        """Return torch's mesh of this one; see `shardspec.comm.torch_mesh.to_torch`."""
+        from shardspec.comm.torch_mesh import to_torch
+
+        return to_torch(self, device_type)
+
+    def __getitem__(self, axis_names: str | tuple[str, ...]) -> "DeviceMesh":
+        """Return the part of the mesh along some axes that the calling rank is in.
+
+        See `shardspec.comm.torch_mesh.slice_of`; `submesh` needs no rank.
+        """
+        from shardspec.comm.torch_mesh import slice_of
+
+        return slice_of(self, axis_names)
+
+    def get_group(self, axis: Axis | None = None) -> "dist.ProcessGroup":
+        """Return the process group along an axis that the calling rank is in.
+
+        See `shardspec.comm.torch_mesh.group_of`.
+        """
+        from shardspec.comm.torch_mesh import group_of
+
+        return group_of(self, axis)
+
     def _distinct(self, axes: Iterable[Axis]) -> tuple[int, ...]:
         numbers = tuple(self.axis(axis) for axis in axes)
         if len(set(numbers)) != len(numbers):
@@ -332,64 +360,6 @@ def _remake(
     return DeviceMesh(
         ids, shape, mesh_alpha=alpha, mesh_beta=beta, axis_names=names, link_model=link_model
     )
-
-
-_SHOWN: Final = 8
-
-
-def _some(ids: Sequence[int]) -> str:
-    """List ids, the middle of a long list left out."""
-    shown = ", ".join(map(str, ids[:_SHOWN]))
-    return f"({shown}, … {len(ids)} in all)" if len(ids) > _SHOWN else f"({shown})"
-
-
-def _as_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        return tuple(operator.index(n) for n in mesh_shape)
-    except TypeError:
-        raise MeshError(
-            f"mesh_shape {mesh_shape!r}: give a sequence of whole numbers, as in (2, 4)"
-        ) from None
-
-
-def _flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return ids in row-major order, and the shape they came in."""
-    shape: list[int] = []
-    level = [_plain(ids)]
-    while level and all(isinstance(item, Iterable) and not isinstance(item, str) for item in level):
-        rows = [list(cast(Iterable[object], item)) for item in level]
-        if len({len(row) for row in rows}) != 1:
-            raise MeshError("the device ids form no grid: rows differ in length")
-        shape.append(len(rows[0]))
-        level = [_plain(item) for row in rows for item in row]
-    return tuple(_as_id(item) for item in level), tuple(shape)
-
-
-def _plain(ids: object) -> object:
-    """Turn a tensor or array, also one with a single number, into plain lists and numbers."""
-    return cast(_HasToList, ids).tolist() if callable(getattr(ids, "tolist", None)) else ids
-
-
-def _as_id(item: object) -> int:
-    if isinstance(item, bool) or not isinstance(item, int):
-        raise MeshError(f"device id {item!r} is not a whole number")
-    return item
-
-
-def _check_ids(ids: Sequence[int]) -> None:
-    if ids and min(ids) < 0:
-        raise MeshError(f"device id {min(ids)} is negative; ids are global rank numbers from 0")
-    if len(set(ids)) != len(ids):
-        repeated = next(iter(_repeats(ids)))
-        raise MeshError(f"device id {repeated} appears more than once; every id must be distinct")
-
-
-def _repeats(ids: Sequence[int]) -> Iterator[int]:
-    seen: set[int] = set()
-    for id_ in ids:
-        if id_ in seen:
-            yield id_
-        seen.add(id_)
 
 
 def _check_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:

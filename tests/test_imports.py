@@ -16,7 +16,7 @@ ROOT = Path(shardspec.__file__).parent
 # Lowest first. A module may import from layers below its own, and from its own folder.
 LAYERS = [
     {"errors", "text"},
-    {"boxes", "dtypes"},
+    {"boxes", "device_ids", "dtypes"},
     {"mesh"},
     {"comm"},
     {"layout"},
@@ -29,8 +29,11 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-# A mesh is a value; that `init_process_group=True` builds its communicator is sugar.
-UPWARD_ON_PURPOSE = {("shardspec.mesh", "shardspec.comm.process_group")}
+# A mesh is a value; that it builds its communicator, or torch's mesh, is sugar.
+UPWARD_ON_PURPOSE = {
+    ("shardspec.mesh", "shardspec.comm.process_group"),
+    ("shardspec.mesh", "shardspec.comm.torch_mesh"),
+}
 WITH_TENSORS = {
     "shardspec.comm.agreement",
     "shardspec.comm.all_reduce",
@@ -38,11 +41,13 @@ WITH_TENSORS = {
     "shardspec.comm.default",
     "shardspec.comm.direct",
     "shardspec.comm.fresh",
+    "shardspec.comm.job",
     "shardspec.comm.messages",
     "shardspec.comm.native",
     "shardspec.comm.process_group",
     "shardspec.comm.reduce",
     "shardspec.comm.simulated",
+    "shardspec.comm.torch_mesh",
     "shardspec.dtensor",
     "shardspec.execution",
     "shardspec.gradients",

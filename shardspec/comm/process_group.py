@@ -11,9 +11,7 @@ all-reduce, and NCCL's other collectives serve where boxes are such as they need
 import os
 import pickle
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
 from typing import Final, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,7 @@ from shardspec.comm.communicator import BoxOf
 from shardspec.comm.direct import Direct, join_host
 from shardspec.comm.failures import failing
 from shardspec.comm.fresh import fresh
-from shardspec.comm.host_links import HostLink
+from shardspec.comm.job import check_members, current_job
 from shardspec.comm.messages import Messages, exchange
 from shardspec.comm.native import Native, fits
 from shardspec.comm.reduce import combine
@@ -67,18 +65,7 @@ class ProcessGroupCommunicator:
     """
 
     def __init__(self, mesh: DeviceMesh, *, reads_peers: bool = True) -> None:
-        if not dist.is_initialized():
-            raise CommunicatorError(
-                "torch.distributed is not initialised; start the program with torchrun and make "
-                "the mesh with init_process_group=True"
-            )
-        world = dist.get_world_size()
-        missing = [id_ for id_ in mesh.ids if id_ >= world]
-        if missing:
-            raise CommunicatorError(
-                f"device {missing[0]} of mesh {mesh} is no rank of this job, which has {world} "
-                "ranks numbered from 0"
-            )
+        check_members(mesh)
         self._mesh = mesh
         self._rank = dist.get_rank()
         self._agreed: set[Hashable] = set()
@@ -86,18 +73,20 @@ class ProcessGroupCommunicator:
         self._may_read_peers = reads_peers
         self._joined = False
         self._direct: Direct | None = None
-        self._links = _job().links
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        if mesh.size == world:
+        self._job = current_job()
+        self._links = self._job.links
+        if mesh.size == dist.get_world_size():
             for axis in range(mesh.ndim):
                 for members in mesh.groups([axis]):
-                    self._make_group(members)
+                    if len(members) > 1:
+                        self._job.make_group(members)
 
     @classmethod
-    def create(cls, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
+    def create(cls, mesh: DeviceMesh, device_type: str | None = None) -> "ProcessGroupCommunicator":
         """Initialise `torch.distributed` if that is still to be done, and return `of` the mesh.
 
-        Under torchrun every rank calls this; gloo serves CPU tensors and NCCL CUDA tensors.
+        Under torchrun every rank calls this; gloo serves CPU tensors and NCCL CUDA tensors, where
+        there is CUDA and `device_type` is not ``"cpu"``.
 
         Raises
         ------
@@ -111,7 +100,7 @@ class ProcessGroupCommunicator:
                     f"'torchrun --nproc_per_node {mesh.size} PROGRAM', or leave it out to hold "
                     "the whole mesh in this process"
                 )
-            if torch.cuda.is_available():
+            if device_type != "cpu" and torch.cuda.is_available():
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
                 dist.init_process_group("cpu:gloo,cuda:nccl")
             else:
@@ -129,7 +118,7 @@ class ProcessGroupCommunicator:
         """
         if not dist.is_initialized():
             return cls(mesh)
-        made = _job().communicators
+        made = current_job().communicators
         if mesh not in made:
             made[mesh] = cls(mesh)
         return made[mesh]
@@ -259,51 +248,13 @@ class ProcessGroupCommunicator:
             return result.div_(len(role.members)) if step.op == "avg" else result
         return all_reduce(carrier, step, role.members, self._rank, shard)
 
-    def _make_group(self, members: tuple[int, ...]) -> None:
-        """Make a group; every rank of the job does so for every group, in the same order.
-
-        Groups that only their members make would be named by what else those have made before, and
-        hang where that differs.
-        """
-        ranks = tuple(sorted(members))
-        if 1 < len(ranks) < dist.get_world_size() and ranks not in self._groups:
-            group = dist.new_group(list(ranks))
-            if self._rank in ranks:
-                assert group is not None, "this rank is a member"
-                self._groups[ranks] = group
-
     def _has_group(self, members: tuple[int, ...]) -> bool:
         """Say whether some ranks have a group of their own, or are the whole job."""
-        return len(members) == dist.get_world_size() or tuple(sorted(members)) in self._groups
+        return self._job.group(members) is not None
 
     def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return the group of some ranks that have one."""
-        whole = len(members) == dist.get_world_size()
-        return dist.group.WORLD if whole else self._groups[tuple(sorted(members))]
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What belongs to a job."""
-
-    communicators: dict[DeviceMesh, ProcessGroupCommunicator] = field(default_factory=dict)
-    """Two meshes of equal content share their groups."""
-    links: dict[int, HostLink] = field(default_factory=dict)
-    """To processes of the same host, by rank; shared by all meshes."""
-
-
-_JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, _Job]] = WeakKeyDictionary()
-"""Kept as long as torch keeps a job's own group.
-
-torch holds the process groups of a job in globals of its own; this is the part of that state that
-is ours.
-"""
-
-
-def _job() -> _Job:
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialised"
-    return _JOBS.setdefault(world, _Job())
+        return self._job.group(members)
 
 
 def _timeout_s() -> float:

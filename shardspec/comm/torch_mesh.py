@@ -1,0 +1,321 @@
+"""Meshes and torch's own `DeviceMesh`: each made of the other, over the same process groups.
+
+A mesh is a value, and the groups belong to the job (`shardspec.comm.job`). So it does not matter
+who comes first: torch's mesh is made over groups that are there already, and those that torch has
+made serve the communicator. Only what is missing is made.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from shardspec.comm.job import Job, check_members, current_job
+from shardspec.comm.process_group import ProcessGroupCommunicator
+from shardspec.errors import AxisError, CommunicatorError, MeshError
+from shardspec.mesh import Axis, DeviceMesh, LinkModel
+
+__all__ = ["from_torch", "group_of", "init_device_mesh", "slice_of", "to_torch"]
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    axis_names: Sequence[str] | None = None,
+    mesh_alpha: Sequence[float] | None = None,
+    mesh_beta: Sequence[float] | None = None,
+    link_model: LinkModel = "ring",
+) -> DeviceMesh:
+    """Start the job where that is still to be done, and return a mesh of its ranks.
+
+    Every rank calls this. The groups of the mesh are made, and torch's mesh of it.
+
+    Parameters
+    ----------
+    device_type
+        Where tensors will be: ``"cpu"`` or ``"cuda"``.
+    mesh_shape
+        Devices along each axis; the ranks are numbered row by row, as torch does.
+    axis_names, mesh_alpha, mesh_beta, link_model
+        As for `DeviceMesh`.
+
+    Raises
+    ------
+    CommunicatorError
+        If the program was not started by torchrun and no process group exists, or the job has too
+        few ranks.
+    MeshError
+        If shape, names or links do not describe a mesh, or the device type does not exist.
+
+    Examples
+    --------
+    In a program of eight processes, started by torchrun::
+
+        mesh = init_device_mesh("cpu", (2, 4), axis_names=("dp", "tp"))
+        mesh["tp"].ids, mesh.get_group("tp")
+    """
+    try:
+        torch.device(device_type)
+        ids = range(_product(mesh_shape))
+    except (RuntimeError, TypeError) as error:
+        raise MeshError(
+            f"init_device_mesh({device_type!r}, {mesh_shape!r}): give a device type and whole "
+            f"numbers, as in init_device_mesh('cpu', (2, 4)): {str(error).splitlines()[0]}"
+        ) from None
+    mesh = DeviceMesh(
+        ids,
+        mesh_shape,
+        mesh_alpha=mesh_alpha,
+        mesh_beta=mesh_beta,
+        axis_names=axis_names,
+        link_model=link_model,
+    )
+    ProcessGroupCommunicator.create(mesh, device_type)
+    to_torch(mesh, device_type)
+    return mesh
+
+
+def from_torch(torch_mesh: TorchMesh) -> DeviceMesh:
+    """Return the mesh that torch's describes: its ids, shape and axis names.
+
+    Where torch's mesh was made by `to_torch`, that is the mesh it was made of, with its links.
+    The groups that torch has made for it are used from then on, none is made again; so where the
+    mesh has all ranks of the job, every rank calls this at the same point of the program.
+
+    Raises
+    ------
+    CommunicatorError
+        If `torch.distributed` is not initialised.
+    MeshError
+        If torch's mesh belongs to another job, or its ids descend along an axis; see `to_torch`.
+    """
+    known = None if not dist.is_initialized() else current_job().meshes.get(torch_mesh)
+    if known is not None:
+        return known
+    mesh = DeviceMesh(torch_mesh.mesh, axis_names=torch_mesh.mesh_dim_names)
+    if not dist.is_initialized():
+        raise CommunicatorError(
+            f"torch.distributed is not initialised, so the job of torch mesh {mesh} has ended; "
+            "make a mesh in the running one"
+        )
+    world = dist.get_world_size()
+    if max(mesh.ids) >= world:
+        raise MeshError(
+            f"torch mesh {mesh} has device {max(mesh.ids)}, but this job has {world} ranks "
+            "numbered from 0; it was made in another job"
+        )
+    _check_ascending(mesh)
+    groups = _groups_of(torch_mesh, mesh)
+    job = current_job()
+    if mesh.size == world:
+        _adopt(job, mesh, groups)
+    job.torch_meshes.setdefault((mesh, torch_mesh.device_type), torch_mesh)
+    job.meshes[torch_mesh] = mesh
+    return mesh
+
+
+def to_torch(mesh: DeviceMesh, device_type: str = "cpu") -> TorchMesh:
+    """Return torch's mesh of this one, the same object each time.
+
+    Its groups are those that the job has already; a slice of a larger mesh is torch's slice of
+    torch's mesh of that, so that modules may be sharded over several slices. What is missing is
+    made, by every rank of the job at the same point of the program: the ranks outside the mesh
+    too. torch's mesh has no links. It asks for names where there are several axes; axes without
+    names are called ``axis_0``, ``axis_1`` and so on there.
+
+    Raises
+    ------
+    CommunicatorError
+        If `torch.distributed` is not initialised, or the mesh has ids that the job lacks.
+    MeshError
+        If the ids descend along an axis. torch numbers the ranks of a group upwards, and would mix
+        up the shards of such a mesh.
+    """
+    check_members(mesh)
+    job = current_job()
+    key = (_without_links(mesh), device_type)
+    if key not in job.torch_meshes:
+        _check_ascending(mesh)
+        made = _slice_in_torch(job, mesh, device_type)
+        job.torch_meshes[key] = made or _made_of_groups(job, mesh, device_type)
+        job.meshes.setdefault(job.torch_meshes[key], mesh)
+    return job.torch_meshes[key]
+
+
+def slice_of(mesh: DeviceMesh, axis_names: str | tuple[str, ...]) -> DeviceMesh:
+    """Return the part of a mesh along the named axes that the calling rank is in.
+
+    Parameters
+    ----------
+    mesh
+        A mesh with named axes, of the running job.
+    axis_names
+        One name, or several; the axes come in this order.
+
+    Raises
+    ------
+    AxisError
+        If the mesh has no axis of that name.
+    CommunicatorError
+        If `torch.distributed` is not initialised, or the calling rank is not in the mesh.
+    """
+    names = (axis_names,) if isinstance(axis_names, str) else axis_names
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise AxisError(f"mesh[{axis_names!r}]: slice a mesh by axis names, as in mesh['tp']")
+    axes = [mesh.axis(name) for name in names]
+    rank = _rank_in(mesh, f"mesh[{', '.join(map(repr, names))}] is the slice of the calling rank")
+    ProcessGroupCommunicator.of(mesh)  # so that the job knows what this is a slice of
+    return _slice(mesh, axes, rank)
+
+
+def group_of(mesh: DeviceMesh, axis: Axis | None = None) -> dist.ProcessGroup:
+    """Return the calling rank's process group along an axis, which may be left out if it is alone.
+
+    Raises
+    ------
+    AxisError
+        If the mesh has no such axis, or several and none is named.
+    CommunicatorError
+        If `torch.distributed` is not initialised, or the calling rank is not in the mesh.
+    """
+    if axis is None and mesh.ndim > 1:
+        raise AxisError(
+            f"mesh {mesh} has {mesh.ndim} axes; name one, as in get_group({mesh.axis_label(0)!r})"
+        )
+    number = mesh.axis(0 if axis is None else axis)
+    rank = _rank_in(mesh, "get_group is about the calling rank")
+    job = current_job()
+    for (known, _), torch_mesh in job.torch_meshes.items():
+        if known == _without_links(mesh):
+            return torch_mesh.get_group(number)
+    ProcessGroupCommunicator.of(mesh)
+    return job.group(mesh.group(rank, [number])) or to_torch(mesh).get_group(number)
+
+
+def _product(mesh_shape: Sequence[int]) -> int:
+    result = 1
+    for size in mesh_shape:
+        result *= operator.index(size)
+    return result
+
+
+def _rank_in(mesh: DeviceMesh, what: str) -> int:
+    """Return the calling rank, which has to be in the mesh."""
+    if not dist.is_initialized():
+        raise CommunicatorError(
+            f"{what}, but torch.distributed is not initialised; start the program with torchrun, "
+            "or name the indices, as in mesh.submesh({'dp': 0})"
+        )
+    check_members(mesh)
+    rank = dist.get_rank()
+    if rank not in mesh:
+        raise CommunicatorError(f"{what}, but rank {rank} is not in mesh {mesh} of ids {mesh.ids}")
+    return rank
+
+
+def _slice(mesh: DeviceMesh, axes: Sequence[int], rank: int) -> DeviceMesh:
+    def keep(values: Sequence[float] | None) -> list[float] | None:
+        return None if values is None else [values[axis] for axis in axes]
+
+    assert mesh.axis_names is not None, "slices are named"
+    return DeviceMesh(
+        mesh.group(rank, axes),
+        [mesh.shape[axis] for axis in axes],
+        mesh_alpha=keep(mesh.mesh_alpha),
+        mesh_beta=keep(mesh.mesh_beta),
+        axis_names=[mesh.axis_names[axis] for axis in axes],
+        link_model=mesh.link_model,
+    )
+
+
+def _without_links(mesh: DeviceMesh) -> DeviceMesh:
+    return DeviceMesh(mesh.ids, mesh.shape, axis_names=mesh.axis_names)
+
+
+def _check_ascending(mesh: DeviceMesh) -> None:
+    for axis in range(mesh.ndim):
+        for members in mesh.groups([axis]):
+            if list(members) != sorted(members):
+                raise MeshError(
+                    f"mesh {mesh} has the ids {members} along axis {axis}, but torch numbers the "
+                    "ranks of a group upwards, and mixes up shards there; use a mesh of ascending "
+                    "ids, as redistribute(device_mesh=) does"
+                )
+
+
+def _groups_of(torch_mesh: TorchMesh, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Return the groups of this rank, one per axis; they have to be those of the running job."""
+    rank = dist.get_rank()
+    if rank not in mesh:
+        return []
+    groups = []
+    for axis in range(mesh.ndim):
+        try:
+            group = torch_mesh.get_group(axis)
+            ranks = dist.get_process_group_ranks(group)
+        except (RuntimeError, KeyError, ValueError):
+            ranks = []
+        members = list(mesh.group(rank, [axis]))
+        if ranks != members:
+            raise MeshError(
+                f"torch mesh {mesh} has no group of the ranks {members} in this job; it was made "
+                "in another job, or without groups"
+            )
+        groups.append(group)
+    return groups
+
+
+def _adopt(job: Job, mesh: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Take the groups that torch has made for all ranks of the job as the job's own.
+
+    Each rank has seen its own groups only, and knows from the mesh which others there are.
+    """
+    rank = dist.get_rank()
+    for axis, group in enumerate(groups):
+        if dist.get_backend_config(group) != dist.get_backend_config():
+            continue
+        for members in mesh.groups([axis]):
+            if len(members) < dist.get_world_size():
+                ranks = tuple(sorted(members))
+                job.groups.setdefault(ranks, group if rank in members else None)
+
+
+def _slice_in_torch(job: Job, mesh: DeviceMesh, device_type: str) -> TorchMesh | None:
+    """Return torch's slice of torch's mesh of a larger mesh that this one is a slice of."""
+    rank = dist.get_rank()
+    plain = _without_links(mesh)
+    for root in list(job.communicators):
+        names, own = root.axis_names or (), mesh.axis_names or ()
+        axes = [names.index(name) for name in own if name in names]
+        larger = own and len(axes) == len(own) < len(names) and axes == sorted(axes)
+        if larger and rank in root and plain == _without_links(_slice(root, axes, rank)):
+            return to_torch(root, device_type)[own]
+    return None
+
+
+def _made_of_groups(job: Job, mesh: DeviceMesh, device_type: str) -> TorchMesh:
+    """Make torch's mesh over the job's groups; those that are missing are made by every rank."""
+    for axis in range(mesh.ndim):
+        for members in mesh.groups([axis]):
+            job.make_group(members)
+    rank = dist.get_rank()
+    grid = torch.tensor(mesh.ids, dtype=torch.int).reshape(mesh.shape)
+    if rank not in mesh:
+        # torch has no group to make it of here; it asks for none.
+        return TorchMesh(device_type, grid, mesh_dim_names=_names(mesh), _init_backend=False)
+    groups = [job.group(mesh.group(rank, [axis])) for axis in range(mesh.ndim)]
+    found = [group for group in groups if group is not None]
+    assert len(found) == mesh.ndim, "they have just been made"
+    if mesh.ndim == 1:
+        return TorchMesh.from_group(found[0], device_type, mesh_dim_names=mesh.axis_names)
+    return TorchMesh.from_group(found, device_type, grid, mesh_dim_names=_names(mesh))
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...] | None:
+    """Return the names that torch's mesh gets; torch asks for some where there are several axes."""
+    if mesh.ndim == 1 or mesh.axis_names is not None:
+        return mesh.axis_names
+    return tuple(f"axis_{axis}" for axis in range(mesh.ndim))
