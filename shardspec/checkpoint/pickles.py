@@ -14,14 +14,25 @@ from typing import Final, Never, TypeAlias
 
 from shardspec.errors import CheckpointError
 
-__all__ = ["Allowed", "Builder", "Global", "Record", "as_record", "no_storage", "unpickle"]
+__all__ = [
+    "MOST_PICKLE_BYTES",
+    "Allowed",
+    "Builder",
+    "Global",
+    "Record",
+    "UnlistedNameError",
+    "as_record",
+    "no_storage",
+    "unpickle",
+]
 
 Builder: TypeAlias = Callable[[tuple[object, ...]], object]
 """Makes a value from the arguments of a call that a pickle states."""
 Allowed: TypeAlias = Mapping[str, Builder | None]
 """Full name to what a call of it makes; None where it may be named and not called."""
 
-_MOST_BYTES: Final = 256 << 20
+MOST_PICKLE_BYTES: Final = 256 << 20
+"""Of some two million chunks of tensors; more would fill the memory."""
 _FREE_OBJECTS: Final = 1 << 20
 _BYTES_AN_OBJECT: Final = 12
 """Real pickles take more bytes an object than this; one that is denser is made to fill memory."""
@@ -37,10 +48,15 @@ class Global:
     name: str
 
 
+class UnlistedNameError(CheckpointError):
+    """A pickle is whole, as far as it was read, but names what the list does not have."""
+
+
 class Record:
     """What stands for an object: the name of its class, how it was made and its state.
 
-    Two records are equal only if they are one, so that hashing them looks at nothing inside.
+    A format may derive from it, to keep less of a state than all. Two records are equal only if
+    they are one, so that hashing them looks at nothing inside.
     """
 
     __slots__ = ("args", "name", "state")
@@ -52,6 +68,18 @@ class Record:
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
+
+    def build(self, state: object) -> None:
+        """Take the state in, which a pickle states once, after the arguments.
+
+        Raises
+        ------
+        ValueError
+            If a class that is derived from this one has no use for it.
+        """
+        if self.state is not None:
+            raise ValueError("it has a state already")
+        self.state = state
 
     def get(self, key: str) -> object:
         """Return a member of the state; None if it has none of that name."""
@@ -67,9 +95,22 @@ class _RefusedError(ValueError):
     """What is wrong with the pickle, for `unpickle` to say where."""
 
 
+class _UnlistedError(_RefusedError):
+    """It names what the list does not have."""
+
+
 def no_storage(value: object) -> Never:
     """Refuse a reference to something outside: the `persistent` of a pickle that stands alone."""
-    raise _RefusedError(f"refers to {value!r:.60}, outside of itself; it is damaged")
+    raise _RefusedError(f"refers to {_shown(value)}, outside of itself; it is damaged")
+
+
+def _shown(value: object) -> str:
+    """Write a value shortly; what nests is named only, for it may hold itself many times over."""
+    if isinstance(value, str | bytes):
+        return repr(value[:60])
+    if value is None or isinstance(value, Global | int | float):
+        return repr(value)[:200]
+    return f"a {type(value).__name__}"
 
 
 def unpickle(
@@ -99,9 +140,10 @@ def unpickle(
 
     Raises
     ------
+    UnlistedNameError
+        If the pickle names anything else.
     CheckpointError
-        If the pickle names anything else, uses an instruction that no checkpoint needs, is damaged,
-        or would fill the memory.
+        If it uses an instruction that no checkpoint needs, is damaged, or would fill the memory.
 
     Examples
     --------
@@ -111,12 +153,14 @@ def unpickle(
     >>> import os
     >>> unpickle(pickle.dumps(os.getcwd), {}, Path("x"), "example")
     Traceback (most recent call last):
-    shardspec.errors.CheckpointError: x: the example names posix.getcwd, which does not belong \
-in a checkpoint; nothing of it was run. If you trust its writer, save it again as a state dict \
-of tensors and plain values
+    shardspec.checkpoint.pickles.UnlistedNameError: x: the example names posix.getcwd, which does \
+not belong in a checkpoint; nothing of it was run. If you trust its writer, save it again as a \
+state dict of tensors and plain values
     """
     try:
         return _Machine(data, allowed, persistent).run()
+    except _UnlistedError as error:
+        raise UnlistedNameError(f"{path}: the {what} {error}") from None
     except _RefusedError as error:
         problem = str(error)
     except (IndexError, struct.error):
@@ -134,8 +178,8 @@ class _Machine:
     def __init__(
         self, data: bytes, allowed: Allowed, persistent: Callable[[object], object]
     ) -> None:
-        if len(data) > _MOST_BYTES:
-            raise _RefusedError(f"has {len(data)} bytes, past the limit of {_MOST_BYTES}")
+        if len(data) > MOST_PICKLE_BYTES:
+            raise _RefusedError(f"has {len(data)} bytes, past the limit of {MOST_PICKLE_BYTES}")
         self.data = data
         self.at = 0
         self.allowed = allowed
@@ -310,7 +354,7 @@ class _Machine:
     def _extend(self, items: list[object]) -> None:
         target = self.stack[-1]
         if not isinstance(target, list):
-            raise _RefusedError(f"appends to {target!r:.60}, which is no list; it is damaged")
+            raise _RefusedError(f"appends to {_shown(target)}, which is no list; it is damaged")
         target.extend(items)
 
     def set_item(self) -> None:
@@ -371,7 +415,7 @@ class _Machine:
         full = f"{module}.{name}"
         if full not in self.allowed:
             shown = full if full.isprintable() else ascii(full)
-            raise _RefusedError(
+            raise _UnlistedError(
                 f"names {shown:.200}, which does not belong in a checkpoint; nothing of it was "
                 "run. If you trust its writer, save it again as a state dict of tensors and "
                 "plain values"
@@ -381,7 +425,7 @@ class _Machine:
     def call(self) -> None:
         args, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Global) or not isinstance(args, tuple):
-            raise _RefusedError(f"calls {function!r:.60}, which is no name; nothing was run")
+            raise _RefusedError(f"calls {_shown(function)}, which is no name; nothing was run")
         builder = self.allowed[function.name]
         if builder is None:
             raise _RefusedError(f"calls {function.name}, which is no function; nothing was run")
@@ -397,11 +441,14 @@ class _Machine:
     def build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if isinstance(target, Record) and target.state is None:
-            target.state = state
+        if isinstance(target, Record):
+            try:
+                target.build(state)
+            except (TypeError, ValueError) as error:
+                raise _RefusedError(f"gives a state to <{target.name}>: {error}") from None
         elif not isinstance(target, dict):
             # The attributes of an ordered dict, such as a state dict's versions, are left out.
-            raise _RefusedError(f"gives a state to {target!r:.60}; it is damaged")
+            raise _RefusedError(f"gives a state to {_shown(target)}; it is damaged")
 
     def reference(self) -> None:
         try:
@@ -418,7 +465,7 @@ def _check_key(key: object) -> None:
         for item in key:
             _check_key(item)
     elif not isinstance(key, str | bytes | int | float | Record | Global | None):
-        raise _RefusedError(f"has {key!r:.60} as a key")
+        raise _RefusedError(f"has {_shown(key)} as a key")
     elif isinstance(key, int) and key.bit_length() > 63:
         raise _RefusedError("has a number of more than 63 bits as a key")
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.files import SourceFile
+from shardspec.checkpoint.pickles import MOST_PICKLE_BYTES
 from shardspec.errors import CheckpointError
 
 __all__ = ["TorchRecord", "TorchZip", "read_torch_zip"]
@@ -32,7 +33,6 @@ _TAIL_BYTES: Final = 2048
 """Read at once from the end; it holds the whole directory of a single tensor."""
 _MOST_DIRECTORY_BYTES: Final = 16 << 20
 """Of some 150,000 records; more than that would fill the memory."""
-_MOST_PICKLE_BYTES: Final = 256 << 20
 _SLACK_BYTES: Final = 1 << 16
 _LITTLE: Final = (6, crc32(b"little"))
 """Size and CRC-32 of what names the usual order of bytes, which then need not be read."""
@@ -118,10 +118,10 @@ class TorchZip:
             If it is damaged, or too large to be a description of tensors.
         """
         entry = self._entry("data.pkl")
-        if entry.num_bytes > _MOST_PICKLE_BYTES:
+        if entry.num_bytes > MOST_PICKLE_BYTES:
             raise CheckpointError(
                 f"{self.what}: its pickle has {entry.num_bytes} bytes, past the limit of "
-                f"{_MOST_PICKLE_BYTES}; save tensors as tensors, not as lists"
+                f"{MOST_PICKLE_BYTES}; save tensors as tensors, not as lists"
             )
         return self._small(file, entry)
 
