@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from shardspec.checkpoint.load import load_sharded
     from shardspec.checkpoint.merge import merge
+    from shardspec.checkpoint.reshard import reshard
     from shardspec.checkpoint.save import save_sharded
     from shardspec.comm.cost import CostModel, Link
     from shardspec.comm.process_group import ProcessGroupCommunicator
@@ -42,6 +43,7 @@ _HOME: Final = {
     "load_sharded": "shardspec.checkpoint.load",
     "match_rules": "shardspec.layout.rules",
     "merge": "shardspec.checkpoint.merge",
+    "reshard": "shardspec.checkpoint.reshard",
     "save_sharded": "shardspec.checkpoint.save",
     "trace": "shardspec.tracing",
 }
@@ -64,6 +66,7 @@ __all__ = [
     "load_sharded",
     "match_rules",
     "merge",
+    "reshard",
     "save_sharded",
     "trace",
 ]

@@ -15,12 +15,13 @@ from typing import Final, Protocol, assert_never
 import numpy as np
 
 from shardspec.boxes import Box, box_shape, intersect, slices_within
-from shardspec.checkpoint.digests import Checks
+from shardspec.checkpoint.digests import Checks, crc32
 from shardspec.checkpoint.files import OpenFiles, SourceFile, reason
+from shardspec.checkpoint.numbers import cast
 from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, pieces
 from shardspec.checkpoint.reduce import Reduction
 from shardspec.checkpoint.regions import Bytes, Seen, read_region, read_strided_region
-from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.checkpoint.source import StoredBox, StoredTensor, distinct
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -49,6 +50,11 @@ class Buffers:
 class Sink(Protocol):
     """Where the bytes of a target go."""
 
+    @property
+    def direct(self) -> bool:
+        """Whether runs may be copied without being seen."""
+        ...
+
     def copy(self, run: Run, file: SourceFile) -> None:
         """Copy a run from an open file to its place."""
         ...
@@ -73,6 +79,11 @@ class MemorySink:
 
     def __init__(self, out: Bytes) -> None:
         self._out = out
+
+    @property
+    def direct(self) -> bool:
+        """True: nothing is done with the bytes."""
+        return True
 
     def copy(self, run: Run, file: SourceFile) -> None:
         """Read a run straight to its place."""
@@ -100,16 +111,37 @@ class FileSink:
         Memory to gather blocks in.
     advance
         Called with the number of bytes after each write.
+    digested
+        Whether to take the CRC-32 of what is written.
+    dtypes
+        Source and target dtype if the numbers are to be cast.
     """
 
     def __init__(
-        self, fd: int, path: Path, offset: int, buffers: Buffers, advance: Callable[[int], None]
+        self,
+        fd: int,
+        path: Path,
+        offset: int,
+        buffers: Buffers,
+        advance: Callable[[int], None],
+        *,
+        digested: bool = False,
+        dtypes: tuple[str, str] | None = None,
     ) -> None:
         self._fd = fd
         self._path = path
         self._offset = offset
         self._buffers = buffers
         self._advance = advance
+        self._digested = digested
+        self._dtypes = dtypes
+        self.crc32 = 0
+        """Of what was written so far, if it is digested; the target is filled from its start."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether the system may copy by itself, as nothing has to be seen or changed."""
+        return not self._digested and self._dtypes is None
 
     def copy(self, run: Run, file: SourceFile) -> None:
         """Copy a run inside the system, or through memory where it cannot do that."""
@@ -156,9 +188,15 @@ class FileSink:
 
     def put(self, block: Block, room: Bytes) -> None:
         """Write the block."""
-        target = self._offset + block.target_offset
-        write_all(self._fd, room.data, target, self._path)
-        self._advance(block.num_bytes)
+        target = block.target_offset
+        if self._dtypes is not None:
+            source, wanted = self._dtypes
+            room = cast(room, source, wanted)
+            target = target // item_bytes(source) * item_bytes(wanted)
+        if self._digested:
+            self.crc32 = crc32(room.data, self.crc32)
+        write_all(self._fd, room.data, self._offset + target, self._path)
+        self._advance(len(room))
 
 
 def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
@@ -211,21 +249,18 @@ def copy_box(
     parts: dict[tuple[int, ...], list[Place]] = {
         addend: [] for addend in product(*(range(p.addends) for p in tensor.pending))
     }
-    seen: set[tuple[tuple[int, ...], Box]] = set()
-    for stored in tensor.boxes:
-        if (stored.addend, stored.box) not in seen:
-            seen.add((stored.addend, stored.box))
-            parts[stored.addend].append(Place(byte_box(stored.box, size), stored))
+    for stored in distinct(tensor):
+        parts[stored.addend].append(Place(byte_box(stored.box, size), stored))
     if tensor.pending:
         _reduce(tensor, wanted, list(parts.values()), sink, files, buffers, checks)
         return
     for piece in pieces(wanted, parts[()], buffers.block.size):
         match piece:
             case Run():
-                if checks is not None and piece.source in checks:
-                    _copy_checked(piece, sink, files, buffers, checks)
-                else:
+                if sink.direct and (checks is None or piece.source not in checks):
                     sink.copy(piece, files.file(piece.source.path))
+                else:
+                    _copy_blocks(piece, sink, files, buffers, checks)
             case Block():
                 room = sink.room(piece)
                 _gather(piece.sources, piece.box, room, size, files, buffers, checks)
@@ -234,7 +269,9 @@ def copy_box(
                 assert_never(piece)
 
 
-def _copy_checked(run: Run, sink: Sink, files: OpenFiles, buffers: Buffers, checks: Checks) -> None:
+def _copy_blocks(
+    run: Run, sink: Sink, files: OpenFiles, buffers: Buffers, checks: Checks | None
+) -> None:
     """Move a run a block at a time: its digest is taken while the bytes are in the cache."""
     file = files.file(run.source.path)
     for at in range(0, run.num_bytes, buffers.block.size):
@@ -243,7 +280,8 @@ def _copy_checked(run: Run, sink: Sink, files: OpenFiles, buffers: Buffers, chec
         room = sink.room(block)
         start = run.source_offset + at
         file.read_into(room.data, start)
-        checks.add(run.source, start, room.data)
+        if checks is not None:
+            checks.add(run.source, start, room.data)
         sink.put(block, room)
 
 

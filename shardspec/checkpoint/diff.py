@@ -12,22 +12,15 @@ from numpy.typing import NDArray
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
 from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.numbers import numbers
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.regions import Bytes
 from shardspec.checkpoint.source import CheckpointSource, StoredTensor
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import item_bytes
 
-__all__ = ["Difference", "diff_checkpoints", "numbers"]
+__all__ = ["Difference", "diff_checkpoints"]
 
 _BLOCK_BYTES: Final = 1 << 20
-# dtype: (bits of the fraction, bias, whether its only NaN is what would be -0)
-_EIGHT_BITS: Final = {
-    "float8_e4m3fn": (3, 7, False),
-    "float8_e5m2": (2, 15, False),
-    "float8_e4m3fnuz": (3, 8, True),
-    "float8_e5m2fnuz": (2, 16, True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,44 +176,3 @@ def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
 def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArray[np.bool_]:
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
     return np.isclose(x.astype(wide), y.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
-
-
-def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
-    """Return the numbers that bytes hold; those that numpy has no type for as float32.
-
-    Examples
-    --------
-    >>> numbers(np.array([0x80, 0x3F, 0xC0, 0xBF], np.uint8), "bfloat16").tolist()
-    [1.0, -1.5]
-    """
-    if dtype == "bfloat16":
-        # bfloat16 is the upper half of a float32.
-        return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if dtype.startswith("float8"):
-        return _eight_bit_table(dtype)[raw]
-    return raw.view(np.dtype(dtype))
-
-
-def _eight_bit_table(dtype: str) -> NDArray[np.float32]:
-    """Return the number of each of the 256 bytes (OCP 8-bit floating point, and the fnuz kinds)."""
-    code = np.arange(256)
-    if dtype == "float8_e8m0fnu":
-        table = np.ldexp(1.0, code - 127)
-        table[255] = np.nan
-        return table.astype(np.float32)
-    fraction_bits, bias, fnuz = _EIGHT_BITS[dtype]
-    fraction = code & ((1 << fraction_bits) - 1)
-    exponent = (code & 0x7F) >> fraction_bits
-    implied = np.where(exponent > 0, 1 << fraction_bits, 0)
-    power = np.maximum(exponent, 1) - bias - fraction_bits
-    table = np.ldexp((fraction + implied).astype(np.float64), power)
-    if dtype == "float8_e5m2":
-        table[exponent == 31] = np.nan
-        table[0x7C] = table[0xFC] = np.inf
-    elif not fnuz:
-        table[(code & 0x7F) == 0x7F] = np.nan
-    table = np.where(code >= 128, -table, table)
-    if fnuz:
-        table[0x80] = np.nan
-    result: NDArray[np.float32] = table.astype(np.float32)
-    return result

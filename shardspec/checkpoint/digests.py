@@ -1,5 +1,6 @@
 """CRC-32 of stored boxes, taken on the bytes as they pass through and compared when all have."""
 
+from collections.abc import Iterable
 from math import prod
 from typing import Final, TypeAlias
 
@@ -71,14 +72,16 @@ class Checks:
     Parameters
     ----------
     tensor
-        The tensor; those of its boxes that have a digest are checked.
+        The tensor.
+    boxes
+        Those of its boxes that are followed, if they have a digest; all unless stated.
     """
 
-    def __init__(self, tensor: StoredTensor) -> None:
+    def __init__(self, tensor: StoredTensor, boxes: Iterable[StoredBox] | None = None) -> None:
         self._tensor = tensor
         self._open: dict[StoredBox, _Follow] = {
             stored: _Follow(stored, stored.digest)
-            for stored in tensor.boxes
+            for stored in (tensor.boxes if boxes is None else boxes)
             if stored.digest is not None
         }
 

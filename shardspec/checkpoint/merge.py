@@ -1,76 +1,85 @@
-"""Merging a checkpoint into one file of whole tensors, in one process and little memory."""
+"""Merging a checkpoint into whole tensors, in one process and little memory."""
 
-import os
-import stat
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
-from shardspec.checkpoint.copy import Buffers, FileSink, copy_box, write_all
-from shardspec.checkpoint.digests import Checks
-from shardspec.checkpoint.files import OpenFiles, reason
+from shardspec.checkpoint.destination import check_destination
+from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.output import write_atomically
 from shardspec.checkpoint.replicas import check_replicas
-from shardspec.checkpoint.safetensors_file import Header, TensorSlot, encode_header
+from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.select import Renames, plain, select, tied
 from shardspec.checkpoint.source import CheckpointSource
+from shardspec.checkpoint.targets import Target, Wanted
 from shardspec.checkpoint.tiling import check_tiling
-from shardspec.errors import CheckpointError, OutputExistsError
+from shardspec.checkpoint.write import Progress, write_target
+from shardspec.checkpoint.writers.dcp import dcp_target
+from shardspec.checkpoint.writers.huggingface import huggingface_target
+from shardspec.checkpoint.writers.safetensors_file import safetensors_target
+from shardspec.checkpoint.writers.torch_file import torch_target
+from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
 
-__all__ = ["MergeReport", "Progress", "merge"]
+__all__ = ["MERGED_FORMS", "MergedForm", "check_tensors", "merge", "produce"]
 
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes written so far and the bytes to write in all."""
-
-
-@dataclass(frozen=True, slots=True)
-class MergeReport:
-    """What a merge has written."""
-
-    path: Path
-    """The file."""
-    tensors: int
-    num_bytes: int
-    """Size of the file."""
-    seconds: float
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values."""
-        return {
-            "path": str(self.path),
-            "tensors": self.tensors,
-            "bytes": self.num_bytes,
-            "seconds": self.seconds,
-        }
+MergedForm: TypeAlias = Literal["safetensors", "huggingface", "torch", "dcp"]
+MERGED_FORMS: Final[tuple[MergedForm, ...]] = get_args(MergedForm)
+_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 
 
 def merge(
     directory: Path | str,
     output: Path | str,
     *,
+    form: MergedForm | None = None,
+    max_shard_bytes: int | None = None,
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Renames = (),
+    threads: int = 1,
     force: bool = False,
     verify: bool = True,
+    dry_run: bool = False,
     progress: Progress | None = None,
-) -> MergeReport:
-    """Write the whole tensors of a checkpoint into one safetensors file.
+) -> WriteReport:
+    """Write the whole tensors of a checkpoint into one file, or into files of a limited size.
 
-    Everything is checked before the first byte is written: headers against the sharding info, that
-    the boxes of every tensor tile it, and that boxes stored twice agree. Pending reductions are
-    finished. The file appears under its name when it is complete. Needs neither torch nor a
-    process group, and memory that does not grow with the checkpoint.
+    Everything is checked before the first byte is written: headers against what describes them,
+    that the boxes of every tensor tile it, and that boxes stored twice agree. Pending reductions
+    are finished. The output appears under its name when it is complete, was flushed to the disk,
+    read again and found to be right. Needs neither torch nor a process group, and memory that does
+    not grow with the checkpoint.
 
     Parameters
     ----------
     directory
-        What `save_sharded` wrote.
+        A checkpoint in any form that `open_checkpoint` knows.
     output
-        The file to write.
+        The file to write; a directory for the forms ``"huggingface"`` and ``"dcp"``.
+    form
+        What to write. By default a torch file if the output ends in ``.pt``, ``.pth`` or ``.bin``,
+        ``"huggingface"`` if there is a limit to its files, else one safetensors file.
+    max_shard_bytes
+        Most bytes of tensors in a file of the form ``"huggingface"``; 5 GB by default.
+    dtype
+        What floating point tensors are cast to; by default none is.
+    include, exclude, rename
+        Which tensors, and their names; as for `select`.
+    threads
+        How many files are written at once.
     force
-        Replace the file if it exists.
+        Replace the output if it exists.
     verify
-        Compare every byte that is read with the digests of the checkpoint, where it has them.
+        Compare every byte that is read with the digests of the checkpoint, where it has them, and
+        what was written with what should be there.
+    dry_run
+        Check everything and write nothing.
     progress
         Called with the bytes written so far and in all.
 
@@ -95,78 +104,136 @@ def merge(
     (1, 144)
     """
     started = time.monotonic()
+    chosen = _form(Path(output), form, max_shard_bytes)
     source = open_checkpoint(directory)
-    path = _check_output(Path(output), source, force)
-    slots = []
+    wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
+    target = _target(chosen, Path(output), source, wanted, max_shard_bytes)
+    return produce(
+        source,
+        wanted,
+        target,
+        Path(output),
+        chosen,
+        started=started,
+        threads=threads,
+        force=force,
+        verify=verify,
+        dry_run=dry_run,
+        progress=progress,
+    )
+
+
+def _form(output: Path, form: MergedForm | None, max_shard_bytes: int | None) -> MergedForm:
+    if form is None:
+        if max_shard_bytes is not None:
+            return "huggingface"
+        return "torch" if output.suffix in _TORCH_SUFFIXES else "safetensors"
+    if form not in MERGED_FORMS:
+        raise CheckpointError(f"there is no form {form!r}; choose one of {', '.join(MERGED_FORMS)}")
+    if max_shard_bytes is not None and form != "huggingface":
+        raise CheckpointError(
+            f"the form {form!r} has no limit of the size of its files; leave it out, or choose "
+            "the form 'huggingface'"
+        )
+    return form
+
+
+_SHARD_BYTES: Final = 5 * 10**9
+"""What transformers takes for the largest file unless told otherwise."""
+
+
+def _target(
+    form: MergedForm,
+    output: Path,
+    source: CheckpointSource,
+    wanted: Sequence[Wanted],
+    max_shard_bytes: int | None,
+) -> Target:
+    match form:
+        case "safetensors":
+            return safetensors_target(output.name, wanted)
+        case "huggingface":
+            limit = _SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
+            if limit < 1:
+                raise CheckpointError(f"a file of at most {limit} bytes holds nothing")
+            return huggingface_target(wanted, limit)
+        case "torch":
+            return torch_target(output.name, wanted, plain(source.others), tied(source, wanted))
+        case "dcp":
+            alone = DeviceMesh((0,), (1,))
+            whole = {
+                tensor.name: Layout(
+                    alone, ShardingSpec(len(tensor.shape), {}), tensor.shape, tensor.dtype
+                )
+                for tensor in wanted
+            }
+            return dcp_target(alone, wanted, whole, plain(source.others))
+
+
+def produce(
+    source: CheckpointSource,
+    wanted: Sequence[Wanted],
+    target: Target,
+    output: Path,
+    form: str,
+    *,
+    started: float,
+    threads: int,
+    force: bool,
+    verify: bool,
+    dry_run: bool,
+    progress: Progress | None,
+) -> WriteReport:
+    """Check that an output can be made of a source and may be written, and write it.
+
+    Raises
+    ------
+    OutputExistsError, CheckpointError
+        As for `merge`.
+    """
+    if threads < 1:
+        raise CheckpointError(f"{threads} threads write nothing; give at least 1")
+    path = check_destination(output, source, directory=target.directory, force=force)
+    check_tensors(source, wanted, trust_digests=verify)
+    report = WriteReport(
+        output,
+        form,
+        source.format,
+        len(wanted),
+        tuple(file.name for file in target.files),
+        target.num_bytes,
+        0.0,
+        None,
+        tuple(sorted(source.others.keys() - target.carried)),
+        written=False,
+    )
+    if dry_run:
+        return replace(report, seconds=time.monotonic() - started)
+    done = write_target(
+        source, target, path, overwrite=force, verify=verify, threads=threads, progress=progress
+    )
+    return replace(
+        report,
+        files=done.files,
+        num_bytes=done.num_bytes,
+        crc32=done.crc32,
+        seconds=time.monotonic() - started,
+        written=True,
+    )
+
+
+def check_tensors(
+    source: CheckpointSource, wanted: Sequence[Wanted], *, trust_digests: bool
+) -> None:
+    """Check that the boxes of every tensor tile it, and that those stored twice agree.
+
+    Raises
+    ------
+    CheckpointError
+        If they do not.
+    """
     with OpenFiles() as files:
-        for name in source.names:
+        for name in sorted({tensor.source for tensor in wanted}):
             tensor = source.tensor(name)
             for group in check_tiling(tensor):
-                check_replicas(tensor, group, files)
-            slots.append(TensorSlot(name, tensor.dtype, tensor.shape))
-        head, header = encode_header(slots, {"format": "pt"})
-        write_atomically(
-            path,
-            header.file_bytes,
-            lambda fd: _fill(fd, path, head, header, source, files, progress, verify),
-            overwrite=force,
-        )
-    return MergeReport(Path(output), len(slots), header.file_bytes, time.monotonic() - started)
-
-
-def _fill(
-    fd: int,
-    path: Path,
-    head: bytes,
-    header: Header,
-    source: CheckpointSource,
-    files: OpenFiles,
-    progress: Progress | None,
-    verify: bool,
-) -> None:
-    """Write the header, then tensor by tensor in the order of the file."""
-    done = 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        if progress is not None:
-            progress(done, header.file_bytes)
-
-    write_all(fd, memoryview(head), 0, path)
-    advance(len(head))
-    buffers = Buffers()
-    for entry in header.entries:
-        tensor = source.tensor(entry.name)
-        whole = tuple((0, size) for size in tensor.shape)
-        sink = FileSink(fd, path, entry.offset, buffers, advance)
-        checks = Checks(tensor) if verify else None
-        copy_box(tensor, whole, sink, files, buffers, checks=checks)
-
-
-def _check_output(output: Path, source: CheckpointSource, force: bool) -> Path:
-    """Return the file to write, links followed, once it is clear that writing it does no harm."""
-    path = Path(os.path.realpath(output))
-    try:
-        at = path.stat()
-    except FileNotFoundError:
-        if not path.parent.is_dir():
-            raise CheckpointError(
-                f"{output}: its directory {path.parent} does not exist; make it first"
-            ) from None
-        return path
-    except OSError as error:
-        raise CheckpointError(f"{output}: cannot be written: {reason(error)}") from None
-    if not stat.S_ISREG(at.st_mode):
-        kind = "a directory" if stat.S_ISDIR(at.st_mode) else "no regular file"
-        raise CheckpointError(f"{output}: is {kind}; name a file to write")
-    for file in source.files:
-        if path.samefile(file):
-            raise CheckpointError(
-                f"{output}: is {file.name} of the checkpoint itself; choose another name"
-            )
-    if not force:
-        raise OutputExistsError(
-            f"{output}: exists; choose another name, or overwrite it with --force (force=True)"
-        )
-    return path
+                check_replicas(tensor, group, files, trust_digests=trust_digests)

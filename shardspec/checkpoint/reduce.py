@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardspec.checkpoint.numbers import narrow, numbers
 from shardspec.checkpoint.regions import Bytes
 from shardspec.checkpoint.source import Pending
 from shardspec.comm.steps import ReduceOp
@@ -69,25 +70,10 @@ class Reduction:
         with np.errstate(all="ignore"):
             if self._divisor != 1:
                 total /= self._divisor
-            out[:] = _narrow(total, self._dtype).view(np.uint8)
+            out[:] = narrow(total, self._dtype)
 
 
 def _widen(raw: Bytes, dtype: str) -> NDArray[Any]:
     """Return the numbers that bytes hold, in the type in which they are combined."""
-    if dtype == "bfloat16":
-        # bfloat16 is the upper half of a float32.
-        return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if dtype == "float16":
-        return raw.view(np.float16).astype(np.float32)
-    return raw.view(np.dtype(dtype))
-
-
-def _narrow(total: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Return numbers in their own type, rounded to nearest, ties to even."""
-    if dtype == "bfloat16":
-        bits = total.view(np.uint32)
-        rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        # Rounding could carry a NaN into infinity; torch writes this NaN instead.
-        half = np.where(np.isnan(total), np.uint32(0x7FC0), rounded >> np.uint32(16))
-        return half.astype(np.uint16)
-    return total.astype(np.dtype(dtype), copy=False)
+    values = numbers(raw, dtype)
+    return values.astype(np.float32) if dtype == "float16" else values

@@ -15,7 +15,16 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["CheckpointSource", "Digest", "Pending", "StoredBox", "StoredTensor", "box_text"]
+__all__ = [
+    "CheckpointSource",
+    "Described",
+    "Digest",
+    "Pending",
+    "StoredBox",
+    "StoredTensor",
+    "box_text",
+    "distinct",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,22 @@ class StoredTensor:
     """Every stored box; one box may be stored more than once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Stands for a value that was not read, because reading it could run code."""
+
+    text: str
+    """What it is."""
+
+
+def distinct(tensor: StoredTensor) -> tuple[StoredBox, ...]:
+    """Return the boxes of a tensor without copies: of each part, the one stored first."""
+    first: dict[tuple[tuple[int, ...], Box], StoredBox] = {}
+    for stored in tensor.boxes:
+        first.setdefault((stored.addend, stored.box), stored)
+    return tuple(first.values())
+
+
 class CheckpointSource(Protocol):
     """A checkpoint that can be read."""
 
@@ -104,7 +129,7 @@ class CheckpointSource(Protocol):
 
     @property
     def others(self) -> Mapping[str, object]:
-        """Entries that are no tensors, by name: plain values, or text that describes them."""
+        """Entries that are no tensors, by name: plain values, or `Described` ones."""
         ...
 
     def tensor(self, name: str) -> StoredTensor:

@@ -24,11 +24,15 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "diff": ("shardspec.cli.diff", "Compare two checkpoints tensor by tensor."),
     "graph": ("shardspec.cli.graph", "Draw the specs and the steps among them, and a plan's path."),
     "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
-    "merge": ("shardspec.cli.merge", "Write the whole tensors of a checkpoint into one file."),
+    "merge": (
+        "shardspec.cli.merge",
+        "Write the whole tensors of a checkpoint into files.",
+    ),
     "plan": ("shardspec.cli.plan", "Plan the cheapest conversion between two specs, on paper."),
     "profile": ("shardspec.cli.profile", "Measure the links of a cluster, under torchrun."),
     "show": ("shardspec.cli.show", "Show which devices hold which part of a tensor."),
     "presets": ("shardspec.cli.presets", "Show the links that --links knows, with their sources."),
+    "reshard": ("shardspec.cli.reshard", "Write a checkpoint as another mesh would have saved it."),
     "verify": ("shardspec.cli.verify", "Check that a checkpoint is whole and as it was saved."),
 }
 """Name to the module whose `command` it is, and one line of help: nothing is imported for it."""

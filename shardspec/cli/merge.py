@@ -1,15 +1,12 @@
 """The command `shardspec merge`."""
 
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-from shardspec.checkpoint.merge import Progress, merge
-from shardspec.text import bytes_text, seconds_text
+from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm, merge
+from shardspec.cli.arguments import parse_bytes, parsed
+from shardspec.cli.writing import output_option, progress_bar, report_written, writing_options
 
 __all__ = ["command"]
 
@@ -19,60 +16,66 @@ __all__ = ["command"]
     epilog="""\b
 Examples:
   shardspec merge ckpt -o model.safetensors
+  shardspec merge ckpt -o model.safetensors --dtype bf16 --exclude 'optim.*'
+  shardspec merge ckpt -o model --max-shard-size 5GB --threads 2
+  shardspec merge ckpt -o model.pt
   shardspec merge ckpt -o model.safetensors --force --json
 """,
 )
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
+@output_option("The file to write; a directory for the forms huggingface and dcp.")
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="OUT",
-    help="The safetensors file to write.",
+    "--to",
+    "form",
+    type=click.Choice(MERGED_FORMS),
+    help="The form of OUT: one safetensors file (default), safetensors files with an index "
+    "(default with --max-shard-size), a file for torch.load (default if OUT ends in .pt, .pth or "
+    ".bin), or a directory for torch.distributed.checkpoint.",
 )
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option(
-    "--no-verify", is_flag=True, help="Do not compare bytes with the digests that were saved."
+    "--max-shard-size",
+    "max_shard_bytes",
+    callback=parsed(parse_bytes),
+    metavar="SIZE",
+    help="Most bytes of tensors in a file, as 5GB or 500MiB.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@writing_options
 def command(
-    checkpoint: Path, output: Path, force: bool, no_verify: bool, as_json: bool, quiet: bool
+    checkpoint: Path,
+    output: Path,
+    form: MergedForm | None,
+    max_shard_bytes: int | None,
+    dtype: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    rename: tuple[tuple[str, str], ...],
+    threads: int,
+    force: bool,
+    no_verify: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
-    """Write the whole tensors of the checkpoint CKPT into one safetensors file.
+    """Write the whole tensors of the checkpoint CKPT into one file, or files of a limited size.
 
-    Checks first that headers agree with the sharding info, that the boxes of every tensor tile it
-    and that boxes stored twice agree; finishes pending reductions. OUT appears when it is complete.
+    CKPT may be of any form that can be read. Checks first that what describes it agrees with its
+    files, that the boxes of every tensor tile it and that boxes stored twice agree; finishes
+    pending reductions. OUT appears when it is complete and was read again.
     """
-    with _progress(sys.stderr.isatty() and not (quiet or as_json)) as progress:
-        report = merge(checkpoint, output, force=force, verify=not no_verify, progress=progress)
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-    elif not quiet:
-        rate = bytes_text(report.num_bytes / max(report.seconds, 1e-9))
-        click.echo(
-            f"{report.path}: {report.tensors} tensors, {bytes_text(report.num_bytes)} in "
-            f"{seconds_text(report.seconds)} ({rate}/s)"
+    with progress_bar(not (quiet or as_json), "merge") as progress:
+        report = merge(
+            checkpoint,
+            output,
+            form=form,
+            max_shard_bytes=max_shard_bytes,
+            dtype=dtype,
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            threads=threads,
+            force=force,
+            verify=not no_verify,
+            dry_run=dry_run,
+            progress=progress,
         )
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[Progress | None]:
-    """Give a callback that draws a bar on the terminal, or none."""
-    if not shown:
-        yield None
-        return
-    # Only here, so that scripts do not pay for it.
-    from rich import progress as rich
-    from rich.console import Console
-
-    columns = (
-        rich.BarColumn(),
-        rich.DownloadColumn(binary_units=True),
-        rich.TransferSpeedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("merge", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    report_written(report, as_json=as_json, quiet=quiet)

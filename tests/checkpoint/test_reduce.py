@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.reduce import Reduction, _narrow
+from shardspec.checkpoint.numbers import narrow
+from shardspec.checkpoint.reduce import Reduction
 from shardspec.checkpoint.source import Pending
 from shardspec.comm.reduce import combine
 from shardspec.comm.steps import ReduceOp
@@ -72,7 +73,7 @@ def test_float32_rounds_to_bfloat16_as_in_torch():
     for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         numbers = (upper | lower).view(np.float32)
         expected = torch.from_numpy(numbers.copy()).bfloat16()
-        found = torch.from_numpy(_narrow(numbers, "bfloat16").view(np.int16)).view(torch.bfloat16)
+        found = torch.from_numpy(narrow(numbers, "bfloat16").view(np.int16)).view(torch.bfloat16)
         numbers_only = ~torch.isnan(expected)
         assert torch.equal(torch.isnan(found), ~numbers_only)
         assert torch.equal(

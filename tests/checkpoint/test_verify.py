@@ -11,7 +11,8 @@ import safetensors.torch
 import torch
 
 from shardspec import DeviceMesh, DTensor, save_sharded
-from shardspec.checkpoint.diff import diff_checkpoints, numbers
+from shardspec.checkpoint.diff import diff_checkpoints
+from shardspec.checkpoint.numbers import numbers
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import verify_checkpoint

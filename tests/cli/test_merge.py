@@ -1,6 +1,7 @@
 """The command `shardspec merge`."""
 
 import json
+import zlib
 import os
 import re
 import subprocess
@@ -41,7 +42,17 @@ def test_json(tmp_path):
     result = run(ckpt, "--output", out, "--json")
     report = json.loads(result.stdout)
     assert 0 < report.pop("seconds") < 60
-    assert report == {"path": str(out), "tensors": 2, "bytes": out.stat().st_size}
+    assert report == {
+        "path": str(out),
+        "form": "safetensors",
+        "read": "shardspec",
+        "tensors": 2,
+        "files": ["out"],
+        "bytes": out.stat().st_size,
+        "crc32": f"{zlib.crc32(out.read_bytes()):08x}",
+        "left_out": [],
+        "written": True,
+    }
 
 
 def test_quiet(tmp_path):

@@ -1,0 +1,101 @@
+"""Whether an output may be written where the user wants it, found out before anything is."""
+
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from shardspec.checkpoint.files import reason
+from shardspec.checkpoint.rename import exists
+from shardspec.checkpoint.source import CheckpointSource
+from shardspec.errors import CheckpointError
+
+__all__ = ["check_destination"]
+
+_OF_CHECKPOINTS: Final = (".safetensors", ".json", ".distcp", ".metadata", ".pt")
+"""How the names of files end that make up a checkpoint that may be replaced as a whole."""
+
+
+def check_destination(
+    output: Path, source: CheckpointSource, *, directory: bool, force: bool
+) -> Path:
+    """Return where to write, links followed, once it is clear that writing there does no harm.
+
+    Parameters
+    ----------
+    output
+        What the user named.
+    source
+        The checkpoint that is read; no part of it is written over.
+    directory
+        Whether a directory is to be written.
+    force
+        Whether what is there may be replaced.
+
+    Raises
+    ------
+    OutputExistsError
+        If it exists and `force` is not set.
+    CheckpointError
+        If it cannot be written, is of another kind, belongs to the source, or is a directory that
+        holds more than a checkpoint.
+    """
+    if "\0" in str(output):
+        raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
+    path = Path(os.path.realpath(output))
+    try:
+        at = path.stat()
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise CheckpointError(
+                f"{output}: its directory {path.parent} does not exist; make it first"
+            ) from None
+        return path
+    except OSError as error:
+        raise CheckpointError(f"{output}: cannot be written: {reason(error)}") from None
+    if directory:
+        _check_directory(output, path, at, source, force)
+    else:
+        _check_file(output, path, at, source, force)
+    return path
+
+
+def _check_file(
+    output: Path, path: Path, at: os.stat_result, source: CheckpointSource, force: bool
+) -> None:
+    if not stat.S_ISREG(at.st_mode):
+        kind = "a directory" if stat.S_ISDIR(at.st_mode) else "no regular file"
+        raise CheckpointError(f"{output}: is {kind}; name a file to write")
+    for file in source.files:
+        if path.samefile(file):
+            raise CheckpointError(
+                f"{output}: is {file.name} of the checkpoint itself; choose another name"
+            )
+    if not force:
+        raise exists(output)
+
+
+def _check_directory(
+    output: Path, path: Path, at: os.stat_result, source: CheckpointSource, force: bool
+) -> None:
+    if not stat.S_ISDIR(at.st_mode):
+        raise CheckpointError(f"{output}: is a file; name a directory to write")
+    for file in source.files:
+        if path in Path(os.path.realpath(file)).parents:
+            raise CheckpointError(
+                f"{output}: holds the checkpoint itself; choose another directory"
+            )
+    if not force:
+        raise exists(output)
+    try:
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+            plain = entry.is_file(follow_symlinks=False)
+            if not plain or not entry.name.endswith(_OF_CHECKPOINTS):
+                raise CheckpointError(
+                    f"{output}: holds {entry.name!r}, which is no part of a checkpoint, so the "
+                    "directory is not replaced; choose another one"
+                )
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{output}: cannot be read: {reason(error)}") from None

@@ -1,0 +1,47 @@
+"""What a merge or a reshard has done, or would do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardspec.checkpoint.digests import crc_text
+
+__all__ = ["WriteReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReport:
+    """What was written, or what would be."""
+
+    path: Path
+    """The output, as the user named it."""
+    form: str
+    """What it is."""
+    read: str
+    """What the source is."""
+    tensors: int
+    files: tuple[str, ...]
+    """Names of the files; that of the output itself if it is one."""
+    num_bytes: int
+    """Size of all files."""
+    seconds: float
+    crc32: int | None
+    """CRC-32 of all files in their order; None if it was not taken."""
+    left_out: tuple[str, ...]
+    """Entries of the source that are no tensors, and that the output does not hold."""
+    written: bool
+    """False if nothing was written because that was asked for."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values."""
+        return {
+            "path": str(self.path),
+            "form": self.form,
+            "read": self.read,
+            "tensors": self.tensors,
+            "files": list(self.files),
+            "bytes": self.num_bytes,
+            "seconds": self.seconds,
+            "crc32": None if self.crc32 is None else crc_text(self.crc32),
+            "left_out": list(self.left_out),
+            "written": self.written,
+        }

@@ -1,0 +1,202 @@
+"""Resharding on disk: a checkpoint cut for one mesh becomes one cut for another."""
+
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, get_args
+
+from shardspec.checkpoint.files import reason
+from shardspec.checkpoint.merge import produce
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.select import Renames, plain, select
+from shardspec.checkpoint.source import CheckpointSource
+from shardspec.checkpoint.targets import Wanted
+from shardspec.checkpoint.write import Progress
+from shardspec.checkpoint.writers.dcp import dcp_target
+from shardspec.checkpoint.writers.sharded import sharded_target
+from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
+from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.rules import match_rules
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["RESHARDED_FORMS", "ReshardedForm", "read_rules", "reshard"]
+
+ReshardedForm: TypeAlias = Literal["shardspec", "dcp"]
+RESHARDED_FORMS: Final[tuple[ReshardedForm, ...]] = get_args(ReshardedForm)
+
+
+def reshard(
+    directory: Path | str,
+    output: Path | str,
+    *,
+    mesh: DeviceMesh | None = None,
+    rules: Mapping[str, SpecLike] | None = None,
+    like: Path | str | None = None,
+    form: ReshardedForm = "shardspec",
+    dtype: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Renames = (),
+    threads: int = 1,
+    force: bool = False,
+    verify: bool = True,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> WriteReport:
+    """Write a checkpoint of any form as one that the ranks of a mesh could have saved.
+
+    Parameters
+    ----------
+    directory
+        A checkpoint in any form that `open_checkpoint` knows.
+    output
+        The directory to write.
+    mesh
+        The devices to cut for.
+    rules
+        Name pattern to spec, matched against the new names as by `match_rules`. A tensor that no
+        rule matches is kept whole on every device.
+    like
+        A checkpoint that says mesh and specs, instead of the two above: every tensor is cut as
+        the one of its name there.
+    form
+        shardspec's own, or that of `torch.distributed.checkpoint`.
+    dtype, include, exclude, rename, threads, force, verify, dry_run, progress
+        As for `merge`.
+
+    Raises
+    ------
+    LayoutError, AxisError
+        If the rules do not fit the tensors or the mesh.
+    OutputExistsError, CheckpointError
+        As for `merge`.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from shardspec import save_sharded
+    >>> place = Path(tempfile.mkdtemp())
+    >>> save_sharded({"w": torch.arange(12.0).view(4, 3)}, place / "whole")
+    >>> mesh = DeviceMesh(range(4), (4,))
+    >>> report = reshard(place / "whole", place / "cut", mesh=mesh, rules={"w": "[S0,R]"})
+    >>> len(report.files)
+    5
+    """
+    started = time.monotonic()
+    source = open_checkpoint(directory)
+    wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
+    if like is not None:
+        if mesh is not None or rules is not None:
+            raise CheckpointError("give either a checkpoint to cut like, or a mesh and rules")
+        onto, layouts = _like(open_checkpoint(like), wanted)
+    elif mesh is not None:
+        onto, layouts = mesh, _by_rules(mesh, rules or {}, wanted)
+    else:
+        raise CheckpointError("give the mesh to cut for (--mesh), or a checkpoint to cut like")
+    if form not in RESHARDED_FORMS:
+        raise CheckpointError(
+            f"there is no form {form!r} for shards; choose one of {', '.join(RESHARDED_FORMS)}"
+        )
+    if form == "dcp":
+        target = dcp_target(onto, wanted, layouts, plain(source.others))
+    else:
+        target = sharded_target(onto, wanted, layouts)
+    return produce(
+        source,
+        wanted,
+        target,
+        Path(output),
+        form,
+        started=started,
+        threads=threads,
+        force=force,
+        verify=verify,
+        dry_run=dry_run,
+        progress=progress,
+    )
+
+
+def _by_rules(
+    mesh: DeviceMesh, rules: Mapping[str, SpecLike], wanted: Sequence[Wanted]
+) -> dict[str, Layout]:
+    """Return how each tensor is cut."""
+    specs = match_rules(rules, {tensor.name: len(tensor.shape) for tensor in wanted})
+    layouts = {}
+    for tensor in wanted:
+        spec = specs.get(tensor.name, ShardingSpec(len(tensor.shape), {}))
+        if spec.partials:
+            raise LayoutError(
+                f"tensor {tensor.name!r}: spec {spec} has pending reductions, but what is written "
+                "has none; leave them out"
+            )
+        try:
+            layouts[tensor.name] = Layout(mesh, spec, tensor.shape, tensor.dtype)
+        except ShardSpecError as error:
+            raise LayoutError(f"tensor {tensor.name!r}: {error}") from None
+    return layouts
+
+
+def _like(
+    other: CheckpointSource, wanted: Sequence[Wanted]
+) -> tuple[DeviceMesh, dict[str, Layout]]:
+    """Return the mesh of another checkpoint, and each tensor cut as there."""
+    if other.mesh is None:
+        raise CheckpointError(
+            f"{other.directory}: a checkpoint in the form of {other.format} does not say its mesh "
+            "and specs; give --mesh and --rules"
+        )
+    known = set(other.names)
+    layouts = {}
+    for tensor in wanted:
+        if tensor.name not in known:
+            raise CheckpointError(
+                f"{other.directory}: has no tensor {tensor.name!r} that says how to cut it; "
+                "--rename it, --exclude it, or give --mesh and --rules"
+            )
+        spec = other.tensor(tensor.name).spec
+        if spec is None or spec.dims != len(tensor.shape):
+            said = "does not say how it is cut" if spec is None else f"cuts it by {spec}"
+            raise CheckpointError(
+                f"{other.directory}: {said}, but tensor {tensor.name!r} has {len(tensor.shape)} "
+                "dims; give --mesh and --rules"
+            )
+        layouts[tensor.name] = Layout(
+            other.mesh, spec.without_partial(), tensor.shape, tensor.dtype
+        )
+    return other.mesh, layouts
+
+
+def read_rules(path: Path) -> dict[str, str]:
+    """Read rules from a TOML file: one line a pattern, ``"*.weight" = "[S0,R]"``.
+
+    Raises
+    ------
+    CheckpointError
+        If the file cannot be read, is no TOML, or holds something else.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "rules.toml"
+    >>> _ = path.write_text('"*.weight" = "[S0,R]"')
+    >>> read_rules(path)
+    {'*.weight': '[S0,R]'}
+    """
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f'{path}: is no TOML: {error}; write one rule a line: "*.weight" = "[S0,R]"'
+        ) from None
+    for pattern, spec in table.items():
+        if not isinstance(spec, str):
+            raise CheckpointError(
+                f"{path}: the rule of {pattern!r} is {spec!r}, not a spec in quotes; a pattern "
+                "with dots or stars has to be in quotes too"
+            )
+    return {pattern: str(spec) for pattern, spec in table.items()}

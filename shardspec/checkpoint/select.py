@@ -1,0 +1,154 @@
+"""Which tensors of a checkpoint are wanted, under which names and in which dtype."""
+
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from shardspec.checkpoint.numbers import is_cast
+from shardspec.checkpoint.source import CheckpointSource
+from shardspec.checkpoint.targets import Wanted
+from shardspec.dtypes import dtype_name, is_floating
+from shardspec.errors import CheckpointError, DTypeError
+
+__all__ = ["Renames", "plain", "select", "tied"]
+
+Renames: TypeAlias = Sequence[tuple[str, str]]
+"""Pairs of a regular expression and what its first match in a name is replaced with."""
+
+
+def select(
+    source: CheckpointSource,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Renames = (),
+    dtype: str | None = None,
+) -> list[Wanted]:
+    """Return what is wanted of a checkpoint, sorted by its new names.
+
+    Parameters
+    ----------
+    source
+        The checkpoint.
+    include, exclude
+        Name patterns as in a shell (``*``, ``?``, ``[abc]``). Tensors that match any of `include`
+        (all, if there is none) and none of `exclude` are wanted.
+    rename
+        Regular expressions and their replacements, one after the other; see `re.sub`.
+    dtype
+        What floating point tensors are cast to; others, and complex ones, stay as they are.
+
+    Raises
+    ------
+    CheckpointError
+        If a pattern matches nothing, an expression is none, two tensors get the same name, or
+        nothing is left.
+    DTypeError
+        If the dtype is unknown or not of floating point numbers.
+    """
+    target = None if dtype is None else _float_dtype(dtype)
+    names = [name for name in source.names if not include or _any(name, include)]
+    for pattern in (*include, *exclude):
+        if not any(fnmatchcase(name, pattern) for name in source.names):
+            shown = ", ".join(map(repr, source.names[:3])) or "(there are none)"
+            raise CheckpointError(
+                f"pattern {pattern!r} matches no tensor of {source.directory}; the names start "
+                f"with {shown}"
+            )
+    names = [name for name in names if not _any(name, exclude)]
+    if not names and source.names:
+        raise CheckpointError(f"no tensor of {source.directory} is left to write")
+    renamed = _renamed(names, rename)
+    wanted = []
+    for name in names:
+        tensor = source.tensor(name)
+        cast = target is not None and is_cast(tensor.dtype, target)
+        wanted.append(
+            Wanted(renamed[name], name, tensor.shape, target if cast and target else tensor.dtype)
+        )
+    return sorted(wanted, key=lambda tensor: tensor.name)
+
+
+def _any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _float_dtype(dtype: str) -> str:
+    name = dtype_name(dtype)
+    if not is_floating(name) or name.startswith("complex"):
+        raise DTypeError(
+            f"cannot cast to {name}: only floating point tensors are cast, to another floating "
+            "point dtype such as bf16"
+        )
+    return name
+
+
+def _renamed(names: Sequence[str], rename: Renames) -> Mapping[str, str]:
+    """Return the new name of every tensor."""
+    found = dict.fromkeys(names, "")
+    expressions = []
+    for pattern, replacement in rename:
+        try:
+            expressions.append((re.compile(pattern), replacement))
+        except re.error as error:
+            raise CheckpointError(
+                f"{pattern!r} is no regular expression: {error}; escape what should stand for "
+                "itself with a backslash"
+            ) from None
+    old: dict[str, str] = {}
+    for name in names:
+        new = name
+        for expression, replacement in expressions:
+            try:
+                new = expression.sub(replacement, new, count=1)
+            except (re.error, IndexError) as error:
+                raise CheckpointError(f"cannot replace by {replacement!r}: {error}") from None
+        if new in old:
+            raise CheckpointError(
+                f"tensors {old[new]!r} and {name!r} would both be named {new!r}; rename them apart"
+            )
+        if name and not new:
+            raise CheckpointError(f"tensor {name!r} would have no name left; rename it otherwise")
+        old[new] = name
+        found[name] = new
+    return found
+
+
+def plain(others: Mapping[str, object]) -> dict[str, object]:
+    """Return the values that torch can be given along with tensors: plain ones.
+
+    Examples
+    --------
+    >>> plain({"step": 7, "betas": (0.9, 0.95), "args": object()})
+    {'step': 7, 'betas': (0.9, 0.95)}
+    """
+    return {name: value for name, value in others.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def tied(source: CheckpointSource, wanted: Sequence[Wanted]) -> dict[str, str]:
+    """Return the tensors that are stored as another one: name to the first name of the same bytes.
+
+    Only what lies at the same places of the same files counts, never what has equal values.
+    """
+    first: dict[object, str] = {}
+    same = {}
+    for tensor in wanted:
+        stored = source.tensor(tensor.source)
+        places = frozenset((box.path, box.offset, box.box, box.strides) for box in stored.boxes)
+        if not places:
+            continue
+        key = (stored.shape, stored.dtype, tensor.dtype, places)
+        if key in first:
+            same[tensor.name] = first[key]
+        else:
+            first[key] = tensor.name
+    return same

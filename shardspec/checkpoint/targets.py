@@ -1,0 +1,96 @@
+"""What is to be written, as plain values: files, and the parts of tensors that they hold.
+
+A form of checkpoint says where everything goes; how the bytes get there, are checked and published
+is the same for all of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardspec.boxes import Box, box_size
+from shardspec.dtypes import item_bytes
+
+__all__ = ["Late", "OutputFile", "Piece", "Slot", "Target", "Wanted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor to be written."""
+
+    name: str
+    """Its name in the output."""
+    source: str
+    """Its name in the checkpoint that is read."""
+    shape: tuple[int, ...]
+    dtype: str
+    """The dtype in the output."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return box_size(tuple((0, size) for size in self.shape)) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Room in a file for a box of a tensor, row-major."""
+
+    tensor: Wanted
+    box: Box
+    offset: int
+    """Position of the first byte in the file."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the box is all of the tensor."""
+        return self.box == tuple((0, size) for size in self.tensor.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the box."""
+        return box_size(self.box) * item_bytes(self.tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes that are no tensor's, such as a header."""
+
+    offset: int
+    data: bytes
+
+
+Late: TypeAlias = Callable[[Sequence[int]], Sequence[Piece]]
+"""Makes, from the CRC-32 of every slot, the pieces that depend on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file to be written."""
+
+    name: str
+    """A plain name; that of the output itself if it is a file."""
+    num_bytes: int
+    pieces: tuple[Piece, ...]
+    slots: tuple[Slot, ...]
+    """In ascending order."""
+    late: Late | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A whole output: one file, or a directory of files."""
+
+    files: tuple[OutputFile, ...]
+    directory: bool
+    last: Callable[[Mapping[str, Sequence[int]]], Sequence[tuple[str, bytes]]] | None = None
+    """Makes, from the CRC-32 of every slot by file, the small files that say what is in it."""
+    digested: bool = False
+    """Whether the form needs the CRC-32 of every slot."""
+    carried: frozenset[str] = frozenset()
+    """Names of the values that are no tensors and go along."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files with tensors."""
+        return sum(file.num_bytes for file in self.files)

@@ -1,0 +1,118 @@
+"""Files that torch.load reads: a state dict of whole tensors, or one tensor of a DCP file.
+
+Source: torch/serialization.py and torch/_utils.py. Nothing of torch is needed to write them.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Final
+
+from shardspec.checkpoint.targets import OutputFile, Slot, Target, Wanted
+from shardspec.checkpoint.writers.pickles import Call, Name, Outside, pickled
+from shardspec.checkpoint.writers.zips import ZipPlan
+from shardspec.dtypes import item_bytes
+
+__all__ = ["add_state", "tensor_value", "torch_target"]
+
+_STORAGES: Final = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+"""Dtypes that have a storage of their own; the others are kept as bytes."""
+
+
+def tensor_value(shape: Sequence[int], dtype: str, key: str) -> Call:
+    """Return a tensor as torch pickles it, its bytes in the record `data/<key>`.
+
+    Examples
+    --------
+    >>> tensor_value((2, 3), "float32", "0").args[3]
+    (3, 1)
+    """
+    sizes = tuple(shape)
+    strides = tuple(prod(max(1, n) for n in sizes[dim + 1 :]) for dim in range(len(sizes)))
+    hooks = Call(Name("collections", "OrderedDict"))
+    count = prod(sizes)
+    kind = _STORAGES.get(dtype)
+    if kind is not None:
+        storage = Outside(("storage", Name("torch", kind), key, "cpu", count))
+        args = (storage, 0, sizes, strides, False, hooks)
+        return Call(Name("torch._utils", "_rebuild_tensor_v2"), args)
+    size = count * item_bytes(dtype)
+    untyped = Outside(("storage", Name("torch.storage", "UntypedStorage"), key, "cpu", size))
+    args_v3 = (untyped, 0, sizes, strides, False, hooks, Name("torch", dtype))
+    return Call(Name("torch._utils", "_rebuild_tensor_v3"), args_v3)
+
+
+def add_state(plan: ZipPlan, value: object, storages: Sequence[tuple[str, int]]) -> list[int]:
+    """Add to an archive what torch.save writes.
+
+    Parameters
+    ----------
+    plan
+        The archive, empty so far.
+    value
+        What is pickled.
+    storages
+        Key and bytes of every storage that the value refers to.
+
+    Returns
+    -------
+    list
+        Where in the file the bytes of each storage go.
+    """
+    plan.add("data.pkl", pickled(value))
+    plan.add(".format_version", b"1")
+    plan.add(".storage_alignment", b"64")
+    plan.add("byteorder", b"little")
+    places = [plan.add_tensor(f"data/{key}", num_bytes) for key, num_bytes in storages]
+    plan.add("version", b"3\n")
+    return places
+
+
+def torch_target(
+    name: str, tensors: Sequence[Wanted], others: Mapping[str, object], same: Mapping[str, str]
+) -> Target:
+    """Return the output that is one file for torch.load.
+
+    Parameters
+    ----------
+    name
+        Of the file.
+    tensors
+        What to write.
+    others
+        Values that are no tensors and go along.
+    same
+        Name of a tensor to that of another, listed before it, which shares its storage.
+    """
+    state: dict[str, object] = {}
+    keys: dict[str, str] = {}
+    stored: list[tuple[Wanted, str]] = []
+    for tensor in tensors:
+        first = same.get(tensor.name)
+        if first is None:
+            keys[tensor.name] = str(len(stored))
+            stored.append((tensor, keys[tensor.name]))
+        else:
+            keys[tensor.name] = keys[first]
+        state[tensor.name] = tensor_value(tensor.shape, tensor.dtype, keys[tensor.name])
+    plan = ZipPlan()
+    storages = [(key, tensor.num_bytes) for tensor, key in stored]
+    places = add_state(plan, {**state, **others}, storages)
+    slots = tuple(
+        Slot(tensor, tuple((0, size) for size in tensor.shape), place)
+        for (tensor, _), place in zip(stored, places, strict=True)
+    )
+    file = OutputFile(name, plan.num_bytes, tuple(plan.pieces()), slots, plan.late)
+    return Target((file,), directory=False, digested=True, carried=frozenset(others))

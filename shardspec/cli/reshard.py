@@ -1,0 +1,115 @@
+"""The command `shardspec reshard`."""
+
+from pathlib import Path
+
+import click
+
+from shardspec.checkpoint.reshard import RESHARDED_FORMS, ReshardedForm, read_rules, reshard
+from shardspec.cli.arguments import MeshShape, build_mesh, parse_mesh, parsed
+from shardspec.cli.writing import output_option, progress_bar, report_written, writing_options
+
+__all__ = ["command"]
+
+
+@click.command(
+    "reshard",
+    epilog="""\b
+Examples:
+  shardspec reshard ckpt -o cut --mesh 4x2 --rules rules.toml
+  shardspec reshard model.safetensors -o cut --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
+  shardspec reshard ckpt -o cut --like other_ckpt
+\b
+A file of rules has a line for each pattern of names:
+  "*.up.weight" = "[S1,R]"
+  "*.down.weight" = "[R,S1]"
+What no rule matches is kept whole on every device.
+""",
+)
+@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
+@output_option("The directory to write.")
+@click.option(
+    "--mesh",
+    callback=parsed(parse_mesh),
+    metavar="SHAPE",
+    help="Devices to cut for, outermost axis first: 2x4, or with names dp=2,tp=4.",
+)
+@click.option(
+    "--rules",
+    "rules_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="TOML file with name patterns and specs.",
+)
+@click.option(
+    "--rule",
+    "rule_pairs",
+    multiple=True,
+    nargs=2,
+    metavar="PATTERN SPEC",
+    help="One more rule; may be given several times.",
+)
+@click.option(
+    "--like",
+    type=click.Path(path_type=Path),
+    metavar="OTHER",
+    help="Cut as this checkpoint is, which says its mesh and specs.",
+)
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice(RESHARDED_FORMS),
+    default="shardspec",
+    show_default=True,
+    help="The form of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
+)
+@writing_options
+def command(
+    checkpoint: Path,
+    output: Path,
+    mesh: MeshShape | None,
+    rules_file: Path | None,
+    rule_pairs: tuple[tuple[str, str], ...],
+    like: Path | None,
+    form: ReshardedForm,
+    dtype: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    rename: tuple[tuple[str, str], ...],
+    threads: int,
+    force: bool,
+    no_verify: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Write the checkpoint CKPT as the ranks of another mesh would have saved it.
+
+    CKPT may be of any form that can be read; pending reductions are finished. OUT appears when it
+    is complete and was read again.
+    """
+    if (mesh is None) == (like is None):
+        raise click.UsageError("give either --mesh, with rules, or --like")
+    if like is not None and (rules_file is not None or rule_pairs):
+        raise click.UsageError("--like says how to cut; leave out --rules and --rule")
+    rules = dict(rule_pairs)
+    if rules_file is not None:
+        rules = {**read_rules(rules_file), **rules}
+    with progress_bar(not (quiet or as_json), "reshard") as progress:
+        report = reshard(
+            checkpoint,
+            output,
+            mesh=None if mesh is None else build_mesh(mesh, None, None, None, None),
+            rules=None if like is not None else rules,
+            like=like,
+            form=form,
+            dtype=dtype,
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            threads=threads,
+            force=force,
+            verify=not no_verify,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    report_written(report, as_json=as_json, quiet=quiet)
