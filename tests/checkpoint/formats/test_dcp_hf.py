@@ -1,0 +1,293 @@
+"""torch's per-rank safetensors, written by torch itself on gloo ranks, and then spoiled."""
+
+import json
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.open import open_checkpoint
+from tests.checkpoint.formats.reading import (
+    assert_merged_without_torch,
+    assert_same,
+    read_whole,
+    refused,
+)
+from tests.dist.processes import run_ranks
+
+NAME = "shard-{:05}-model-{:05}-of-{:05}.safetensors"
+FLOATS = {
+    "even": torch.arange(40, dtype=torch.bfloat16).view(8, 5),
+    "odd": torch.randn(7, 3, generator=torch.Generator().manual_seed(0)),
+    "few": torch.arange(3.0),
+    "whole": torch.arange(5.0),
+    "plain": torch.arange(6.0).view(2, 3),
+}
+MODEL = {
+    **FLOATS,
+    "grid": torch.arange(35, dtype=torch.int64).view(5, 7),
+    "mask": torch.arange(11) % 3 == 0,
+    "scale": torch.tensor(2.5),
+    "step": torch.tensor(17),
+    "none": torch.zeros(0, 4),
+}
+LINE = dict.fromkeys(("even", "odd", "few", "grid", "mask"), (Shard(0),))
+# FSDP2 (axis 0) around tensor parallel (axis 1), HSDP, and tensor parallel alone.
+SQUARE = {
+    "even": (_StridedShard(0, split_factor=2), Shard(0)),
+    "odd": (Shard(0), Shard(1)),
+    "few": (Replicate(), Shard(0)),
+    "grid": (Shard(0), Shard(1)),
+    "mask": (Shard(0), Shard(0)),
+}
+INDEX = {name: 1 + place % 2 for place, name in enumerate(["even", "odd", "grid", "mask"])}
+
+
+def state_on(mesh, model, placements):
+    rest = (Replicate(),) * mesh.ndim
+    return {
+        name: tensor
+        if name == "plain"
+        else distribute_tensor(tensor, mesh, placements.get(name, rest))
+        for name, tensor in model.items()
+    }
+
+
+def save(_, directory):
+    # Imported here: it takes seconds, and only the ranks need it.
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+    line = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2))
+    saves: list[tuple[Any, ...]] = [
+        ("line", line, MODEL, LINE, {}),
+        ("square", square, MODEL, SQUARE, {}),
+        ("split", line, {n: MODEL[n] for n in INDEX}, LINE, {"fqn_to_index_mapping": INDEX}),
+        ("both", line, FLOATS, LINE, {"enable_consolidation": True}),
+    ]
+    for name, mesh, model, placements, options in saves:
+        writer = HuggingFaceStorageWriter(str(directory / name), save_distributed=True, **options)
+        save_distributed(state_on(mesh, model, placements), storage_writer=writer)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("dcp_hf")
+    run_ranks(4, directory, save, directory)
+    return directory
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    return lambda name: shutil.copytree(saved / name, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["line", "square"])
+def test_what_torch_saves_is_read_whole(saved, name):
+    ckpt = saved / name
+    names = sorted(path.name for path in ckpt.iterdir())
+    assert names == [NAME.format(rank + 1, 1, 1) for rank in range(4)]
+    assert_same(read_whole(ckpt, ranks=4), MODEL)
+    source = open_checkpoint(ckpt, ranks=4)
+    assert source.format == "torch DCP, Hugging Face form"
+    assert [path.name for path in source.files] == names
+    for box in source.tensor("odd").boxes:
+        assert box.path.name == NAME.format(box.rank + 1, 1, 1)
+
+
+def test_files_by_tensor(saved):
+    assert len(list((saved / "split").iterdir())) == 8
+    assert_same(read_whole(saved / "split", ranks=4), {name: MODEL[name] for name in INDEX})
+
+
+def test_the_merged_model_confirms_the_shapes(saved, tmp_path):
+    ckpt = saved / "both" / "sharded"
+    merge(ckpt, tmp_path / "out.safetensors")
+    assert_same(safetensors.torch.load_file(tmp_path / "out.safetensors"), FLOATS)
+    assert_same(read_whole(saved / "both"), FLOATS)
+    assert_merged_without_torch(ckpt, tmp_path / "other.safetensors")
+
+
+def test_what_nothing_confirms_is_refused(saved):
+    assert refused(saved / "line") == (
+        f"{saved}/line: the last shard here is 4, and neither a whole shape nor the number of "
+        "ranks stands in the files, so that later ones may be missing without a trace; if there "
+        "were none, say so: --ranks 4 (ranks=4)"
+    )
+
+
+@pytest.mark.parametrize("name", ["line", "square"])
+@pytest.mark.parametrize("lost", range(1, 15))
+def test_every_set_of_missing_shards_is_refused(copied, name, lost):
+    ckpt = copied(name)
+    left = []
+    for rank in range(4):
+        if lost >> rank & 1:
+            (ckpt / NAME.format(rank + 1, 1, 1)).unlink()
+        else:
+            left.append(rank + 1)
+    message = refused(ckpt, ranks=4)
+    missing = min({1, 2, 3, 4} - set(left))
+    assert message == (
+        f"{ckpt}: holds shards of {len(left)} ranks, but 4 are said to have written some; shard "
+        f"{missing} is not there; restore what is missing or correct the number"
+    )
+    message = refused(ckpt)
+    if missing < left[-1]:
+        assert message.startswith(f"{ckpt}: shard {missing} is missing; restore it, or if")
+    else:
+        assert message.startswith(f"{ckpt}: the last shard here is {left[-1]}, and neither")
+
+
+def test_a_missing_middle_shard_leaves_a_hole_whatever_is_said(copied):
+    ckpt = copied("line")
+    (ckpt / NAME.format(2, 1, 1)).unlink()
+    assert "no file holds its part [2:4, 0:5]; restore the missing file" in refused(ckpt, ranks=3)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3, 4])
+def test_a_shard_that_the_merged_model_misses(copied, lost):
+    ckpt = copied("both")
+    (ckpt / "sharded" / NAME.format(lost, 1, 1)).unlink()
+    message = refused(ckpt / "sharded")
+    if lost == 4:
+        assert message == (
+            "tensor 'even' is bfloat16 of shape [6, 5] in the shards and bfloat16 of shape [8, 5] "
+            "in the merged files above them; a shard is missing, or the two are not of one save"
+        )
+    else:
+        assert ("no file holds its part" in message) or ("absent in the shards" in message)
+
+
+def test_a_missing_file_of_a_shard_with_several(copied):
+    ckpt = copied("split")
+    (ckpt / NAME.format(4, 1, 2)).unlink()
+    assert refused(ckpt, ranks=4) == (
+        f"{ckpt}: {NAME.format(4, 1, 2)} is missing; restore it, or put the merged files of the "
+        "same save above a folder 'sharded' to show that there was none"
+    )
+
+
+def test_swapped_names_change_nothing(copied):
+    """Where a box belongs stands in the file, not in its name."""
+    ckpt = copied("line")
+    first, last = ckpt / NAME.format(1, 1, 1), ckpt / NAME.format(4, 1, 1)
+    first.rename(ckpt / "x")
+    last.rename(first)
+    (ckpt / "x").rename(last)
+    assert_same(read_whole(ckpt, ranks=4), MODEL)
+
+
+def test_a_copy_in_place_of_another_shard(copied):
+    ckpt = copied("line")
+    shutil.copy(ckpt / NAME.format(1, 1, 1), ckpt / NAME.format(4, 1, 1))
+    assert refused(ckpt, ranks=4) == (
+        f"tensor 'grid': {ckpt}/{NAME.format(1, 1, 1)} and {ckpt}/{NAME.format(4, 1, 1)} both hold "
+        "its box [0:2, 0:7], which torch stores once; one is a copy, restore the right file"
+    )
+
+
+def respoil(ckpt, change, rank=2):
+    """Write a shard of the line again, its metadata and tensors changed."""
+    path = ckpt / NAME.format(rank, 1, 1)
+    with safetensors.safe_open(path, "pt") as file:
+        shard = SimpleNamespace(metadata=file.metadata(), tensors=safetensors.torch.load_file(path))
+    shard.info = json.loads(shard.metadata["DCP_SHARDING_INFO"])
+    change(shard)
+    if "DCP_SHARDING_INFO" in shard.metadata:
+        shard.metadata["DCP_SHARDING_INFO"] = json.dumps(shard.info)
+    safetensors.torch.save_file(shard.tensors, path, shard.metadata)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda s: s.metadata.update(DCP_VERSION="2.0"),
+            "{path}: its metadata says DCP_VERSION '2.0', but '1.0' is the one that can be read; "
+            "save again with a torch that writes it",
+        ),
+        (
+            lambda s: s.metadata.pop("DCP_SHARDING_INFO"),
+            "{path}: is named like a shard but does not say where its tensors belong (no "
+            "DCP_SHARDING_INFO in its metadata); the file was changed, restore it",
+        ),
+        (
+            lambda s: s.info.pop("even"),
+            "{path}: DCP_SHARDING_INFO says nothing of tensor 'even'; the file was changed, "
+            "restore it",
+        ),
+        (
+            lambda s: s.info.update(other={}),
+            "{path}: DCP_SHARDING_INFO speaks of tensor 'other', which the file does not hold; the "
+            "file was changed, restore it",
+        ),
+        (
+            lambda s: s.info["even"].update(saved_offsets=[2]),
+            "{path}: DCP_SHARDING_INFO['even'].saved_offsets is [2], but the tensor has shape "
+            "[2, 5]; the file was changed, restore it",
+        ),
+        (
+            lambda s: s.info["even"].update(saved_offsets=[-2, 0]),
+            "{path}: DCP_SHARDING_INFO['even'].saved_offsets should be a list of whole numbers "
+            "from 0 to 2**63 - 1 but is [-2, 0]",
+        ),
+        (
+            lambda s: s.tensors.update(even=s.tensors["even"].float()),
+            "tensor 'even' is bfloat16 of 2 dims in {first} and float32 of 2 in {path}; the files "
+            "are not of one save",
+        ),
+        (
+            lambda s: s.info["even"].update(saved_offsets=[3, 0]),
+            "tensor 'even' of shape [8, 5]: no file holds its part [2:3, 0:5]; restore the missing "
+            "file or save again",
+        ),
+        (
+            lambda s: s.tensors.update(even=torch.zeros(3, 5, dtype=torch.bfloat16)),
+            "tensor 'even': rank 1's box [2:5, 0:5] in {path} and rank 2's box [4:6, 0:5] in "
+            "{third} overlap in part, which no layout gives; the checkpoint contradicts itself",
+        ),
+    ],
+)
+def test_a_shard_that_contradicts_the_others(copied, change, problem):
+    ckpt = copied("line")
+    path = respoil(ckpt, change)
+    places = {"first": ckpt / NAME.format(1, 1, 1), "third": ckpt / NAME.format(3, 1, 1)}
+    assert refused(ckpt, ranks=4) == problem.format(path=path, **places)
+
+
+def test_files_of_two_saves(copied):
+    ckpt = copied("line")
+    (ckpt / NAME.format(4, 1, 1)).rename(ckpt / NAME.format(4, 1, 2))
+    assert refused(ckpt, ranks=4) == (
+        f"{ckpt}: {NAME.format(1, 1, 1)} and {NAME.format(4, 1, 2)} cannot be of one save; move "
+        "those of the other save away"
+    )
+
+
+def test_one_number_written_in_two_ways(copied):
+    ckpt = copied("line")
+    (ckpt / NAME.format(4, 1, 1)).rename(ckpt / "shard-1-model-00001-of-00001.safetensors")
+    assert refused(ckpt, ranks=4) == (
+        f"{ckpt}: shard-1-model-00001-of-00001.safetensors has a number that no rank writes, or "
+        f"that {NAME.format(1, 1, 1)} has too; move it away"
+    )
+
+
+def test_other_files_beside_the_shards(copied):
+    ckpt = copied("line")
+    safetensors.torch.save_file(MODEL, ckpt / "model.safetensors")
+    assert refused(ckpt, ranks=4) == (
+        f"{ckpt}: holds shards and other safetensors files; name the file to read, or move the "
+        "shards into a folder of their own, called 'sharded' if the others are the same model "
+        "merged"
+    )
