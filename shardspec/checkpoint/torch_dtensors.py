@@ -50,6 +50,8 @@ class TorchDTensor:
     """One per mesh axis."""
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
     """Per dim the axes that split it, the major one first, where torch says so."""
+    rank: int | None = None
+    """The rank that saved it, where its mesh says so."""
 
 
 def dtensor_spec(dtensor: TorchDTensor) -> ShardingSpec:
@@ -110,7 +112,7 @@ class _Reader:
         self._file = file
         self._found = found
         self._rank = rank
-        self._meshes: dict[Record, DeviceMesh] = {}
+        self._meshes: dict[Record, tuple[DeviceMesh, int | None]] = {}
 
     def from_type(self, args: tuple[object, ...]) -> object:
         """Build what ``_rebuild_from_type_v2`` would: a DTensor, or a tensor with attributes."""
@@ -135,14 +137,16 @@ class _Reader:
         if not isinstance(mesh, Record) or not isinstance(placements, tuple | list):
             _refuse("the spec of a DTensor lacks its mesh or its placements")
         if mesh not in self._meshes:
-            self._meshes[mesh] = self._mesh(mesh)
+            found = self._mesh(mesh)
+            self._meshes[mesh] = found, _writer(mesh, found)
         order = spec.get("shard_order")
         return TorchDTensor(
             local,
             shape,
-            self._meshes[mesh],
+            self._meshes[mesh][0],
             tuple(map(_placement, placements)),
             None if order is None else _shard_order(order),
+            self._meshes[mesh][1],
         )
 
     def _mesh(self, mesh: Record) -> DeviceMesh:
@@ -214,6 +218,21 @@ class _Reader:
                 "file or save again"
             )
         return [int(id_) for id_ in np.frombuffer(data, kind)]
+
+
+def _writer(mesh: Record, found: DeviceMesh) -> int | None:
+    """Return the rank that saved a mesh, which notes it, or at least its place in the mesh."""
+    rank, at = mesh.get("_rank"), mesh.get("_coordinate_on_dim")
+    if isinstance(rank, int):
+        return rank
+    if not isinstance(at, tuple | list) or len(at) != found.ndim:
+        return None
+    place = 0
+    for size, step in zip(found.shape, at, strict=True):
+        if not isinstance(step, int) or not 0 <= step < size:
+            return None
+        place = place * size + step
+    return found.ids[place]
 
 
 def _members(state: object) -> Mapping[object, object]:
