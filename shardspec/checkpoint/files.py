@@ -36,7 +36,7 @@ def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
     path = directory / name
     # Not Path.resolve, which raises where links lead in a circle.
     real = os.path.realpath(path)
-    if path.is_symlink() and os.path.dirname(real) != os.path.realpath(directory):
+    if os.path.islink(path) and os.path.dirname(real) != os.path.realpath(directory):
         raise CheckpointError(
             f"{stated_by}: file {name!r} is a link to {real}, outside the checkpoint; "
             "put the file itself into the directory"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.files import reason
-from shardspec.checkpoint.formats import dcp_hf, hf_index, native, single_file
+from shardspec.checkpoint.formats import dcp, dcp_hf, hf_index, native, single_file
 from shardspec.checkpoint.info import INFO_NAME
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.errors import CheckpointError
@@ -33,6 +33,7 @@ class Format:
 
 FORMATS: Final = (
     Format(native.FORMAT, lambda names: INFO_NAME in names, native.open_native),
+    Format(dcp.FORMAT, dcp.find_dcp, dcp.open_dcp),
     Format(dcp_hf.FORMAT, dcp_hf.find_dcp_hf, dcp_hf.open_dcp_hf, frozenset(("ranks",))),
     Format(hf_index.FORMAT, hf_index.find_index, hf_index.open_index_directory),
     Format(hf_index.FORMAT, hf_index.find_plain, hf_index.open_plain),

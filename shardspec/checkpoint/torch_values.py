@@ -265,13 +265,6 @@ def _default_dict(_: tuple[object, ...]) -> dict[object, object]:
     return {}
 
 
-def _set(args: tuple[object, ...]) -> list[object]:
-    items = args[0] if args else []
-    if not isinstance(items, list | tuple):
-        raise ValueError("a set is made of a list")
-    return list(items)
-
-
 def _encoded(args: tuple[object, ...]) -> bytes:
     """Return bytes as protocol 2 writes them: as text, one character a byte."""
     text, *rest = args
@@ -342,8 +335,11 @@ _CALLS: Final[Mapping[str, Builder]] = {
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": _default_dict,
     "_codecs.encode": _encoded,
-    **{f"{home}.set": _set for home in ("builtins", "__builtin__")},
-    **{f"{home}.frozenset": _set for home in ("builtins", "__builtin__")},
+    **{
+        f"{home}.{kind}": as_record(kind)
+        for home in ("builtins", "__builtin__")
+        for kind in ("set", "frozenset", "bytearray", "range", "xrange", "slice")
+    },
     **{f"{home}.complex": _complex for home in ("builtins", "__builtin__")},
 }
 

@@ -1,0 +1,223 @@
+"""Reading the directories of `torch.distributed.checkpoint`: ``.metadata`` and ``*.distcp``.
+
+The metadata says which chunks make up every tensor and in which file each lies. A chunk is a small
+zip of its own, in which the tensor's bytes are read in place. Source: ``metadata.py``,
+``filesystem.py`` and ``default_planner.py`` of ``torch/distributed/checkpoint``.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from shardspec.boxes import Box, box_shape
+from shardspec.checkpoint.files import SourceFile, file_inside
+from shardspec.checkpoint.formats.dcp_metadata import (
+    METADATA_NAME,
+    Chunk,
+    DcpMetadata,
+    Item,
+    TensorEntry,
+    read_metadata,
+)
+from shardspec.checkpoint.pickles import UnlistedNameError
+from shardspec.checkpoint.plain import plain_value
+from shardspec.checkpoint.source import Described, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.torch_dtensors import read_dtensors
+from shardspec.checkpoint.torch_values import TorchTensor, read_torch, tensor_place
+from shardspec.checkpoint.torch_zip import read_torch_zip
+from shardspec.dtypes import dtype_name
+from shardspec.errors import CheckpointError, DTypeError
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["FORMAT", "DcpCheckpoint", "find_dcp", "open_dcp"]
+
+FORMAT: Final = "torch distributed checkpoint"
+_OF_A_RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
+_OWN_METADATA: Final = re.compile(r"__\d+\.metadata")
+
+
+class DcpCheckpoint:
+    """A `CheckpointSource` over a directory of torch's; made by `open_dcp`."""
+
+    def __init__(self, directory: Path, metadata: DcpMetadata, files: Mapping[str, Path]) -> None:
+        self._directory = directory
+        self._metadata = metadata
+        self._files = files
+        self._ranks = _ranks(files)
+        self._known: dict[str, StoredTensor] = {}
+        self._others: dict[str, object] | None = None
+
+    @property
+    def format(self) -> str:
+        """What wrote it."""
+        return FORMAT
+
+    @property
+    def directory(self) -> Path:
+        """Where it lies."""
+        return self._directory
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """None: the format does not say it."""
+        return None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor, sorted; names inside nested dicts and lists are joined by dots."""
+        return tuple(sorted(self._metadata.tensors))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The metadata and every file it names."""
+        return (self._directory / METADATA_NAME, *self._files.values())
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Where in nested dicts and lists an entry was, where the metadata says so."""
+        return self._metadata.paths
+
+    @property
+    def others(self) -> Mapping[str, object]:
+        """Entries that are no tensors; read when they are first asked for.
+
+        Raises
+        ------
+        CheckpointError
+            If the bytes of one are damaged.
+        """
+        if self._others is None:
+            self._others = {
+                name: self._other(name, item) for name, item in self._metadata.others.items()
+            }
+        return self._others
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor; the headers of its chunks are read, and checked against the metadata.
+
+        Raises
+        ------
+        CheckpointError
+            If a chunk is damaged, or is not what the metadata says.
+        """
+        if name not in self._known:
+            self._known[name] = self._tensor(name, self._metadata.tensors[name])
+        return self._known[name]
+
+    def _tensor(self, name: str, entry: TensorEntry) -> StoredTensor:
+        try:
+            dtype = dtype_name(entry.dtype)
+        except DTypeError:
+            raise CheckpointError(
+                f"{self._directory}: tensor {name!r} is of dtype {entry.dtype}, which is not "
+                "supported; cast it before saving, or leave it out"
+            ) from None
+        boxes = tuple(self._box(name, dtype, chunk) for chunk in entry.chunks)
+        return StoredTensor(name, entry.shape, dtype, None, (), boxes)
+
+    def _box(self, name: str, dtype: str, chunk: Chunk) -> StoredBox:
+        path = self._files[chunk.item.file]
+        what = f"{path}: tensor {name!r}, box {box_text(chunk.box)}"
+        with SourceFile(path) as file:
+            found = read_torch_zip(file, chunk.item.offset, chunk.item.num_bytes, what)
+            value = read_torch(file, found)
+            if not isinstance(value, TorchTensor):
+                raise CheckpointError(
+                    f"{what}: holds a {type(value).__name__}, not a tensor; the file is damaged or "
+                    "from another save"
+                )
+            _check(value, dtype, chunk.box, what)
+            place = tensor_place(value, file, found)
+        rank = self._ranks[chunk.item.file]
+        return StoredBox(chunk.box, (), rank, path, place.offset, place.digest, place.strides)
+
+    def _other(self, name: str, item: Item) -> object:
+        path = self._files[item.file]
+        with SourceFile(path) as file:
+            found = read_torch_zip(file, item.offset, item.num_bytes, f"{path}: entry {name!r}")
+            try:
+                return plain_value(read_dtensors(file, found))
+            except UnlistedNameError as error:
+                return Described(f"an object that is not read: {error}")
+
+
+def find_dcp(names: frozenset[str]) -> bool:
+    """Say whether a directory with entries of these names is torch's, or was to become one."""
+    return METADATA_NAME in names or any(
+        _OF_A_RANK.fullmatch(name) or _OWN_METADATA.fullmatch(name) for name in names
+    )
+
+
+def open_dcp(directory: Path) -> DcpCheckpoint:
+    """Read the metadata, and check that the files it names are there and long enough.
+
+    Raises
+    ------
+    CheckpointError
+        If the metadata is missing, damaged, contradicts itself or would run code; if a file is
+        missing, too short, or named so that it would lie elsewhere; or if chunks were transformed
+        when they were written, or share bytes.
+    """
+    path = directory / METADATA_NAME
+    if not os.path.exists(path):
+        own = any(_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir())
+        raise CheckpointError(
+            f"{directory}: has no {METADATA_NAME}, "
+            + (
+                "each rank has one of its own; save with use_collectives=True"
+                if own
+                else "which is written last; the save did not finish"
+            )
+        )
+    metadata = read_metadata(path)
+    items: dict[str, list[Item]] = {}
+    for item in metadata.items():
+        items.setdefault(item.file, []).append(item)
+    files = {name: file_inside(directory, name, path) for name in sorted(items)}
+    for name, listed in items.items():
+        _check_file(files[name], listed)
+    return DcpCheckpoint(directory, metadata, files)
+
+
+def _ranks(files: Mapping[str, Path]) -> dict[str, int]:
+    """Return the rank that wrote each file, as its name says; else its place among the files."""
+    ranks = {}
+    for place, name in enumerate(files):
+        match = _OF_A_RANK.fullmatch(name)
+        ranks[name] = place if match is None else int(match[1])
+    return ranks
+
+
+def _check_file(path: Path, items: list[Item]) -> None:
+    if not os.path.exists(path):
+        raise CheckpointError(
+            f"{path}: is missing, but {METADATA_NAME} lists {len(items)} entries in it; restore it "
+            "or save again"
+        )
+    with SourceFile(path) as file:
+        num_bytes = file.num_bytes
+    end = 0
+    for item in sorted(items, key=lambda item: item.offset):
+        if item.offset < end:
+            raise CheckpointError(
+                f"{path.parent / METADATA_NAME}: two entries in {path.name} share byte "
+                f"{item.offset}; the metadata contradicts itself"
+            )
+        end = item.offset + item.num_bytes
+    if end > num_bytes:
+        raise CheckpointError(
+            f"{path}: has {num_bytes} bytes, but {METADATA_NAME} lists entries up to byte {end}; "
+            "it was cut short, restore it"
+        )
+
+
+def _check(value: TorchTensor, dtype: str, box: Box, what: str) -> None:
+    """Compare a tensor in its file with what the metadata says of it."""
+    if (value.dtype, value.shape) != (dtype, box_shape(box)):
+        raise CheckpointError(
+            f"{what}: is {list(value.shape)} of {value.dtype} there, but {METADATA_NAME} says "
+            f"{list(box_shape(box))} of {dtype}; the file is from another save, restore the right "
+            "one"
+        )

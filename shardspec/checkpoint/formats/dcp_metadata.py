@@ -1,0 +1,270 @@
+"""The ``.metadata`` of a torch distributed checkpoint: a pickle, read by a list of names."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shardspec.boxes import Box
+from shardspec.checkpoint.files import SourceFile
+from shardspec.checkpoint.pickles import (
+    MOST_PICKLE_BYTES,
+    Allowed,
+    Global,
+    Record,
+    as_record,
+    unpickle,
+)
+from shardspec.checkpoint.source import box_text
+from shardspec.checkpoint.torch_values import TORCH_NAMES, sizes_of
+from shardspec.errors import CheckpointError
+
+__all__ = ["METADATA_NAME", "Chunk", "DcpMetadata", "Item", "TensorEntry", "read_metadata"]
+
+METADATA_NAME: Final = ".metadata"
+_MOST: Final = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Where something was written."""
+
+    file: str
+    """Name of the file in the directory."""
+    offset: int
+    """Position of the first byte in the file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor."""
+
+    box: Box
+    """Which part; never empty."""
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor as the metadata lists it."""
+
+    dtype: str
+    """As torch names it (``"torch.float32"``)."""
+    shape: tuple[int, ...]
+    """Sizes of the global tensor."""
+    chunks: tuple[Chunk, ...]
+    """Those that hold any element, no two alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What the metadata says."""
+
+    tensors: Mapping[str, TensorEntry]
+    others: Mapping[str, Item]
+    """Entries that are no tensors."""
+    paths: Mapping[str, tuple[str | int, ...]]
+    """Where in nested dicts and lists an entry was, where that is known."""
+
+    def items(self) -> Iterator[Item]:
+        """Yield every place that is named."""
+        for entry in self.tensors.values():
+            for chunk in entry.chunks:
+                yield chunk.item
+        yield from self.others.values()
+
+
+# There are very many of these three; only what is needed of their states is kept.
+
+
+class _Chunk(Record):
+    """`ChunkStorageMetadata`."""
+
+    __slots__ = ("offsets", "sizes")
+
+    def build(self, state: object) -> None:
+        members = _dict(state)
+        self.offsets, self.sizes = members.get("offsets"), members.get("sizes")
+
+
+class _Index(Record):
+    """`MetadataIndex`."""
+
+    __slots__ = ("fqn", "offset")
+
+    def build(self, state: object) -> None:
+        members = _dict(state)
+        self.fqn, self.offset = members.get("fqn"), members.get("offset")
+
+
+class _Info(Record):
+    """`_StorageInfo`."""
+
+    __slots__ = ("file", "length", "offset", "transforms")
+
+    def build(self, state: object) -> None:
+        members = _dict(state)
+        self.file, self.offset = members.get("relative_path"), members.get("offset")
+        self.length = members.get("length")
+        self.transforms = members.get("transform_descriptors")
+
+
+def _dict(state: object) -> dict[object, object]:
+    if not isinstance(state, dict):
+        raise ValueError("it is no dict")
+    return state
+
+
+_HOME: Final = "torch.distributed.checkpoint.metadata"
+_OLD_HOME: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_NAMES: Final[Allowed] = {
+    **TORCH_NAMES,
+    f"{_HOME}.Metadata": as_record("Metadata"),
+    f"{_HOME}.TensorStorageMetadata": as_record("tensor"),
+    f"{_HOME}.BytesStorageMetadata": as_record("bytes"),
+    f"{_HOME}.StorageMeta": as_record("StorageMeta"),
+    f"{_HOME}.ChunkStorageMetadata": lambda args: _Chunk("chunk", args),
+    f"{_HOME}.MetadataIndex": lambda args: _Index("index", args),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": lambda args: _Info("info", args),
+    # How a tensor lay in memory; torch 2.2 and before had both elsewhere.
+    f"{_HOME}.TensorProperties": as_record("properties"),
+    f"{_OLD_HOME}.TensorProperties": as_record("properties"),
+    f"{_HOME}._MEM_FORMAT_ENCODING": as_record("memory format"),
+    f"{_OLD_HOME}.MEM_FORMAT_ENCODING": as_record("memory format"),
+    # Where the checkpoint was once; shown to nobody.
+    **{
+        f"{home}.{kind}": as_record("path")
+        for home in ("pathlib", "pathlib._local")
+        for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+}
+
+
+def read_metadata(path: Path) -> DcpMetadata:
+    """Read and check the metadata of a directory.
+
+    Raises
+    ------
+    CheckpointError
+        If it cannot be read, is damaged, names what does not belong there, has a chunk that no file
+        holds or that lies outside of its tensor, or if chunks were transformed by an extension.
+    """
+    with SourceFile(path) as file:
+        if file.num_bytes > MOST_PICKLE_BYTES:
+            raise CheckpointError(
+                f"{path}: has {file.num_bytes} bytes, past the limit of {MOST_PICKLE_BYTES}"
+            )
+        data = file.read(0, file.num_bytes)
+    root = unpickle(data, _NAMES, path, "metadata")
+    if not isinstance(root, Record) or root.name != "Metadata":
+        raise CheckpointError(f"{path}: is no metadata of a torch distributed checkpoint")
+    listed, storage = root.get("state_dict_metadata"), root.get("storage_data")
+    if not isinstance(listed, dict) or not isinstance(storage, dict):
+        raise CheckpointError(f"{path}: lacks its list of entries or of files; it is damaged")
+    items = _items(storage, path)
+    tensors: dict[str, TensorEntry] = {}
+    others: dict[str, Item] = {}
+    for name, entry in listed.items():
+        if not isinstance(name, str) or not _is_utf8(name) or not isinstance(entry, Record):
+            raise CheckpointError(f"{path}: has an entry without a name or a kind; it is damaged")
+        if entry.name == "tensor":
+            tensors[name] = _tensor(name, entry, items, path)
+        elif entry.name == "bytes":
+            item = items.get((name, None))
+            if item is None:
+                raise CheckpointError(f"{path}: says of no file that it holds entry {name!r}")
+            others[name] = item
+        else:
+            raise CheckpointError(f"{path}: entry {name!r} is of no known kind; it is damaged")
+    return DcpMetadata(tensors, others, _paths(root.get("planner_data")))
+
+
+def _is_utf8(name: str) -> bool:
+    """Say whether a name can be written: a pickle may hold halves of characters."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _items(
+    storage: dict[object, object], path: Path
+) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+    """Return where each thing lies, by name and, for a chunk, by its offsets."""
+    items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
+    for index, info in storage.items():
+        if not isinstance(index, _Index) or not isinstance(info, _Info):
+            raise CheckpointError(f"{path}: lists a place that is none; it is damaged")
+        try:
+            fqn, offset = index.fqn, None if index.offset is None else sizes_of(index.offset)
+            file, start, length, transforms = info.file, info.offset, info.length, info.transforms
+        except (AttributeError, ValueError):
+            raise CheckpointError(f"{path}: lists a place without saying it; damaged") from None
+        if (
+            not isinstance(fqn, str)
+            or not isinstance(file, str)
+            or not _is_utf8(file)
+            or not (isinstance(start, int) and 0 <= start < _MOST)
+            or not (isinstance(length, int) and 0 <= length < _MOST)
+        ):
+            raise CheckpointError(f"{path}: lists a place that is none; it is damaged")
+        if transforms:
+            kinds = transforms if isinstance(transforms, list | tuple) else ()
+            shown = ", ".join(kind[:40] for kind in kinds[:4] if isinstance(kind, str))
+            raise CheckpointError(
+                f"{path}: entry {fqn!r} was transformed when it was written ({shown}); load it "
+                "with torch and save it again without _extensions"
+            )
+        items[fqn, offset] = Item(file, start, length)
+    return items
+
+
+def _tensor(
+    name: str,
+    entry: Record,
+    items: Mapping[tuple[str, tuple[int, ...] | None], Item],
+    path: Path,
+) -> TensorEntry:
+    properties, chunks = entry.get("properties"), entry.get("chunks")
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, Global) or not isinstance(chunks, list):
+        raise CheckpointError(f"{path}: tensor {name!r} has no dtype or no chunks; it is damaged")
+    boxes: dict[Box, Item] = {}
+    try:
+        shape = sizes_of(entry.get("size"))
+        for chunk in chunks:
+            if not isinstance(chunk, _Chunk):
+                raise ValueError("a chunk is none")
+            offsets, sizes = sizes_of(chunk.offsets), sizes_of(chunk.sizes)
+            box = tuple((at, at + size) for at, size in zip(offsets, sizes, strict=True))
+            if 0 in sizes:
+                # Ranks that hold nothing write nothing that matters.
+                continue
+            if len(box) != len(shape) or any(hi > n for (_, hi), n in zip(box, shape, strict=True)):
+                raise ValueError(f"its chunk {box_text(box)} lies outside of shape {list(shape)}")
+            item = items.get((name, offsets))
+            if item is None:
+                raise ValueError(f"no file holds its chunk {box_text(box)}")
+            boxes[box] = item
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: tensor {name!r}: {error}; the metadata contradicts itself, save again"
+        ) from None
+    parts = tuple(Chunk(box, item) for box, item in boxes.items())
+    return TensorEntry(dtype.name, shape, parts)
+
+
+def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
+    """Return the places of entries as torch's own planner keeps them; others are their own."""
+    if not isinstance(planner_data, dict):
+        return {}
+    return {
+        name: place
+        for name, place in planner_data.items()
+        if isinstance(name, str)
+        and isinstance(place, tuple)
+        and all(isinstance(step, str | int) for step in place)
+    }
