@@ -1,11 +1,11 @@
 """The command `shardspec merge`."""
 
 import json
-import zlib
 import os
 import re
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import safetensors.numpy
@@ -17,6 +17,10 @@ from tests.checkpoint.handmade import handmade, sample
 
 def run(*args):
     return CliRunner().invoke(cli, ["merge", *map(str, args)], prog_name="shardspec")
+
+
+def crc_of(path):
+    return f"{zlib.crc32(path.read_bytes()):08x}"
 
 
 def check(path):
@@ -32,7 +36,8 @@ def test_says_what_it_has_written(tmp_path):
     assert (result.exit_code, result.stderr) == (0, "")
     size = out.stat().st_size
     assert re.fullmatch(
-        rf"{out}: 2 tensors, {size} B in [^ ]+ m?s \([^ ]+ [KM]iB/s\)\n", result.stdout
+        rf"{out}: 2 tensors, {size} B in [^ ]+ m?s \([^ ]+ [KM]iB/s\), CRC-32 {crc_of(out)}\n",
+        result.stdout,
     )
     check(out)
 
@@ -49,7 +54,7 @@ def test_json(tmp_path):
         "tensors": 2,
         "files": ["out"],
         "bytes": out.stat().st_size,
-        "crc32": f"{zlib.crc32(out.read_bytes()):08x}",
+        "crc32": crc_of(out),
         "left_out": [],
         "written": True,
     }

@@ -1,0 +1,84 @@
+"""Which tensors, under which names, in which dtype."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardspec import merge
+from shardspec.errors import CheckpointError, DTypeError
+
+STATE = {
+    "model.a.weight": torch.tensor([[1.0, 3.3e38, float("nan")], [1e-45, -0.0, 65520.0]]),
+    "model.a.bias": torch.tensor([1.00390625, 1.01171875]),
+    "model.steps": torch.arange(3),
+    "optim.a.exp_avg": torch.tensor([2.0], dtype=torch.float64),
+    "rope": torch.tensor([1 + 2j]),
+}
+
+
+@pytest.fixture
+def source(tmp_path):
+    save_file(STATE, tmp_path / "in.safetensors")
+    return tmp_path / "in.safetensors"
+
+
+def merged(source, **options):
+    out = source.with_name("out.safetensors")
+    merge(source, out, force=True, **options)
+    return load_file(out)
+
+
+def test_patterns(source):
+    assert merged(source, include=["model.*"]).keys() == {
+        "model.a.weight", "model.a.bias", "model.steps"
+    }  # fmt: skip
+    assert merged(source, include=["*.a.*"], exclude=["optim.*", "*.bias"]).keys() == {
+        "model.a.weight"
+    }
+    assert merged(source, exclude=["m*"]).keys() == {"optim.a.exp_avg", "rope"}
+
+
+def test_names(source):
+    found = merged(source, rename=[(r"^model\.", ""), (r"\.([ab])\w*$", r"/\1")])
+    assert found.keys() == {"a.weight", "a/b", "steps", "optim.a.exp_avg", "rope"}
+    assert found["a/b"].equal(STATE["model.a.bias"])
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+)
+def test_casts_are_those_of_torch(source, dtype):
+    found = merged(source, dtype=dtype)
+    for name, value in STATE.items():
+        cast = value.is_floating_point()
+        wanted = value.to(getattr(torch, dtype)) if cast else value
+        assert found[name].dtype == wanted.dtype
+        if cast:
+            # Which NaN a NaN becomes is nobody's promise.
+            nan = wanted.float().isnan()
+            assert found[name].float().isnan().equal(nan)
+            assert found[name].float()[~nan].equal(wanted.float()[~nan])
+            zero = wanted.double() == 0
+            assert found[name].double()[zero].signbit().equal(wanted.double()[zero].signbit())
+        else:
+            assert found[name].equal(wanted)
+
+
+def test_bad_input(source):
+    for options, problem in [
+        ({"include": ["nope*"]}, "pattern 'nope\\*' matches no tensor"),
+        ({"exclude": ["nope"]}, "pattern 'nope' matches no tensor"),
+        ({"include": ["rope"], "exclude": ["r*"]}, "no tensor of .* is left to write"),
+        ({"rename": [("(", "")]}, "'\\(' is no regular expression"),
+        ({"rename": [("a", r"\9")]}, "cannot replace by"),
+        ({"rename": [("^.*$", "x")]}, "would both be named 'x'"),
+        ({"include": ["rope"], "rename": [(".*", "")]}, "would have no name left"),
+        ({"threads": 0}, "0 threads write nothing"),
+        ({"form": "zip"}, "there is no form 'zip'"),
+    ]:
+        with pytest.raises(CheckpointError, match=problem):
+            merged(source, **options)
+    for dtype in ("int8", "complex64", "float7"):
+        with pytest.raises(DTypeError):
+            merged(source, dtype=dtype)
+    assert not source.with_name("out.safetensors").exists()

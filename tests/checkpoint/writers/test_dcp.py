@@ -1,0 +1,49 @@
+"""What is written for torch.distributed.checkpoint is read by it."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from shardspec import DeviceMesh, merge, reshard
+from tests.checkpoint.writers.states import check_same, save, state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def loaded(path, like):
+    """Load with torch into tensors full of something else."""
+    found = {name: torch.ones_like(value) for name, value in like.items()}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found
+
+
+def test_whole(tmp_path):
+    ckpt = save(tmp_path / "ckpt", state())
+    report = merge(ckpt, tmp_path / "dcp", form="dcp")
+    assert report.files == ("__0_0.distcp", ".metadata")
+    check_same(loaded(tmp_path / "dcp", state()), state())
+
+
+def test_cut_for_a_mesh_and_back(tmp_path):
+    ckpt = save(tmp_path / "ckpt", state())
+    mesh = DeviceMesh(range(6), (3, 2))
+    rules = {"of.*": "[S10,R]", "empty": "[S0,S1]"}
+    report = reshard(ckpt, tmp_path / "dcp", mesh=mesh, rules=rules, form="dcp", threads=2)
+    assert len(report.files) == 7
+    check_same(loaded(tmp_path / "dcp", state()), state())
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "torch.pt")
+    check_same(torch.load(tmp_path / "torch.pt"), state())
+    merge(ckpt, tmp_path / "a.safetensors")
+    merge(tmp_path / "dcp", tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_plain_values_go_along(tmp_path):
+    values = {"step": 7, "name": "x", "flags": [True, None]}
+    torch.save({"w": torch.ones(2), **values}, tmp_path / "in.pt")
+    merge(tmp_path / "in.pt", tmp_path / "dcp", form="dcp")
+    found = {"w": torch.zeros(2), "step": 0, "name": "", "flags": []}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert found["w"].tolist() == [1, 1]
+    assert (found["step"], found["name"]) == (7, "x")

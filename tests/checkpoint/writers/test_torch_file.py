@@ -1,0 +1,100 @@
+"""What is written for torch.load is what torch itself would read from its own files."""
+
+import zipfile
+
+import pytest
+import torch
+
+from shardspec import merge
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.targets import Wanted
+from shardspec.checkpoint.writers.torch_file import torch_target
+from shardspec.errors import CheckpointError
+from tests.checkpoint.writers.states import check_same, save, state
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("states") / "ckpt", state())
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_reads_it(ckpt, tmp_path, mmap):
+    merge(ckpt, tmp_path / "model.pt")
+    check_same(torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap), state())
+
+
+def test_its_zip_is_whole_and_aligned(ckpt, tmp_path):
+    report = merge(ckpt, tmp_path / "model.pth")
+    assert report.form == "torch"
+    with zipfile.ZipFile(tmp_path / "model.pth") as archive:
+        # Python compares every checksum.
+        assert archive.testzip() is None
+        data = (tmp_path / "model.pth").read_bytes()
+        for info in archive.infolist():
+            head = 30 + data[info.header_offset + 26] + 256 * data[info.header_offset + 27]
+            head += data[info.header_offset + 28] + 256 * data[info.header_offset + 29]
+            assert (info.header_offset + head) % 64 == 0
+
+
+def test_tied_tensors_are_written_once(tmp_path):
+    tied = torch.arange(3000.0)
+    torch.save({"a": tied, "b": tied.view(3000), "c": tied.clone()}, tmp_path / "in.pt")
+    merge(tmp_path / "in.pt", tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found["a"].data_ptr() == found["b"].data_ptr() != found["c"].data_ptr()
+    assert found["c"].equal(tied)
+    assert (tmp_path / "out.pt").stat().st_size < 2 * 12_000 + 3_000
+    # A cast keeps them tied; other names too.
+    merge(tmp_path / "in.pt", tmp_path / "half.pt", dtype="f16", rename=[("^", "x.")])
+    found = torch.load(tmp_path / "half.pt", weights_only=True)
+    assert found["x.a"].data_ptr() == found["x.b"].data_ptr()
+    assert found["x.a"].equal(tied.half())
+
+
+def test_plain_values_go_along(tmp_path):
+    values = {"step": 7, "lr": 1e-4, "name": "é", "flags": [True, None], "nested": {"a": (1, 2)}}
+    torch.save({"w": torch.ones(2), **values}, tmp_path / "in.pt")
+    report = merge(tmp_path / "in.pt", tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found.pop("w").tolist() == [1, 1]
+    kept = {name: found[name] for name in ("step", "lr", "name")}
+    assert kept == {name: values[name] for name in ("step", "lr", "name")}
+    assert report.left_out == ()
+    # safetensors has no room for them.
+    assert "step" in merge(tmp_path / "in.pt", tmp_path / "out.safetensors").left_out
+
+
+def test_sizes_past_32_bits():
+    tensors = [Wanted("a", "a", (5 << 30,), "uint8"), Wanted("b", "b", (3,), "float32")]
+    (file,) = torch_target("x.pt", tensors, {}, {}).files
+    assert file.late is not None
+    data = {piece.offset: piece.data for piece in (*file.pieces, *file.late([1, 2]))}
+    assert file.num_bytes > 5 << 30
+    # The whole file is holes but for what is known; zipfile reads its directory from a sparse one.
+    assert file.slots[1].offset > 5 << 30
+    assert max(offset + len(part) for offset, part in data.items()) == file.num_bytes
+
+
+def test_a_sparse_file_past_32_bits_is_read(tmp_path):
+    tensors = [Wanted("a", "a", (5 << 30,), "uint8"), Wanted("b", "b", (3,), "float32")]
+    (file,) = torch_target("x.pt", tensors, {}, {}).files
+    assert file.late is not None
+    path = tmp_path / "x.pt"
+    with path.open("wb") as out:
+        out.truncate(file.num_bytes)
+        for piece in (*file.pieces, *file.late([0, 0])):
+            out.seek(piece.offset)
+            out.write(piece.data)
+        out.seek(file.slots[1].offset)
+        out.write(torch.tensor([1.0, 2.0, 3.0]).numpy().tobytes())
+    loaded = torch.load(path, weights_only=True, mmap=True)
+    assert loaded["b"].tolist() == [1, 2, 3]
+    assert loaded["a"].shape == (5 << 30,)
+    ours = open_checkpoint(path)
+    assert ours.tensor("b").boxes[0].offset == file.slots[1].offset
+
+
+def test_a_name_that_cannot_be_written():
+    with pytest.raises(CheckpointError, match="UTF-8 cannot express; rename it"):
+        torch_target("x.pt", [Wanted("\ud800", "a", (1,), "uint8")], {}, {})

@@ -1,0 +1,64 @@
+"""The command `shardspec reshard`."""
+
+import json
+
+import numpy as np
+import safetensors.numpy
+from click.testing import CliRunner
+
+from shardspec.cli.main import cli
+from tests.checkpoint.handmade import handmade, sample
+
+
+def run(*args):
+    return CliRunner().invoke(cli, [*map(str, args)], prog_name="shardspec")
+
+
+def test_to_another_mesh_and_back(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    rules = tmp_path / "rules.toml"
+    rules.write_text('w = "[S(tp),R]"\n')
+    result = run(
+        "reshard", ckpt, "-o", tmp_path / "cut", "--mesh", "dp=2,tp=4", "--rules", rules,
+        "--rule", "b", "[S(dp)]", "--json", "--threads", "2",
+    )  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
+    assert (report["form"], report["tensors"], len(report["files"])) == ("shardspec", 2, 6)
+    shown = run("inspect", tmp_path / "cut").stdout
+    assert "saved on mesh dp=2,tp=4 (8 devices)" in shown
+    assert "[S1,R]" in shown
+    assert run("verify", tmp_path / "cut", "--against", ckpt).exit_code == 0
+    assert run("merge", tmp_path / "cut", "-o", tmp_path / "out").exit_code == 0
+    merged = safetensors.numpy.load_file(tmp_path / "out")
+    for name, (_, array) in sample().items():
+        np.testing.assert_array_equal(merged[name], array)
+
+
+def test_a_dry_run(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    result = run("reshard", ckpt, "-o", tmp_path / "cut", "--mesh", "4", "--dry-run")
+    assert result.exit_code == 0
+    assert "cut: would hold 2 tensors" in result.stdout
+    assert "read from the form of shardspec" in result.stdout
+    assert not (tmp_path / "cut").exists()
+
+
+def test_what_does_not_go_together(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    for args, code, problem in [
+        ([], 2, "give either --mesh, with rules, or --like"),
+        (["--mesh", "2", "--like", ckpt], 2, "give either --mesh, with rules, or --like"),
+        (["--like", ckpt, "--rule", "w", "[R,R]"], 2, "leave out --rules and --rule"),
+        (["--mesh", "2", "--rule", "w", "[S0,"], 2, "[S0,"),
+        (["--mesh", "2", "--rule", "v", "[S0]"], 2, "rule 'v' matches no tensor"),
+        (["--mesh", "2", "--rules", tmp_path / "none"], 3, "cannot be read"),
+        (["--mesh", "2", "--include", "v"], 3, "pattern 'v' matches no tensor"),
+        (["--mesh", "2", "--dtype", "int8"], 2, "cannot cast to int8"),
+        (["--like", tmp_path], 3, "no checkpoint of a form that is known"),
+    ]:
+        result = run("reshard", ckpt, "-o", tmp_path / "out", *args)
+        assert (result.exit_code, result.stdout) == (code, "")
+        assert problem in result.stderr
+        assert "Traceback" not in result.stderr
+        assert not (tmp_path / "out").exists()
