@@ -9,7 +9,14 @@ from typing import Final
 
 from shardspec.errors import DTypeError
 
-__all__ = ["dtype_name", "from_safetensors", "is_floating", "item_bytes", "to_safetensors"]
+__all__ = [
+    "dtype_name",
+    "from_safetensors",
+    "is_floating",
+    "item_bytes",
+    "packed",
+    "to_safetensors",
+]
 
 # name: (bytes an element, name in the safetensors format, short forms)
 # https://github.com/huggingface/safetensors: the format's dtypes
@@ -23,6 +30,7 @@ _DTYPES: Final[dict[str, tuple[int, str, tuple[str, ...]]]] = {
     "float8_e8m0fnu": (1, "F8_E8M0", ("f8_e8m0",)),
     "float8_e4m3fnuz": (1, "F8_E4M3FNUZ", ("f8_e4m3fnuz",)),
     "float8_e5m2fnuz": (1, "F8_E5M2FNUZ", ("f8_e5m2fnuz",)),
+    "float4_e2m1fn_x2": (1, "F4", ("f4", "fp4")),
     "complex64": (8, "C64", ("c64", "cfloat")),
     "int64": (8, "I64", ("i64", "long")),
     "int32": (4, "I32", ("i32", "int")),
@@ -83,6 +91,17 @@ def is_floating(name: str) -> bool:
     (True, False)
     """
     return name.startswith(("float", "bfloat", "complex"))
+
+
+def packed(name: str) -> int:
+    """Return how many numbers lie in one element, as torch counts elements.
+
+    Examples
+    --------
+    >>> packed("bfloat16"), packed("float4_e2m1fn_x2")
+    (1, 2)
+    """
+    return 2 if name == "float4_e2m1fn_x2" else 1
 
 
 def to_safetensors(name: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.checkpoint.regions import Bytes
-from shardspec.dtypes import is_floating
+from shardspec.dtypes import is_floating, packed
 
 __all__ = ["cast", "is_cast", "narrow", "numbers"]
 
@@ -21,10 +21,16 @@ _EIGHT_BITS: Final = {
     "float8_e4m3fnuz": (3, 8, True),
     "float8_e5m2fnuz": (2, 16, True),
 }
+_FOUR_BITS: Final = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.complex64
+)
+"""The numbers of OCP's 4-bit floating point (e2m1), by their code."""
 
 
 def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
     """Return the numbers that bytes hold; those that numpy has no type for as float32.
+
+    Two numbers in one byte, the low half first, are one complex number.
 
     Examples
     --------
@@ -34,6 +40,9 @@ def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
     if dtype == "bfloat16":
         # bfloat16 is the upper half of a float32.
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if packed(dtype) > 1:
+        # A pair is one element; as a complex number it is compared like any other.
+        return _FOUR_BITS[raw & 15] + np.complex64(1j) * _FOUR_BITS[raw >> 4]
     if dtype.startswith("float8"):
         return _eight_bit_table(dtype)[raw]
     return raw.view(np.dtype(dtype))
@@ -91,12 +100,16 @@ def narrow(values: NDArray[Any], dtype: str) -> Bytes:
 def is_cast(source: str, target: str) -> bool:
     """Return whether a cast to `target` changes a tensor: if it has floating point numbers.
 
+    Complex numbers, and those of four bits, which belong with scales of their own, stay as they
+    are.
+
     Examples
     --------
     >>> is_cast("float32", "bfloat16"), is_cast("int64", "bfloat16"), is_cast("float16", "float16")
     (True, False, False)
     """
-    return source != target and is_floating(source) and not source.startswith("complex")
+    apart = source.startswith("complex") or packed(source) > 1
+    return source != target and is_floating(source) and not apart
 
 
 def cast(raw: Bytes, source: str, target: str) -> Bytes:

@@ -13,7 +13,7 @@ from typing import Final
 
 from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.strict_json import as_object, as_sizes, as_text, parse_json
-from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
+from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError
 
 __all__ = ["MAX_DIMS", "Header", "HeaderEntry", "TensorSlot", "encode_header", "read_header"]
@@ -26,7 +26,7 @@ _METADATA: Final = "__metadata__"
 # fmt: off
 _ORDER: Final = (
     "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16",
-    "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL",
+    "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL",
 )
 # fmt: on
 """Order of the tensors in a file, as safetensors 0.8 writes it: wide dtypes first, so that every
@@ -42,6 +42,7 @@ class HeaderEntry:
     dtype: str
     """torch's name of the element type."""
     shape: tuple[int, ...]
+    """In elements as torch counts them; a header counts numbers, of which F4 has two in a byte."""
     offset: int
     """Position of the first byte, from the start of the file."""
     num_bytes: int
@@ -130,6 +131,8 @@ def _entry(name: str, value: object, start: int, path: Path) -> HeaderEntry:
         raise CheckpointError(
             f"{path}: {what} has {len(shape)} dims; at most {MAX_DIMS} make sense"
         )
+    if packed(dtype) > 1:
+        shape = _unpacked(shape, packed(dtype), what, path)
     num_bytes = prod(shape) * item_bytes(dtype)
     if offsets[1] - offsets[0] != num_bytes:
         raise CheckpointError(
@@ -137,6 +140,27 @@ def _entry(name: str, value: object, start: int, path: Path) -> HeaderEntry:
             f"its data_offsets span {offsets[1] - offsets[0]}"
         )
     return HeaderEntry(name, dtype, shape, start + offsets[0], num_bytes)
+
+
+def _unpacked(shape: tuple[int, ...], numbers: int, what: str, path: Path) -> tuple[int, ...]:
+    """Return in elements a shape that counts numbers, some of which share a byte."""
+    if not shape or shape[-1] % numbers:
+        raise CheckpointError(
+            f"{path}: {what} of shape {list(shape)} has {numbers} numbers to a byte, so its last "
+            f"dim should be a multiple of {numbers}"
+        )
+    return (*shape[:-1], shape[-1] // numbers)
+
+
+def _packed(slot: "TensorSlot") -> list[int]:
+    """Return the shape that a header states."""
+    numbers = packed(slot.dtype)
+    if numbers > 1 and not slot.shape:
+        raise CheckpointError(
+            f"tensor {slot.name!r} is a scalar of {slot.dtype}, which the safetensors format "
+            "cannot express: it counts the numbers along the last dim; give it the shape [1]"
+        )
+    return [*slot.shape[:-1], slot.shape[-1] * numbers] if slot.shape else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +171,7 @@ class TensorSlot:
     dtype: str
     """torch's name of the element type."""
     shape: tuple[int, ...]
+    """In elements as torch counts them."""
 
 
 def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
@@ -180,7 +205,7 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
         sizes.append(prod(slot.shape) * item_bytes(slot.dtype))
         table[slot.name] = {
             "dtype": to_safetensors(slot.dtype),
-            "shape": list(slot.shape),
+            "shape": _packed(slot),
             "data_offsets": [end, end + sizes[-1]],
         }
         end += sizes[-1]

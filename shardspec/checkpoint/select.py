@@ -8,7 +8,7 @@ from typing import TypeAlias
 from shardspec.checkpoint.numbers import is_cast
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Wanted
-from shardspec.dtypes import dtype_name, is_floating
+from shardspec.dtypes import dtype_name, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError
 
 __all__ = ["Renames", "plain", "select", "tied"]
@@ -76,7 +76,7 @@ def _any(name: str, patterns: Sequence[str]) -> bool:
 
 def _float_dtype(dtype: str) -> str:
     name = dtype_name(dtype)
-    if not is_floating(name) or name.startswith("complex"):
+    if not is_floating(name) or name.startswith("complex") or packed(name) > 1:
         raise DTypeError(
             f"cannot cast to {name}: only floating point tensors are cast, to another floating "
             "point dtype such as bf16"

@@ -222,5 +222,5 @@ def _check_reducible(op: str, dtype: str) -> None:
         raise DTypeError(f"a pending avg of {dtype} has no exact result; use sum and divide")
     if op in ("min", "max") and dtype.startswith("complex"):
         raise DTypeError(f"{op} is not defined for {dtype}: complex numbers have no order")
-    if dtype.startswith("float8"):
+    if dtype.startswith(("float8", "float4")):
         raise DTypeError(f"no reduction is defined for {dtype}; convert to a wider dtype first")

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+import safetensors.torch
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +60,8 @@ BAD = [
     (entry(shape=[1 << 62, 1 << 62]), {}, "takes 21267647932558653966460912964485513216 bytes"),
     (entry(shape=[1 << 64]), {}, "should be a list of whole numbers from 0 to 2**63 - 1"),
     (entry(dtype="I33"), {}, "tensor 'b': unknown safetensors dtype 'I33'"),
+    (entry(dtype="F4", shape=[]), {}, "so its last dim should be a multiple of 2"),
+    (entry(dtype="F4", shape=[3, 4]), {}, "of shape [3, 2] and dtype float4_e2m1fn_x2 takes 6"),
     (entry(dtype=8), {}, "dtype of tensor 'b' should be a string but is 8"),
     (GOOD | {"b": {}}, {}, "tensor 'b' should have dtype, shape and data_offsets but has nothing"),
     (GOOD | {"b": []}, {}, "tensor 'b' should be an object but is []"),
@@ -68,6 +72,7 @@ BAD = [
 ]
 # The specification forbids these too, or they make no sense; the library of today lets them pass.
 STRICTER = [
+    (entry(dtype="F4", shape=[3, 2, 1]), {}, "so its last dim should be a multiple of 2"),
     (b" {}", {"data": b""}, "the header does not start with '{'"),
     (b'{"a":1,"a":1}', {}, "has the key 'a' twice"),
     (entry(shape=[3] + [1] * 64), {}, "tensor 'b' has 65 dims; at most 64 make sense"),
@@ -142,6 +147,26 @@ def test_a_header_past_the_limit_is_not_written():
     slots = (TensorSlot(f"{n:01000d}", "int8", ()) for n in range(100_000))
     with pytest.raises(CheckpointError, match=r"100000 tensors need a header of 10.* bytes, past"):
         encode_header(slots, {})
+
+
+def test_numbers_of_four_bits_are_counted_one_by_one_in_a_header_and_in_pairs_in_torch(tmp_path):
+    # Next to each other by width and name, as the library orders them.
+    tensors = {
+        "p": torch.arange(15, dtype=torch.uint8).view(3, 5).view(torch.float4_e2m1fn_x2),
+        "b": torch.ones(3, dtype=torch.bool),
+        "u": torch.ones(2, dtype=torch.uint8),
+    }
+    path = tmp_path / "file"
+    safetensors.torch.save_file(tensors, path)
+    names = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    slots = [TensorSlot(name, names[name], tuple(at.shape)) for name, at in tensors.items()]
+    head, header = encode_header(slots, {})
+    assert path.read_bytes().startswith(head)
+    assert b'"p":{"dtype":"F4","shape":[3,10],' in head
+    assert read(path) == header
+    assert [entry.shape for entry in header.entries] == [(2,), (3, 5), (3,)]
+    with pytest.raises(CheckpointError, match=r"cannot express.*; give it the shape \[1\]"):
+        encode_header([TensorSlot("p", "float4_e2m1fn_x2", ())], {})
 
 
 def test_too_short_for_any_header(tmp_path):
