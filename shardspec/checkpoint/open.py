@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.files import reason
-from shardspec.checkpoint.formats import dcp, dcp_hf, hf_index, native, single_file
+from shardspec.checkpoint.files import SourceFile, reason
+from shardspec.checkpoint.formats import (
+    dcp,
+    dcp_hf,
+    hf_index,
+    native,
+    rank_files,
+    single_file,
+    torch_file,
+)
 from shardspec.checkpoint.info import INFO_NAME
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.errors import CheckpointError
 
-__all__ = ["FORMATS", "Format", "open_checkpoint"]
+__all__ = ["FORMATS", "Format", "as_source", "open_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,8 @@ FORMATS: Final = (
     Format(dcp_hf.FORMAT, dcp_hf.find_dcp_hf, dcp_hf.open_dcp_hf, frozenset(("ranks",))),
     Format(hf_index.FORMAT, hf_index.find_index, hf_index.open_index_directory),
     Format(hf_index.FORMAT, hf_index.find_plain, hf_index.open_plain),
+    Format(rank_files.FORMAT, rank_files.find_rank_files, rank_files.open_rank_files),
+    Format(torch_file.FORMAT, torch_file.find_bin, torch_file.open_bin_directory),
 )
 """Asked in this order."""
 
@@ -47,8 +57,8 @@ def open_checkpoint(path: Path | str, *, ranks: int | None = None) -> Checkpoint
     Parameters
     ----------
     path
-        A directory in any of the forms of `FORMATS`, one safetensors file, or the index of
-        several.
+        A directory in any of the forms of `FORMATS`, a file of one rank of those, one safetensors
+        file, one file of `torch.save`, or the index of several.
     ranks
         How many ranks have written files, for forms that do not say it.
 
@@ -80,11 +90,24 @@ def open_checkpoint(path: Path | str, *, ranks: int | None = None) -> Checkpoint
     )
 
 
+def as_source(checkpoint: Path | str | CheckpointSource) -> CheckpointSource:
+    """Return a checkpoint that may be open already."""
+    return open_checkpoint(checkpoint) if isinstance(checkpoint, Path | str) else checkpoint
+
+
 def _open_file(place: Path, added: Mapping[str, object]) -> CheckpointSource:
     """Open what is no directory."""
     _check_added(place, "a single file", frozenset(), added)
     if place.name.endswith(hf_index.INDEX_SUFFIX):
         return hf_index.open_index_file(place)
+    if place.name == torch_file.BIN_INDEX:
+        return torch_file.open_bin_index(place)
+    with SourceFile(place) as file:
+        head = file.read(0, min(file.num_bytes, 4))
+    if torch_file.is_torch_file(head):
+        if rank_files.is_rank_file(place.name):
+            return rank_files.open_family(place)
+        return torch_file.open_torch_file(place)
     return single_file.SingleFile(place)
 
 

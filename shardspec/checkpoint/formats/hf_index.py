@@ -17,7 +17,7 @@ huggingface_hub.
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Set
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +33,8 @@ from shardspec.errors import CheckpointError
 __all__ = [
     "FORMAT",
     "INDEX_SUFFIX",
+    "by_file",
+    "check_listed",
     "check_numbering",
     "find_index",
     "find_plain",
@@ -90,37 +92,58 @@ def open_index_file(index: Path) -> ListedCheckpoint:
         If the index is damaged, a file that it names is missing or damaged, or files and index
         disagree about which tensor lies where.
     """
-    directory = index.parent
-    by_file: dict[str, set[str]] = {}
-    for name, file in _weight_map(index).items():
-        by_file.setdefault(file, set()).add(name)
     tensors: dict[str, StoredTensor] = {}
-    paths = []
-    for file, names in sorted(by_file.items()):
-        path = _file(directory, file, index)
+    files = by_file(index)
+    for path, names in files.items():
+        entries = {entry.name: entry for entry in _header(path).entries}
+        check_listed(path, entries, names, index)
+        for name, entry in entries.items():
+            tensors[name] = whole_tensor(name, entry.shape, entry.dtype, path, entry.offset)
+    return ListedCheckpoint(FORMAT, index.parent, tensors, (index, *files))
+
+
+def by_file(index: Path) -> dict[Path, set[str]]:
+    """Read an index and return what it puts into every file; all files are there.
+
+    Raises
+    ------
+    CheckpointError
+        If the index is damaged, or a file is missing or does not lie in its directory.
+    """
+    names: dict[str, set[str]] = {}
+    for name, file in _weight_map(index).items():
+        names.setdefault(file, set()).add(name)
+    found = {}
+    for file, listed in sorted(names.items()):
+        path = _file(index.parent, file, index)
         if not path.exists():
             raise CheckpointError(
-                f"{path}: is missing, but {index.name} puts {len(names)} tensors into it, "
-                f"{min(names)!r} first; restore it"
+                f"{path}: is missing, but {index.name} puts {len(listed)} tensors into it, "
+                f"{min(listed)!r} first; restore it"
             )
-        header = _header(path)
-        for entry in header.entries:
-            if entry.name not in names:
-                raise CheckpointError(
-                    f"{path}: holds tensor {entry.name!r}, which {index.name} does not list for "
-                    "it; index and files are not of one save, restore them"
-                )
-            names.discard(entry.name)
-            tensors[entry.name] = whole_tensor(
-                entry.name, entry.shape, entry.dtype, path, entry.offset
-            )
-        if names:
+        found[path] = listed
+    return found
+
+
+def check_listed(path: Path, held: Collection[str], listed: Set[str], index: Path) -> None:
+    """Check that a file holds what its index says.
+
+    Raises
+    ------
+    CheckpointError
+        If it holds or lacks a tensor; names it.
+    """
+    for name in held:
+        if name not in listed:
             raise CheckpointError(
-                f"{path}: lacks tensor {min(names)!r}, which {index.name} lists for it; index and "
-                "files are not of one save, restore them"
+                f"{path}: holds tensor {name!r}, which {index.name} does not list for it; index "
+                "and files are not of one save, restore them"
             )
-        paths.append(path)
-    return ListedCheckpoint(FORMAT, directory, tensors, (index, *paths))
+    if len(held) < len(listed):
+        raise CheckpointError(
+            f"{path}: lacks tensor {min(listed - set(held))!r}, which {index.name} lists for it; "
+            "index and files are not of one save, restore them"
+        )
 
 
 def open_plain(directory: Path) -> ListedCheckpoint:

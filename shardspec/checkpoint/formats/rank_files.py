@@ -1,0 +1,312 @@
+"""Directories with one file of `torch.save` per rank, as trainers and RL stacks write them.
+
+**The names.** A file belongs to a family and a rank by the end of its name: ``rank``, perhaps
+``_`` or ``-``, a number, and ``.pt``, ``.pth`` or ``.bin``; before it may stand ``world_size_W_``.
+What is left in front is the family and must be empty or end in ``_``, ``-`` or ``.``. So
+``model_world_size_4_rank_2.pt`` (verl) is rank 2 of 4 of the family ``model``, and ``rank-2.pt`` is
+rank 2 of the family without a name. The family ``model`` is read if there is one, or else the only
+one there is; other families are listed among `others`. A path to a file means its family.
+
+**The ranks.** All W files must be there. Where no name says W, it is one more than the largest rank
+found in the names or in any mesh.
+
+**The tensors.** What a rank holds of a DTensor follows from the mesh, the placements and the shard
+order saved with it (FSDP2, tensor parallel, both (``_StridedShard``), HSDP, pending sums). Plain
+tensors have to be whole and alike on all ranks. All ranks must agree on names, shapes, dtypes and
+placements, and every copy is kept, to be compared. torch notes in each mesh which rank saved it,
+so that swapped files are found out; where only plain tensors were saved, nothing depends on it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from shardspec.boxes import box_shape, box_size
+from shardspec.checkpoint.files import file_inside
+from shardspec.checkpoint.formats.listed import ListedCheckpoint
+from shardspec.checkpoint.holders import part_of, pending_of
+from shardspec.checkpoint.plain import plain_value
+from shardspec.checkpoint.source import Pending, StoredBox, StoredTensor
+from shardspec.checkpoint.torch_dtensors import TorchDTensor, dtensor_spec
+from shardspec.checkpoint.torch_state import StateTensor, TorchState, read_torch_state
+from shardspec.checkpoint.torch_values import TorchTensor
+from shardspec.errors import CheckpointError, ShardSpecError
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["FORMAT", "find_rank_files", "is_rank_file", "open_family", "open_rank_files"]
+
+FORMAT: Final = "torch files per rank"
+_NAME: Final = re.compile(
+    r"(|.*[_.-])(?:world_size_(\d{1,9})_)?rank[_-]?(\d{1,9})\.(?:pt|pth|bin)", re.DOTALL
+)
+_PREFERRED: Final = "model"
+_SHOWN: Final = 8
+
+_Placed: TypeAlias = tuple[DeviceMesh, ShardingSpec, tuple[int, ...], str]
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFile:
+    """What the name of a file says."""
+
+    name: str
+    family: str
+    world: int | None
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What all ranks have to agree on about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: ShardingSpec | None
+    """None if it is a plain tensor."""
+    mesh_shape: tuple[int, ...]
+    pending: tuple[Pending, ...]
+
+    def __str__(self) -> str:
+        how = "plain" if self.spec is None else f"{self.spec} on {list(self.mesh_shape)} devices"
+        return f"{self.dtype} of shape {list(self.shape)}, {how}"
+
+
+def is_rank_file(name: str) -> bool:
+    """Say whether a file name is that of one rank.
+
+    Examples
+    --------
+    >>> [is_rank_file(name) for name in ("model_world_size_2_rank_0.pt", "rank-1.pt", "frank3.pt")]
+    [True, True, False]
+    """
+    return _parse(name) is not None
+
+
+def find_rank_files(names: frozenset[str]) -> bool:
+    """Say whether a directory with these names has files of ranks."""
+    return any(map(is_rank_file, names))
+
+
+def open_rank_files(directory: Path) -> ListedCheckpoint:
+    """Read the files of all ranks of the model in a directory; not their data.
+
+    Raises
+    ------
+    CheckpointError
+        If there are several families and none is called ``model``; or as `open_family`.
+    """
+    families = _families(directory)
+    if len(families) > 1 and _PREFERRED not in families:
+        raise CheckpointError(
+            f"{directory}: has files of several families ("
+            f"{', '.join(files[0].name for files in families.values())}); name a file of the one "
+            "to read instead of the directory"
+        )
+    family = _PREFERRED if _PREFERRED in families else next(iter(families))
+    return _open(directory, family, families)
+
+
+def open_family(path: Path) -> ListedCheckpoint:
+    """Read the files of all ranks of the family that one of them belongs to.
+
+    Raises
+    ------
+    CheckpointError
+        If the file of a rank is missing or damaged, if files contradict each other or their own
+        names, or if they name what does not belong in a checkpoint.
+    """
+    file = _parse(path.name)
+    assert file is not None, "is_rank_file is asked first"
+    return _open(path.parent, file.family, _families(path.parent))
+
+
+def _parse(name: str) -> _RankFile | None:
+    match = _NAME.fullmatch(name)
+    if match is None or name.startswith("."):
+        return None
+    family, world, rank = match.groups()
+    return _RankFile(name, family.rstrip("_.-"), None if world is None else int(world), int(rank))
+
+
+def _families(directory: Path) -> dict[str, list[_RankFile]]:
+    families: dict[str, list[_RankFile]] = {}
+    for name in sorted(path.name for path in directory.iterdir()):
+        file = _parse(name)
+        if file is not None:
+            families.setdefault(file.family, []).append(file)
+    return families
+
+
+def _open(
+    directory: Path, family: str, families: Mapping[str, list[_RankFile]]
+) -> ListedCheckpoint:
+    files = sorted(families[family], key=lambda file: file.rank)
+    world = _world(directory, files)
+    states = {
+        file.rank: read_torch_state(file_inside(directory, file.name, directory), rank=file.rank)
+        for file in files
+    }
+    _check_all(directory, files, max(world, _reach(states)))
+    mesh, tensors = _tensors(states)
+    others = _others(states)
+    for other, beside in families.items():
+        if other != family:
+            others[f"({beside[0].name})"] = (
+                f"{len(beside)} files of another family, not read; name one of them to read it"
+            )
+    paths = tuple(state.path for state in states.values())
+    return ListedCheckpoint(FORMAT, directory, tensors, paths, mesh, others)
+
+
+def _world(directory: Path, files: list[_RankFile]) -> int:
+    """Return how many ranks the names say there are, once all of them are there; 0 if none."""
+    worlds = sorted({file.world for file in files if file.world is not None})
+    unsaid = any(file.world is None for file in files)
+    if len(worlds) > 1 or (worlds and unsaid):
+        raise CheckpointError(
+            f"{directory}: {files[0].name} and others like it are of saves by "
+            f"{' and '.join(map(str, worlds))} ranks{' and of another' if unsaid else ''}; move "
+            "all but one save away"
+        )
+    for one, other in pairwise(files):
+        if one.rank == other.rank:
+            raise CheckpointError(
+                f"{directory}: {one.name} and {other.name} are both of rank {one.rank}; move one "
+                "of them away"
+            )
+    if worlds:
+        _check_all(directory, files, worlds[0])
+    return worlds[0] if worlds else 0
+
+
+def _check_all(directory: Path, files: list[_RankFile], world: int) -> None:
+    ranks = {file.rank for file in files}
+    past = [file.name for file in files if file.rank >= world]
+    if past:
+        raise CheckpointError(
+            f"{directory}: {past[0]} is of a rank that {world} ranks do not have; it belongs "
+            "elsewhere, move it away"
+        )
+    missing: list[int] = []
+    for rank in range(world):
+        if len(missing) >= _SHOWN:
+            break
+        if rank not in ranks:
+            missing.append(rank)
+    if missing:
+        more = ", …" if world - len(ranks) > len(missing) else ""
+        raise CheckpointError(
+            f"{directory}: the files of {len(ranks)} ranks are there, but {world} ranks saved; "
+            f"missing: rank {', '.join(map(str, missing))}{more}; restore them"
+        )
+
+
+def _reach(states: Mapping[int, TorchState]) -> int:
+    """Return how many ranks there are by the largest one that any file knows of."""
+    known = set(states)
+    for state in states.values():
+        for found in state.tensors.values():
+            if isinstance(found.tensor, TorchDTensor):
+                known.update(found.tensor.mesh.ids)
+    return max(known) + 1
+
+
+def _tensors(
+    states: Mapping[int, TorchState],
+) -> tuple[DeviceMesh | None, dict[str, StoredTensor]]:
+    """Return the mesh of all ranks, if tensors are on one, and every tensor."""
+    first_rank, first = next(iter(states.items()))
+    for state in states.values():
+        for a, b in ((first, state), (state, first)):
+            lacking = a.tensors.keys() - b.tensors.keys()
+            if lacking:
+                raise CheckpointError(
+                    f"{b.path}: lacks tensor {min(lacking)!r}, which {a.path} holds; the files are "
+                    "not of one save"
+                )
+    layouts: dict[_Placed, Layout] = {}
+    tensors: dict[str, StoredTensor] = {}
+    mesh_of: dict[str, DeviceMesh | None] = {}
+    for name in sorted(first.tensors):
+        kind, _, mesh_of[name] = _box(name, first.tensors[name], first_rank, first.path, layouts)
+        boxes = []
+        for rank, state in states.items():
+            other, box, mesh = _box(name, state.tensors[name], rank, state.path, layouts)
+            if other != kind:
+                raise CheckpointError(
+                    f"tensor {name!r} is {kind} in {first.path}, but {other} in {state.path}; the "
+                    "files are not of one save"
+                )
+            if mesh != mesh_of[name]:
+                mesh_of[name] = None
+            if box is not None:
+                boxes.append(box)
+        tensors[name] = StoredTensor(
+            name, kind.shape, kind.dtype, kind.spec, kind.pending, tuple(boxes)
+        )
+    mesh = next((m for m in mesh_of.values() if m is not None and m.size == len(states)), None)
+    # A spec counts axes, so that it says nothing beside another mesh, such as a slice of this one.
+    for name, tensor in tensors.items():
+        if mesh_of[name] != mesh:
+            tensors[name] = replace(tensor, spec=None)
+    return mesh, tensors
+
+
+def _box(
+    name: str,
+    found: StateTensor,
+    rank: int,
+    path: Path,
+    layouts: dict[_Placed, Layout],
+) -> tuple[_Kind, StoredBox | None, DeviceMesh | None]:
+    """Return what a rank holds of a tensor."""
+    tensor, place = found.tensor, found.place
+    if isinstance(tensor, TorchTensor):
+        whole = tuple((0, size) for size in tensor.shape)
+        stored = StoredBox(whole, (), rank, path, place.offset, place.digest, place.strides)
+        kind = _Kind(tensor.shape, tensor.dtype, None, (), ())
+        return kind, None if 0 in tensor.shape else stored, None
+    mesh, dtype = tensor.mesh, tensor.local.dtype
+    if rank not in mesh.ids or tensor.rank not in (None, rank):
+        wrote = f"rank {tensor.rank}" if tensor.rank is not None else f"ranks {list(mesh.ids)}"
+        raise CheckpointError(
+            f"{path}: tensor {name!r} was saved by {wrote}, not by rank {rank} as the name of the "
+            "file says; the file belongs elsewhere, restore its name"
+        )
+    try:
+        spec = dtensor_spec(tensor)
+        key = mesh, spec, tensor.shape, dtype
+        if key not in layouts:
+            layouts[key] = Layout(mesh, spec, tensor.shape, dtype)
+    except ShardSpecError as error:
+        raise CheckpointError(f"{path}: tensor {name!r}: {error}") from None
+    layout = layouts[key]
+    box, addend = part_of(layout, rank)
+    if box_shape(box) != tensor.local.shape:
+        raise CheckpointError(
+            f"{path}: rank {rank} holds a part of shape {list(tensor.local.shape)} of tensor "
+            f"{name!r}, but of shape {list(tensor.shape)} under {spec} on {list(mesh.shape)} "
+            f"devices it has {list(box_shape(box))}; the file contradicts itself"
+        )
+    kind = _Kind(tensor.shape, dtype, spec, mesh.shape, pending_of(layout))
+    stored = StoredBox(box, addend, rank, path, place.offset, place.digest, place.strides)
+    return kind, stored if box_size(box) else None, mesh
+
+
+def _others(states: Mapping[int, TorchState]) -> dict[str, object]:
+    """Return what is no tensor: a value that all ranks share, or else one per rank."""
+    found: dict[str, dict[str, object]] = {}
+    for rank, state in states.items():
+        for name, value in state.others.items():
+            found.setdefault(name, {})[f"rank {rank}"] = plain_value(value)
+    others: dict[str, object] = {}
+    for name, by_rank in found.items():
+        values = list(by_rank.values())
+        alike = len(values) == len(states) and all(value == values[0] for value in values)
+        others[name] = values[0] if alike else by_rank
+    return others

@@ -1,0 +1,111 @@
+"""Whole tensors in one file of `torch.save`, or in several that an index lists.
+
+``pytorch_model.bin.index.json`` is read by the rules of ``model.safetensors.index.json``: index and
+files are compared both ways. A file with DTensors is one rank's part, and is read only where the
+part is the whole, as on a mesh of one device.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from shardspec.checkpoint.formats.hf_index import by_file, check_listed
+from shardspec.checkpoint.formats.listed import ListedCheckpoint
+from shardspec.checkpoint.plain import plain_value
+from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.checkpoint.torch_state import TorchState, read_torch_state
+from shardspec.errors import CheckpointError
+
+__all__ = [
+    "BIN_INDEX",
+    "BIN_NAME",
+    "FORMAT",
+    "find_bin",
+    "is_torch_file",
+    "open_bin_directory",
+    "open_bin_index",
+    "open_torch_file",
+]
+
+FORMAT: Final = "torch file"
+BIN_NAME: Final = "pytorch_model.bin"
+BIN_INDEX: Final = "pytorch_model.bin.index.json"
+_ZIP: Final = b"PK"
+
+
+def is_torch_file(head: bytes) -> bool:
+    """Say whether a file that starts with these bytes may be one of `torch.save`.
+
+    Examples
+    --------
+    >>> is_torch_file(bytes.fromhex("504b0304")), is_torch_file(bytes(8))
+    (True, False)
+    """
+    return head.startswith(_ZIP)
+
+
+def find_bin(names: frozenset[str]) -> bool:
+    """Say whether a directory with these names has ``pytorch_model.bin`` or its index."""
+    return BIN_INDEX in names or BIN_NAME in names
+
+
+def open_torch_file(path: Path) -> ListedCheckpoint:
+    """Read what describes the state in one file; not its data.
+
+    Raises
+    ------
+    CheckpointError
+        If it is damaged, names what does not belong in a checkpoint, or holds a part of a tensor.
+    """
+    state = read_torch_state(path)
+    others = {name: plain_value(value) for name, value in state.others.items()}
+    return ListedCheckpoint(FORMAT, path, _whole(state), (path,), None, others)
+
+
+def open_bin_directory(directory: Path) -> ListedCheckpoint:
+    """Read the index of a directory, or its one ``pytorch_model.bin``.
+
+    Raises
+    ------
+    CheckpointError
+        As `open_bin_index` and `open_torch_file`.
+    """
+    index = directory / BIN_INDEX
+    return open_bin_index(index) if index.exists() else open_torch_file(directory / BIN_NAME)
+
+
+def open_bin_index(index: Path) -> ListedCheckpoint:
+    """Read an index and what describes its files, and check that they agree.
+
+    Raises
+    ------
+    CheckpointError
+        If a file is missing or damaged, or disagrees with the index about what lies where.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    others: dict[str, object] = {}
+    files = by_file(index)
+    for path, names in files.items():
+        state = read_torch_state(path)
+        check_listed(path, state.tensors, names, index)
+        tensors.update(_whole(state))
+        others.update((name, plain_value(value)) for name, value in state.others.items())
+    return ListedCheckpoint(FORMAT, index.parent, tensors, (index, *files), None, others)
+
+
+def _whole(state: TorchState) -> Mapping[str, StoredTensor]:
+    tensors = {}
+    for name, found in state.tensors.items():
+        shape = found.tensor.shape
+        if found.local.shape != shape:
+            raise CheckpointError(
+                f"{state.path}: holds a part of shape {list(found.local.shape)} of tensor {name!r} "
+                f"of shape {list(shape)}; name the directory with the files of all ranks (files "
+                "named like model_world_size_4_rank_0.pt are found by themselves)"
+            )
+        place = found.place
+        box = tuple((0, size) for size in shape)
+        stored = StoredBox(box, (), 0, state.path, place.offset, place.digest, place.strides)
+        boxes = () if 0 in shape else (stored,)
+        tensors[name] = StoredTensor(name, shape, found.local.dtype, None, (), boxes)
+    return tensors
