@@ -13,7 +13,7 @@ from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.numbers import numbers
-from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.source import CheckpointSource, StoredTensor
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import item_bytes
@@ -46,7 +46,11 @@ class Difference:
 
 
 def diff_checkpoints(
-    a: Path | str, b: Path | str, *, atol: float = 0.0, rtol: float = 0.0
+    a: Path | str | CheckpointSource,
+    b: Path | str | CheckpointSource,
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
 ) -> Iterator[Difference]:
     """Yield every tensor that differs, by name.
 
@@ -57,7 +61,7 @@ def diff_checkpoints(
     Parameters
     ----------
     a, b
-        Checkpoints, or plain safetensors files.
+        Checkpoints in any form that `open_checkpoint` knows, or what that has made of them.
     atol, rtol
         Tolerances.
 
@@ -78,7 +82,7 @@ def diff_checkpoints(
     >>> list(diff_checkpoints(a, b, atol=1.0))
     []
     """
-    left, right = open_checkpoint(a), open_checkpoint(b)
+    left, right = as_source(a), as_source(b)
     yield from _diff(left, right, atol, rtol)
 
 

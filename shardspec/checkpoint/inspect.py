@@ -1,17 +1,23 @@
 """What is in a checkpoint, without its data."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Final
 
-from shardspec.boxes import box_size
-from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.boxes import Box, box_shape, box_size
+from shardspec.checkpoint.open import as_source
+from shardspec.checkpoint.source import CheckpointSource, Described, StoredBox, StoredTensor
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["CheckpointSummary", "TensorSummary", "inspect_checkpoint"]
+__all__ = ["CheckpointSummary", "TensorSummary", "inspect_checkpoint", "other_text"]
+
+_LONG: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +25,71 @@ class TensorSummary:
     """One tensor of a checkpoint."""
 
     stored: StoredTensor
+    layout: Layout | None
+    """How it is cut over the mesh that wrote it, where the format says both."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return prod(self.stored.shape) * item_bytes(self.stored.dtype)
+
+    @property
+    def cells(self) -> dict[Box, tuple[int, ...]]:
+        """Every box and the ranks that hold it: by the layout where it is known, else as stored."""
+        held: dict[Box, list[int]] = {}
+        if self.layout is not None:
+            for rank, box in self.layout.boxes().items():
+                if box_size(box):
+                    held.setdefault(box, []).append(rank)
+        else:
+            for stored in self.stored.boxes:
+                ranks = held.setdefault(stored.box, [])
+                if stored.rank not in ranks:
+                    ranks.append(stored.rank)
+        return {box: tuple(ranks) for box, ranks in held.items()}
+
+    @property
+    def replicated(self) -> bool:
+        """Whether any box is held by several ranks."""
+        return any(len(ranks) > 1 for ranks in self.cells.values())
+
+    @property
+    def uneven(self) -> bool:
+        """Whether not all boxes have the same shape, or some rank holds none while others do."""
+        cells = self.cells
+        shapes = {box_shape(box) for box in cells}
+        idle = self.layout is not None and cells and self._idle(self.layout)
+        return len(shapes) > 1 or bool(idle)
+
+    def _idle(self, layout: Layout) -> bool:
+        return any(not box_size(box) for box in layout.boxes().values())
+
+    def holders(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
+        """Return the boxes that hold a part of an index, and their ranks.
+
+        Parameters
+        ----------
+        index
+            One position for each of the first dims; the others are taken whole.
+
+        Raises
+        ------
+        CheckpointError
+            If it has more positions than there are dims, or one is outside.
+        """
+        shape = self.stored.shape
+        if len(index) > len(shape) or not all(
+            0 <= at < size for at, size in zip(index, shape, strict=False)
+        ):
+            raise CheckpointError(
+                f"tensor {self.stored.name!r}: index {list(index)} does not lie in the shape "
+                f"{list(shape)}"
+            )
+        return {
+            box: ranks
+            for box, ranks in self.cells.items()
+            if all(lo <= at < hi for at, (lo, hi) in zip(index, box, strict=False))
+        }
 
     @property
     def stored_bytes(self) -> int:
@@ -43,6 +109,8 @@ class TensorSummary:
             "spec": None if self.stored.spec is None else str(self.stored.spec),
             "bytes": self.num_bytes,
             "stored_bytes": self.stored_bytes,
+            "replicated": self.replicated,
+            "uneven": self.uneven,
             "boxes": [
                 {
                     "box": [list(side) for side in box.box],
@@ -68,6 +136,8 @@ class CheckpointSummary:
     """The devices that wrote it, where the format says so."""
     tensors: tuple[TensorSummary, ...]
     """Sorted by name."""
+    others: Mapping[str, object]
+    """Entries that are no tensors."""
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +172,14 @@ class CheckpointSummary:
                 for rank, num_bytes in self.bytes_by_rank.items()
             ],
             "tensors": [tensor.to_json() for tensor in self.tensors],
+            "others": {name: other_text(value) for name, value in self.others.items()},
         }
+
+
+def other_text(value: object) -> str:
+    """Return a value that is no tensor as text, cut short if it is long."""
+    text = value.text if isinstance(value, Described) else repr(value)
+    return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"
 
 
 def _mesh_json(mesh: DeviceMesh) -> dict[str, object]:
@@ -113,8 +190,13 @@ def _mesh_json(mesh: DeviceMesh) -> dict[str, object]:
     }
 
 
-def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
+def inspect_checkpoint(directory: Path | str | CheckpointSource) -> CheckpointSummary:
     """Return what a checkpoint holds; its headers are read and checked, its data is not.
+
+    Parameters
+    ----------
+    directory
+        Where it lies, or what `open_checkpoint` has made of it.
 
     Raises
     ------
@@ -131,8 +213,18 @@ def inspect_checkpoint(directory: Path | str) -> CheckpointSummary:
     >>> inspect_checkpoint(path).bytes_by_rank
     {0: 16, 1: 8}
     """
-    source = open_checkpoint(directory)
-    tensors = tuple(TensorSummary(source.tensor(name)) for name in source.names)
+    source = as_source(directory)
+    tensors = tuple(_summary(source, name) for name in source.names)
     for tensor in tensors:
         check_tiling(tensor.stored)
-    return CheckpointSummary(source.directory, source.format, source.mesh, tensors)
+    return CheckpointSummary(
+        source.directory, source.format, source.mesh, tensors, dict(source.others)
+    )
+
+
+def _summary(source: CheckpointSource, name: str) -> TensorSummary:
+    stored = source.tensor(name)
+    layout = None
+    if source.mesh is not None and stored.spec is not None:
+        layout = Layout(source.mesh, stored.spec, stored.shape, stored.dtype)
+    return TensorSummary(stored, layout)

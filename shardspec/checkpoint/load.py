@@ -9,7 +9,7 @@ from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.files import OpenFiles
-from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.source import CheckpointSource, StoredTensor
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
@@ -28,7 +28,7 @@ __all__ = ["load_sharded"]
 
 
 def load_sharded(
-    directory: Path | str,
+    directory: Path | str | CheckpointSource,
     mesh: DeviceMesh | None = None,
     specs: Mapping[str, SpecLike] | None = None,
     *,
@@ -39,7 +39,7 @@ def load_sharded(
     Parameters
     ----------
     directory
-        What `save_sharded` wrote.
+        A checkpoint in any form that `open_checkpoint` knows, or what that has made of it.
     mesh
         The devices to load into; the mesh that was saved if it is left out.
     specs
@@ -73,7 +73,7 @@ def load_sharded(
 
     # In a job all ranks find out together whether each of them can open the checkpoint.
     opening = communicator or communicator_of(mesh or _world())
-    source = agree(opening, lambda: open_checkpoint(directory))
+    source = agree(opening, lambda: as_source(directory))
     onto = mesh or (communicator.mesh if communicator else source.mesh)
     if onto is None:
         raise LayoutError(

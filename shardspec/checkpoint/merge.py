@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.destination import check_destination
+from shardspec.checkpoint.digests import stored_bytes
 from shardspec.checkpoint.files import OpenFiles
-from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.replicas import check_replicas
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Renames, plain, select, tied
-from shardspec.checkpoint.source import CheckpointSource
+from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
 from shardspec.checkpoint.targets import Target, Wanted
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.checkpoint.write import Progress, write_target
@@ -33,7 +34,7 @@ _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 
 
 def merge(
-    directory: Path | str,
+    directory: Path | str | CheckpointSource,
     output: Path | str,
     *,
     form: MergedForm | None = None,
@@ -59,7 +60,7 @@ def merge(
     Parameters
     ----------
     directory
-        A checkpoint in any form that `open_checkpoint` knows.
+        A checkpoint in any form that `open_checkpoint` knows, or what that has made of it.
     output
         The file to write; a directory for the forms ``"huggingface"`` and ``"dcp"``.
     form
@@ -105,7 +106,7 @@ def merge(
     """
     started = time.monotonic()
     chosen = _form(Path(output), form, max_shard_bytes)
-    source = open_checkpoint(directory)
+    source = as_source(directory)
     wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
     target = _target(chosen, Path(output), source, wanted, max_shard_bytes)
     return produce(
@@ -194,11 +195,13 @@ def produce(
     if threads < 1:
         raise CheckpointError(f"{threads} threads write nothing; give at least 1")
     path = check_destination(output, source, directory=target.directory, force=force)
-    check_tensors(source, wanted, trust_digests=verify)
+    read = check_tensors(source, wanted, trust_digests=verify)
     report = WriteReport(
         output,
         form,
         source.format,
+        len({stored.path for stored, _ in read}),
+        sum(num_bytes for _, num_bytes in read),
         len(wanted),
         tuple(file.name for file in target.files),
         target.num_bytes,
@@ -224,16 +227,24 @@ def produce(
 
 def check_tensors(
     source: CheckpointSource, wanted: Sequence[Wanted], *, trust_digests: bool
-) -> None:
+) -> list[tuple[StoredBox, int]]:
     """Check that the boxes of every tensor tile it, and that those stored twice agree.
+
+    Returns
+    -------
+    list
+        The boxes to read, and the bytes of each.
 
     Raises
     ------
     CheckpointError
         If they do not.
     """
+    read = []
     with OpenFiles() as files:
         for name in sorted({tensor.source for tensor in wanted}):
             tensor = source.tensor(name)
             for group in check_tiling(tensor):
                 check_replicas(tensor, group, files, trust_digests=trust_digests)
+            read += [(stored, stored_bytes(tensor, stored)) for stored in distinct(tensor)]
+    return read

@@ -18,6 +18,10 @@ class WriteReport:
     """What it is."""
     read: str
     """What the source is."""
+    read_files: int
+    """How many files bytes of tensors come from."""
+    read_bytes: int
+    """Bytes of all boxes that are read, each once."""
     tensors: int
     files: tuple[str, ...]
     """Names of the files; that of the output itself if it is one."""
@@ -37,6 +41,8 @@ class WriteReport:
             "path": str(self.path),
             "form": self.form,
             "read": self.read,
+            "read_files": self.read_files,
+            "read_bytes": self.read_bytes,
             "tensors": self.tensors,
             "files": list(self.files),
             "bytes": self.num_bytes,

@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.files import reason
 from shardspec.checkpoint.merge import produce
-from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Renames, plain, select
 from shardspec.checkpoint.source import CheckpointSource
@@ -29,12 +29,12 @@ RESHARDED_FORMS: Final[tuple[ReshardedForm, ...]] = get_args(ReshardedForm)
 
 
 def reshard(
-    directory: Path | str,
+    directory: Path | str | CheckpointSource,
     output: Path | str,
     *,
     mesh: DeviceMesh | None = None,
     rules: Mapping[str, SpecLike] | None = None,
-    like: Path | str | None = None,
+    like: Path | str | CheckpointSource | None = None,
     form: ReshardedForm = "shardspec",
     dtype: str | None = None,
     include: Sequence[str] = (),
@@ -51,7 +51,7 @@ def reshard(
     Parameters
     ----------
     directory
-        A checkpoint in any form that `open_checkpoint` knows.
+        A checkpoint in any form that `open_checkpoint` knows, or what that has made of it.
     output
         The directory to write.
     mesh
@@ -86,12 +86,12 @@ def reshard(
     5
     """
     started = time.monotonic()
-    source = open_checkpoint(directory)
+    source = as_source(directory)
     wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
     if like is not None:
         if mesh is not None or rules is not None:
             raise CheckpointError("give either a checkpoint to cut like, or a mesh and rules")
-        onto, layouts = _like(open_checkpoint(like), wanted)
+        onto, layouts = _like(as_source(like), wanted)
     elif mesh is not None:
         onto, layouts = mesh, _by_rules(mesh, rules or {}, wanted)
     else:

@@ -7,7 +7,7 @@ from typing import Final
 
 from shardspec.checkpoint.digests import Checks, stored_bytes
 from shardspec.checkpoint.files import OpenFiles
-from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.replicas import check_replicas
 from shardspec.checkpoint.source import CheckpointSource, StoredBox
 from shardspec.checkpoint.tiling import check_tiling
@@ -43,7 +43,9 @@ class VerifyReport:
         }
 
 
-def verify_checkpoint(directory: Path | str, *, every: bool = False) -> VerifyReport:
+def verify_checkpoint(
+    directory: Path | str | CheckpointSource, *, every: bool = False
+) -> VerifyReport:
     """Check that boxes tile every tensor, replicas agree, and digests are right.
 
     Every byte is read, in memory that does not grow with the checkpoint; torch is not needed.
@@ -51,7 +53,7 @@ def verify_checkpoint(directory: Path | str, *, every: bool = False) -> VerifyRe
     Parameters
     ----------
     directory
-        A checkpoint, or one safetensors file.
+        A checkpoint in any form that `open_checkpoint` knows, or what that has made of it.
     every
         Go on after a flaw, and list all of them in the report.
 
@@ -71,7 +73,7 @@ def verify_checkpoint(directory: Path | str, *, every: bool = False) -> VerifyRe
     >>> report.boxes, report.digested_bytes, report.flaws
     (1, 12, ())
     """
-    source = open_checkpoint(directory)
+    source = as_source(directory)
     boxes = num_bytes = digested = 0
     for name in source.names:
         tensor = source.tensor(name)

@@ -30,6 +30,7 @@ __all__ = [
     "mesh_options",
     "parse_bytes",
     "parse_ids",
+    "parse_index",
     "parse_links",
     "parse_mesh",
     "parse_numbers",
@@ -121,6 +122,23 @@ def parse_ids(text: str) -> tuple[int, ...]:
     return tuple(
         _whole(part, f"ids {text!r}", "give them as in 3,1,0,2") for part in text.split(",")
     )
+
+
+def parse_index(text: str) -> tuple[int, ...]:
+    """Read positions in a tensor, separated by commas.
+
+    Raises
+    ------
+    ValueError
+        If one is no whole number.
+
+    Examples
+    --------
+    >>> parse_index("17"), parse_index("3, 0")
+    ((17,), (3, 0))
+    """
+    remedy = "give one position for each of the first dims, as in 17 or 3,0"
+    return tuple(_whole(part, f"index {text!r}", remedy) for part in text.split(","))
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:

@@ -3,16 +3,29 @@
 import json
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
+from typing import Final
 
 import click
 
-from shardspec.checkpoint.inspect import CheckpointSummary, TensorSummary, inspect_checkpoint
+from shardspec.checkpoint.inspect import (
+    CheckpointSummary,
+    TensorSummary,
+    inspect_checkpoint,
+    other_text,
+)
 from shardspec.checkpoint.source import box_text
+from shardspec.cli.arguments import parse_index, parsed
 from shardspec.errors import CheckpointError
+from shardspec.layout.picture import cells_text, ids_text
+from shardspec.layout.picture import picture as draw
 from shardspec.text import bytes_text, table_text
 
 __all__ = ["command"]
+
+_MOST_CELLS: Final = 1024
+"""Boxes beyond which a picture is no help."""
 
 
 @click.command(
@@ -20,7 +33,10 @@ __all__ = ["command"]
     epilog="""\b
 Examples:
   shardspec inspect ckpt
-  shardspec inspect ckpt --tensor 'layers.0.*'     with the box and file of every rank
+  shardspec inspect ckpt --tensor 'layers.0.*'           with the box and file of every rank
+  shardspec inspect ckpt --tensor embed.weight --index 17    which rank holds row 17
+  shardspec inspect ckpt --tensor embed.weight --picture     who holds what
+  shardspec inspect ckpt --only uneven
   shardspec inspect ckpt --json
 """,
 )
@@ -32,20 +48,79 @@ Examples:
     metavar="PATTERN",
     help="Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
 )
-def command(checkpoint: Path, as_json: bool, pattern: str | None) -> None:
+@click.option(
+    "--index",
+    callback=parsed(parse_index),
+    metavar="I,J,…",
+    help="Say which ranks hold this element, row or block of the tensors that match.",
+)
+@click.option("--picture", is_flag=True, help="Draw how the tensors that match are cut.")
+@click.option(
+    "--only",
+    type=click.Choice(("replicated", "uneven")),
+    help="Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
+)
+def command(
+    checkpoint: Path,
+    as_json: bool,
+    pattern: str | None,
+    index: tuple[int, ...] | None,
+    picture: bool,
+    only: str | None,
+) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
-    Reads the sharding info and the header of every file, and checks that they agree; no data.
+    Reads what describes the checkpoint and the header of every file, and checks that they agree;
+    no data.
     """
+    if (index is not None or picture) and pattern is None:
+        raise click.UsageError("--index and --picture are about some tensors; name them: --tensor")
     summary = inspect_checkpoint(checkpoint)
     if pattern is not None:
         summary = _only(summary, pattern)
-    if as_json:
+    if only is not None:
+        kept = tuple(t for t in summary.tensors if (t.uneven if only == "uneven" else t.replicated))
+        summary = replace(summary, tensors=kept)
+    if index is not None:
+        _say_holders(summary, index, as_json)
+    elif as_json:
         click.echo(json.dumps(summary.to_json()))
+    elif picture:
+        click.echo("\n\n".join(_picture(tensor) for tensor in summary.tensors))
     elif pattern is None:
         click.echo(_overview(summary))
     else:
         click.echo("\n\n".join(_boxes(tensor) for tensor in summary.tensors))
+
+
+def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bool) -> None:
+    """Print who holds a part of the tensors."""
+    found = [(tensor.stored.name, tensor.holders(index)) for tensor in summary.tensors]
+    if as_json:
+        boxes = [
+            {"name": name, "box": [list(side) for side in box], "ranks": list(ranks)}
+            for name, cells in found
+            for box, ranks in cells.items()
+        ]
+        click.echo(json.dumps({"index": list(index), "holders": boxes}))
+        return
+    for name, cells in found:
+        for box, ranks in cells.items():
+            who = f"rank{'s' if len(ranks) > 1 else ''} {ids_text(ranks)}"
+            click.echo(f"{_plain(name)}[{', '.join(map(str, index))}]: {who}, in {box_text(box)}")
+
+
+def _picture(tensor: TensorSummary) -> str:
+    """Draw who holds what; a table of boxes where they make up no grid."""
+    stored = tensor.stored
+    if tensor.layout is not None:
+        return f"{_plain(stored.name)}\n{draw(tensor.layout)}"
+    cells = tensor.cells
+    sides = [{box[dim] for box in cells} for dim in range(len(stored.shape))]
+    if prod(map(len, sides)) != len(cells) or len(cells) > _MOST_CELLS:
+        return _boxes(tensor)
+    title = f"{' '.join(_facts(tensor))} {list(stored.shape)}"
+    return "\n".join([title, *cells_text(cells)])
 
 
 def _only(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
@@ -62,9 +137,14 @@ def _only(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
 def _overview(summary: CheckpointSummary) -> str:
     mesh = summary.mesh
     tensors = table_text(
-        ["tensor", "spec", "dtype", "shape", "size"],
+        ["tensor", "spec", "dtype", "shape", "size", "remarks"],
         [
-            [*_facts(t), "×".join(map(str, t.stored.shape)) or "scalar", bytes_text(t.num_bytes)]
+            [
+                *_facts(t),
+                "×".join(map(str, t.stored.shape)) or "scalar",
+                bytes_text(t.num_bytes),
+                ", ".join(_remarks(t)),
+            ]
             for t in summary.tensors
         ],
         numbers_from=3,
@@ -85,14 +165,33 @@ def _overview(summary: CheckpointSummary) -> str:
     )
     return (
         f"{summary.directory}: {len(summary.tensors)} tensors, {bytes_text(summary.num_bytes)}, "
-        f"{_writer(summary)}\n\n{tensors}\n\n{ranks}"
+        f"{_writer(summary)}\n\n{tensors}\n\n{ranks}{_others(summary)}"
     )
+
+
+def _others(summary: CheckpointSummary) -> str:
+    if not summary.others:
+        return ""
+    rows = [[_plain(name), _plain(other_text(at))] for name, at in sorted(summary.others.items())]
+    return f"\n\n{table_text(['no tensor', 'value'], rows)}"
 
 
 def _writer(summary: CheckpointSummary) -> str:
     if summary.mesh is None:
         return f"in the form of {summary.format}"
     return f"saved on mesh {summary.mesh} ({summary.mesh.size} devices)"
+
+
+def _remarks(tensor: TensorSummary) -> list[str]:
+    """Say what is worth noting about the cut."""
+    remarks = []
+    if tensor.layout is None and len(tensor.stored.boxes) > 1:
+        remarks.append(f"{len(tensor.cells)} boxes")
+    if tensor.replicated:
+        remarks.append("replicated")
+    if tensor.uneven:
+        remarks.append("uneven")
+    return remarks
 
 
 def _facts(tensor: TensorSummary) -> list[str]:

@@ -79,7 +79,11 @@ def report_written(report: WriteReport, *, as_json: bool, quiet: bool) -> None:
     files = f" in {len(report.files)} files" if len(report.files) > 1 else ""
     what = f"{report.tensors} tensors, {bytes_text(report.num_bytes)}{files}"
     if not report.written:
-        click.echo(f"{report.path}: would hold {what}, read from the form of {report.read}")
+        source = f"{report.read_files} file{'' if report.read_files == 1 else 's'}"
+        click.echo(
+            f"{report.path}: would hold {what}; {bytes_text(report.read_bytes)} of {source} in "
+            f"the form of {report.read} would be read"
+        )
     else:
         rate = bytes_text(report.num_bytes / max(report.seconds, 1e-9))
         digest = "" if report.crc32 is None else f", CRC-32 {crc_text(report.crc32)}"

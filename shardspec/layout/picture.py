@@ -1,6 +1,6 @@
 """A layout drawn as text: which devices hold which part of the tensor."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -9,7 +9,7 @@ from shardspec.boxes import Box, box_size
 if TYPE_CHECKING:
     from shardspec.layout.layout import Layout
 
-__all__ = ["Paint", "block_title", "cells_of", "ids_text", "notes", "picture"]
+__all__ = ["Paint", "block_title", "cells_of", "cells_text", "ids_text", "notes", "picture"]
 
 _Interval: TypeAlias = tuple[int, int]
 Paint: TypeAlias = Callable[[int, str], str]
@@ -59,18 +59,46 @@ def picture(layout: "Layout", paint: Paint = _plain) -> str:
         │               │
         └───────────────┘
     """
-    parts = [str(layout)]
-    shown = cells_of(layout)
-    if shown:
-        numbers = {box: number for number, box in enumerate(sorted(shown))}
-        sides = [sorted({box[dim] for box in shown}) for dim in range(len(layout.global_shape))]
-        grid = _Grid(sides[-2] if len(sides) > 1 else [], sides[-1] if sides else [], paint)
-        for outer in product(*sides[:-2]):
-            if outer:
-                parts.append(block_title(outer))
-            boxes = [outer + box for box in product(*sides[-2:])]
-            parts.append(grid.text([(numbers[box], ids_text(shown[box])) for box in boxes]))
-    return "\n".join([*parts, *notes(layout)])
+    return "\n".join([str(layout), *cells_text(cells_of(layout), paint), *notes(layout)])
+
+
+def cells_text(cells: Mapping[Box, Sequence[int]], paint: Paint = _plain) -> list[str]:
+    """Draw boxes that make up a grid, each with the ids of those that hold it.
+
+    Parameters
+    ----------
+    cells
+        Box to ids. With the intervals that any of them has along each dim, every combination is
+        a box.
+    paint
+        As for `picture`.
+
+    Returns
+    -------
+    list of str
+        A grid for each block of the dims before the last two, each after its title.
+
+    Examples
+    --------
+    >>> print(cells_text({((0, 9),): [0, 2], ((9, 12),): [1]})[0])
+      0:9   9:12
+    ┌─────┬─────┐
+    │ 0,2 │  1  │
+    └─────┴─────┘
+    """
+    if not cells:
+        return []
+    parts = []
+    numbers = {box: number for number, box in enumerate(sorted(cells))}
+    dims = len(next(iter(cells)))
+    sides = [sorted({box[dim] for box in cells}) for dim in range(dims)]
+    grid = _Grid(sides[-2] if dims > 1 else [], sides[-1] if sides else [], paint)
+    for outer in product(*sides[:-2]):
+        if outer:
+            parts.append(block_title(outer))
+        boxes = [outer + box for box in product(*sides[-2:])]
+        parts.append(grid.text([(numbers[box], ids_text(cells[box])) for box in boxes]))
+    return parts
 
 
 def cells_of(layout: "Layout") -> dict[Box, list[int]]:

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from shardspec.checkpoint.inspect import inspect_checkpoint
+from shardspec.checkpoint.merge import merge
 from shardspec.cli.main import cli
 from tests.checkpoint.handmade import handmade, sample
 
@@ -33,11 +34,11 @@ def test_tensors_and_ranks(ckpt):
     assert result.stdout.splitlines()[0] == (
         f"{ckpt}: 5 tensors, 279 B, saved on mesh dp=2,tp=3 (6 devices)"
     )
-    assert ["w", "[S0,S1]", "int32", "8×7", "224", "B"] in lines
-    assert ["p", "[S0|P1]", "float32", "4", "16", "B"] in lines
-    assert ["step", "[]", "int64", "scalar", "8", "B"] in lines
+    assert ["w", "[S0,S1]", "int32", "8×7", "224", "B", "uneven"] in lines
+    assert ["p", "[S0|P1]", "float32", "4", "16", "B", "replicated"] in lines
+    assert ["step", "[]", "int64", "scalar", "8", "B", "replicated"] in lines
     # What a terminal would take amiss is escaped, and nothing is cut off.
-    assert [ascii("a.[very].long\tname" * 6), "[R]", "uint8", "3", "3", "B"] in lines
+    assert [ascii("a.[very].long\tname" * 6), "[R]", "uint8", "3", "3", "B", "replicated"] in lines
     assert ["4", "(0,", "0)", "79", "B", "rank4.safetensors"] in lines
     assert ["2", "(1,", "2)", "24", "B", "rank2.safetensors"] in lines
 
@@ -45,6 +46,50 @@ def test_tensors_and_ranks(ckpt):
 def test_a_rank_that_stored_nothing(tmp_path):
     result = run(handmade({"b": ("[R]", np.zeros(3, np.uint8))}).write(tmp_path / "ckpt"))
     assert "5      (1, 2)        0 B      none" in result.stdout
+
+
+def test_who_holds_a_row(ckpt):
+    result = run(ckpt, "--tensor", "[wb]", "--index", "5")
+    # Rows 4 to 8 are of the second half of the mesh; of 7 in 3 parts, the second has 3 to 5.
+    assert result.stdout.splitlines() == [
+        "b[5]: ranks 1,3, in [3:6]",
+        "w[5]: rank 5, in [4:8, 0:3]",
+        "w[5]: rank 3, in [4:8, 3:6]",
+        "w[5]: rank 2, in [4:8, 6:7]",
+    ]
+    found = json.loads(run(ckpt, "--tensor", "w", "--index", "0,6", "--json").stdout)
+    assert found == {
+        "index": [0, 6],
+        "holders": [{"name": "w", "box": [[0, 4], [6, 7]], "ranks": [0]}],
+    }
+    for bad, code, problem in [
+        (("--index", "5"), 2, "name them: --tensor"),
+        (("--picture",), 2, "name them: --tensor"),
+        (("--tensor", "w", "--index", "8"), 3, "index [8] does not lie in the shape [8, 7]"),
+        (("--tensor", "b", "--index", "0,0"), 3, "index [0, 0] does not lie in the shape [7]"),
+        (("--tensor", "b", "--index", "-1"), 2, "'-1' is no whole number"),
+    ]:
+        result = run(ckpt, *bad)
+        assert (result.exit_code, result.stdout) == (code, "")
+        assert problem in result.stderr
+
+
+def test_a_picture_of_the_cut(ckpt, tmp_path):
+    drawn = run(ckpt, "--tensor", "w", "--picture").stdout
+    assert drawn.startswith("w\n[S0,S1] of [8, 7] int32 on dp=2,tp=3\n")
+    assert "│     4     │     1     │ 0 │" in drawn
+    # A form without a mesh is drawn from its boxes.
+    merge(ckpt, tmp_path / "whole.safetensors")
+    drawn = run(tmp_path / "whole.safetensors", "--tensor", "w", "--picture").stdout
+    assert drawn.splitlines()[0].split() == ["w", "int32", "[8,", "7]"]
+    assert " 0 " in drawn
+
+
+def test_only_some(ckpt):
+    for kind, names in [("uneven", ["b", "w"]), ("replicated", ["b", "p", "step"])]:
+        found = json.loads(run(ckpt, "--only", kind, "--json").stdout)
+        assert [t["name"] for t in found["tensors"] if "[" not in t["name"]] == names
+        assert all(tensor[kind] for tensor in found["tensors"])
 
 
 def test_one_tensor_with_its_boxes(ckpt):

@@ -51,6 +51,8 @@ def test_json(tmp_path):
         "path": str(out),
         "form": "safetensors",
         "read": "shardspec",
+        "read_files": 6,
+        "read_bytes": 252,
         "tensors": 2,
         "files": ["out"],
         "bytes": out.stat().st_size,
