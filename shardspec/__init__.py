@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardspec.layout.rules import match_rules
     from shardspec.layout.spec import DimSpec, ShardingSpec
     from shardspec.mesh import DeviceMesh
+    from shardspec.torch_dtensors import redistribute
     from shardspec.tracing import trace
 
 _HOME: Final = {
@@ -44,6 +45,7 @@ _HOME: Final = {
     "match_rules": "shardspec.layout.rules",
     "merge": "shardspec.checkpoint.merge",
     "reshard": "shardspec.checkpoint.reshard",
+    "redistribute": "shardspec.torch_dtensors",
     "save_sharded": "shardspec.checkpoint.save",
     "trace": "shardspec.tracing",
 }
@@ -67,6 +69,7 @@ __all__ = [
     "match_rules",
     "merge",
     "reshard",
+    "redistribute",
     "save_sharded",
     "trace",
 ]

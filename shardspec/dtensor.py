@@ -9,25 +9,30 @@ same box must receive the same gradient, which is so when every rank computes th
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardspec.boxes import slices_within
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.default import communicator_of
-from shardspec.dtypes import dtype_name
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.execution import agree_on, run_plan
 from shardspec.gradients import Convert, GradientsBy, OneOfEqual, check_differentiable
+from shardspec.interop.torch_dtensor import layout_of
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.operations.storage import ShardStorage
+from shardspec.shards import added_up, check_shards, facts_of, index_of
 
 __all__ = ["DTensor", "distribute_tensor"]
 
 
-class DTensor:
+class DTensor(ShardStorage):
     """A tensor that is cut over a mesh.
+
+    In a job, torch's functions, methods and operators work on it, forward and backward: layouts
+    propagate by torch's own DTensor, which it becomes without a copy. See `shardspec.operations`.
 
     Parameters
     ----------
@@ -61,14 +66,7 @@ class DTensor:
     True
     """
 
-    __slots__ = ("communicator", "layout", "shards")
-
-    layout: Layout
-    """Which box every device holds."""
-    shards: dict[int, torch.Tensor]
-    """The shard of every device that this process holds, by physical id."""
-    communicator: Communicator
-    """Who moves shards."""
+    __slots__ = ()
 
     def __init__(
         self,
@@ -87,8 +85,9 @@ class DTensor:
         self.layout = layout
         self.communicator = _checked(communicator, device_mesh)
         whole = tensor.detach()
-        self.shards = {
-            device: whole[_index(layout, device)]
+        self._torch = self._history = None
+        self._shards = {
+            device: whole[index_of(layout, device)]
             .clone(memory_format=torch.contiguous_format)
             .requires_grad_(tensor.requires_grad)
             for device in self.communicator.addressable
@@ -120,9 +119,45 @@ class DTensor:
         result = cls.__new__(cls)
         result.layout = layout
         result.communicator = _checked(communicator, layout.mesh)
-        found = {device: _facts(shards[device]) for device in shards}
-        _check_shards(layout, {d: found.get(d) for d in result.communicator.addressable})
-        result.shards = {device: shards[device] for device in result.communicator.addressable}
+        found = {device: facts_of(shards[device]) for device in shards}
+        check_shards(layout, {d: found.get(d) for d in result.communicator.addressable})
+        result._torch = result._history = None
+        result._shards = {device: shards[device] for device in result.communicator.addressable}
+        return result
+
+    @classmethod
+    def from_torch(
+        cls, tensor: torch.Tensor, *, device_mesh: DeviceMesh | None = None
+    ) -> "DTensor":
+        """Return a torch DTensor as one of ours: the same storage, and gradients flow back.
+
+        Parameters
+        ----------
+        tensor
+            torch's DTensor. A rank outside its mesh gets a tensor without shards.
+        device_mesh
+            The mesh it is on, where that has links or names that torch's mesh lacks; by default
+            `DeviceMesh.from_torch` of torch's.
+
+        Raises
+        ------
+        LayoutError
+            If the tensor is none of torch's DTensors, or its placements are no cut by boxes.
+        LossyConversionError
+            If a placement has no counterpart in a spec.
+        MeshError
+            If torch's mesh is one of another job.
+        """
+        if not isinstance(tensor, TorchDTensor):
+            raise LayoutError(
+                f"from_torch takes a DTensor of torch, not a {type(tensor).__name__}; use "
+                "from_local for a shard, or distribute_tensor for a whole tensor"
+            )
+        result = cls.__new__(cls)
+        result.layout = layout_of(tensor, device_mesh)
+        result.communicator = communicator_of(result.layout.mesh)
+        result._torch, result._shards, result._history = tensor, None, None
+        check_shards(result.layout, {d: facts_of(shard) for d, shard in result.shards.items()})
         return result
 
     @classmethod
@@ -176,56 +211,38 @@ class DTensor:
                 f"devices {sorted(chosen.addressable)}; give a dict with one shard for each"
             )
         # Every rank sees every rank's facts, so all of them raise the same error or none does.
-        facts = chosen.gather({device: _facts(shard) for device, shard in shards.items()})
+        facts = chosen.gather({device: facts_of(shard) for device, shard in shards.items()})
         _, dtype = facts[device_mesh.ids[0]]
         spec = ShardingSpec.of(sharding_spec)
-        shape = _added_up(device_mesh, spec, facts) if global_shape is None else global_shape
+        shape = added_up(device_mesh, spec, facts) if global_shape is None else global_shape
         layout = Layout(device_mesh, spec, shape, dtype)
-        _check_shards(layout, facts)
+        check_shards(layout, facts)
         return cls.from_shards(shards, layout, chosen)
 
-    @property
-    def shape(self) -> torch.Size:
-        """Sizes of the whole tensor."""
-        return torch.Size(self.layout.global_shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type."""
-        dtype = getattr(torch, self.layout.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The devices."""
-        return self.layout.mesh
-
-    @property
-    def sharding_spec(self) -> ShardingSpec:
-        """How the tensor is cut, axes by number."""
-        return self.layout.spec
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether gradients are tracked for the shards."""
-        return any(shard.requires_grad for shard in self.shards.values())
+    @classmethod
+    def _wrapped(cls, tensor: TorchDTensor, mesh: DeviceMesh) -> "DTensor":
+        return cls.from_torch(tensor, device_mesh=mesh)
 
     @property
     def grad(self) -> "DTensor | None":
-        """Gradients of the shards as a DTensor of the same cut, nothing pending; None if absent."""
-        grads = {d: shard.grad for d, shard in self.shards.items() if shard.grad is not None}
+        """Gradients of the shards as a DTensor of the same cut, nothing pending; None if absent.
+
+        Where the tensor was made of torch's, its gradient, as torch has laid it out.
+        """
+        if self._own() is None:
+            assert self._torch is not None, "it is made of the one or of the other"
+            grad = self._torch.grad if self._torch.is_leaf or self._torch.retains_grad else None
+            assert grad is None or isinstance(grad, TorchDTensor), "as the tensor itself"
+            return None if grad is None else DTensor._wrapped(grad, self.device_mesh)
+        collected = {d: s for d, s in self.shards.items() if s.is_leaf or s.retains_grad}
+        grads = {d: shard.grad for d, shard in collected.items() if shard.grad is not None}
         if len(grads) < len(self.shards) or not grads:
             return None
         layout = self.layout.with_spec(self.layout.spec.without_partial())
         return DTensor.from_shards(grads, layout, self.communicator)
 
-    def dim(self) -> int:
-        """Return the number of tensor dims."""
-        return len(self.layout.global_shape)
-
     def __repr__(self) -> str:
-        held = ", ".join(map(str, self.shards)) or "none"
+        held = ", ".join(map(str, self.communicator.addressable)) or "none"
         return f"DTensor({self.layout}; holds the shards of devices {held})"
 
     def to_local(
@@ -249,20 +266,21 @@ class DTensor:
         LayoutError
             If `grad_spec` cuts the tensor in another way.
         """
+        shards = self.shards
         if physical_id is None:
-            if len(self.shards) != 1:
+            if len(shards) != 1:
                 raise CommunicatorError(
-                    f"this process holds the shards of {len(self.shards)} devices "
-                    f"{tuple(self.shards)}; name one, as in to_local({self.device_mesh.ids[0]})"
+                    f"this process holds the shards of {len(shards)} devices "
+                    f"{tuple(shards)}; name one, as in to_local({self.device_mesh.ids[0]})"
                 )
-            (physical_id,) = self.shards
-        if physical_id not in self.shards:
+            (physical_id,) = shards
+        if physical_id not in shards:
             raise CommunicatorError(
                 f"the shard of device {physical_id} is not in this process, which holds "
-                f"{tuple(self.shards)}"
+                f"{tuple(shards)}"
             )
         if grad_spec is None:
-            return self.shards[physical_id]
+            return shards[physical_id]
         arriving = self.layout.with_spec(grad_spec)
         if arriving.spec.dim_specs != self.layout.spec.dim_specs or any(
             p.op not in ("sum", "avg") for p in arriving.spec.partials
@@ -272,10 +290,10 @@ class DTensor:
                 "leave only sums or means pending"
             )
         plan = LayoutConverter().plan(arriving, arriving.spec.without_partial())
-        shards: tuple[torch.Tensor, ...] = GradientsBy.apply(  # type: ignore[no-untyped-call]
-            plan, self.communicator, *self.shards.values()
+        handed_on: tuple[torch.Tensor, ...] = GradientsBy.apply(  # type: ignore[no-untyped-call]
+            plan, self.communicator, *shards.values()
         )  # torch leaves Function.apply untyped
-        return dict(zip(self.shards, shards, strict=True))[physical_id]
+        return dict(zip(shards, handed_on, strict=True))[physical_id]
 
     def redistribute(
         self, sharding_spec: SpecLike, *, device_mesh: DeviceMesh | None = None
@@ -327,8 +345,9 @@ class DTensor:
         if wanted:
             check_differentiable(plan)
         same_mesh = plan.target.mesh == self.device_mesh
-        if not plan.steps or (same_mesh and not self.shards):
-            shards = self.shards
+        shards = self.shards
+        if not plan.steps or (same_mesh and not shards):
+            pass
         elif set(plan.target.mesh.ids) != set(self.device_mesh.ids):
             # Ranks of one mesh only know nothing of a gradient, so none passes.
             if wanted:
@@ -337,10 +356,10 @@ class DTensor:
                     f"no gradient passes from mesh {self.device_mesh} to other devices; convert a "
                     "detached tensor, and bring its gradient back by another conversion"
                 )
-            shards = run_plan(plan, self.communicator, self.shards)
+            shards = run_plan(plan, self.communicator, shards)
         else:
             results: tuple[torch.Tensor, ...] = Convert.apply(  # type: ignore[no-untyped-call]
-                plan, self.communicator, *self.shards.values()
+                plan, self.communicator, *shards.values()
             )  # torch leaves Function.apply untyped
             shards = dict(zip(there.addressable, results, strict=True))
         return DTensor.from_shards(shards, plan.target, there)
@@ -355,7 +374,7 @@ class DTensor:
         CommunicatorError
             If this rank is not part of the mesh.
         """
-        if not self.shards:
+        if not self.communicator.addressable:
             raise CommunicatorError(
                 f"this rank is not part of mesh {self.device_mesh} with ids "
                 f"{self.device_mesh.ids}; only its ranks can gather the tensor"
@@ -384,11 +403,6 @@ def distribute_tensor(
     return DTensor(tensor, device_mesh, sharding_spec, communicator=communicator)
 
 
-def _index(layout: Layout, device: int) -> tuple[slice, ...]:
-    whole = tuple((0, size) for size in layout.global_shape)
-    return slices_within(layout.box(device), whole)
-
-
 def _checked(communicator: Communicator | None, mesh: DeviceMesh) -> Communicator:
     chosen = communicator_of(mesh) if communicator is None else communicator
     if chosen.mesh != mesh:
@@ -397,38 +411,3 @@ def _checked(communicator: Communicator | None, mesh: DeviceMesh) -> Communicato
             f"mesh {mesh} with ids {mesh.ids}"
         )
     return chosen
-
-
-_Facts = tuple[tuple[int, ...], str]
-
-
-def _facts(shard: torch.Tensor) -> _Facts:
-    return tuple(shard.shape), dtype_name(shard.dtype)
-
-
-def _check_shards(layout: Layout, facts: Mapping[int, _Facts | None]) -> None:
-    for device, found in facts.items():
-        wanted = (layout.local_shape(device), layout.dtype)
-        if found is None:
-            raise LayoutError(f"the shard of device {device} is missing for {layout}")
-        if found != wanted:
-            raise LayoutError(
-                f"device {device} has a shard of shape {found[0]} and dtype {found[1]}, but under "
-                f"{layout} it holds shape {wanted[0]} and dtype {wanted[1]}; correct the shard, "
-                "the spec or global_shape"
-            )
-
-
-def _added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, _Facts]) -> tuple[int, ...]:
-    """Return the global shape whose parts, along the axes that cut a dim, are the given shards."""
-    first = mesh.ids[0]
-    for device in mesh.ids:
-        if len(facts[device][0]) != spec.dims:
-            raise LayoutError(
-                f"device {device} has a shard of shape {facts[device][0]}, but spec {spec} is for "
-                f"{spec.dims} dims"
-            )
-    return tuple(
-        sum(facts[device][0][dim] for device in mesh.group(first, cut.axes))
-        for dim, cut in enumerate(spec.dim_specs)
-    )

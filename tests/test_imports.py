@@ -22,8 +22,9 @@ LAYERS = [
     {"layout"},
     {"interop", "tracing"},
     {"execution"},
-    {"gradients"},
+    {"gradients", "operations", "shards"},
     {"dtensor"},
+    {"torch_dtensors"},
     {"checkpoint"},
     {"profiling"},
     {"cli"},
@@ -51,7 +52,14 @@ WITH_TENSORS = {
     "shardspec.dtensor",
     "shardspec.execution",
     "shardspec.gradients",
+    "shardspec.interop.torch_dtensor",
+    "shardspec.operations.accepted",
+    "shardspec.operations.apply",
+    "shardspec.operations.methods",
+    "shardspec.operations.storage",
     "shardspec.profiling.measure",
+    "shardspec.shards",
+    "shardspec.torch_dtensors",
 }
 MODULES = sorted(module.name for module in pkgutil.walk_packages([str(ROOT)], prefix="shardspec."))
 

@@ -1,0 +1,140 @@
+"""Shards as a torch `DTensor` and back, sharing storage and gradients.
+
+Both sides keep one convention for gradients: the gradient of a shard is that of its box, the same
+on all devices that hold it, and of a pending sum it is the gradient of each addend.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardspec.comm.steps import ReduceOp
+from shardspec.comm.torch_mesh import from_torch, to_torch
+from shardspec.errors import LayoutError, LossyConversionError
+from shardspec.interop.torch_placements import from_placements, to_placements
+from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["in_our_words", "layout_of", "local_of", "torch_dtensor"]
+
+
+def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
+    """Return the layout of a torch DTensor.
+
+    Parameters
+    ----------
+    tensor
+        The tensor.
+    mesh
+        The mesh it is on, where that is known; else it is made of torch's.
+
+    Raises
+    ------
+    LossyConversionError
+        If a placement has no counterpart in a spec.
+    LayoutError
+        If no order of the axes has the split factors of the placements.
+    MeshError
+        If torch's mesh belongs to another job; see `shardspec.comm.torch_mesh.from_torch`.
+    """
+    found = from_torch(tensor.device_mesh) if mesh is None else mesh
+    if found.shape != tuple(tensor.device_mesh.shape):
+        raise LayoutError(
+            f"the tensor is on a torch mesh of shape {tuple(tensor.device_mesh.shape)}, but mesh "
+            f"{found} has shape {found.shape}"
+        )
+    spec = from_placements(tensor.placements, tensor.dim(), found)
+    return Layout(found, spec, tuple(tensor.shape), tensor.dtype)
+
+
+def local_of(tensor: TorchDTensor) -> torch.Tensor:
+    """Return this rank's shard: the same storage, and gradients flow back to the DTensor."""
+    local = tensor.to_local(grad_placements=_of_gradient(tensor.placements))
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def torch_dtensor(
+    shard: torch.Tensor, layout: Layout, torch_mesh: TorchMesh | None = None
+) -> TorchDTensor:
+    """Put this rank's shard into a torch DTensor: the same storage, and gradients flow back.
+
+    Parameters
+    ----------
+    shard
+        This rank's shard, or an empty tensor on a rank outside the mesh.
+    layout
+        What it follows.
+    torch_mesh
+        torch's mesh, where that is known; else it is found or made by the layout's mesh.
+
+    Raises
+    ------
+    CommunicatorError
+        If `torch.distributed` is not initialised.
+    MeshError
+        If torch has no such mesh; see `shardspec.comm.torch_mesh.to_torch`.
+    LossyConversionError
+        If torch refuses pending reductions as they are mixed.
+    """
+    mesh = layout.mesh
+    device = "cpu" if shard.is_meta else shard.device.type
+    if torch_mesh is None:
+        torch_mesh = to_torch(mesh, device)
+    ops: set[ReduceOp] = {partial.op for partial in layout.spec.partials}
+    if len(ops) > 1:
+        raise LossyConversionError(
+            f"torch has no tensor with several kinds of reductions pending, as {layout.spec} has; "
+            "finish one of them first"
+        )
+    return TorchDTensor.from_local(
+        shard,
+        torch_mesh,
+        to_placements(layout.spec, mesh),
+        run_check=False,
+        shape=torch.Size(layout.global_shape),
+        stride=_global_stride(shard, layout.global_shape),
+    )
+
+
+def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
+    """Return a tensor whose placements have a counterpart in a spec; most are handed on as is.
+
+    Sums that torch has masked or scaled are finished, and dims that hold several stretches of a
+    dim, as after flattening over a cut, are gathered.
+    """
+    if all(type(p) in (Replicate, Shard, Partial) for p in tensor.placements):
+        return tensor
+    try:
+        from_placements(tensor.placements, tensor.dim(), _grid(tensor.device_mesh))
+    except (LossyConversionError, LayoutError):
+        kept = [
+            p if type(p) in (Replicate, Shard, Partial) else Replicate() for p in tensor.placements
+        ]
+        return tensor.redistribute(placements=kept)
+    return tensor
+
+
+def _grid(torch_mesh: TorchMesh) -> DeviceMesh:
+    return DeviceMesh(range(torch_mesh.size()), torch_mesh.shape)
+
+
+def _of_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Return the placements of a gradient: nothing is pending."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def _global_stride(shard: torch.Tensor, global_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of the whole tensor, its dims in the order in which the shard's lie."""
+    if shard.dim() != len(global_shape):
+        return torch.empty(global_shape, device="meta").stride()
+    own = shard.stride()
+    order = sorted(range(shard.dim()), key=lambda dim: (-own[dim], dim))
+    strides, step = [0] * len(global_shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(global_shape[dim], 1)
+    return tuple(strides)

@@ -1,0 +1,1 @@
+"""torch's operations on cut tensors; layouts propagate by torch's own rules."""

@@ -1,0 +1,142 @@
+"""Where torch refuses an operation on some layouts: which layouts it would take.
+
+Tried on tensors without data: only shapes and layouts are propagated, and nothing is sent.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, product
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardspec.errors import LayoutError
+from shardspec.interop.torch_dtensor import layout_of, torch_dtensor
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import Axis, DeviceMesh
+
+__all__ = ["MAX_TRIALS", "refusal", "specs_on"]
+
+MAX_TRIALS: Final = 400
+"""Combinations of layouts that are tried, those nearest to the given ones first."""
+
+_SHOWN: Final = 4
+_FAILURES: Final = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, KeyError)
+
+
+def refusal(
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    mesh: DeviceMesh,
+    error: Exception,
+) -> LayoutError | None:
+    """Return what to say where torch has refused an operation, or None where layouts are not why.
+
+    Parameters
+    ----------
+    name, function
+        What was called.
+    args, kwargs
+        Its arguments, cut tensors as torch's.
+    mesh
+        The mesh that all of them are on.
+    error
+        What torch has raised.
+    """
+    leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, TorchDTensor)]
+    given = [layout_of(leaves[place], mesh) for place in places]
+    torch_mesh = leaves[places[0]].device_mesh
+
+    def taken(layouts: Sequence[Layout]) -> bool:
+        tried = list(leaves)
+        for place, layout in zip(places, layouts, strict=True):
+            shape = layout.local_shape(layout.mesh.ids[0])
+            empty = torch.empty(shape, dtype=leaves[place].dtype, device="meta")
+            tried[place] = torch_dtensor(empty, layout, torch_mesh)
+        trial_args, trial_kwargs = tree_unflatten(tried, structure)
+        try:
+            with torch.no_grad():
+                function(*trial_args, **trial_kwargs)
+        except _FAILURES:
+            return False
+        return True
+
+    whole = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
+    if not taken(whole):
+        if isinstance(error, NotImplementedError):
+            return LayoutError(
+                f"{name}: torch {torch.__version__} has no rule for it on cut tensors, on any "
+                f"layout ({_first_line(error)}); do it on to_global()"
+            )
+        return None
+    if taken(given):
+        return None
+    accepted = (layouts for layouts in islice(_nearest(given), MAX_TRIALS) if taken(layouts))
+    found: list[Sequence[Layout]] = [*islice(accepted, _SHOWN)] or [whole]
+    return LayoutError(
+        f"{name} is not possible on {_text(given)}: {_first_line(error)} It is on "
+        f"{', '.join(map(_text, found))}; redistribute first"
+    )
+
+
+def specs_on(mesh: DeviceMesh, dims: int) -> Iterator[ShardingSpec]:
+    """Yield every spec with nothing pending whose axes split a dim in ascending order.
+
+    Examples
+    --------
+    >>> [str(spec) for spec in specs_on(DeviceMesh(range(4), (2, 2)), 1)]
+    ['[R]', '[S1]', '[S0]', '[S01]']
+    """
+    for chosen in product(range(-1, dims), repeat=mesh.ndim):
+        cuts: dict[int, list[Axis]] = {}
+        for axis, dim in enumerate(chosen):
+            if dim >= 0:
+                cuts.setdefault(dim, []).append(axis)
+        yield ShardingSpec(dims, cuts)
+
+
+def _nearest(given: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
+    """Yield combinations of layouts, those that change the fewest axes first."""
+    choices = [
+        [layout, *(layout.with_spec(spec) for spec in specs_on(layout.mesh, layout.spec.dims))]
+        for layout in given
+    ]
+    distances = [
+        [_distance(layout, choice) for choice in options]
+        for layout, options in zip(given, choices, strict=True)
+    ]
+    furthest = sum(max(row) for row in distances)
+    for wanted in range(1, furthest + 1):
+        for picks in product(*(range(len(options)) for options in choices)):
+            steps = [row[pick] for row, pick in zip(distances, picks, strict=True)]
+            # A tensor that stays as it is stands first among its choices, once.
+            stays = all(step > 0 or pick == 0 for step, pick in zip(steps, picks, strict=True))
+            if stays and sum(steps) == wanted:
+                yield tuple(choices[place][pick] for place, pick in enumerate(picks))
+
+
+def _distance(a: Layout, b: Layout) -> int:
+    return sum(_use(a.spec, axis) != _use(b.spec, axis) for axis in range(a.mesh.ndim))
+
+
+def _use(spec: ShardingSpec, axis: int) -> object:
+    """Return what an axis does: the dim it splits, the reduction pending over it, or None."""
+    for dim, axes in spec.dim_partition_dict.items():
+        if axis in axes:
+            return dim
+    return spec.partial.get(axis)
+
+
+def _text(layouts: Sequence[Layout]) -> str:
+    specs = [str(layout.labelled_spec) for layout in layouts]
+    return specs[0] if len(specs) == 1 else f"({', '.join(specs)})"
+
+
+def _first_line(error: Exception) -> str:
+    line = str(error).strip().split("\n")[0].rstrip(".")
+    return f"{line}."

@@ -1,0 +1,153 @@
+"""One torch operation on cut tensors, done by torch's own DTensor."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardspec.errors import LayoutError
+from shardspec.interop.torch_dtensor import in_our_words
+from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+from shardspec.operations.accepted import refusal
+
+__all__ = ["Cut", "apply"]
+
+
+class Cut(Protocol):
+    """A cut tensor, as operations see it."""
+
+    layout: Layout
+
+    def to_torch(self) -> TorchDTensor:
+        """Return it as torch's, the same object as long as nothing has changed."""
+        ...
+
+    def follow(self, tensor: TorchDTensor) -> None:
+        """Take note that torch's tensor may have been written to."""
+        ...
+
+    def is_leaf_with_gradient(self) -> bool:
+        """Whether gradients are collected at it."""
+        ...
+
+
+T = TypeVar("T", bound=Cut)
+
+_REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError)
+"""What torch raises where it cannot propagate a layout."""
+
+
+def apply(
+    function: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    kind: type[T],
+    wrap: Callable[[TorchDTensor, DeviceMesh], T],
+) -> Any:  # noqa: ANN401
+    """Call a torch function, cut tensors among its arguments and its results.
+
+    Parameters
+    ----------
+    function, args, kwargs
+        What to call; arguments may be nested.
+    kind
+        The class of cut tensors.
+    wrap
+        Makes one of torch's.
+
+    Raises
+    ------
+    LayoutError
+        If the tensors are on different meshes, one of them is not cut, or torch has no way for
+        their layouts; then the message says which it would take.
+    CommunicatorError
+        If there is no job.
+    """
+    name = getattr(function, "__name__", str(function)).strip("_")
+    leaves: list[object] = tree_leaves((args, dict(kwargs)))
+    cut = [leaf for leaf in leaves if isinstance(leaf, kind)]
+    mesh = _one_mesh(name, cut)
+    if torch.is_grad_enabled() and _writes(function, kwargs):
+        _check_no_leaf(name, (args[:1], kwargs.get("out")), kind)
+    known = {}
+    for tensor in cut:
+        known[id(tensor.to_torch())] = tensor
+    torch_mesh = cut[0].to_torch().device_mesh
+    for leaf in leaves:
+        _check_cut(name, leaf, kind)
+        if isinstance(leaf, TorchDTensor) and leaf.device_mesh != torch_mesh:
+            raise LayoutError(
+                f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another is a torch "
+                f"DTensor on {leaf.device_mesh}; bring them to one mesh first, by redistribute"
+            )
+
+    def in_torch(leaf: object) -> object:
+        return leaf.to_torch() if isinstance(leaf, kind) else leaf
+
+    torch_args, torch_kwargs = tree_map(in_torch, (tuple(args), dict(kwargs)))
+    try:
+        # No plain tensor has come in; those that torch makes on the way are whole everywhere.
+        with implicit_replication():
+            result = function(*torch_args, **torch_kwargs)
+    except _REFUSALS as error:
+        found = refusal(name, function, torch_args, torch_kwargs, mesh, error)
+        if found is None:
+            raise
+        raise found from None
+
+    def ours(leaf: object) -> object:
+        if not isinstance(leaf, TorchDTensor):
+            return leaf
+        if id(leaf) in known:
+            known[id(leaf)].follow(leaf)
+            return known[id(leaf)]
+        return wrap(in_our_words(leaf), mesh)
+
+    return tree_map(ours, result)
+
+
+def _one_mesh(name: str, tensors: Sequence[Cut]) -> DeviceMesh:
+    mesh = tensors[0].layout.mesh
+    for tensor in tensors:
+        other = tensor.layout.mesh
+        if other != mesh:
+            raise LayoutError(
+                f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another on mesh {other} "
+                f"of ids {other.ids}; bring them to one mesh first, by redistribute(device_mesh=)"
+            )
+    return mesh
+
+
+def _check_cut(name: str, leaf: object, kind: type[Cut]) -> None:
+    """Refuse plain tensors with dims: nobody has said that all ranks hold the same."""
+    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, TorchDTensor) and leaf.dim() > 0:
+        raise LayoutError(
+            f"{name}: a plain tensor of shape {tuple(leaf.shape)} stands beside a {kind.__name__}; "
+            "cut it first, or make it whole on every device, by distribute_tensor"
+        )
+
+
+def _writes(function: Callable[..., Any], kwargs: Mapping[str, object]) -> bool:
+    """Whether an operation writes to its first argument or to `out`, by torch's way of naming."""
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("__setitem__", *_IN_PLACE) or kwargs.get("out") is not None
+
+
+_IN_PLACE = tuple(
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
+
+
+def _check_no_leaf(name: str, written: object, kind: type[Cut]) -> None:
+    for leaf in tree_leaves(written):
+        if isinstance(leaf, kind) and leaf.is_leaf_with_gradient():
+            raise LayoutError(
+                f"{name} would write to a leaf that requires a gradient; do it under "
+                "torch.no_grad(), or without writing in place"
+            )

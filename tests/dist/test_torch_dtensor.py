@@ -1,0 +1,261 @@
+"""Our tensors and torch's in a job of four: one storage, one history of gradients."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.device_mesh import init_device_mesh as torch_init
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, init_device_mesh, redistribute
+from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
+from shardspec.layout.graph import TransitionGraph, spec_of
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
+from shardspec.shards import index_of
+from tests.dist.processes import run_ranks
+
+pytestmark = pytest.mark.dist
+
+WHOLE = (torch.arange(35.0) * 0.37).sin().reshape(7, 5).double()
+SPECS = sorted(
+    (spec_of(state) for state in TransitionGraph(2).explore(ShardingSpec(2)).nodes), key=str
+)
+
+
+def told(call) -> str:
+    try:
+        call()
+    except ShardSpecError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def is_box(local, layout, whole, rank) -> bool:
+    return torch.equal(local, whole[index_of(layout, rank)])
+
+
+def storage_is_shared(rank, mesh):
+    """Every spec of a matrix, uneven; written on one side, read on the other."""
+    for spec in SPECS:
+        ours = DTensor(WHOLE, mesh, spec)
+        theirs = ours.to_torch()
+        assert theirs is ours.to_torch()
+        assert theirs.shape == WHOLE.shape
+        # torch cannot put together what it has cut in a descending order of uneven parts.
+        if not any(isinstance(p, _StridedShard) for p in theirs.placements):
+            assert torch.equal(theirs.full_tensor(), WHOLE)
+        again = DTensor.from_torch(theirs)
+        assert again.layout == ours.layout
+        assert again.communicator is ours.communicator
+        places = {t.data_ptr() for t in (ours.to_local(), again.to_local(), theirs.to_local())}
+        assert len(places) == 1
+        ours.to_local().mul_(2)
+        assert is_box(theirs.to_local(), ours.layout, 2 * WHOLE, rank)
+        assert torch.equal(again.to_global(), 2 * WHOLE)
+        theirs.to_local().zero_()
+        assert not ours.to_global().any()
+        even = torch.arange(32).reshape(8, 4)
+        assert torch.equal(DTensor(even, mesh, spec).to_torch().full_tensor(), even)
+
+
+def what_torch_has_cut(rank, mesh):
+    torch_mesh = mesh.to_torch()
+    kinds = [Replicate(), Shard(0), Shard(-1)]
+    for placements in product(kinds, kinds):
+        theirs = torch_distribute(WHOLE, torch_mesh, placements)
+        ours = DTensor.from_torch(theirs)
+        assert ours.device_mesh == mesh
+        assert is_box(ours.to_local(), ours.layout, WHOLE, rank)
+        assert torch.equal(ours.to_global(), WHOLE)
+        assert torch.equal(
+            redistribute(theirs, "[R,S(tp,dp)]").to_local(),
+            WHOLE[index_of(Layout(mesh, "[R,S10]", (7, 5), "f64"), rank)],
+        )
+    pending = TorchDTensor.from_local(WHOLE * (rank + 1), torch_mesh, [Partial(), Partial("sum")])
+    assert str(DTensor.from_torch(pending).sharding_spec) == "[R,R|P01]"
+    torch.testing.assert_close(DTensor.from_torch(pending).to_global(), WHOLE * 10)
+    scalar = torch_distribute(torch.tensor(3.5), torch_mesh, [Replicate(), Replicate()])
+    assert DTensor.from_torch(scalar).to_global() == 3.5
+    empty = torch_distribute(torch.ones(0, 3), torch_mesh, [Shard(0), Shard(1)])
+    assert DTensor.from_torch(empty).to_global().shape == (0, 3)
+    # By columns in memory, as a transposed weight is.
+    turned = DTensor.from_local(
+        WHOLE.t().contiguous().t()[index_of(Layout(mesh, "[S0,R]", (7, 5), "f64"), rank)],
+        mesh,
+        "[S0,R]",
+        global_shape=(7, 5),
+    )
+    assert turned.to_torch().stride() == (1, 7)
+    assert torch.equal(turned.to_torch().full_tensor(), WHOLE)
+
+
+def gradients_pass_both_ways(rank, mesh):
+    weights = torch.arange(35.0).reshape(7, 5).double()
+    expected = 3 * WHOLE**2 * weights
+    # torch's leaf, through our conversion, to a loss on our side.
+    cuts: list[list[Placement]] = [[Shard(0), Replicate()], [Shard(1), Shard(0)]]
+    for source, target in product(cuts, SPECS[::2]):
+        leaf = torch_distribute(WHOLE, mesh.to_torch(), source).requires_grad_()
+        ours = DTensor.from_torch(leaf)
+        assert (ours.requires_grad, ours.grad) == (True, None)
+        whole = ours.redistribute(target).to_global()
+        (whole**3 * weights).sum().backward()
+        assert isinstance(leaf.grad, TorchDTensor)
+        torch.testing.assert_close(leaf.grad.full_tensor(), expected)
+        grad = ours.grad
+        assert grad is not None
+        torch.testing.assert_close(grad.to_global(), expected)
+    # Our leaf, through torch's operations, twice.
+    for spec in SPECS:
+        start = DTensor(WHOLE.clone().requires_grad_(), mesh, spec)
+        factors = DTensor(weights, mesh, spec).to_torch()
+        for _ in range(2):
+            theirs = start.to_torch() ** 3 * factors
+            theirs.sum().backward()
+        found = start.grad
+        assert found is not None
+        assert found.sharding_spec == spec
+        assert is_box(found.to_local(), found.layout, 2 * expected, rank) or torch.allclose(
+            found.to_local(), 2 * expected[index_of(found.layout, rank)]
+        )
+    # Addends of a pending sum get the gradient of the sum.
+    addend = (WHOLE * (rank + 1)).requires_grad_()
+    pending = DTensor.from_local(addend, mesh, "[R,R|P01]").to_torch()
+    (pending.redistribute(placements=[Shard(0), Replicate()]) ** 2).sum().backward()
+    assert addend.grad is not None
+    torch.testing.assert_close(addend.grad, 20 * WHOLE)
+    # Without grad mode there is no history; with it there is one again.
+    start = DTensor(WHOLE.clone().requires_grad_(), mesh, "[S0,R]")
+    with torch.no_grad():
+        assert not start.to_torch().requires_grad
+    assert start.to_torch().requires_grad
+    assert start.requires_grad_(False).to_torch().requires_grad is False
+
+
+def torch_code_gets_our_plans(rank, mesh):
+    torch_mesh = mesh.to_torch()
+    theirs = torch_distribute(WHOLE, torch_mesh, [Shard(0), Shard(1)])
+    moved = redistribute(theirs, [Shard(1), Shard(1)])
+    assert type(moved) is TorchDTensor
+    assert moved.device_mesh is torch_mesh
+    assert tuple(moved.placements) == (Shard(1), Shard(1))
+    assert torch.equal(moved.full_tensor(), WHOLE)
+    swapped = redistribute(theirs, ShardingSpec(2, {0: ["tp", "dp"]}))
+    assert swapped.placements[0] == _StridedShard(0, split_factor=2)
+    assert is_box(swapped.to_local(), Layout(mesh, "[S10,R]", (7, 5), "f64"), WHOLE, rank)
+    same = redistribute(theirs, "[S0,S1]")
+    assert same.to_local().data_ptr() == theirs.to_local().data_ptr()
+    # Other meshes: of ours, of torch's, of other devices.
+    line = torch_init("cpu", (4,), mesh_dim_names=("all",))
+    on_line = redistribute(theirs, [Shard(1)], line)
+    assert on_line.device_mesh is line
+    assert torch.equal(on_line.full_tensor(), WHOLE)
+    assert torch.equal(
+        redistribute(theirs, "[S(all),R]", DeviceMesh.from_torch(line)).full_tensor(), WHOLE
+    )
+    pair = DeviceMesh([1, 3], (2,))
+    two = redistribute(theirs, "[S0,R]", pair)
+    assert two.device_mesh is pair.to_torch()
+    assert two.to_local().shape == ({1: (4, 5), 3: (3, 5)}.get(rank, (0,)))
+    back = redistribute(two, "[S1,S0]", mesh)
+    assert torch.equal(back.full_tensor(), WHOLE)
+    # Links for the plan come with a mesh of ours; nothing moves between it and torch's.
+    linked = DeviceMesh(mesh.ids, mesh.shape, None, (1e-6, 1e-6), (1e-12, 1e-9))
+    priced = redistribute(theirs, "[R,S01]", linked)
+    assert priced.device_mesh is torch_mesh
+    assert torch.equal(priced.full_tensor(), WHOLE)
+    # Differentiable, across meshes of the same devices too.
+    for target, there in (("[S10,R]", None), ("[R,S0]", line)):
+        leaf = torch_distribute(WHOLE, torch_mesh, [Shard(1), Replicate()]).requires_grad_()
+        result = redistribute(leaf, target, there)
+        (DTensor.from_torch(result).to_global() ** 2).sum().backward()
+        assert isinstance(leaf.grad, TorchDTensor)
+        torch.testing.assert_close(leaf.grad.full_tensor(), 2 * WHOLE)
+
+
+def refused(mesh):
+    torch_mesh = mesh.to_torch()
+    theirs = torch_distribute(WHOLE, torch_mesh, [Shard(0), Shard(1)])
+    larger = TorchMesh("cpu", torch.arange(8).reshape(2, 4), _init_backend=False)
+    stranger = TorchDTensor.from_local(WHOLE, larger, [Replicate(), Replicate()])
+    alone = SimulatedCommunicator(mesh)
+    mixed = DTensor.from_local(WHOLE.clone(), mesh, "[R,R|P0,Pavg1]")
+    flat = torch_distribute(torch.ones(4, 8), torch_mesh, [Replicate(), Shard(1)]).view(32)
+    scaled = theirs.norm()
+    ours = DTensor(WHOLE, mesh, "[R,R]")
+    return [
+        told(lambda: DTensor.from_torch(WHOLE)),
+        told(lambda: DTensor.from_torch(stranger)),
+        told(lambda: DTensor.from_torch(theirs, device_mesh=DeviceMesh(range(4), (4,)))),
+        told(lambda: DTensor(WHOLE, mesh, "[R,R]", communicator=alone).to_torch()),
+        told(lambda: mixed.to_torch()),
+        told(lambda: DTensor.from_torch(flat)),
+        told(lambda: DTensor.from_torch(scaled)),
+        told(lambda: redistribute(theirs, [Shard(0)])),
+        told(lambda: redistribute(theirs, [Shard(0), Partial()])),
+        told(lambda: redistribute(theirs, [Shard(2), Replicate()])),
+        told(lambda: redistribute(theirs, "[S0]")),
+        told(lambda: redistribute(theirs, "[S(pp),R]")),
+        told(lambda: redistribute(ours, "[S0]")),  # type: ignore[arg-type]  # the test
+    ]
+
+
+def play(rank):
+    mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+    for scene in (
+        storage_is_shared,
+        what_torch_has_cut,
+        gradients_pass_both_ways,
+        torch_code_gets_our_plans,
+    ):
+        scene(rank, mesh)
+        dist.barrier()
+    return refused(mesh)
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return run_ranks(4, tmp_path_factory.mktemp("job"), play)
+
+
+REFUSALS = [
+    "LayoutError: from_torch takes a DTensor of torch, not a Tensor; use from_local for a shard",
+    "MeshError: torch mesh 2x4 has device 7, but this job has 4 ranks",
+    "LayoutError: the tensor is on a torch mesh of shape (2, 2), but mesh 4 has shape (4,)",
+    "CommunicatorError: this process simulates mesh dp=2,tp=2, but torch's DTensor, and so any "
+    "operation, needs one process per device; start the program with torchrun, or work on",
+    "LossyConversionError: torch has no tensor with several kinds of reductions pending, as "
+    "[R,R|P0,Pavg1] has",
+    "LayoutError: axis 1 has split factor 4",
+    "LossyConversionError: placement _NormP(2)",
+    "LayoutError: 1 placements for a mesh of 2 axes (2x2); give one per axis",
+    "LayoutError: ",
+    "LayoutError: the placement of axis 0 splits dim 2, but the tensor has 2 dims",
+    "LayoutError: spec [S0] is for 1 dim, but the tensor of shape (7, 5) has 2 dims",
+    "AxisError: spec [S(pp),R]: mesh dp=2,tp=2 has no axis named 'pp'",
+    "LayoutError: redistribute takes a DTensor of torch, not a DTensor",
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSALS)))
+def test_what_does_not_fit_is_one_line_on_every_rank(refusals, case):
+    """And before that, everything that is asserted on the ranks themselves."""
+    assert len(refusals) == 4
+    for told_here in refusals:
+        assert len(told_here) == len(REFUSALS)
+        assert "\n" not in told_here[case]
+        assert told_here[case].startswith(REFUSALS[case])
+
+
+def test_without_a_job():
+    tensor = DTensor(WHOLE, DeviceMesh(range(4), (2, 2)), "[S0,R]")
+    with pytest.raises(CommunicatorError, match="simulates mesh 2x2"):
+        tensor.to_torch()
+    with pytest.raises(LayoutError, match="not a Tensor"):
+        DTensor.from_torch(WHOLE)
