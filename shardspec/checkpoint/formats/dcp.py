@@ -173,7 +173,7 @@ def open_dcp(directory: Path) -> DcpCheckpoint:
         )
     metadata = read_metadata(path)
     items: dict[str, list[Item]] = {}
-    for item in metadata.items():
+    for item in metadata.items:
         items.setdefault(item.file, []).append(item)
     files = {name: file_inside(directory, name, path) for name in sorted(items)}
     for name, listed in items.items():

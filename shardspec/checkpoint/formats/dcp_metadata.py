@@ -1,6 +1,6 @@
 """The ``.metadata`` of a torch distributed checkpoint: a pickle, read by a list of names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -66,13 +66,8 @@ class DcpMetadata:
     """Entries that are no tensors."""
     paths: Mapping[str, tuple[str | int, ...]]
     """Where in nested dicts and lists an entry was, where that is known."""
-
-    def items(self) -> Iterator[Item]:
-        """Yield every place that is named."""
-        for entry in self.tensors.values():
-            for chunk in entry.chunks:
-                yield chunk.item
-        yield from self.others.values()
+    items: tuple[Item, ...]
+    """Every place that is listed, also of chunks that hold nothing."""
 
 
 # There are very many of these three; only what is needed of their states is kept.
@@ -177,7 +172,7 @@ def read_metadata(path: Path) -> DcpMetadata:
             others[name] = item
         else:
             raise CheckpointError(f"{path}: entry {name!r} is of no known kind; it is damaged")
-    return DcpMetadata(tensors, others, _paths(root.get("planner_data")))
+    return DcpMetadata(tensors, others, _paths(root.get("planner_data")), tuple(items.values()))
 
 
 def _is_utf8(name: str) -> bool:
