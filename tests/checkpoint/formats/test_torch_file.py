@@ -1,0 +1,89 @@
+"""Whole state dicts in files of torch.save."""
+
+import json
+
+import pytest
+import torch
+
+from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.open import open_checkpoint
+from tests.checkpoint.formats.reading import (
+    assert_merged_without_torch,
+    assert_same,
+    read_whole,
+    refused,
+)
+
+MODEL = {
+    "w": torch.arange(35, dtype=torch.bfloat16).view(7, 5),
+    "turned": torch.arange(35.0).view(7, 5).T,
+    "every second": torch.arange(22)[::2],
+    "mask": torch.tensor([True, False, True]),
+    "step": torch.tensor(17),
+    "none": torch.zeros(3, 0),
+}
+PARTS = {
+    "pytorch_model-00001-of-00002.bin": ["w", "step"],
+    "pytorch_model-00002-of-00002.bin": ["turned", "every second", "mask", "none"],
+}
+
+
+def write(directory):
+    directory.mkdir()
+    for file, names in PARTS.items():
+        torch.save({name: MODEL[name] for name in names}, directory / file)
+    table = {"weight_map": {name: file for file, names in PARTS.items() for name in names}}
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(table))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "any name"])
+def test_one_file(tmp_path, name):
+    path = tmp_path / name
+    torch.save({"model": MODEL, "epoch": 3, "args": {"lr": 0.1}}, path)
+    due = {f"model.{key}": tensor for key, tensor in MODEL.items()}
+    assert_same(read_whole(path), due)
+    source = open_checkpoint(path)
+    assert (source.format, source.directory, source.files) == ("torch file", path, (path,))
+    assert source.others == {"epoch": 3, "args.lr": 0.1}
+    merge(path, tmp_path / "out.safetensors")
+    assert_same(read_whole(tmp_path / "out.safetensors"), due)
+    assert_merged_without_torch(path, tmp_path / "other.safetensors")
+
+
+def test_a_directory_with_one_file(tmp_path):
+    torch.save(MODEL, tmp_path / "pytorch_model.bin")
+    assert_same(read_whole(tmp_path), MODEL)
+
+
+def test_an_index(tmp_path):
+    ckpt = write(tmp_path / "ckpt")
+    assert_same(read_whole(ckpt), MODEL)
+    assert_same(read_whole(ckpt / "pytorch_model.bin.index.json"), MODEL)
+    names = [path.name for path in open_checkpoint(ckpt).files]
+    assert names == ["pytorch_model.bin.index.json", *PARTS]
+    assert_merged_without_torch(ckpt, tmp_path / "out.safetensors")
+
+
+def test_an_index_and_files_that_disagree(tmp_path):
+    ckpt = write(tmp_path / "ckpt")
+    first, second = (ckpt / file for file in PARTS)
+    torch.save({"w": MODEL["w"]}, first)
+    assert refused(ckpt) == (
+        f"{first}: lacks tensor 'step', which pytorch_model.bin.index.json lists for it; index "
+        "and files are not of one save, restore them"
+    )
+    second.unlink()
+    assert refused(ckpt) == (
+        f"{second}: is missing, but pytorch_model.bin.index.json puts 4 tensors into it, "
+        "'every second' first; restore it"
+    )
+
+
+def test_a_file_cut_short(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(MODEL, path)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert refused(path) == (
+        f"{path}: does not end as torch.save ends a file; it was cut short, restore it"
+    )
