@@ -295,6 +295,7 @@ def _directory(tail: bytes, num_bytes: int, what: str) -> tuple[int, int, int, i
 def _entries(data: bytes, count: int, offset: int, end: int, what: str) -> dict[str, _Entry]:
     """Return the lines of the directory, which starts at `end` of the zip."""
     lines: list[tuple[int, bytes, int, int]] = []
+    compressed: tuple[bytes, int] | None = None
     at = 0
     try:
         while at < len(data):
@@ -311,17 +312,22 @@ def _entries(data: bytes, count: int, offset: int, end: int, what: str) -> dict[
             if _FULL_32 in (size, packed, header):
                 size, packed, header = _from_extra(extra, size, packed, header)
             if method != 0:
-                raise CheckpointError(
-                    f"{what}: record {name!r:.100} is compressed (method {method}), which torch "
-                    "never does; unpack it and save it again with torch.save"
-                )
-            if flags & _ENCRYPTED or packed != size:
+                compressed = compressed or (name, method)
+            elif packed != size:
+                raise ValueError
+            if flags & _ENCRYPTED:
                 raise ValueError
             lines.append((header, name, size, value))
     except (ValueError, struct.error):
         raise CheckpointError(
             f"{what}: line {len(lines)} of its directory contradicts itself; the file is damaged"
         ) from None
+    if compressed is not None:
+        name, method = compressed
+        raise CheckpointError(
+            f"{what}: record {name!r:.100} is compressed (method {method}), which torch never "
+            "does; unpack it and save it again with torch.save"
+        )
     if len(lines) != count:
         raise CheckpointError(
             f"{what}: its directory has {len(lines)} lines, not {count}; the file is damaged"
