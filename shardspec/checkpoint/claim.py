@@ -18,7 +18,7 @@ from shardspec.checkpoint.output import sync_directory
 from shardspec.checkpoint.rename import publish
 from shardspec.errors import CheckpointError
 
-__all__ = ["claimed", "place_beside"]
+__all__ = ["claimed", "claimed_beside", "place_beside"]
 
 
 def place_beside(path: Path) -> Path:
@@ -76,6 +76,31 @@ def claimed(path: Path, *, directory: bool, overwrite: bool) -> Iterator[Path]:
         _remove(place)
         raise
     finally:
+        os.close(lock)
+
+
+@contextmanager
+def claimed_beside(place: Path, path: Path) -> Iterator[None]:
+    """Make an empty directory to work in, and remove it in the end.
+
+    Parameters
+    ----------
+    place, path
+        The directory, and the output that it is for, for errors.
+
+    Raises
+    ------
+    CheckpointError
+        If another run has it, or the system refuses.
+    """
+    try:
+        lock = _claim(place, True, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
+    try:
+        yield
+    finally:
+        _remove(place)
         os.close(lock)
 
 

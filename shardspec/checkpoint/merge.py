@@ -1,22 +1,16 @@
 """Merging a checkpoint into whole tensors, in one process and little memory."""
 
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
-from shardspec.checkpoint.destination import check_destination
-from shardspec.checkpoint.digests import stored_bytes
-from shardspec.checkpoint.files import OpenFiles
-from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.replicas import check_replicas
+from shardspec.checkpoint.fill import Progress
+from shardspec.checkpoint.produce import How, Plan, produce
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Renames, plain, select, tied
-from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
+from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Target, Wanted
-from shardspec.checkpoint.tiling import check_tiling
-from shardspec.checkpoint.write import Progress, write_target
+from shardspec.checkpoint.team import Member
 from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writers.huggingface import huggingface_target
 from shardspec.checkpoint.writers.safetensors_file import safetensors_target
@@ -26,7 +20,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["MERGED_FORMS", "MergedForm", "check_tensors", "merge", "produce"]
+__all__ = ["MERGED_FORMS", "MergedForm", "merge"]
 
 MergedForm: TypeAlias = Literal["safetensors", "huggingface", "torch", "dcp"]
 MERGED_FORMS: Final[tuple[MergedForm, ...]] = get_args(MergedForm)
@@ -48,6 +42,7 @@ def merge(
     verify: bool = True,
     dry_run: bool = False,
     progress: Progress | None = None,
+    member: Member | None = None,
 ) -> WriteReport:
     """Write the whole tensors of a checkpoint into one file, or into files of a limited size.
 
@@ -83,6 +78,9 @@ def merge(
         Check everything and write nothing.
     progress
         Called with the bytes written so far and in all.
+    member
+        Which of several processes this is that do the work together, on a file system that all of
+        them see; all call this with the same arguments. They need no process group.
 
     Raises
     ------
@@ -104,24 +102,14 @@ def merge(
     >>> report.tensors, report.num_bytes
     (1, 144)
     """
-    started = time.monotonic()
     chosen = _form(Path(output), form, max_shard_bytes)
-    source = as_source(directory)
-    wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
-    target = _target(chosen, Path(output), source, wanted, max_shard_bytes)
-    return produce(
-        source,
-        wanted,
-        target,
-        Path(output),
-        chosen,
-        started=started,
-        threads=threads,
-        force=force,
-        verify=verify,
-        dry_run=dry_run,
-        progress=progress,
-    )
+
+    def build(source: CheckpointSource, _: str | None) -> Plan:
+        wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
+        return wanted, _target(chosen, Path(output), source, wanted, max_shard_bytes)
+
+    how = How(threads, force, verify, dry_run, progress, member)
+    return produce(directory, Path(output), chosen, build, how)
 
 
 def _form(output: Path, form: MergedForm | None, max_shard_bytes: int | None) -> MergedForm:
@@ -169,82 +157,3 @@ def _target(
                 for tensor in wanted
             }
             return dcp_target(alone, wanted, whole, plain(source.others))
-
-
-def produce(
-    source: CheckpointSource,
-    wanted: Sequence[Wanted],
-    target: Target,
-    output: Path,
-    form: str,
-    *,
-    started: float,
-    threads: int,
-    force: bool,
-    verify: bool,
-    dry_run: bool,
-    progress: Progress | None,
-) -> WriteReport:
-    """Check that an output can be made of a source and may be written, and write it.
-
-    Raises
-    ------
-    OutputExistsError, CheckpointError
-        As for `merge`.
-    """
-    if threads < 1:
-        raise CheckpointError(f"{threads} threads write nothing; give at least 1")
-    path = check_destination(output, source, directory=target.directory, force=force)
-    read = check_tensors(source, wanted, trust_digests=verify)
-    report = WriteReport(
-        output,
-        form,
-        source.format,
-        len({stored.path for stored, _ in read}),
-        sum(num_bytes for _, num_bytes in read),
-        len(wanted),
-        tuple(file.name for file in target.files),
-        target.num_bytes,
-        0.0,
-        None,
-        tuple(sorted(source.others.keys() - target.carried)),
-        written=False,
-    )
-    if dry_run:
-        return replace(report, seconds=time.monotonic() - started)
-    done = write_target(
-        source, target, path, overwrite=force, verify=verify, threads=threads, progress=progress
-    )
-    return replace(
-        report,
-        files=done.files,
-        num_bytes=done.num_bytes,
-        crc32=done.crc32,
-        seconds=time.monotonic() - started,
-        written=True,
-    )
-
-
-def check_tensors(
-    source: CheckpointSource, wanted: Sequence[Wanted], *, trust_digests: bool
-) -> list[tuple[StoredBox, int]]:
-    """Check that the boxes of every tensor tile it, and that those stored twice agree.
-
-    Returns
-    -------
-    list
-        The boxes to read, and the bytes of each.
-
-    Raises
-    ------
-    CheckpointError
-        If they do not.
-    """
-    read = []
-    with OpenFiles() as files:
-        for name in sorted({tensor.source for tensor in wanted}):
-            tensor = source.tensor(name)
-            for group in check_tiling(tensor):
-                check_replicas(tensor, group, files, trust_digests=trust_digests)
-            read += [(stored, stored_bytes(tensor, stored)) for stored in distinct(tensor)]
-    return read

@@ -1,19 +1,19 @@
 """Resharding on disk: a checkpoint cut for one mesh becomes one cut for another."""
 
-import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.files import reason
-from shardspec.checkpoint.merge import produce
+from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.open import as_source
+from shardspec.checkpoint.produce import How, Plan, produce
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Renames, plain, select
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Wanted
-from shardspec.checkpoint.write import Progress
+from shardspec.checkpoint.team import Member
 from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writers.sharded import sharded_target
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
@@ -45,6 +45,7 @@ def reshard(
     verify: bool = True,
     dry_run: bool = False,
     progress: Progress | None = None,
+    member: Member | None = None,
 ) -> WriteReport:
     """Write a checkpoint of any form as one that the ranks of a mesh could have saved.
 
@@ -64,7 +65,7 @@ def reshard(
         the one of its name there.
     form
         shardspec's own, or that of `torch.distributed.checkpoint`.
-    dtype, include, exclude, rename, threads, force, verify, dry_run, progress
+    dtype, include, exclude, rename, threads, force, verify, dry_run, progress, member
         As for `merge`.
 
     Raises
@@ -85,38 +86,27 @@ def reshard(
     >>> len(report.files)
     5
     """
-    started = time.monotonic()
-    source = as_source(directory)
-    wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
-    if like is not None:
-        if mesh is not None or rules is not None:
-            raise CheckpointError("give either a checkpoint to cut like, or a mesh and rules")
-        onto, layouts = _like(as_source(like), wanted)
-    elif mesh is not None:
-        onto, layouts = mesh, _by_rules(mesh, rules or {}, wanted)
-    else:
-        raise CheckpointError("give the mesh to cut for (--mesh), or a checkpoint to cut like")
     if form not in RESHARDED_FORMS:
         raise CheckpointError(
             f"there is no form {form!r} for shards; choose one of {', '.join(RESHARDED_FORMS)}"
         )
-    if form == "dcp":
-        target = dcp_target(onto, wanted, layouts, plain(source.others))
-    else:
-        target = sharded_target(onto, wanted, layouts)
-    return produce(
-        source,
-        wanted,
-        target,
-        Path(output),
-        form,
-        started=started,
-        threads=threads,
-        force=force,
-        verify=verify,
-        dry_run=dry_run,
-        progress=progress,
-    )
+    if like is not None and (mesh is not None or rules is not None):
+        raise CheckpointError("give either a checkpoint to cut like, or a mesh and rules")
+
+    def build(source: CheckpointSource, save: str | None) -> Plan:
+        wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
+        if like is not None:
+            onto, layouts = _like(as_source(like), wanted)
+        elif mesh is not None:
+            onto, layouts = mesh, _by_rules(mesh, rules or {}, wanted)
+        else:
+            raise CheckpointError("give the mesh to cut for (--mesh), or a checkpoint to cut like")
+        if form == "dcp":
+            return wanted, dcp_target(onto, wanted, layouts, plain(source.others))
+        return wanted, sharded_target(onto, wanted, layouts, save)
+
+    how = How(threads, force, verify, dry_run, progress, member)
+    return produce(directory, Path(output), form, build, how)
 
 
 def _by_rules(

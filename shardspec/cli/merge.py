@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm, merge
+from shardspec.checkpoint.team import Member
 from shardspec.cli.arguments import parse_bytes, parsed
 from shardspec.cli.writing import output_option, progress_bar, report_written, writing_options
 
@@ -20,6 +21,7 @@ Examples:
   shardspec merge ckpt -o model --max-shard-size 5GB --threads 2
   shardspec merge ckpt -o model.pt
   shardspec merge ckpt -o model.safetensors --force --json
+  torchrun --nproc_per_node 4 -m shardspec merge ckpt -o model.safetensors
 """,
 )
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
@@ -62,6 +64,8 @@ def command(
     files, that the boxes of every tensor tile it and that boxes stored twice agree; finishes
     pending reductions. OUT appears when it is complete and was read again.
     """
+    member = Member.of_environment()
+    quiet = quiet or (member is not None and member.rank > 0)
     with progress_bar(not (quiet or as_json), "merge") as progress:
         report = merge(
             checkpoint,
@@ -77,5 +81,6 @@ def command(
             verify=not no_verify,
             dry_run=dry_run,
             progress=progress,
+            member=member,
         )
-    report_written(report, as_json=as_json, quiet=quiet)
+    report_written(report, as_json=as_json and not quiet, quiet=quiet)

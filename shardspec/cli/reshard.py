@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from shardspec.checkpoint.reshard import RESHARDED_FORMS, ReshardedForm, read_rules, reshard
+from shardspec.checkpoint.team import Member
 from shardspec.cli.arguments import MeshShape, build_mesh, parse_mesh, parsed
 from shardspec.cli.writing import output_option, progress_bar, report_written, writing_options
 
@@ -94,6 +95,8 @@ def command(
     rules = dict(rule_pairs)
     if rules_file is not None:
         rules = {**read_rules(rules_file), **rules}
+    member = Member.of_environment()
+    quiet = quiet or (member is not None and member.rank > 0)
     with progress_bar(not (quiet or as_json), "reshard") as progress:
         report = reshard(
             checkpoint,
@@ -111,5 +114,6 @@ def command(
             verify=not no_verify,
             dry_run=dry_run,
             progress=progress,
+            member=member,
         )
-    report_written(report, as_json=as_json, quiet=quiet)
+    report_written(report, as_json=as_json and not quiet, quiet=quiet)

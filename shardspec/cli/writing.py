@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from shardspec.checkpoint.digests import crc_text
+from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.write import Progress
 from shardspec.text import bytes_text, seconds_text
 
 __all__ = ["progress_bar", "report_written", "writing_options"]

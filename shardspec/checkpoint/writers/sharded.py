@@ -17,7 +17,10 @@ __all__ = ["sharded_target"]
 
 
 def sharded_target(
-    mesh: DeviceMesh, tensors: Sequence[Wanted], layouts: Mapping[str, Layout]
+    mesh: DeviceMesh,
+    tensors: Sequence[Wanted],
+    layouts: Mapping[str, Layout],
+    save: str | None = None,
 ) -> Target:
     """Return the output that is a checkpoint as the ranks of a mesh would save it.
 
@@ -29,6 +32,8 @@ def sharded_target(
         What to write.
     layouts
         Output name to how it is cut; no reductions pending.
+    save
+        Names this save in all its files; a new name unless stated.
 
     Examples
     --------
@@ -38,7 +43,7 @@ def sharded_target(
     >>> [[slot.box for slot in file.slots] for file in target.files]
     [[((0, 2),)], [((2, 3),)]]
     """
-    save = secrets.token_hex(8)
+    save = save or secrets.token_hex(8)
     by_name = {tensor.name: tensor for tensor in tensors}
     files: list[OutputFile] = []
     stated: list[FileEntry] = []

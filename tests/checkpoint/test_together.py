@@ -1,0 +1,198 @@
+"""Several processes write one output: the same bytes as one, and they fail together."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardspec import DeviceMesh, merge, reshard
+from shardspec.checkpoint.claim import claimed
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.targets import Wanted
+from shardspec.checkpoint.team import Member
+from shardspec.checkpoint.write_together import share_of
+from shardspec.checkpoint.writers.huggingface import huggingface_target
+from shardspec.errors import CheckpointError, OutputExistsError, ShardSpecError
+from tests.checkpoint.writers.states import save, state
+
+
+def run(act, size, answers, rank):
+    try:
+        report = act(member=Member(rank, size))
+        answers.put((rank, None, report.crc32, report.files))
+    except ShardSpecError as error:
+        answers.put((rank, type(error).__name__, str(error), ()))
+
+
+def in_processes(act, size=3):
+    """Call it in several processes at once; return what each has to say, in their order."""
+    context = get_context("fork")
+    answers = context.Queue()
+    processes = [
+        context.Process(target=run, args=(act, size, answers, rank)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    found = sorted(answers.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    return found
+
+
+def contents(path):
+    if path.is_dir():
+        # Names of our own form are random.
+        return Counter(file.read_bytes() for file in path.iterdir())
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory):
+    big = {"big": torch.arange(300_000.0).view(500, 600), "cut": torch.arange(70_000).view(7, -1)}
+    return save(tmp_path_factory.mktemp("together") / "ckpt", {**state(), **big})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("out.safetensors", {}),
+        ("out.safetensors", {"verify": False}),
+        ("out.pt", {}),
+        ("out", {"max_shard_bytes": 300_000}),
+        ("out", {"form": "dcp"}),
+        ("out.safetensors", {"dtype": "bf16"}),
+    ],
+)
+def test_the_same_bytes_as_alone(ckpt, tmp_path, name, options):
+    merge(ckpt, tmp_path / f"alone-{name}", **options)
+    for size in (2, 5):
+        out = tmp_path / f"{size}-{name}"
+        found = in_processes(partial(merge, ckpt, out, **options), size)
+        assert [answer[1] for answer in found] == [None] * size
+        assert len({answer[2:] for answer in found}) == 1
+        assert contents(out) == contents(tmp_path / f"alone-{name}")
+    assert not [path for path in os.listdir(tmp_path) if path.startswith(".")]
+
+
+def test_resharding(ckpt, tmp_path):
+    mesh = DeviceMesh(range(4), (2, 2))
+    act = partial(reshard, ckpt, tmp_path / "cut", mesh=mesh, rules={"big": "[S1,S0]"})
+    assert [answer[1] for answer in in_processes(act)] == [None] * 3
+    merge(tmp_path / "cut", tmp_path / "a.safetensors")
+    merge(ckpt, tmp_path / "b.safetensors")
+    assert contents(tmp_path / "a.safetensors") == contents(tmp_path / "b.safetensors")
+
+
+def test_a_changed_byte_fails_all(tmp_path):
+    ckpt = save(tmp_path / "ckpt", {"w": torch.arange(70_000.0), "v": torch.arange(7)})
+    source = open_checkpoint(ckpt)
+    for stored in source.tensor("w").boxes:
+        data = bytearray(stored.path.read_bytes())
+        data[stored.offset + 5] ^= 1
+        stored.path.write_bytes(data)
+        found = in_processes(partial(merge, ckpt, tmp_path / "out"))
+        assert {answer[1] for answer in found} == {"CheckpointError"}
+        assert len({answer[2] for answer in found}) == 1
+        assert found[0][2].startswith("rank ")
+        assert "its bytes were changed" in found[0][2]
+        assert os.listdir(tmp_path) == ["ckpt"]
+        data[stored.offset + 5] ^= 1
+        stored.path.write_bytes(data)
+    assert [answer[1] for answer in in_processes(partial(merge, ckpt, tmp_path / "out"))] == (
+        [None] * 3
+    )
+
+
+def test_what_only_the_first_finds_out(ckpt, tmp_path):
+    (tmp_path / "out").write_text("kept")
+    found = in_processes(partial(merge, ckpt, tmp_path / "out"))
+    assert found[0][1] == OutputExistsError.__name__
+    assert "out: exists" in found[0][2]
+    assert all("rank 0: " in answer[2] for answer in found)
+    assert (tmp_path / "out").read_text() == "kept"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_beside_another_run(ckpt, tmp_path):
+    with claimed(tmp_path / "out", directory=False, overwrite=True) as place:
+        place.write_text("of the other")
+        found = in_processes(partial(merge, ckpt, tmp_path / "out"))
+        assert all("another run is writing it" in answer[2] for answer in found)
+    assert (tmp_path / "out").read_text() == "of the other"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=5),
+    st.integers(1, 9),
+    st.integers(1, 50),
+)
+def test_shares_fill_every_slot_once(shapes, size, limit):
+    tensors = [
+        Wanted(str(place), str(place), tuple(shape), "int16") for place, shape in enumerate(shapes)
+    ]
+    target = huggingface_target(tensors, limit)
+    filled: Counter[tuple[int, int]] = Counter()
+    for rank in range(size):
+        shares = share_of(target, Member(rank, size))
+        for share in shares:
+            part = share.part
+            for at in range(part.offset, part.offset + part.num_bytes):
+                filled[share.file, at] += 1
+    assert filled == Counter(
+        (number, at)
+        for number, file in enumerate(target.files)
+        for slot in file.slots
+        for at in range(slot.offset, slot.offset + slot.num_bytes)
+    )
+
+
+def test_processes_are_known_by_torchrun():
+    launched = {"TORCHELASTIC_RUN_ID": "x", "RANK": "2", "WORLD_SIZE": "3"}
+    assert Member.of_environment(launched) == Member(2, 3)
+    assert Member.of_environment({**launched, "WORLD_SIZE": "1"}) is None
+    assert Member.of_environment({"RANK": "2", "WORLD_SIZE": "3"}) is None
+    assert Member.of_environment({}) is None
+
+
+@pytest.mark.dist
+def test_under_torchrun(ckpt, tmp_path):
+    merge(ckpt, tmp_path / "alone")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    done = subprocess.run(
+        [*command, "-m", "shardspec", "merge", ckpt, "-o", "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
+    # One of them speaks for all.
+    assert done.stdout.startswith("out: 24 tensors, ")
+    assert done.stdout.count("\n") == 1
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+
+
+def test_none_of_them_imports_torch(ckpt, tmp_path):
+    program = (
+        "import sys\n"
+        "from shardspec.checkpoint.merge import merge\n"
+        "from shardspec.checkpoint.team import Member\n"
+        f"merge({str(ckpt)!r}, {str(tmp_path / 'out')!r}, member=Member(int(sys.argv[1]), 2))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", program, str(rank)]) for rank in range(2)]
+    assert [child.wait(60) for child in children] == [0, 0]
+
+
+def test_an_output_without_a_directory(ckpt, tmp_path):
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        merge(ckpt, tmp_path / "none" / "out", member=Member(0, 2))
