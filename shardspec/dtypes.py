@@ -8,6 +8,7 @@ the names of the safetensors format (``"BF16"``).
 from typing import Final
 
 from shardspec.errors import DTypeError
+from shardspec.text import shown
 
 __all__ = [
     "dtype_name",
@@ -129,5 +130,7 @@ def from_safetensors(code: str) -> str:
     'float8_e4m3fn'
     """
     if code not in _SAFETENSORS:
-        raise DTypeError(f"unknown safetensors dtype {code!r}; known: {', '.join(_SAFETENSORS)}")
+        raise DTypeError(
+            f"unknown safetensors dtype {shown(code)}; known: {', '.join(_SAFETENSORS)}"
+        )
     return _SAFETENSORS[code]

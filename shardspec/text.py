@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 
-__all__ = ["bytes_text", "seconds_text", "table_text"]
+__all__ = ["bytes_text", "seconds_text", "shown", "table_text"]
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -32,6 +32,20 @@ def seconds_text(seconds: float) -> str:
     if seconds == 0 or seconds >= 1:
         return f"{seconds:.4g} s"
     return f"{seconds * 1e6:.4g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
+
+
+def shown(value: object, most: int = 80) -> str:
+    """Return the repr of a value for an error, cut where it is long.
+
+    Examples
+    --------
+    >>> shown("layers.0.w"), shown("w" * 1000, 10)
+    ("'layers.0.w'", "'wwwwww...")
+    """
+    if isinstance(value, str):
+        value = value[:most]
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def table_text(

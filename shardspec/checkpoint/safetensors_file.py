@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.files import SourceFile
-from shardspec.checkpoint.strict_json import as_object, as_sizes, as_text, parse_json
+from shardspec.checkpoint.strict_json import as_object, as_sizes, as_text, parse_members
 from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError
+from shardspec.text import shown
 
 __all__ = ["MAX_DIMS", "Header", "HeaderEntry", "TensorSlot", "encode_header", "read_header"]
 
@@ -82,25 +83,28 @@ def read_header(file: SourceFile) -> Header:
             f"{path}: states a header of {length} bytes but has {file_bytes} in all; it is "
             "truncated"
         )
-    data = file.read(8, length)
-    if not data.startswith(b"{"):
+    if file.read(8, min(length, 1)) != b"{":
         raise CheckpointError(f"{path}: the header does not start with '{{'; it is damaged")
-    members = as_object(parse_json(data, path, "header"), path, "the header")
-    metadata = {
-        key: as_text(value, path, f"{_METADATA}[{key!r}]")
-        for key, value in as_object(members.pop(_METADATA, {}), path, _METADATA).items()
-    }
     start = 8 + length
-    entries = sorted(
-        (_entry(name, value, start, path) for name, value in members.items()),
-        key=lambda entry: (entry.offset, entry.num_bytes),
-    )
+    metadata: dict[str, str] = {}
+    entries = []
+
+    def read(at: int, count: int) -> bytes:
+        return file.read(8 + at, count)
+
+    for name, value in parse_members(read, length, path, "header"):
+        if name != _METADATA:
+            entries.append(_entry(name, value, start, path))
+            continue
+        for key, text in as_object(value, path, _METADATA).items():
+            metadata[key] = as_text(text, path, f"{_METADATA}[{shown(key)}]")
+    entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
     end = start
     for entry in entries:
         if entry.offset != end:
             raise CheckpointError(
-                f"{path}: tensor {entry.name!r} starts at byte {entry.offset} where {end} is due; "
-                f"the data {'overlaps' if entry.offset < end else 'has a hole'}"
+                f"{path}: tensor {shown(entry.name, 200)} starts at byte {entry.offset} where "
+                f"{end} is due; the data {'overlaps' if entry.offset < end else 'has a hole'}"
             )
         end += entry.num_bytes
     if end != file_bytes:
@@ -112,12 +116,12 @@ def read_header(file: SourceFile) -> Header:
 
 
 def _entry(name: str, value: object, start: int, path: Path) -> HeaderEntry:
-    what = f"tensor {name!r}"
+    what = f"tensor {shown(name, 200)}"
     fields = as_object(value, path, what)
     if fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(
             f"{path}: {what} should have dtype, shape and data_offsets but has "
-            f"{', '.join(map(repr, fields)) or 'nothing'}"
+            f"{', '.join(map(shown, list(fields)[:8])) or 'nothing'}"
         )
     try:
         dtype = from_safetensors(as_text(fields["dtype"], path, f"dtype of {what}"))

@@ -1,12 +1,30 @@
 """JSON from files that are not trusted: nothing is guessed, and errors name file, key and value."""
 
+import codecs
 import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Never
+from typing import Final, Never
 
 from shardspec.errors import CheckpointError
+from shardspec.text import shown
 
-__all__ = ["as_list", "as_object", "as_size", "as_sizes", "as_text", "member", "parse_json"]
+__all__ = [
+    "as_list",
+    "as_object",
+    "as_size",
+    "as_sizes",
+    "as_text",
+    "member",
+    "parse_json",
+    "parse_members",
+]
+
+_WINDOW: Final = 4 << 20
+"""Bytes of JSON that are parsed at once; the values in them take 30 times as much at most."""
+_BLANKS: Final = re.compile(r"[ \t\n\r]*")
 
 
 class _BadJSONError(ValueError):
@@ -28,12 +46,26 @@ def parse_json(data: bytes, file: Path, what: str) -> object:
     CheckpointError
         If they are not UTF-8 or not JSON, repeat a key, hold NaN or an infinity, or nest too deep.
     """
-    try:
-        return json.loads(
+    with _clearly(file, what):
+        text: object = json.loads(
             data.decode("utf-8"), object_pairs_hook=_no_repeats, parse_constant=_no_constant
         )
+    return text
+
+
+def _no_utf8(error: UnicodeDecodeError, before: int) -> str:
+    byte = error.object[error.start]
+    return f"is not UTF-8 (byte {before + error.start} is {byte:#04x})"
+
+
+@contextmanager
+def _clearly(file: Path, what: str) -> Iterator[None]:
+    """Turn what a parser raises into one line."""
+    try:
+        yield
+        return
     except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 (byte {error.start} is {data[error.start]:#04x})"
+        problem = _no_utf8(error, 0)
     except json.JSONDecodeError as error:
         problem = f"is not JSON: {error.msg} at character {error.pos}"
     except _BadJSONError as error:
@@ -46,13 +78,133 @@ def parse_json(data: bytes, file: Path, what: str) -> object:
     raise CheckpointError(f"{file}: the {what} {problem}; the file is damaged, restore it")
 
 
+def parse_members(
+    read: Callable[[int, int], bytes], num_bytes: int, file: Path, what: str
+) -> Iterator[tuple[str, object]]:
+    """Yield the members of a JSON object that may be long, in memory that does not grow with it.
+
+    Parameters
+    ----------
+    read
+        Returns bytes of the text, given the position of the first and how many.
+    num_bytes
+        Length of the text.
+    file, what
+        As for `parse_json`.
+
+    Raises
+    ------
+    CheckpointError
+        As for `parse_json`, or if one member of a long text takes more than about 4 MiB.
+
+    Examples
+    --------
+    >>> text = b'{"a": 1, "b": [2]}'
+    >>> read = lambda at, count: text[at : at + count]
+    >>> dict(parse_members(read, len(text), Path("file"), "header"))
+    {'a': 1, 'b': [2]}
+    """
+    if num_bytes <= _WINDOW:
+        whole = parse_json(read(0, num_bytes), file, what)
+        yield from as_object(whole, file, f"the {what}").items()
+        return
+    seen: set[str] = set()
+    for key, value in _members(read, num_bytes, file, what):
+        if key in seen:
+            with _clearly(file, what):
+                raise _BadJSONError(f"has the key {shown(key)} twice")
+        seen.add(key)
+        _check_text(key, file, f"the {what}")
+        yield key, value
+
+
+class _Window:
+    """A part of a long text: at least `_WINDOW` characters from `at` on, if there are so many."""
+
+    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
+        self._read = read
+        self._num_bytes = num_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+        self._taken = 0
+        self._before = 0
+        self.text = ""
+        self.at = 0
+        self.fill()
+
+    def fill(self) -> None:
+        """Read on where it has become short."""
+        while len(self.text) - self.at < _WINDOW and self._taken < self._num_bytes:
+            piece = self._read(self._taken, min(_WINDOW, self._num_bytes - self._taken))
+            self._taken += len(piece)
+            self._before += self.at
+            try:
+                more = self._decode(piece, self._taken == self._num_bytes)
+            except UnicodeDecodeError as error:
+                # The decoder may have kept back some bytes of the piece before.
+                before = self._taken - len(error.object)
+                raise _BadJSONError(_no_utf8(error, before)) from None
+            self.text, self.at = self.text[self.at :] + more, 0
+
+    def skip(self, expected: str) -> str:
+        """Pass blanks, one of the characters expected, and blanks; return the character."""
+        at = self._blanks(self.at)
+        found = self.text[at : at + 1]
+        if not found or found not in expected:
+            raise json.JSONDecodeError(f"Expecting {' or '.join(expected)}", self.text, at)
+        self.at = self._blanks(at + 1)
+        return found
+
+    def _blanks(self, at: int) -> int:
+        match = _BLANKS.match(self.text, at)
+        assert match is not None, "no blanks are blanks too"
+        return match.end()
+
+    def position(self, error: json.JSONDecodeError) -> int:
+        """Return where in the whole text an error is."""
+        return self._before + error.pos
+
+    def end(self) -> None:
+        """Pass blanks, after which nothing may follow."""
+        self.at = self._blanks(self.at)
+        while self.at == len(self.text) and self._taken < self._num_bytes:
+            self.fill()
+            self.at = self._blanks(self.at)
+        if self.at < len(self.text):
+            raise json.JSONDecodeError("Extra data", self.text, self.at)
+
+
+def _members(
+    read: Callable[[int, int], bytes], num_bytes: int, file: Path, what: str
+) -> Iterator[tuple[str, object]]:
+    parse = json.JSONDecoder(object_pairs_hook=_no_repeats, parse_constant=_no_constant).raw_decode
+    with _clearly(file, what):
+        window = _Window(read, num_bytes)
+        try:
+            mark = window.skip("{")
+            while mark != "}":
+                key, window.at = parse(window.text, window.at)
+                if not isinstance(key, str):
+                    raise _BadJSONError(f"has the key {shown(key)}, which is no string")
+                window.skip(":")
+                value, window.at = parse(window.text, window.at)
+                yield key, value
+                mark = window.skip(",}")
+                window.fill()
+            window.end()
+        except json.JSONDecodeError as error:
+            raise _BadJSONError(
+                f"is not JSON, or has a member of more than {_WINDOW} bytes: {error.msg} at "
+                f"character {window.position(error)}"
+            ) from None
+
+
 def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise _BadJSONError(f"has the key {key!r} twice")
+                raise _BadJSONError(f"has the key {shown(key)} twice")
             seen.add(key)
     return found
 
@@ -62,10 +214,7 @@ def _no_constant(text: str) -> Never:
 
 
 def _fail(value: object, file: Path, key: str, expected: str) -> Never:
-    shown = repr(value)
-    if len(shown) > 60:
-        shown = f"{shown[:57]}..."
-    raise CheckpointError(f"{file}: {key} should be {expected} but is {shown}")
+    raise CheckpointError(f"{file}: {key} should be {expected} but is {shown(value, 60)}")
 
 
 def member(parent: dict[str, object], name: str, file: Path, key: str) -> object:

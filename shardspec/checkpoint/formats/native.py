@@ -13,6 +13,7 @@ from shardspec.checkpoint.source import Digest, StoredBox, StoredTensor, box_tex
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
+from shardspec.text import shown
 
 __all__ = ["FORMAT", "NativeCheckpoint", "open_native", "shard_metadata"]
 
@@ -141,7 +142,7 @@ def _read_file(path: Path, file: FileEntry, info: ShardingInfo) -> Header:
     for entry in header.entries:
         if entry.name not in listed:
             raise CheckpointError(
-                f"{path}: holds tensor {entry.name!r}, which {INFO_NAME} does not list for it; "
+                f"{path}: holds tensor {shown(entry.name, 200)}, which {INFO_NAME} does not list for it; "
                 "the file was changed, restore it"
             )
         _check_box(listed.pop(entry.name), entry.shape, entry.dtype, path, file.rank, info)
