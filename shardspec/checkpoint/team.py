@@ -18,7 +18,7 @@ from typing import Final
 from shardspec.checkpoint.claim import claimed_beside
 from shardspec.errors import CheckpointError, ShardSpecError
 
-__all__ = ["Member", "Team", "together"]
+__all__ = ["Member", "Team", "failing_together", "together"]
 
 _PAUSE_S: Final = 0.02
 _PATIENCE_S: Final = 600.0
@@ -116,18 +116,18 @@ def together(member: Member, path: Path) -> Iterator[Team]:
     if member.rank == 0:
         with claimed_beside(place, path):
             _welcome(team, place)
-            with _failing_together(team):
+            with failing_together(team):
                 yield team
             _wait_for_goodbyes(team, place, _PATIENCE_S)
     else:
         team.token = _introduce(member, place)
-        with _failing_together(team):
+        with failing_together(team):
             yield team
         team.say("bye", None)
 
 
 @contextmanager
-def _failing_together(team: Team) -> Iterator[None]:
+def failing_together(team: Team) -> Iterator[None]:
     """Tell the others when something goes wrong."""
     try:
         yield

@@ -25,7 +25,7 @@ from shardspec.checkpoint.fill import (
 )
 from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
 from shardspec.checkpoint.targets import OutputFile, Slot, Target
-from shardspec.checkpoint.team import Member, Team
+from shardspec.checkpoint.team import Member, Team, failing_together
 from shardspec.checkpoint.write import FileDigest, Written, finish, put_pieces
 from shardspec.dtypes import item_bytes
 
@@ -114,7 +114,11 @@ def write_together(
         team.say("share", _fill(job, target, shares, place))
         files, num_bytes, value = _list(team.hear("written", 0))
         return Written(tuple(files), num_bytes, value)
-    with claimed(path, directory=target.directory, overwrite=overwrite) as place:
+    # The others hear of a failure before their files go away.
+    with (
+        claimed(path, directory=target.directory, overwrite=overwrite) as place,
+        failing_together(team),
+    ):
         for file in target.files:
             with NewFile(_place(place, target, file), path, file.num_bytes) as fd:
                 put_pieces(job, fd, file.pieces)
