@@ -42,7 +42,8 @@ def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     if packed(dtype) > 1:
         # A pair is one element; as a complex number it is compared like any other.
-        return _FOUR_BITS[raw & 15] + np.complex64(1j) * _FOUR_BITS[raw >> 4]
+        pairs: NDArray[Any] = _FOUR_BITS[raw & 15] + np.complex64(1j) * _FOUR_BITS[raw >> 4]
+        return pairs
     if dtype.startswith("float8"):
         return _eight_bit_table(dtype)[raw]
     return raw.view(np.dtype(dtype))

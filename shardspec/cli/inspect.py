@@ -17,6 +17,7 @@ from shardspec.checkpoint.inspect import (
 )
 from shardspec.checkpoint.source import box_text
 from shardspec.cli.arguments import parse_index, parsed
+from shardspec.cli.source import open_source, source_options
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import cells_text, ids_text
 from shardspec.layout.picture import picture as draw
@@ -41,6 +42,7 @@ Examples:
 """,
 )
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
+@source_options
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
     "--tensor",
@@ -62,6 +64,8 @@ Examples:
 )
 def command(
     checkpoint: Path,
+    ranks: int | None,
+    source_rules: Path | None,
     as_json: bool,
     pattern: str | None,
     index: tuple[int, ...] | None,
@@ -75,7 +79,7 @@ def command(
     """
     if (index is not None or picture) and pattern is None:
         raise click.UsageError("--index and --picture are about some tensors; name them: --tensor")
-    summary = inspect_checkpoint(checkpoint)
+    summary = inspect_checkpoint(open_source(checkpoint, ranks, source_rules))
     if pattern is not None:
         summary = _only(summary, pattern)
     if only is not None:

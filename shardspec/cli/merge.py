@@ -7,6 +7,7 @@ import click
 from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm, merge
 from shardspec.checkpoint.team import Member
 from shardspec.cli.arguments import parse_bytes, parsed
+from shardspec.cli.source import open_source, source_options
 from shardspec.cli.writing import output_option, progress_bar, report_written, writing_options
 
 __all__ = ["command"]
@@ -41,12 +42,15 @@ Examples:
     metavar="SIZE",
     help="Most bytes of tensors in a file, as 5GB or 500MiB.",
 )
+@source_options
 @writing_options
 def command(
     checkpoint: Path,
     output: Path,
     form: MergedForm | None,
     max_shard_bytes: int | None,
+    ranks: int | None,
+    source_rules: Path | None,
     dtype: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -68,7 +72,7 @@ def command(
     quiet = quiet or (member is not None and member.rank > 0)
     with progress_bar(not (quiet or as_json), "merge") as progress:
         report = merge(
-            checkpoint,
+            open_source(checkpoint, ranks, source_rules),
             output,
             form=form,
             max_shard_bytes=max_shard_bytes,

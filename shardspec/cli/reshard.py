@@ -7,6 +7,7 @@ import click
 from shardspec.checkpoint.reshard import RESHARDED_FORMS, ReshardedForm, read_rules, reshard
 from shardspec.checkpoint.team import Member
 from shardspec.cli.arguments import MeshShape, build_mesh, parse_mesh, parsed
+from shardspec.cli.source import open_source, source_options
 from shardspec.cli.writing import output_option, progress_bar, report_written, writing_options
 
 __all__ = ["command"]
@@ -63,6 +64,7 @@ What no rule matches is kept whole on every device.
     show_default=True,
     help="The form of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
 )
+@source_options
 @writing_options
 def command(
     checkpoint: Path,
@@ -72,6 +74,8 @@ def command(
     rule_pairs: tuple[tuple[str, str], ...],
     like: Path | None,
     form: ReshardedForm,
+    ranks: int | None,
+    source_rules: Path | None,
     dtype: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -99,7 +103,7 @@ def command(
     quiet = quiet or (member is not None and member.rank > 0)
     with progress_bar(not (quiet or as_json), "reshard") as progress:
         report = reshard(
-            checkpoint,
+            open_source(checkpoint, ranks, source_rules),
             output,
             mesh=None if mesh is None else build_mesh(mesh, None, None, None, None),
             rules=None if like is not None else rules,

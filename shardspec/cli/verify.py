@@ -7,6 +7,7 @@ import click
 
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.cli.source import open_source, source_options
 from shardspec.errors import CheckpointError
 from shardspec.text import bytes_text
 
@@ -32,19 +33,27 @@ Examples:
     help="Compare the bits of every tensor with this checkpoint or safetensors file too.",
 )
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
+@source_options
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 @click.pass_context
 def command(
-    ctx: click.Context, checkpoint: Path, against: Path | None, every: bool, as_json: bool
+    ctx: click.Context,
+    checkpoint: Path,
+    against: Path | None,
+    every: bool,
+    ranks: int | None,
+    source_rules: Path | None,
+    as_json: bool,
 ) -> None:
     """Check that every byte of CKPT is there and, where digests were saved, as it was saved.
 
     Boxes tile every tensor, files are whole, replicas agree. Exits with 3 at a flaw.
     """
-    report = verify_checkpoint(checkpoint, every=every)
+    source = open_source(checkpoint, ranks, source_rules)
+    report = verify_checkpoint(source, every=every)
     flaws = list(report.flaws)
     if against is not None:
-        for difference in diff_checkpoints(checkpoint, against):
+        for difference in diff_checkpoints(source, against):
             flaws.append(f"tensor {difference.name!r} {difference.problem}")
             if not every:
                 raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
