@@ -1,14 +1,17 @@
 """What is asked of every case: one line of an error, nothing under the final name, nothing left."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
 
 from shardspec.cli.main import cli
 from shardspec.errors import ShardSpecError
 
-__all__ = ["command", "one_line", "raised", "refused", "tree"]
+__all__ = ["command", "one_line", "raised", "refused", "same", "tree"]
 
 
 def tree(place: Path) -> dict[str, object]:
@@ -67,3 +70,13 @@ def raised(act: Callable[[], object]) -> str | None:
     except ShardSpecError as error:
         return one_line(f"Error: {error}\n")
     return None
+
+
+def same(path: Path, expected: Mapping[str, np.ndarray]) -> None:
+    """Check that a safetensors file holds exactly these arrays, bit for bit."""
+    found = safetensors.numpy.load_file(path)
+    assert found.keys() == expected.keys(), (found.keys(), expected.keys())
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].shape == array.shape, name
+        assert found[name].tobytes() == array.tobytes(), name

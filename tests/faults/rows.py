@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from tests.faults import lies, truncated
+from tests.faults import flips, lies, ranks, truncated
 from tests.faults.harness import Row
 
 __all__ = ["ROWS"]
@@ -11,4 +11,21 @@ ROWS: Final = (
     Row("headers", "header, info or index cut at every byte", truncated.headers),
     Row("payloads", "payload cut", truncated.payloads),
     Row("lies", "header lies", lies.lies),
+    Row("data-flips", "bit flips in data with digests", flips.data, prepare="torch_files"),
+    Row("header-flips", "every bit of headers flipped, without digests", flips.headers),
+    Row(
+        "info-flips",
+        "every bit of the info flipped, without digests",
+        flips.described,
+        ends="refused or right",
+    ),
+    Row(
+        "pickle-flips",
+        "every bit of `.metadata`, a `.pt` file and an index flipped",
+        flips.pickles,
+        ends="refused or whole",
+        prepare="torch_files",
+    ),
+    Row("rank-files", "rank files missing, doubled or swapped: every subset", ranks.files),
+    Row("meshes", "wrong mesh in the info", ranks.meshes),
 )
