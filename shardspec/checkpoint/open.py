@@ -13,6 +13,7 @@ from shardspec.checkpoint.formats import (
     dcp,
     dcp_hf,
     hf_index,
+    megatron,
     native,
     rank_files,
     single_file,
@@ -42,6 +43,12 @@ class Format:
 FORMATS: Final = (
     Format(native.FORMAT, lambda names: INFO_NAME in names, native.open_native),
     Format(dcp.FORMAT, dcp.find_dcp, dcp.open_dcp),
+    Format(
+        megatron.FORMAT,
+        megatron.find_megatron,
+        megatron.open_megatron,
+        frozenset(("ranks", "rules")),
+    ),
     Format(dcp_hf.FORMAT, dcp_hf.find_dcp_hf, dcp_hf.open_dcp_hf, frozenset(("ranks",))),
     Format(hf_index.FORMAT, hf_index.find_index, hf_index.open_index_directory),
     Format(hf_index.FORMAT, hf_index.find_plain, hf_index.open_plain),
@@ -51,7 +58,12 @@ FORMATS: Final = (
 """Asked in this order."""
 
 
-def open_checkpoint(path: Path | str, *, ranks: int | None = None) -> CheckpointSource:
+def open_checkpoint(
+    path: Path | str,
+    *,
+    ranks: int | None = None,
+    rules: Mapping[str, object] | Path | str | None = None,
+) -> CheckpointSource:
     """Open a checkpoint; what describes it is read and checked, its data is not.
 
     Parameters
@@ -61,6 +73,9 @@ def open_checkpoint(path: Path | str, *, ranks: int | None = None) -> Checkpoint
         file, one file of `torch.save`, or the index of several.
     ranks
         How many ranks have written files, for forms that do not say it.
+    rules
+        How ranks have cut tensors, for forms that do not say it: pattern of names to spec, or the
+        path of a TOML file (`shardspec.checkpoint.cut_rules`).
 
     Raises
     ------
@@ -69,7 +84,8 @@ def open_checkpoint(path: Path | str, *, ranks: int | None = None) -> Checkpoint
         caller has added.
     """
     place = Path(path)
-    added = {name: value for name, value in (("ranks", ranks),) if value is not None}
+    options = (("ranks", ranks), ("rules", rules))
+    added = {name: value for name, value in options if value is not None}
     try:
         names = frozenset(path.name for path in place.iterdir())
     except NotADirectoryError:
@@ -114,7 +130,7 @@ def _open_file(place: Path, added: Mapping[str, object]) -> CheckpointSource:
 def _check_added(
     place: Path, form: str, takes: frozenset[str], added: Mapping[str, object]
 ) -> None:
-    for name in added.keys() - takes:
+    for name in sorted(added.keys() - takes):
         raise CheckpointError(
             f"{place}: {name} was given, but a checkpoint of this form ({form}) needs none: it "
             f"says so itself; leave {name} out"

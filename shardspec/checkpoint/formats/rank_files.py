@@ -29,7 +29,7 @@ from shardspec.checkpoint.files import file_inside
 from shardspec.checkpoint.formats.listed import ListedCheckpoint
 from shardspec.checkpoint.holders import part_of, pending_of
 from shardspec.checkpoint.plain import plain_value
-from shardspec.checkpoint.source import Pending, StoredBox, StoredTensor
+from shardspec.checkpoint.source import Described, Pending, StoredBox, StoredTensor
 from shardspec.checkpoint.torch_dtensors import TorchDTensor, dtensor_spec
 from shardspec.checkpoint.torch_state import StateTensor, TorchState, read_torch_state
 from shardspec.checkpoint.torch_values import TorchTensor
@@ -42,7 +42,7 @@ __all__ = ["FORMAT", "find_rank_files", "is_rank_file", "open_family", "open_ran
 
 FORMAT: Final = "torch files per rank"
 _NAME: Final = re.compile(
-    r"(|.*[_.-])(?:world_size_(\d{1,9})_)?rank[_-]?(\d{1,9})\.(?:pt|pth|bin)", re.DOTALL
+    r"(|.*?[_.-])(?:world_size_(\d{1,9})_)?rank[_-]?(\d{1,9})\.(?:pt|pth|bin)", re.DOTALL
 )
 _PREFERRED: Final = "model"
 _SHOWN: Final = 8
@@ -156,7 +156,7 @@ def _open(
     others = _others(states)
     for other, beside in families.items():
         if other != family:
-            others[f"({beside[0].name})"] = (
+            others[f"({beside[0].name})"] = Described(
                 f"{len(beside)} files of another family, not read; name one of them to read it"
             )
     paths = tuple(state.path for state in states.values())

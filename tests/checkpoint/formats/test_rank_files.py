@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.source import Described
 from shardspec.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.formats.reading import (
     assert_merged_without_torch,
@@ -268,8 +269,9 @@ def test_other_families_are_listed_or_chosen(ckpt):
         shutil.copy(ckpt / NAME.format(rank), ckpt / f"optim_world_size_4_rank_{rank}.pt")
     assert open_checkpoint(ckpt).files[0].name == NAME.format(0)
     assert open_checkpoint(ckpt).others == {
-        "(optim_world_size_4_rank_0.pt)": "4 files of another family, not read; name one of them "
-        "to read it"
+        "(optim_world_size_4_rank_0.pt)": Described(
+            "4 files of another family, not read; name one of them to read it"
+        )
     }
     chosen = open_checkpoint(ckpt / "optim_world_size_4_rank_1.pt")
     assert chosen.files[1].name == "optim_world_size_4_rank_1.pt"

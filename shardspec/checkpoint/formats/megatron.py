@@ -1,0 +1,371 @@
+"""Megatron-LM's checkpoints, ``mp_rank_XX[_YYY]/model_optim_rng.pt``: tensor times pipeline.
+
+XX is the tensor parallel rank and YYY the pipeline stage, in a directory ``iter_0000123`` or
+``release``. A path to the directory above means what ``latest_checkpointed_iteration.txt`` says.
+Source: ``get_checkpoint_name``, ``generate_state_dict`` and ``save_checkpoint`` of
+megatron/training/checkpointing.py.
+
+**Cuts.** The files do not say how a tensor was cut; rules do (`shardspec.checkpoint.cut_rules`),
+over the axis ``tp``. Those of the caller come first; then those shipped as ``megatron_gpt`` or
+``megatron_llama``, by whether the arguments in the files say that feed-forward layers are gated
+(``swiglu``). A tensor without a rule is refused: that it is alike on all ranks proves nothing.
+Tensors that are not cut are stored by each rank, and the copies are compared.
+
+**Layers.** Each stage counts its layers from 0; here they follow on from those of the stages
+before. With a virtual pipeline (``model0``, ``model1``) the first chunks of all stages come before
+the second ones. Where a name that is no layer's stands in several stages, these are copies and are
+compared. Tied embeddings have a name of their own in the last stage (``output_layer.weight`` or
+``word_embeddings_for_head.weight``), which is kept.
+
+**What must be there.** The arguments in the files say how many ranks and layers there are; without
+them (``ranks``) the caller has to. They also hold the global rank, by which swapped files are
+found, unless a converter has written 0 everywhere. Expert parallel checkpoints are refused. The
+optimizer has no names for its tensors: it is listed among `others`, as are arguments, random states
+and the ``_extra_state`` of Transformer Engine.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Final
+
+from shardspec.checkpoint.cut_rules import CutRule, parse_rules, read_cut_rules, shipped_rules
+from shardspec.checkpoint.files import SourceFile, file_inside
+from shardspec.checkpoint.formats.listed import ListedCheckpoint
+from shardspec.checkpoint.formats.megatron_model import Chunk, Rules, merged_tensors
+from shardspec.checkpoint.pickles import Allowed, Record, as_record
+from shardspec.checkpoint.plain import plain_value
+from shardspec.checkpoint.source import Described, StoredTensor
+from shardspec.checkpoint.torch_dtensors import TorchDTensor
+from shardspec.checkpoint.torch_state import StateTensor, TorchState, read_torch_state
+from shardspec.errors import CheckpointError
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["FORMAT", "find_megatron", "open_megatron"]
+
+FORMAT: Final = "Megatron-LM"
+_FILE: Final = "model_optim_rng.pt"
+_TRACKER: Final = "latest_checkpointed_iteration.txt"
+_RANK: Final = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
+_ITERATION: Final = re.compile(r"iter_\d{7,12}|release")
+_EXTRA: Final = "._extra_state"
+_MOST_TRACKER_BYTES: Final = 32
+_MODEL: Final = re.compile(r"(model\d{0,4})\.(.*)", re.DOTALL)
+
+_NAMES: Final[Allowed] = {
+    name: as_record(name)
+    for name in (
+        "megatron.core.enums.ModelType",
+        "megatron.core.enums.Fp8Recipe",
+        "megatron.core.enums.Fp4Recipe",
+        "megatron.core.transformer.enums.AttnBackend",
+        "megatron.core.transformer.enums.AttnMaskType",
+        "megatron.core.transformer.enums.AttnType",
+        "megatron.core.transformer.enums.LayerType",
+        "megatron.core.transformer.enums.ModelType",
+        "megatron.core.transformer.enums.CudaGraphScope",
+        "megatron.core.rerun_state_machine.RerunDiagnostic",
+        "megatron.core.rerun_state_machine.RerunMode",
+        "megatron.core.rerun_state_machine.RerunState",
+        "megatron.legacy.model.enums.ModelType",
+        "megatron.model.enums.ModelType",
+        "megatron.model.enums.AttnMaskType",
+        "megatron.model.enums.PositionEmbeddingType",
+        "megatron.enums.PositionEmbeddingType",
+        "signal.Signals",
+        "_io.BytesIO",
+    )
+}
+"""What arguments and states of Megatron hold besides; records stand for them, nothing is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What one rank saved."""
+
+    tensor_rank: int
+    stage: int
+    state: TorchState
+
+    def argument(self, name: str) -> object:
+        """Return an argument of the run, None if the file does not say it."""
+        args = self.state.others.get("args")
+        return args.get(name) if isinstance(args, Record) else None
+
+    def number(self, name: str) -> int | None:
+        """Return an argument that is a whole number."""
+        value = self.argument(name)
+        return value if type(value) is int else None
+
+    def model(self, key: str) -> dict[str, StateTensor]:
+        """Return the tensors of one of its models."""
+        start = f"{key}."
+        return {
+            name.removeprefix(start): found
+            for name, found in self.state.tensors.items()
+            if name.startswith(start) and not name.endswith(_EXTRA)
+        }
+
+
+def find_megatron(names: frozenset[str]) -> bool:
+    """Say whether a directory with these names is one of Megatron, or the one above."""
+    return _TRACKER in names or any(
+        _RANK.fullmatch(name) or _ITERATION.fullmatch(name) for name in names
+    )
+
+
+def open_megatron(
+    directory: Path,
+    *,
+    rules: Mapping[str, object] | Path | str | None = None,
+    ranks: int | None = None,
+) -> ListedCheckpoint:
+    """Read what describes the models in the files of all ranks; not their data.
+
+    Parameters
+    ----------
+    directory
+        With the ``mp_rank_`` directories, or the one above.
+    rules
+        How tensors are cut, before the shipped rules: pattern to spec over the axis ``tp``, or the
+        path of a TOML file.
+    ranks
+        Tensor parallel ranks times stages; needed where the files have no arguments.
+
+    Raises
+    ------
+    CheckpointError
+        If a file is missing, damaged or swapped with another, if files contradict each other, or if
+        no rule says how a tensor was cut.
+    """
+    place = _iteration(directory)
+    files, tensor_ranks, stages = _read(place)
+    keys = _model_keys(files)
+    _check_arguments(place, files, tensor_ranks, stages, keys, ranks)
+    _check_order(files)
+    chunks = [
+        Chunk(
+            tuple(file.state.path for file in files if file.stage == stage),
+            stage * tensor_ranks,
+            tuple(file.model(key) for file in files if file.stage == stage),
+        )
+        for key, stage in product(keys, range(stages))
+    ]
+    tensors = merged_tensors(chunks, _rules(rules, files[0]))
+    _check_layers(place, files[0], tensors)
+    mesh = None
+    if len(chunks) == 1:
+        mesh = DeviceMesh(range(tensor_ranks), (tensor_ranks,), axis_names=("tp",))
+    else:
+        # A spec counts the axes of a mesh on which all ranks hold something of a tensor.
+        tensors = {name: replace(tensor, spec=None) for name, tensor in tensors.items()}
+    paths = tuple(file.state.path for file in files)
+    return ListedCheckpoint(FORMAT, place, tensors, paths, mesh, _others(files))
+
+
+def _iteration(directory: Path) -> Path:
+    """Return the directory with the files of the ranks."""
+    names = sorted(path.name for path in directory.iterdir())
+    if any(map(_RANK.fullmatch, names)):
+        return directory
+    found = [name for name in names if _ITERATION.fullmatch(name)]
+    if _TRACKER in names:
+        path = file_inside(directory, _TRACKER, directory)
+        with SourceFile(path) as file:
+            said = file.read(0, min(file.num_bytes, _MOST_TRACKER_BYTES)).strip().decode("latin1")
+        name = f"iter_{int(said):07d}" if said.isdecimal() and said.isascii() else said
+        if name not in found:
+            raise CheckpointError(
+                f"{path}: says {said!r}, but no such checkpoint is beside it; name the directory "
+                "of the iteration itself"
+            )
+    elif len(found) == 1:
+        name = found[0]
+    else:
+        raise CheckpointError(
+            f"{directory}: has the iterations {', '.join(found)} and no {_TRACKER} that says which "
+            "counts; name the directory of one"
+        )
+    place = file_inside(directory, name, directory)
+    if not place.is_dir() or not any(_RANK.fullmatch(path.name) for path in place.iterdir()):
+        raise CheckpointError(
+            f"{place}: has no directories mp_rank_00 and so on; if it is a checkpoint of another "
+            "form, name it itself"
+        )
+    return place
+
+
+def _read(place: Path) -> tuple[list[_File], int, int]:
+    """Return what all ranks saved, by stage and rank, and how many of both there are."""
+    found: dict[tuple[int, int], str] = {}
+    staged: dict[bool, str] = {}
+    for name in sorted(path.name for path in place.iterdir()):
+        match = _RANK.fullmatch(name)
+        if match is None:
+            continue
+        rank, stage, expert = match.groups()
+        if expert is not None:
+            raise CheckpointError(
+                f"{place}: {name} is of an expert parallel run, which cannot be read; convert it "
+                "to one without (Megatron's tools/checkpoint), or to its torch_dist form"
+            )
+        key = int(stage or 0), int(rank)
+        other = found.setdefault(key, name)
+        staged.setdefault(stage is not None, name)
+        if other != name or len(staged) > 1:
+            raise CheckpointError(
+                f"{place}: {min(other, *staged.values())} and {name} cannot be of one save; move "
+                "those of the other away"
+            )
+    stages, ranks = (1 + max(key[at] for key in found) for at in (0, 1))
+    files = []
+    for stage, rank in product(range(stages), range(ranks)):
+        folder = found.get((stage, rank))
+        if folder is None:
+            width = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if True in staged else "")
+            raise CheckpointError(
+                f"{place}: {width} is missing, which tensor parallel rank {rank} of stage {stage} "
+                "wrote; restore it"
+            )
+        inside = file_inside(place, folder, place)
+        path = file_inside(inside, _FILE, inside)
+        if not path.exists():
+            raise CheckpointError(f"{path}: is missing; restore it")
+        files.append(_File(rank, stage, read_torch_state(path, more=_NAMES)))
+    return files, ranks, stages
+
+
+def _model_keys(files: list[_File]) -> list[str]:
+    """Return the keys of the models in the files, in the order of their layers."""
+    keys: set[str] = set()
+    for file in files:
+        for name, found in file.state.tensors.items():
+            match = _MODEL.fullmatch(name)
+            if match is not None:
+                keys.add(match[1])
+                if isinstance(found.tensor, TorchDTensor):
+                    raise CheckpointError(
+                        f"{file.state.path}: tensor {name!r} is a DTensor, which Megatron does not "
+                        "write in this form; save it again with torch.distributed.checkpoint"
+                    )
+    ordered = ["model"] if keys == {"model"} else [f"model{i}" for i in range(len(keys))]
+    if not keys or set(ordered) != keys:
+        raise CheckpointError(
+            f"{files[0].state.path}: has the models {', '.join(sorted(keys)) or '(none)'}, but "
+            "model, or model0, model1 and so on, are due; the file was changed, restore it"
+        )
+    return ordered
+
+
+def _check_arguments(
+    place: Path,
+    files: list[_File],
+    tensor_ranks: int,
+    stages: int,
+    keys: list[str],
+    ranks: int | None,
+) -> None:
+    """Compare what is there with what the run was told, or with what the caller says."""
+    if ranks is not None and ranks != len(files):
+        raise CheckpointError(
+            f"{place}: holds the files of {len(files)} ranks, but {ranks} are said to have written "
+            "some; restore what is missing or correct the number"
+        )
+    for file in files:
+        for name, count, plural in (
+            ("tensor_model_parallel_size", tensor_ranks, "tensor parallel ranks"),
+            ("pipeline_model_parallel_size", stages, "pipeline stages"),
+            ("expert_model_parallel_size", 1, "expert parallel rank"),
+            ("virtual_pipeline_model_parallel_size", len(keys), "models in a file"),
+        ):
+            said = file.number(name)
+            if said is not None and said != count:
+                raise CheckpointError(
+                    f"{file.state.path}: was saved with {name} {said}, but {count} {plural} are "
+                    "there; restore what is missing (expert parallel checkpoints cannot be read)"
+                )
+    told = all(
+        files[0].number(name) is not None
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    )
+    if not told and ranks is None:
+        raise CheckpointError(
+            f"{files[0].state.path}: does not say how many ranks there were (it has no args), so "
+            "that later ones may be missing without a trace; if there were none, say so: --ranks "
+            f"{len(files)} (ranks={len(files)})"
+        )
+
+
+def _check_order(files: list[_File]) -> None:
+    """Check that files are in the order of the ranks that wrote them, where these say so."""
+    said = [file.number("rank") for file in files]
+    known = [rank for rank in said if rank is not None]
+    if len(known) < len(files) or len(set(known)) == 1:
+        return
+    for (one, a), (other, b) in pairwise(zip(files, known, strict=True)):
+        if a >= b:
+            raise CheckpointError(
+                f"{one.state.path}: was saved by rank {a}, and {other.state.path} by rank {b}; the "
+                "files are swapped or not of one save, restore their places"
+            )
+
+
+def _check_layers(place: Path, file: _File, tensors: Mapping[str, StoredTensor]) -> None:
+    """Compare the layers of the one stack of a decoder with what the run was told."""
+    due = file.number("num_layers")
+    stacks: dict[str, set[str]] = {}
+    for name in tensors:
+        prefix, layers, rest = name.partition(".layers.")
+        if layers and prefix.split(".")[-1] in ("decoder", "encoder", "transformer"):
+            stacks.setdefault(prefix, set()).add(rest.partition(".")[0])
+    if due is not None and len(stacks) == 1:
+        (found,) = map(len, stacks.values())
+        if found != due:
+            raise CheckpointError(
+                f"{place}: the stages hold {found} layers in all, but the run had num_layers "
+                f"{due}; the files are not of one save"
+            )
+
+
+def _rules(rules: Mapping[str, object] | Path | str | None, file: _File) -> Rules:
+    """Return the rules of the caller and those that are shipped for such a model."""
+    own: Mapping[str, CutRule] = {}
+    if isinstance(rules, Mapping):
+        own = parse_rules(rules, "rules")
+    elif rules is not None:
+        own = read_cut_rules(Path(rules))
+    plain, gated = shipped_rules("megatron_gpt"), shipped_rules("megatron_llama")
+    match file.argument("swiglu"), file.argument("quick_geglu"):
+        case (True, _) | (_, True):
+            shipped = gated
+        case False, _:
+            shipped = plain
+        case _:
+            # Nothing is said of tensors on which the two differ.
+            shipped = {name: rule for name, rule in plain.items() if gated.get(name) == rule}
+    version = file.state.others.get("checkpoint_version", 0)
+    return Rules(own, shipped, isinstance(version, int | float) and version < 1)
+
+
+def _others(files: list[_File]) -> dict[str, object]:
+    """Return what is no tensor of the model; what ranks hold of their own is counted."""
+    others: dict[str, object] = {}
+    counts: dict[str, int] = {}
+    for file in files:
+        for name in (*file.state.tensors, *file.state.others):
+            if _MODEL.fullmatch(name) is None:
+                counts[name.partition(".")[0]] = counts.get(name.partition(".")[0], 0) + 1
+            elif name.endswith(_EXTRA):
+                counts[_EXTRA[1:]] = counts.get(_EXTRA[1:], 0) + 1
+    first = files[0].state.others
+    for key, count in counts.items():
+        value = first.get(key)
+        if isinstance(value, Record):
+            others[key] = plain_value(value.state)
+        elif key in first:
+            others[key] = plain_value(value)
+        else:
+            others[key] = Described(f"{count} entries in the files of {len(files)} ranks, not read")
+    return others

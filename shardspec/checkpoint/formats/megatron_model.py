@@ -1,0 +1,236 @@
+"""From the parts of a Megatron model to its tensors: global layer numbers, and boxes by rules."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Final
+
+from shardspec.boxes import Box
+from shardspec.checkpoint.cut_rules import CutRule, find_rule
+from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.checkpoint.torch_state import StateTensor
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError, LayoutError
+from shardspec.layout.spec import ShardingSpec
+
+__all__ = ["Chunk", "Rules", "merged_tensors"]
+
+_AXIS: Final = "tp"
+_LAYER: Final = re.compile(r"((?:.*?\.)?layers)\.(\d{1,6})\.(.*)", re.DOTALL)
+_FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The layers that follow each other in one stage: what each tensor parallel rank holds."""
+
+    paths: tuple[Path, ...]
+    """The file of each rank."""
+    first_rank: int
+    """The number of the first of them among all ranks."""
+    tensors: tuple[Mapping[str, StateTensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What says how tensors are cut."""
+
+    own: Mapping[str, CutRule]
+    """Of the caller; they come first."""
+    shipped: Mapping[str, CutRule]
+    old_qkv: bool
+    """Whether the files are so old that query_key_value is not sorted by heads."""
+
+    def find(self, name: str, path: Path) -> CutRule:
+        """Return the rule of a tensor.
+
+        Raises
+        ------
+        CheckpointError
+            If there is none, or several.
+        """
+        try:
+            rule = find_rule(self.own, name)
+            if rule is None and self.old_qkv and _FUSED_QKV.fullmatch(name):
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is of checkpoint version 0, where ranks hold all of "
+                    "their q above k above v; give it a rule with 3 parts: "
+                    f'"{name}" = {{ spec = "[S(tp),R]", parts = 3 }}'
+                )
+            rule = find_rule(self.shipped, name) if rule is None else rule
+        except LayoutError as error:
+            raise CheckpointError(str(error)) from None
+        if rule is None:
+            raise CheckpointError(
+                f"{path}: no rule says how tensor {name!r} is cut over tensor parallel ranks; give "
+                f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same (rules=)'
+            )
+        if set(rule.spec.axes) - {_AXIS}:
+            raise CheckpointError(
+                f"tensor {name!r}: its rule {rule} has another axis than {_AXIS!r}, which is the "
+                "one over which Megatron cuts"
+            )
+        return rule
+
+
+def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTensor]:
+    """Return the tensors of the whole model.
+
+    Parameters
+    ----------
+    chunks
+        In the order of their layers.
+    rules
+        Asked only where there is more than one tensor parallel rank.
+
+    Returns
+    -------
+    dict
+        Tensors by global name; their specs have axis 0 for the tensor parallel ranks.
+
+    Raises
+    ------
+    CheckpointError
+        If ranks or stages contradict each other, or a tensor has no rule.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    layers_before: dict[str, int] = {}
+    for chunk in chunks:
+        _check_names(chunk)
+        counts = _count_layers(chunk)
+        for name in sorted(chunk.tensors[0]):
+            found = _tensor(_global_name(name, layers_before), name, chunk, rules)
+            known = tensors.setdefault(found.name, found)
+            if known is not found:
+                if (known.shape, known.dtype) != (found.shape, found.dtype):
+                    raise CheckpointError(
+                        f"tensor {found.name!r} is {known.dtype} of shape {list(known.shape)} in "
+                        f"one pipeline stage and {found.dtype} of {list(found.shape)} in another "
+                        f"({chunk.paths[0]}); the files are not of one save"
+                    )
+                tensors[found.name] = replace(known, boxes=known.boxes + found.boxes)
+        for prefix, count in counts.items():
+            layers_before[prefix] = layers_before.get(prefix, 0) + count
+    return tensors
+
+
+def _check_names(chunk: Chunk) -> None:
+    first = chunk.tensors[0]
+    for path, held in zip(chunk.paths, chunk.tensors, strict=True):
+        for lacking, has, other in (
+            (first.keys() - held.keys(), chunk.paths[0], path),
+            (held.keys() - first.keys(), path, chunk.paths[0]),
+        ):
+            if lacking:
+                raise CheckpointError(
+                    f"{other}: lacks tensor {min(lacking)!r}, which {has} holds; the files are not "
+                    "of one save"
+                )
+
+
+def _count_layers(chunk: Chunk) -> dict[str, int]:
+    """Return per list of layers how many of them a chunk has."""
+    numbers: dict[str, set[int]] = {}
+    for name in chunk.tensors[0]:
+        match = _LAYER.fullmatch(name)
+        if match is not None:
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    for prefix, found in numbers.items():
+        if found != set(range(len(found))):
+            missing = min(set(range(len(found))) - found)
+            raise CheckpointError(
+                f"{chunk.paths[0]}: has no layer {prefix}.{missing}, but {prefix}.{max(found)}; "
+                "each stage counts its layers from 0, so that the file was changed, restore it"
+            )
+    return {prefix: len(found) for prefix, found in numbers.items()}
+
+
+def _global_name(name: str, layers_before: Mapping[str, int]) -> str:
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    prefix, number, rest = match.groups()
+    return f"{prefix}.{int(number) + layers_before.get(prefix, 0)}.{rest}"
+
+
+def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTensor:
+    """Return a tensor of one chunk, by its global name, with what every rank holds."""
+    held = [tensors[local_name] for tensors in chunk.tensors]
+    first = held[0].local
+    for path, other in zip(chunk.paths, held, strict=True):
+        if (other.local.dtype, other.local.shape) != (first.dtype, first.shape):
+            raise CheckpointError(
+                f"tensor {local_name!r} is {first.dtype} of shape {list(first.shape)} in "
+                f"{chunk.paths[0]}, but {other.local.dtype} of {list(other.local.shape)} in "
+                f"{path}; the files are not of one save"
+            )
+    if len(held) == 1:
+        rule = CutRule(ShardingSpec(len(first.shape), {}))
+    else:
+        rule = rules.find(name, chunk.paths[0])
+    if rule.spec.dims != len(first.shape):
+        raise CheckpointError(
+            f"tensor {name!r}: its rule {rule} is for {rule.spec.dims} dims, but it has "
+            f"{len(first.shape)}; give it a rule of its own"
+        )
+    cut = next(iter(rule.spec.dim_partition_dict), None)
+    shape = list(first.shape)
+    if cut is not None:
+        if shape[cut] % sum(rule.parts):
+            raise CheckpointError(
+                f"tensor {name!r}: dim {cut} has {shape[cut]} elements in {chunk.paths[0]}, which "
+                f"cannot be made of parts {list(rule.parts)}; correct its rule"
+            )
+        shape[cut] *= len(held)
+    boxes = [
+        box
+        for place, one in enumerate(held)
+        for box in _boxes(one, cut, rule.parts, place, chunk)
+        if 0 not in shape
+    ]
+    spec = ShardingSpec(len(shape), {} if cut is None else {cut: [0]})
+    parted = cut is not None and len(rule.parts) > 1
+    return StoredTensor(name, tuple(shape), first.dtype, None if parted else spec, (), tuple(boxes))
+
+
+def _boxes(
+    held: StateTensor, cut: int | None, parts: tuple[int, ...], rank: int, chunk: Chunk
+) -> list[StoredBox]:
+    """Return the boxes that one rank holds: one, or one for each part of the cut dim."""
+    shape, place = held.local.shape, held.place
+    path, ranks = chunk.paths[rank], len(chunk.paths)
+    whole = tuple((0, size) for size in shape)
+    if cut is None:
+        return [
+            StoredBox(
+                whole, (), chunk.first_rank + rank, path, place.offset, place.digest, place.strides
+            )
+        ]
+    size = item_bytes(held.local.dtype)
+    strides = place.strides
+    if strides is None:
+        strides = tuple(prod(shape[dim + 1 :]) * size for dim in range(len(shape)))
+    # Parts of the outermost dim that is longer than 1 lie one after the other.
+    apart = len(parts) > 1 and prod(shape[:cut]) > 1
+    unit = shape[cut] // sum(parts)
+    boxes = []
+    before = 0
+    for part in parts:
+        length = part * unit
+        lo = before * ranks + rank * length
+        box: Box = (*whole[:cut], (lo, lo + length), *whole[cut + 1 :])
+        boxes.append(
+            StoredBox(
+                box,
+                (),
+                chunk.first_rank + rank,
+                path,
+                place.offset + before * strides[cut],
+                place.digest,
+                strides if apart else place.strides,
+            )
+        )
+        before += length
+    return boxes
