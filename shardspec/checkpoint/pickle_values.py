@@ -1,0 +1,58 @@
+"""What is made of pickles that are read and not run: names, and records in the place of objects."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = ["Allowed", "Builder", "Global", "Record", "as_record"]
+
+Builder: TypeAlias = Callable[[tuple[object, ...]], object]
+"""Makes a value from the arguments of a call that a pickle states."""
+Allowed: TypeAlias = Mapping[str, Builder | None]
+"""Full name to what a call of it makes; None where it may be named and not called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A name that a pickle refers to, such as ``torch.float32``; nothing is imported."""
+
+    name: str
+
+
+class Record:
+    """What stands for an object: the name of its class, how it was made and its state.
+
+    A format may derive from it, to keep less of a state than all. Two records are equal only if
+    they are one, so that hashing them looks at nothing inside.
+    """
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: tuple[object, ...]) -> None:
+        self.name = name
+        self.args = args
+        self.state: object = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    def build(self, state: object) -> None:
+        """Take the state in, which a pickle states once, after the arguments.
+
+        Raises
+        ------
+        ValueError
+            If a class that is derived from this one has no use for it.
+        """
+        if self.state is not None:
+            raise ValueError("it has a state already")
+        self.state = state
+
+    def get(self, key: str) -> object:
+        """Return a member of the state; None if it has none of that name."""
+        return self.state.get(key) if isinstance(self.state, dict) else None
+
+
+def as_record(name: str) -> Builder:
+    """Return a builder of records of that name."""
+    return lambda args: Record(name, args)

@@ -1,0 +1,386 @@
+"""Pickles read without being run: what plain ones say, and what must never happen with others."""
+
+import collections
+import pickle
+import pickletools
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardspec.checkpoint.pickles import (
+    Builder,
+    Global,
+    Record,
+    UnlistedNameError,
+    as_record,
+    unpickle,
+)
+from shardspec.errors import CheckpointError
+
+PLACE = Path("x.pt")
+OUTSIDE = "which does not belong in a checkpoint; nothing of it was run."
+LISTED: dict[str, Builder | None] = {
+    "a.Thing": as_record("Thing"),
+    "a.named": None,
+    "collections.OrderedDict": lambda _: {},
+    "a.first": lambda args: args[0],
+    "a.number": lambda args: int(str(*args)),
+}
+
+
+def read(data, allowed=LISTED, **options):
+    return unpickle(data, allowed, PLACE, "pickle", **options)
+
+
+def refused(data, allowed=LISTED, **options):
+    """Return the one line that refuses it."""
+    with pytest.raises(CheckpointError) as caught:
+        read(data, allowed, **options)
+    message = str(caught.value)
+    assert message.startswith("x.pt: the pickle ")
+    assert len(message.splitlines()) == 1
+    assert len(message) < 400
+    return message.removeprefix("x.pt: the pickle ")
+
+
+# --- what may be in a checkpoint
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**200), 2**200)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda parts: (
+        st.lists(parts)
+        | st.tuples(parts)
+        | st.tuples(parts, parts, parts, parts)
+        | st.dictionaries(st.text() | st.integers(-(2**40), 2**40), parts)
+    ),
+)
+
+
+@given(PLAIN, st.sampled_from([3, 4, 5]))
+def test_plain_values_come_back(value, protocol):
+    found = read(pickle.dumps(value, protocol))
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+def test_long_ones():
+    value = [list(range(70_000)), "é" * 70_000, b"x" * 70_000, {i: str(i) for i in range(3000)}]
+    for protocol in (3, 4, 5):
+        assert read(pickle.dumps(value, protocol)) == value
+        assert read(pickletools.optimize(pickle.dumps(value, protocol))) == value
+
+
+def test_parts_that_are_shared_stay_so():
+    inner: list[object] = [1]
+    found = read(pickle.dumps([inner, inner, ("a", inner)]))
+    assert found[0] is found[1]
+    assert found[2][1] is found[0]
+    inner.append(inner)
+    around = read(pickle.dumps(inner))
+    assert around[1] is around
+
+
+def test_protocol_2_as_torch_writes_it():
+    value = {"lr": 0.5, "betas": (0.9, 0.99), "n": [2**31, -1, 2**70], "deep": {"a": {}}}
+    assert read(pickle.dumps(value, 2)) == value
+
+
+def test_names_and_calls():
+    thing = raw(b"ca\nThing\n)\x81}X\1\0\0\0kK\7sb")
+    found = read(thing)
+    assert isinstance(found, Record)
+    assert (found.name, found.args, found.state, found.get("k")) == ("Thing", (), {"k": 7}, 7)
+    assert found.get("other") is None
+    assert repr(found) == "<Thing>"
+    assert read(raw(b"ca\nnamed\n")) == Global("a.named")
+    assert read(raw(b"ca\nfirst\nK\5\x85R")) == 5
+    ordered = pickle.dumps(collections.OrderedDict(a=1, b=[2]), 2)
+    assert read(ordered) == {"a": 1, "b": [2]}
+
+
+def test_references():
+    assert read(raw(b"K\7Q"), persistent=lambda key: ("outside", key)) == ("outside", 7)
+    assert "refers to 7, outside of itself" in refused(raw(b"K\7Q"))
+
+    def never(_):
+        raise ValueError("no such thing")
+
+    assert refused(raw(b"K\7Q"), persistent=never).endswith("outside of itself: no such thing")
+
+
+# --- what must never run
+
+
+def raw(body, protocol=2):
+    return b"\x80" + bytes([protocol]) + body + b"."
+
+
+class Calls:
+    """Makes a pickle that calls something."""
+
+    def __init__(self, function, *args, state=None):
+        self.parts = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self):
+        return self.parts
+
+
+MARK = "/tmp/shardspec-was-run"
+
+
+def text(value):
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def called(module, name, *args):
+    """Return a pickle of protocol 2 that calls by name, whether or not the name exists here."""
+    return raw(f"c{module}\n{name}\n".encode() + b"(" + b"".join(map(text, args)) + b"tR")
+
+
+SHELL = f"touch {MARK}"
+CODE = f"open({MARK!r}, 'w')"
+MALICIOUS = {
+    "os.system": called("os", "system", SHELL),
+    "posix.system": called("posix", "system", SHELL),
+    "nt.system": called("nt", "system", SHELL),
+    "os.popen": called("os", "popen", SHELL),
+    "os.execv": called("os", "execv", "/bin/sh", SHELL),
+    "subprocess.Popen": pickle.dumps(Calls(subprocess.Popen, SHELL)),
+    "subprocess.run": pickle.dumps(Calls(subprocess.run, SHELL)),
+    "subprocess.check_output": pickle.dumps(Calls(subprocess.check_output, SHELL)),
+    "eval": pickle.dumps(Calls(eval, CODE)),
+    "exec": pickle.dumps(Calls(exec, CODE)),
+    "exec of Python 2": called("__builtin__", "exec", CODE),
+    "compile": pickle.dumps(Calls(compile, CODE, "x", "exec")),
+    "open": pickle.dumps(Calls(open, MARK, "w")),
+    "__import__": pickle.dumps(Calls(__import__, "antigravity")),
+    "getattr": called("builtins", "getattr", "os", "system"),
+    "setattr": called("builtins", "setattr", "os", "x", "y"),
+    "importlib.import_module": called("importlib", "import_module", "os"),
+    "runpy.run_path": called("runpy", "run_path", "/tmp/x.py"),
+    "webbrowser.open": called("webbrowser", "open", "file:///"),
+    "pty.spawn": called("pty", "spawn", "/bin/sh"),
+    "shutil.rmtree": called("shutil", "rmtree", MARK),
+    "pathlib.Path.write_text": called("pathlib", "Path.write_text", MARK, "x"),
+    "socket.create_connection": called("socket", "create_connection", "localhost"),
+    "ctypes.CDLL": called("ctypes", "CDLL", "libc.so.6"),
+    "operator.attrgetter": called("operator", "attrgetter", "system"),
+    "functools.partial": called("functools", "partial", "os.system", SHELL),
+    "types.FunctionType": called("types", "FunctionType", "x"),
+    "pickle.loads": called("pickle", "loads", "cos\nsystem\n"),
+    "numpy.load": called("numpy", "load", MARK),
+    "torch.load": called("torch", "load", MARK),
+    "torch.hub.load": called("torch.hub", "load", "a/b"),
+    "torch.utils.cpp_extension.load": called("torch.utils.cpp_extension", "load", "x"),
+    "torch._utils._import_dotted_name": called("torch._utils", "_import_dotted_name", "os.system"),
+    "a name in two steps": raw(
+        text("os") + text("system") + b"\x93" + b"(" + text(SHELL) + b"tR", 4
+    ),
+    "a name with a path": raw(text("a") + text("Thing.__init__.__globals__") + b"\x93", 4),
+    "a dunder of a listed class": called("a.Thing", "__reduce_ex__", "x"),
+    "another name of the listed module": called("a", "thing", "x"),
+    "a name made longer": called("a", "Thing ", "x"),
+    "a name with a line's end": raw(text("a") + text("Thing\nos") + b"\x93", 4),
+}
+
+
+@pytest.mark.parametrize("case", MALICIOUS)
+def test_what_would_run_code_is_refused_by_name(case):
+    Path(MARK).unlink(missing_ok=True)
+    before = set(sys.modules)
+    with pytest.raises(UnlistedNameError) as caught:
+        read(MALICIOUS[case])
+    assert OUTSIDE in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not Path(MARK).exists()
+    assert set(sys.modules) == before
+
+
+INSTRUCTIONS = {
+    "instance by name": b"(ios\nsystem\n",
+    "object of a stacked class": b"(cos\nsystem\no",
+    "object of a listed class": b"(ca\nThing\no",
+    "object with keywords": b"ca\nThing\n)}\x92",
+    "extension registry": b"\x82\1",
+    "reference by line": b"Px\n",
+    "text by line": b"Vx\n",
+    "quoted text": b"S'x'\n",
+    "number by line": b"I1\n",
+    "fraction by line": b"F1\n",
+    "long by line": b"L1L\n",
+    "memo by line": b"Np0\n",
+    "buffer outside": b"\x97",
+    "read-only buffer": b"N\x98",
+    "byte array": b"\x96" + bytes(8),
+    "pop": b"N0",
+    "pop to a mark": b"(N1",
+    "twice": b"N2",
+    "zero byte": b"\0",
+}
+
+
+@pytest.mark.parametrize("case", INSTRUCTIONS)
+def test_instructions_that_no_checkpoint_needs(case):
+    message = refused(raw(INSTRUCTIONS[case]))
+    assert "which no checkpoint needs; nothing of it was run" in message or OUTSIDE in message
+
+
+MISUSED = {
+    "a call of a value": (b"K\1)R", "calls 1, which is no name; nothing was run"),
+    "a call of text": (text("os.system") + b")R", "calls 'os.system', which is no name"),
+    "a call of a record": (b"ca\nThing\n)\x81)R", "calls a Record, which is no name"),
+    "a call of a mere name": (b"ca\nnamed\n)R", "calls a.named, which is no function"),
+    "a call with no tuple": (b"ca\nThing\n]R", "calls Global"),
+    "arguments that do not fit": (b"ca\nnumber\n" + text("x") + b"\x85R", "calls a.number with"),
+    "too few arguments": (b"ca\nfirst\n)R", "ends too early, or takes away what is not there"),
+    "a state for a name": (b"ca\nnamed\n}b", "gives a state to Global(name='a.named')"),
+    "a state for a list": (b"]}b", "gives a state to a list; it is damaged"),
+    "a state twice": (b"ca\nThing\n)\x81K\1bK\2b", "gives a state to <Thing>: it has a state"),
+    "a name of numbers": (b"K\1K\2\x93", "names something by what is no text"),
+    "an item for a tuple": (b")K\1a", "appends to a tuple, which is no list"),
+    "items for a dict": (b"}(K\1e", "appends to a dict, which is no list"),
+    "a pair for a list": (b"]K\1K\2s", "sets items of what is no dict"),
+    "half a pair": (b"}(K\1u", "sets items of what is no dict"),
+    "a list as a key": (b"}]K\1s", "has a list as a key"),
+    "a dict as a key": (b"}}K\1s", "has a dict as a key"),
+    "a nested tuple as a key": (b"})\x85\x85K\1s", "has a nested tuple as a key"),
+    "a list in a key": (b"}]\x85K\1s", "has a list as a key"),
+    "a huge number as a key": (b"}\x8a\x09" + b"\1" * 9 + b"K\1s", "more than 63 bits as a key"),
+    "a wide tuple as a key": (b"}(" + b"K\1" * 65 + b"tK\1s", "has a nested tuple as a key"),
+    "a huge number": (b"\x8b" + struct.pack("<I", 1000) + b"\1" * 1000, "number of 1000 bytes"),
+    "text that is no UTF-8": (b"X\1\0\0\0\xff", "holds text that is not UTF-8"),
+    "text past the end": (b"X\xff\xff\xff\xff", "ends too early; it is truncated"),
+    "text of 2**64 bytes": (b"\x8d" + b"\xff" * 8, "ends too early; it is truncated"),
+    "bytes past the end": (b"B\xff\xff\xff\xff", "ends too early; it is truncated"),
+    "a frame past the end": (b"\x95" + b"\xff" * 8, "ends too early; it is truncated"),
+    "a memo far ahead": (b"Nr\xff\xff\xff\xff", "numbers an object 4294967295 after 0 of them"),
+    "an unknown memo": (b"h\7", "ends too early, or takes away what is not there"),
+    "memo of nothing": (b"\x94", "ends too early, or takes away what is not there"),
+    "nothing to take": (b"a", "ends too early, or takes away what is not there"),
+    "no mark": (b"Nt", "ends too early, or takes away what is not there"),
+    "a tuple of too much": (b"N\x86", "takes away what is not there"),
+    "below a mark": (b"N(\x85t", "takes away what is not there"),
+    "a mark left": (b"N(N", "does not end with one value"),
+    "two values": (b"NN", "does not end with one value"),
+    "no value": (b"", "does not end with one value"),
+    "a name without an end": (b"c" + b"a" * 5000 + b"\nx\n", "has a name without an end"),
+    "another protocol": (b"\x80\x09N", "has a protocol other than 2 to 5"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_instructions_that_make_no_sense(case):
+    body, message = MISUSED[case]
+    assert message in refused(raw(body))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"x", b"PK\3\4", b"(dp0\n.", b"\x80\x02", b"N."])
+def test_what_is_no_pickle(data):
+    refused(data)
+
+
+def test_cut_at_every_byte():
+    value = {"a": [1, 2.5, (None, True)], "b": {"c": b"xyz", 7: "text"}, "d": 2**70}
+    for protocol in (2, 4, 5):
+        data = pickle.dumps({**value, "b": {7: "text"}} if protocol == 2 else value, protocol)
+        for size in range(len(data)):
+            refused(data[:size])
+
+
+def test_any_bytes_are_read_or_refused():
+    """Nothing but our own error comes of 20,000 damaged pickles and 20,000 random programs."""
+    draw = random.Random(1)
+    good = pickle.dumps({"a": [1, 2.5, (None, True)], "b": {7: "text", "t": (1, 2, 3)}}, 4)
+    codes = [op.code.encode("latin-1") for op in pickletools.opcodes]
+    read_well = 0
+    for number in range(40_000):
+        if number % 2:
+            data = bytearray(good)
+            for _ in range(draw.randrange(1, 4)):
+                data[draw.randrange(len(data))] = draw.randrange(256)
+            program = bytes(data)
+        else:
+            body = [draw.choice(codes) + draw.randbytes(draw.randrange(3)) for _ in range(12)]
+            program = raw(b"".join(body))
+        try:
+            read(program)
+            read_well += 1
+        except CheckpointError as error:
+            message = str(error)
+            assert len(message) < 500, message
+    assert 1000 < read_well < 20_000
+
+
+# --- bombs: small pickles of large values
+
+LIMITED = """
+import re, sys, time
+from pathlib import Path
+from shardspec.checkpoint.pickles import as_record, unpickle
+from shardspec.errors import CheckpointError
+data = Path(sys.argv[1]).read_bytes()
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+used = peak()
+started = time.monotonic()
+try:
+    value = unpickle(data, {"a.Thing": as_record("Thing")}, Path("x"), "pickle")
+    print("read")
+except CheckpointError as error:
+    assert len(str(error)) < 400
+    print("refused:", error)
+more = peak() - used
+print(more)
+assert more < 200, more
+assert time.monotonic() - started < 20
+"""
+
+
+def laughs(width):
+    """A tuple of the tuple before, twice, and so on: what shows or hashes it never ends."""
+    body = b")q\0"
+    for level in range(width):
+        body += b"h" + bytes([level]) + b"\x86q" + bytes([level + 1])
+    return body
+
+
+BOMBS = {
+    "empty lists": (b"(" + b"]" * (8 << 20) + b"t", "makes larger objects than"),
+    "empty dicts": (b"(" + b"}" * (8 << 20) + b"t", "makes larger objects than"),
+    "sets": (b"(" + b"\x8f" * (8 << 20) + b"t", "makes larger objects than"),
+    "marks": (b"(" * (8 << 20), "nests more than 10000 deep"),
+    "records": (b"ca\nThing\nq\0" + b"h\0)\x81" * (2 << 20), "makes larger objects than"),
+    "tuples in tuples": (b")" + b"\x85" * (8 << 20), "makes larger objects than"),
+    "texts": (b"(" + b"\x8c\1x" * (4 << 20) + b"t", "makes larger objects than"),
+    "small dicts": (b"(" + b"}K\1K\1s" * (1 << 20) + b"t", "makes larger objects than"),
+    "a thousand laughs as a key": (b"}" + laughs(200) + b"K\1s", "nested tuple as a key"),
+    "a thousand laughs as a list": (laughs(200) + b"K\1a", "appends to a tuple, which is no list"),
+    "a thousand laughs called": (laughs(200) + b")R", "calls a tuple, which is no name"),
+    "a thousand laughs referred to": (laughs(200) + b"Q", "refers to a tuple, outside of itself"),
+    "a thousand laughs as a name": (laughs(200) + b"h\0\x93", "by what is no text"),
+    "a thousand laughs with a state": (laughs(200) + b"}b", "gives a state to a tuple"),
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_bombs_take_little_memory(case, tmp_path):
+    body, message = BOMBS[case]
+    path = tmp_path / "bomb"
+    path.write_bytes(raw(body, 4))
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("refused: ")
+    assert message in done.stdout
