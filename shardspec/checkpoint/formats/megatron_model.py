@@ -65,7 +65,8 @@ class Rules:
         if rule is None:
             raise CheckpointError(
                 f"{path}: no rule says how tensor {name!r} is cut over tensor parallel ranks; give "
-                f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same (rules=)'
+                f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same '
+                "(--source-rules FILE, rules=)"
             )
         if set(rule.spec.axes) - {_AXIS}:
             raise CheckpointError(
