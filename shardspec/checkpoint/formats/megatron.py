@@ -21,7 +21,8 @@ compared. Tied embeddings have a name of their own in the last stage (``output_l
 them (``ranks``) the caller has to. They also hold the global rank, by which swapped files are
 found, unless a converter has written 0 everywhere. Expert parallel checkpoints are refused. The
 optimizer has no names for its tensors: it is listed among `others`, as are arguments, random states
-and the ``_extra_state`` of Transformer Engine.
+and the ``_extra_state`` of Transformer Engine. Ranks are numbered stage by stage, without the data
+parallel ones between them, which save nothing.
 """
 
 import re
@@ -49,6 +50,7 @@ FORMAT: Final = "Megatron-LM"
 _FILE: Final = "model_optim_rng.pt"
 _TRACKER: Final = "latest_checkpointed_iteration.txt"
 _RANK: Final = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
+_RELEASE: Final = "release"
 _ITERATION: Final = re.compile(r"iter_\d{7,12}|release")
 _EXTRA: Final = "._extra_state"
 _MOST_TRACKER_BYTES: Final = 32
@@ -112,7 +114,7 @@ class _File:
 def find_megatron(names: frozenset[str]) -> bool:
     """Say whether a directory with these names is one of Megatron, or the one above."""
     return _TRACKER in names or any(
-        _RANK.fullmatch(name) or _ITERATION.fullmatch(name) for name in names
+        _RANK.fullmatch(name) or (name != _RELEASE and _ITERATION.fullmatch(name)) for name in names
     )
 
 

@@ -60,7 +60,7 @@ def state_on(mesh, model, placements):
     }
 
 
-def save(_, directory):
+def save(rank, directory):
     # Imported here: it takes seconds, and only the ranks need it.
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
@@ -76,6 +76,10 @@ def save(_, directory):
     for name, mesh, model, placements, options in saves:
         writer = HuggingFaceStorageWriter(str(directory / name), save_distributed=True, **options)
         save_distributed(state_on(mesh, model, placements), storage_writer=writer)
+    # The other way of that writer: one rank has everything and writes whole tensors and an index.
+    writer = HuggingFaceStorageWriter(str(directory / "alone"), fqn_to_index_mapping=INDEX)
+    whole = {name: MODEL[name] for name in INDEX} if rank == 0 else {}
+    save_distributed(whole, storage_writer=writer)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +110,13 @@ def test_what_torch_saves_is_read_whole(saved, name):
 def test_files_by_tensor(saved):
     assert len(list((saved / "split").iterdir())) == 8
     assert_same(read_whole(saved / "split", ranks=4), {name: MODEL[name] for name in INDEX})
+
+
+def test_what_one_rank_saves_whole_is_read_by_its_index(saved):
+    source = open_checkpoint(saved / "alone")
+    assert source.format == "safetensors"
+    assert len(source.files) == 3
+    assert_same(read_whole(saved / "alone"), {name: MODEL[name] for name in INDEX})
 
 
 def test_the_merged_model_confirms_the_shapes(saved, tmp_path):
