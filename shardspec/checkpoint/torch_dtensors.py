@@ -61,6 +61,8 @@ def dtensor_spec(dtensor: TorchDTensor) -> ShardingSpec:
     ------
     LayoutError
         If its placements do not fit its mesh and shape.
+    AxisError
+        If reductions are pending whose result depends on which comes first.
     """
     order = None if dtensor.shard_order is None else dict(dtensor.shard_order)
     return spec_of_placements(

@@ -246,6 +246,7 @@ def test_ranks_that_are_missing_or_swapped(saved, tmp_path):
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
     *(torch.float8_e5m2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    torch.float4_e2m1fn_x2,
     *(torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )

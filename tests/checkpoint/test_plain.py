@@ -1,0 +1,59 @@
+"""Values of pickles made plain, whatever they hold and how often."""
+
+import pytest
+
+from shardspec.checkpoint.pickles import Global, Record
+from shardspec.checkpoint.plain import plain_value
+from shardspec.checkpoint.source import Described
+from shardspec.checkpoint.torch_values import TorchStorage, TorchTensor
+
+TENSOR = TorchTensor("float32", (2, 3), (3, 1), 0, TorchStorage("0", "float32", 6))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        7,
+        -(2**70),
+        1.5,
+        "text",
+        [],
+        (),
+        {},
+        [1, (2, {"a": None})],
+        {7: {(1, "b"): [[]]}},
+    ],
+)
+def test_plain_values_stay(value):
+    assert plain_value(value) == value
+    assert type(plain_value(value)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (b"abc", "3 bytes"),
+        (1 + 2j, "(1+2j)"),
+        (Global("torch.float32"), "torch.float32"),
+        (Record("device", ("cuda",)), "<device>"),
+        (TENSOR, "tensor of shape [2, 3]"),
+        (object(), "object"),
+    ],
+)
+def test_other_ones_are_described_where_they_stand(value, text):
+    assert plain_value(value) == Described(text)
+    assert plain_value({"a": [value, 1]}) == {"a": [Described(text), 1]}
+
+
+def test_values_without_an_end():
+    own: list[object] = []
+    own.append(own)
+    assert plain_value(own) == Described("a list of many or deeply nested parts")
+    laughs: object = ()
+    for _ in range(90):
+        laughs = (laughs, laughs)
+    assert plain_value(laughs) == Described("a tuple of many or deeply nested parts")
+    assert plain_value({"a": [0] * 100_000}) == Described("a dict of many or deeply nested parts")
+    assert plain_value([0] * 99_000) == [0] * 99_000
