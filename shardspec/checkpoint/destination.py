@@ -46,6 +46,7 @@ def check_destination(
     try:
         at = path.stat()
     except FileNotFoundError:
+        _check_place(output, path, source)
         if not path.parent.is_dir():
             raise CheckpointError(
                 f"{output}: its directory {path.parent} does not exist; make it first"
@@ -58,6 +59,22 @@ def check_destination(
     else:
         _check_file(output, path, at, source, force)
     return path
+
+
+_LISTS: Final = (".json", ".metadata")
+"""How the names of files end that list the other files of a checkpoint."""
+
+
+def _check_place(output: Path, path: Path, source: CheckpointSource) -> None:
+    """Refuse a new name that would make the output a part of what is read."""
+    if not source.directory.is_dir() or any(f.name.endswith(_LISTS) for f in source.files):
+        return
+    for file in source.files:
+        if file.suffix == path.suffix and os.path.realpath(file.parent) == str(path.parent):
+            raise CheckpointError(
+                f"{output}: would lie among the files of the checkpoint, which no index lists, and "
+                "count as one of them; choose another directory"
+            )
 
 
 def _check_file(

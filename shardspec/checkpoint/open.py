@@ -85,6 +85,8 @@ def open_checkpoint(
     """
     place = Path(path)
     options = (("ranks", ranks), ("rules", rules))
+    if "\0" in str(place):
+        raise CheckpointError(f"{str(place)!r}: a path cannot hold a NUL; check it")
     added = {name: value for name, value in options if value is not None}
     try:
         names = frozenset(path.name for path in place.iterdir())

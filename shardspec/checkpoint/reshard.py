@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
-from shardspec.checkpoint.files import reason
+from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.produce import How, Plan, produce
@@ -176,9 +176,8 @@ def read_rules(path: Path) -> dict[str, str]:
     {'*.weight': '[S0,R]'}
     """
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
+        with SourceFile(path) as file:
+            table = tomllib.loads(file.read(0, file.num_bytes).decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f'{path}: is no TOML: {error}; write one rule a line: "*.weight" = "[S0,R]"'

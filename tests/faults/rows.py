@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from tests.faults import flips, lies, ranks, truncated
+from tests.faults import flips, lies, paths, ranks, truncated
 from tests.faults.harness import Row
 
 __all__ = ["ROWS"]
@@ -28,4 +28,11 @@ ROWS: Final = (
     ),
     Row("rank-files", "rank files missing, doubled or swapped: every subset", ranks.files),
     Row("meshes", "wrong mesh in the info", ranks.meshes),
+    Row(
+        "paths",
+        "paths that lead elsewhere or nowhere",
+        paths.paths,
+        ends="refused or harmless",
+        prepare="torch_files",
+    ),
 )

@@ -160,7 +160,7 @@ def open_dcp(directory: Path) -> DcpCheckpoint:
         missing, too short, or named so that it would lie elsewhere; or if chunks were transformed
         when they were written, or share bytes.
     """
-    path = directory / METADATA_NAME
+    path = file_inside(directory, METADATA_NAME, directory)
     if not os.path.exists(path):
         own = any(_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir())
         raise CheckpointError(

@@ -80,7 +80,7 @@ def open_index_directory(directory: Path) -> ListedCheckpoint:
             f"{directory}: has the indexes {', '.join(found)}; name the one to read instead of "
             "the directory"
         )
-    return open_index_file(directory / found[0])
+    return open_index_file(_file(directory, found[0], directory))
 
 
 def open_index_file(index: Path) -> ListedCheckpoint:
@@ -116,7 +116,7 @@ def by_file(index: Path) -> dict[Path, set[str]]:
     found = {}
     for file, listed in sorted(names.items()):
         path = _file(index.parent, file, index)
-        if not path.exists():
+        if not os.path.exists(path):
             raise CheckpointError(
                 f"{path}: is missing, but {index.name} puts {len(listed)} tensors into it, "
                 f"{min(listed)!r} first; restore it"
@@ -239,7 +239,7 @@ def _file(directory: Path, name: str, stated_by: Path) -> Path:
     """Return the path of a file of the checkpoint, a link into a hub cache's blobs followed."""
     path = directory / name
     plain = name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
-    if plain and path.is_symlink() and directory.resolve().parent.name == "snapshots":
+    if plain and os.path.islink(path) and directory.resolve().parent.name == "snapshots":
         real = Path(os.path.realpath(path))
         if real.parent == directory.resolve().parent.parent / "blobs":
             return path

@@ -1,5 +1,6 @@
 """Reading shardspec's own format: the sharding info joined with the headers of its files."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -121,7 +122,7 @@ def open_native(directory: Path) -> NativeCheckpoint:
 
 def _read_file(path: Path, file: FileEntry, info: ShardingInfo) -> Header:
     """Return the header of a file once it agrees with the info in every respect."""
-    if not path.exists():
+    if not os.path.exists(path):
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
         )
@@ -142,8 +143,8 @@ def _read_file(path: Path, file: FileEntry, info: ShardingInfo) -> Header:
     for entry in header.entries:
         if entry.name not in listed:
             raise CheckpointError(
-                f"{path}: holds tensor {shown(entry.name, 200)}, which {INFO_NAME} does not list for it; "
-                "the file was changed, restore it"
+                f"{path}: holds tensor {shown(entry.name, 200)}, which {INFO_NAME} does not list "
+                "for it; the file was changed, restore it"
             )
         _check_box(listed.pop(entry.name), entry.shape, entry.dtype, path, file.rank, info)
     for name in listed:
