@@ -1,12 +1,25 @@
 """Loading in one process: every saved cut into every other, on the same mesh and on others."""
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, load_sharded, save_sharded
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    SimulatedCommunicator,
+    load_sharded,
+    merge,
+    reshard,
+    save_sharded,
+)
+from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
+from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import all_specs, handmade, sample
 
@@ -116,3 +129,38 @@ def test_handmade_checkpoints_load_whole(tmp_path):
     for name, (spec, array) in sample().items():
         assert str(loaded[name].layout.spec) == spec
         assert torch.equal(loaded[name].to_global(), torch.from_numpy(array))
+
+
+@pytest.mark.parametrize("form", ["own", "dcp", "hub", "whole.pt", "whole.safetensors"])
+def test_a_rank_reads_no_more_than_its_part_from_any_form(tmp_path, monkeypatch, form):
+    value = torch.arange(64 * 4096, dtype=torch.float32).view(64, 4096)
+    mesh = DeviceMesh(range(4), (4,))
+    save_sharded({"w": DTensor(value, mesh, "[S0,R]")}, tmp_path / "own")
+    reshard(tmp_path / "own", tmp_path / "dcp", mesh=mesh, rules={"w": "[S0,R]"}, form="dcp")
+    merge(tmp_path / "own", tmp_path / "hub", form="huggingface")
+    merge(tmp_path / "own", tmp_path / "whole.pt")
+    merge(tmp_path / "own", tmp_path / "whole.safetensors")
+    read = 0
+    real = os.preadv
+
+    def counting(fd, buffers, offset):
+        nonlocal read
+        count = real(fd, buffers, offset)
+        read += count
+        return count
+
+    # Counts what is asked of the system; the reading itself is real.
+    monkeypatch.setattr(os, "preadv", counting)
+    # One device of a mesh of eight, in this process: it takes one row in eight, or a column.
+    for spec, least in (("[S0,R]", value.nbytes // 8), ("[R,S0]", value.nbytes // 8)):
+        read = 0
+        one = DeviceMesh(range(8), (8,))
+        here = SimulatedCommunicator(one)
+        source = open_checkpoint(tmp_path / form)
+        box = Layout(one, spec, value.shape, value.dtype).box(3)
+        out = np.empty(least, np.uint8)
+        with OpenFiles() as files:
+            copy_box(source.tensor("w"), box, MemorySink(out), files, Buffers())
+        assert least <= read <= least + 12_000
+        loaded = load_sharded(source, one, {"w": spec}, communicator=here)["w"]
+        assert out.tobytes() == loaded.to_local(3).numpy().tobytes()
