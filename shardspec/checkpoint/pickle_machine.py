@@ -292,7 +292,12 @@ class _Machine:
             self.memo[place] = self.stack[-1]
 
     def put1(self) -> None:
-        self._put(self.number(1))
+        place = self.data[self.at]
+        self.at += 1
+        if place == len(self.memo):
+            self.memo.append(self.stack[-1])
+        else:
+            self._put(place)
 
     def put4(self) -> None:
         self._put(self.number(4))
