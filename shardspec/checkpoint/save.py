@@ -27,6 +27,7 @@ from shardspec.checkpoint.info import (
 )
 from shardspec.checkpoint.output import write_atomically
 from shardspec.checkpoint.safetensors_file import Header, TensorSlot, encode_header
+from shardspec.checkpoint.turn import Turn, shard_name
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, DTypeError, OutputExistsError
 from shardspec.layout.layout import Layout
@@ -86,8 +87,9 @@ def save_sharded(
     OutputExistsError
         On every rank, if the directory holds a finished save and `overwrite` is not set.
     CheckpointError
-        On every rank, if any rank fails or they do not agree on names, shapes, dtypes and specs.
-        What this save wrote is removed again, and an older save is kept.
+        On every rank, if another save is at work there, any rank fails, or they do not agree on
+        names, shapes, dtypes and specs. What this save wrote is removed again, and an older save
+        is kept.
     CommunicatorError
         If this is a rank of a job that has not initialised `torch.distributed`.
 
@@ -112,24 +114,27 @@ def save_sharded(
     tokens = chosen.gather(dict.fromkeys(chosen.addressable, secrets.token_hex(8)))
     save = tokens[mesh.ids[0]]
     _check_same(layouts, chosen)
-    agree(chosen, lambda: _claim(path, overwrite) if leader else None)
-    # A device without boxes writes no file.
-    boxes = {rank: entries for rank, entries in assign_boxes(mesh, layouts).items() if entries}
-    mine = [_shard(r, boxes[r], layouts, save) for r in chosen.addressable if r in boxes]
-    try:
-        written = agree(chosen, lambda: _write_shards(path, mine, state_dict))
-        digests = chosen.gather({rank: written.get(rank, {}) for rank in chosen.addressable})
-        digested = {
-            rank: [replace(entry, crc32=digests[rank][entry.tensor]) for entry in entries]
-            for rank, entries in boxes.items()
-        }
-        replaced = agree(
-            chosen, lambda: _publish(path, save, layouts, digested, mesh) if leader else []
-        )
-    except CheckpointError:
-        _remove(path, [shard.entry.name for shard in mine])
-        raise
-    _remove(path, replaced)
+    with Turn() as turn:
+        agree(chosen, lambda: _claim(path, overwrite, turn) if leader else None)
+        # A device without boxes writes no file.
+        boxes = {rank: entries for rank, entries in assign_boxes(mesh, layouts).items() if entries}
+        mine = [_shard(r, boxes[r], layouts, save) for r in chosen.addressable if r in boxes]
+        try:
+            written = agree(chosen, lambda: _write_shards(path, mine, state_dict))
+            digests = chosen.gather({rank: written.get(rank, {}) for rank in chosen.addressable})
+            digested = {
+                rank: [replace(entry, crc32=digests[rank][entry.tensor]) for entry in entries]
+                for rank, entries in boxes.items()
+            }
+            replaced = agree(
+                chosen, lambda: _publish(path, save, layouts, digested, mesh) if leader else []
+            )
+        except CheckpointError:
+            _remove(path, [shard.entry.name for shard in mine])
+            raise
+        if leader:
+            _remove(path, replaced)
+            turn.clear(path, {shard_name(rank, save) for rank in boxes})
 
 
 def _communicator(
@@ -231,7 +236,7 @@ def _shard(
         for entry in entries
     ]
     head, header = encode_header(slots, shard_metadata(save, rank))
-    name = f"shard-{rank:05d}-{save}.safetensors"
+    name = shard_name(rank, save)
     return _Shard(FileEntry(name, rank, header.file_bytes, tuple(entries)), head, header)
 
 
@@ -242,9 +247,10 @@ def _make_directory(path: Path) -> None:
         raise CheckpointError(f"{path}: cannot be made a directory: {reason(error)}") from None
 
 
-def _claim(path: Path, overwrite: bool) -> None:
-    """Make the directory, unless there is a save in it that is to be kept."""
+def _claim(path: Path, overwrite: bool, turn: Turn) -> None:
+    """Make the directory and take one's turn, unless there is a save in it that is to be kept."""
     _make_directory(path)
+    turn.take(path)
     if not overwrite and os.path.lexists(path / INFO_NAME):
         raise OutputExistsError(
             f"{path}: holds a finished save; choose another directory, or replace it with "

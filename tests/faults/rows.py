@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from tests.faults import flips, lies, paths, ranks, truncated
+from tests.faults import flips, injected, kills, lies, paths, ranks, truncated
 from tests.faults.harness import Row
 
 __all__ = ["ROWS"]
@@ -35,4 +35,16 @@ ROWS: Final = (
         ends="refused or harmless",
         prepare="torch_files",
     ),
+    Row("kills", "`kill -9` at random points of merge and reshard", kills.kills, ends="whole"),
+    Row(
+        "save-kills", "`kill -9` at random points of a save", kills.saves, ends="whole", torch=True
+    ),
+    Row(
+        "writes",
+        "killed or failing at every write, flush and rename",
+        injected.writes,
+        ends="whole or refused",
+    ),
+    Row("save-writes", "the same in a save", injected.saves, ends="whole or refused", torch=True),
+    Row("reads", "failing at every read", injected.reads, ends="whole or refused"),
 )

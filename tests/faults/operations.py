@@ -1,0 +1,128 @@
+"""What is interrupted: every way to write an output; and which version of it is there then."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shardspec.checkpoint.diff import diff_checkpoints
+from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.mesh import DeviceMesh
+from tests.faults.samples import SPECS, plain
+
+if TYPE_CHECKING:
+    from shardspec.dtensor import DTensor
+
+__all__ = ["ALL", "SAVE", "Operation", "Stage"]
+
+_MESH: Final = DeviceMesh(range(6), (2, 3))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A way to write an output from one of the files of a stage."""
+
+    name: str
+    act: Callable[[Path, Path, bool], object]
+    """Given input, output, and whether the output may be replaced."""
+
+
+class Stage:
+    """A folder with inputs of several versions, and one output beside nothing else.
+
+    Parameters
+    ----------
+    place
+        A folder.
+    versions
+        How many inputs there are; they differ in every tensor.
+    """
+
+    def __init__(self, place: Path, versions: int = 2) -> None:
+        self.inputs = [plain(place / f"{n}.safetensors", seed=n) for n in range(versions)]
+        self.folder = place / "stage"
+        self.folder.mkdir()
+        self.out = self.folder / "out"
+
+    def clear(self) -> None:
+        """Remove the output and all that was left."""
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
+
+    def version(self) -> int | None:
+        """Return which input the output holds, to the last bit; None if there is no output."""
+        if not os.path.lexists(self.out):
+            return None
+        assert not verify_checkpoint(self.out).flaws
+        for number, path in enumerate(self.inputs):
+            if not list(diff_checkpoints(self.out, path)):
+                return number
+        raise AssertionError("the output is none of the versions")
+
+    def names(self) -> list[str]:
+        """Return what lies in the folder of the output, hidden or not, and below."""
+        inside = self.folder.rglob("*")
+        return sorted(str(path.relative_to(self.folder)) for path in inside)
+
+    def clean(self) -> None:
+        """Check that nothing but the output is there, and in it nothing but its files."""
+        names = self.names()
+        for name in names:
+            assert name.split("/")[0] == "out", f"{name} is left"
+            assert "tmp" not in name, f"{name} is left"
+        if "out/sharding_info.json" in names:
+            text = (self.out / "sharding_info.json").read_text()
+            for path in self.out.iterdir():
+                listed = path.name == "sharding_info.json" or path.name in text
+                assert listed, f"{path.name} is left"
+
+
+def _merge(source: Path, out: Path, force: bool) -> object:
+    return merge(source, out, form="safetensors", force=force)
+
+
+def _unverified(source: Path, out: Path, force: bool) -> object:
+    return merge(source, out, form="safetensors", force=force, verify=False)
+
+
+def _huggingface(source: Path, out: Path, force: bool) -> object:
+    return merge(source, out, max_shard_bytes=150, force=force)
+
+
+def _dcp(source: Path, out: Path, force: bool) -> object:
+    return merge(source, out, form="dcp", force=force)
+
+
+def _torch(source: Path, out: Path, force: bool) -> object:
+    return merge(source, out, form="torch", force=force)
+
+
+def _reshard(source: Path, out: Path, force: bool) -> object:
+    return reshard(source, out, mesh=_MESH, rules=SPECS, force=force)
+
+
+def _loaded(source: Path) -> "dict[str, DTensor]":
+    from shardspec.checkpoint.load import load_sharded
+
+    return load_sharded(source, _MESH, SPECS)
+
+
+def _save(source: Path, out: Path, force: bool) -> object:
+    from shardspec.checkpoint.save import save_sharded
+
+    return save_sharded(_loaded(source), out, overwrite=force)
+
+
+ALL: Final = (
+    Operation("merge", _merge),
+    Operation("merge --no-verify", _unverified),
+    Operation("merge --max-shard-size", _huggingface),
+    Operation("merge --to dcp", _dcp),
+    Operation("merge --to torch", _torch),
+    Operation("reshard", _reshard),
+)
+SAVE: Final = Operation("save_sharded", _save)
