@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from math import prod
+from pathlib import Path
 from typing import Final, TypeAlias
 
 from isal.isal_zlib import crc32 as _crc32
@@ -79,14 +80,15 @@ class Checks:
 
     def __init__(self, tensor: StoredTensor, boxes: Iterable[StoredBox] | None = None) -> None:
         self._tensor = tensor
-        self._open: dict[StoredBox, _Follow] = {
-            stored: _Follow(stored, stored.digest)
-            for stored in (tensor.boxes if boxes is None else boxes)
-            if stored.digest is not None
-        }
+        # Boxes that lie in one digested stretch, such as parts of a storage, are judged together.
+        self._open: dict[tuple[Path, Digest], _Follow] = {}
+        for stored in tensor.boxes if boxes is None else boxes:
+            if stored.digest is not None:
+                follow = _Follow(stored, stored.digest)
+                self._open.setdefault((stored.path, stored.digest), follow)
 
     def __contains__(self, stored: StoredBox) -> bool:
-        return stored in self._open
+        return stored.digest is not None and (stored.path, stored.digest) in self._open
 
     def add(self, stored: StoredBox, start: int, data: Buffer, value: int | None = None) -> None:
         """Take in bytes of a box that lie at position `start` of its file.
@@ -103,12 +105,18 @@ class Checks:
         CheckpointError
             If they complete the box and its digest is another.
         """
-        follow = self._open.get(stored)
+        if stored.digest is None:
+            return
+        key = stored.path, stored.digest
+        follow = self._open.get(key)
         if follow is None or follow.spans is None:
             return
         spans = follow.spans
         length = memoryview(data).nbytes
         end = start + length
+        if any(at < end and start < stop for at, (stop, _) in spans.items()):
+            # Gaps between the rows of one box are read as the rows of another.
+            return
         value = crc32(data) if value is None else value
         first = start
         before = next((at for at, (stop, _) in spans.items() if stop == start), None)
@@ -122,7 +130,7 @@ class Checks:
         digest = follow.digest
         if first == digest.start and end == first + digest.num_bytes:
             # Judged; what is read of it again adds nothing.
-            del self._open[stored]
+            del self._open[key]
             self._compare(stored, digest, value)
         elif len(spans) > _STRETCHES:
             follow.spans = None
@@ -135,8 +143,8 @@ class Checks:
         CheckpointError
             If a digest is another, or a file cannot be read.
         """
-        for stored, follow in list(self._open.items()):
-            digest = follow.digest
+        for follow in list(self._open.values()):
+            stored, digest = follow.stored, follow.digest
             if follow.spans is None:
                 follow.spans = {}
             at, last = digest.start, digest.start + digest.num_bytes

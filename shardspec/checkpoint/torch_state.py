@@ -7,7 +7,8 @@ torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -16,6 +17,7 @@ from shardspec.checkpoint.pickles import Allowed, as_record
 from shardspec.checkpoint.torch_dtensors import TorchDTensor, read_dtensors
 from shardspec.checkpoint.torch_values import TensorPlace, TorchTensor, tensor_place
 from shardspec.checkpoint.torch_zip import read_torch_zip
+from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 __all__ = ["ARGUMENT_NAMES", "StateTensor", "TorchState", "flatten_state", "read_torch_state"]
@@ -103,15 +105,30 @@ def read_torch_state(
             )
         tensors: dict[str, StateTensor] = {}
         others: dict[str, object] = {}
+        seen: set[str] = set()
         for name, part in flatten_state(value, path).items():
             match part:
-                case TorchDTensor():
-                    tensors[name] = StateTensor(part, tensor_place(part.local, file, found))
-                case TorchTensor():
-                    tensors[name] = StateTensor(part, tensor_place(part, file, found))
+                case TorchDTensor() | TorchTensor():
+                    local = part.local if isinstance(part, TorchDTensor) else part
+                    place = tensor_place(local, file, found)
+                    tensors[name] = StateTensor(part, _once(local, place, seen))
                 case _:
                     others[name] = part
     return TorchState(path, tensors, others)
+
+
+def _once(tensor: TorchTensor, place: TensorPlace, seen: set[str]) -> TensorPlace:
+    """Leave the digest of a storage to the first of many tensors that look into parts of it.
+
+    Judging a digest means reading all its bytes, and a model may lie in one storage.
+    """
+    digest, key = place.digest, tensor.storage.key
+    if digest is None or prod(tensor.shape) * item_bytes(tensor.dtype) >= digest.num_bytes:
+        return place
+    if key in seen:
+        return replace(place, digest=None)
+    seen.add(key)
+    return place
 
 
 def flatten_state(state: Mapping[object, object], path: Path) -> Flat:

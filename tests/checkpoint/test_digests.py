@@ -142,3 +142,28 @@ def test_the_info_says_them(tmp_path):
     digests = [box["crc32"] for file in info["files"] for box in file["boxes"].values()]
     assert len(digests) == 24
     assert all(len(text) == 8 for text in digests)
+
+
+def test_boxes_in_one_digested_stretch_are_judged_together(tmp_path):
+    """As parts of a storage are: nothing is read twice, and stretches that overlap do no harm."""
+    data = bytes(range(48))
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    digest = Digest(zlib.crc32(data), 0, 48)
+    halves = [StoredBox(((lo, lo + 24),), (), 0, path, lo, digest) for lo in (0, 24)]
+    tensor = StoredTensor("w", (48,), "uint8", None, (), tuple(halves))
+    for order in permutations([(0, 0, 20), (1, 30, 48), (1, 24, 30), (0, 10, 24), (1, 26, 40)]):
+        checks = Checks(tensor)
+        for which, start, end in order:
+            checks.add(halves[which], start, data[start:end])
+        assert (halves[0] in checks) == (halves[1] in checks)
+        with OpenFiles() as files:
+            checks.finish(files)
+        assert halves[0] not in checks
+    path.write_bytes(data[:40] + b"x" + data[41:])
+    with OpenFiles() as files, pytest.raises(CheckpointError, match="CRC-32"):
+        Checks(tensor).finish(files)
+    checks = Checks(tensor)
+    checks.add(halves[0], 0, data[:24])
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        checks.add(halves[1], 24, b"x" + data[25:])

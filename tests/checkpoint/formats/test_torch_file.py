@@ -7,6 +7,7 @@ import torch
 
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.formats.reading import (
     assert_merged_without_torch,
     assert_same,
@@ -78,6 +79,25 @@ def test_an_index_and_files_that_disagree(tmp_path):
         f"{second}: is missing, but pytorch_model.bin.index.json puts 4 tensors into it, "
         "'every second' first; restore it"
     )
+
+
+def test_a_model_in_one_storage_is_checked_once(tmp_path):
+    """As buffers for gradients leave it; each digest costs a reading of the whole storage."""
+    flat = torch.arange(60.0)
+    model = {f"w{i}": flat[12 * i : 12 * i + 12].view(4, 3) for i in range(5)}
+    path = tmp_path / "model.pt"
+    torch.save({**model, "flat": flat}, path)
+    assert_same(read_whole(path), {**model, "flat": flat})
+    source = open_checkpoint(path)
+    digested = [name for name in source.names if source.tensor(name).boxes[0].digest is not None]
+    assert digested == ["flat", "w0"]
+    at = source.tensor("w3").boxes[0].offset
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    report = verify_checkpoint(path, every=True)
+    assert len(report.flaws) == 2
+    assert all("CRC-32" in flaw for flaw in report.flaws)
 
 
 def test_a_file_cut_short(tmp_path):
