@@ -7,17 +7,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from shardspec.checkpoint.ranges import RangeReader
+from shardspec.checkpoint.remote import RemotePath
 from shardspec.errors import CheckpointError
 
-__all__ = ["OpenFiles", "SourceFile", "file_inside", "open_regular", "reason"]
+__all__ = ["OpenFiles", "SourceFile", "file_inside", "is_there", "open_regular", "reason"]
 
 _OPEN_AT_ONCE: Final = 128
 """Files kept open: far below the usual limit of 1024 for a process."""
+_KEPT_BYTES: Final = 32 << 20
+"""Bytes kept of all files in stores together."""
 
 
 def reason(error: OSError) -> str:
     """Return why the system refused, without its number and file name."""
     return error.strerror or str(error)
+
+
+def is_there(path: Path) -> bool:
+    """Return whether something has this name, here or in a store."""
+    # Path.exists raises where a name is too long.
+    return path.exists() if isinstance(path, RemotePath) else os.path.exists(path)
 
 
 def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
@@ -34,6 +44,8 @@ def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
             "its own directory"
         )
     path = directory / name
+    if isinstance(path, RemotePath):
+        return path
     # Not Path.resolve, which raises where links lead in a circle.
     real = os.path.realpath(path)
     if os.path.islink(path) and os.path.dirname(real) != os.path.realpath(directory):
@@ -64,7 +76,7 @@ def open_regular(path: Path) -> int:
 
 
 class SourceFile:
-    """A regular file that is open for reading; bytes are read where they lie.
+    """A regular file, here or in a store, open for reading; bytes are read where they lie.
 
     Parameters
     ----------
@@ -77,17 +89,24 @@ class SourceFile:
         If it cannot be opened, or is a directory, pipe or device.
     """
 
-    __slots__ = ("_fd", "num_bytes", "path")
+    __slots__ = ("_fd", "num_bytes", "path", "remote")
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = open_regular(path)
-        self.num_bytes = os.fstat(self._fd).st_size
+        self.remote: RangeReader | None = None
+        """Reads it, if it is in a store."""
+        if isinstance(path, RemotePath):
+            self._fd = -1
+            self.remote = RangeReader(path)
+            self.num_bytes = self.remote.num_bytes
+        else:
+            self._fd = open_regular(path)
+            self.num_bytes = os.fstat(self._fd).st_size
 
     @property
     def descriptor(self) -> int | None:
         """What the system knows the file by; None if it cannot copy from it by itself."""
-        return self._fd
+        return None if self.remote is not None else self._fd
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer of bytes from a place in the file.
@@ -97,6 +116,9 @@ class SourceFile:
         CheckpointError
             If the file ends before, or cannot be read.
         """
+        if self.remote is not None:
+            self.remote.read_into(buffer, offset)
+            return
         done = 0
         while done < len(buffer):
             try:
@@ -118,7 +140,8 @@ class SourceFile:
 
     def close(self) -> None:
         """Close it."""
-        os.close(self._fd)
+        if self.remote is None:
+            os.close(self._fd)
 
     def __enter__(self) -> Self:
         return self
@@ -147,6 +170,9 @@ class OpenFiles:
         while len(self._files) >= _OPEN_AT_ONCE:
             self._files.popitem(last=False)[1].close()
         self._files[path] = SourceFile(path)
+        remote = [file.remote for file in self._files.values() if file.remote is not None]
+        for reader in remote:
+            reader.keep(_KEPT_BYTES // len(remote))
         return self._files[path]
 
     def __enter__(self) -> Self:

@@ -20,6 +20,7 @@ from shardspec.checkpoint.formats import (
     torch_file,
 )
 from shardspec.checkpoint.info import INFO_NAME
+from shardspec.checkpoint.remote import as_path
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.errors import CheckpointError
 
@@ -70,7 +71,7 @@ def open_checkpoint(
     ----------
     path
         A directory in any of the forms of `FORMATS`, a file of one rank of those, one safetensors
-        file, one file of `torch.save`, or the index of several.
+        file, one file of `torch.save`, or the index of several; here, or in a store by its URL.
     ranks
         How many ranks have written files, for forms that do not say it.
     rules
@@ -83,7 +84,7 @@ def open_checkpoint(
         If it is missing, holds no finished save, contradicts itself, or knows by itself what the
         caller has added.
     """
-    place = Path(path)
+    place = as_path(path)
     options = (("ranks", ranks), ("rules", rules))
     if "\0" in str(place):
         raise CheckpointError(f"{str(place)!r}: a path cannot hold a NUL; check it")

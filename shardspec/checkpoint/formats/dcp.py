@@ -5,14 +5,13 @@ zip of its own, in which the tensor's bytes are read in place. Source: ``metadat
 ``filesystem.py`` and ``default_planner.py`` of ``torch/distributed/checkpoint``.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import Box, box_shape
-from shardspec.checkpoint.files import SourceFile, file_inside
+from shardspec.checkpoint.files import SourceFile, file_inside, is_there
 from shardspec.checkpoint.formats.dcp_metadata import (
     METADATA_NAME,
     Chunk,
@@ -161,7 +160,7 @@ def open_dcp(directory: Path) -> DcpCheckpoint:
         when they were written, or share bytes.
     """
     path = file_inside(directory, METADATA_NAME, directory)
-    if not os.path.exists(path):
+    if not is_there(path):
         own = any(_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir())
         raise CheckpointError(
             f"{directory}: has no {METADATA_NAME}, "
@@ -191,7 +190,7 @@ def _ranks(files: Mapping[str, Path]) -> dict[str, int]:
 
 
 def _check_file(path: Path, items: list[Item]) -> None:
-    if not os.path.exists(path):
+    if not is_there(path):
         raise CheckpointError(
             f"{path}: is missing, but {METADATA_NAME} lists {len(items)} entries in it; restore it "
             "or save again"

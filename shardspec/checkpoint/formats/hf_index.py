@@ -21,10 +21,11 @@ from collections.abc import Collection, Iterable, Set
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.files import SourceFile, file_inside
+from shardspec.checkpoint.files import SourceFile, file_inside, is_there
 from shardspec.checkpoint.formats.listed import ListedCheckpoint, whole_tensor
 from shardspec.checkpoint.formats.saved_offsets import saved_offsets
 from shardspec.checkpoint.info import INFO_NAME
+from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.safetensors_file import Header, read_header
 from shardspec.checkpoint.source import StoredTensor
 from shardspec.checkpoint.strict_json import as_object, as_text, member, parse_json
@@ -116,7 +117,7 @@ def by_file(index: Path) -> dict[Path, set[str]]:
     found = {}
     for file, listed in sorted(names.items()):
         path = _file(index.parent, file, index)
-        if not os.path.exists(path):
+        if not is_there(path):
             raise CheckpointError(
                 f"{path}: is missing, but {index.name} puts {len(listed)} tensors into it, "
                 f"{min(listed)!r} first; restore it"
@@ -238,6 +239,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _file(directory: Path, name: str, stated_by: Path) -> Path:
     """Return the path of a file of the checkpoint, a link into a hub cache's blobs followed."""
     path = directory / name
+    if isinstance(path, RemotePath):
+        return file_inside(directory, name, stated_by)
     plain = name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
     if plain and os.path.islink(path) and directory.resolve().parent.name == "snapshots":
         real = Path(os.path.realpath(path))

@@ -1,12 +1,11 @@
 """Reading shardspec's own format: the sharding info joined with the headers of its files."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.files import SourceFile, file_inside
+from shardspec.checkpoint.files import SourceFile, file_inside, is_there
 from shardspec.checkpoint.holders import Part, holders, part_of, pending_of
 from shardspec.checkpoint.info import INFO_NAME, BoxEntry, FileEntry, ShardingInfo, read_info
 from shardspec.checkpoint.safetensors_file import Header, read_header
@@ -122,7 +121,7 @@ def open_native(directory: Path) -> NativeCheckpoint:
 
 def _read_file(path: Path, file: FileEntry, info: ShardingInfo) -> Header:
     """Return the header of a file once it agrees with the info in every respect."""
-    if not os.path.exists(path):
+    if not is_there(path):
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
         )
