@@ -209,7 +209,8 @@ def _numbers(shards: list[_Shard]) -> list[int]:
 def _unsure(shards: list[_Shard]) -> str:
     """Return what cannot be excluded."""
     numbers = _numbers(shards)
-    gap = next((n for n in range(1, numbers[-1]) if n not in numbers), None)
+    known = set(numbers)
+    gap = next((n for n in range(1, numbers[-1]) if n not in known), None)
     if gap is not None:
         return (
             f"shard {gap} is missing; restore it, or if that rank had nothing to write, say how "
@@ -225,8 +226,9 @@ def _unsure(shards: list[_Shard]) -> str:
 def _check_ranks(directory: Path, shards: list[_Shard], ranks: int) -> None:
     numbers = _numbers(shards)
     if len(numbers) != ranks:
-        missing = [n for n in range(1, max(ranks, numbers[-1]) + 1) if n not in numbers]
-        hint = f"; shard {missing[0]} is not there" if missing else ""
+        known = set(numbers)
+        missing = next((n for n in range(1, max(ranks, numbers[-1]) + 1) if n not in known), None)
+        hint = "" if missing is None else f"; shard {missing} is not there"
         raise CheckpointError(
             f"{directory}: holds shards of {len(numbers)} ranks, but {ranks} are said to have "
             f"written some{hint}; restore what is missing or correct the number"
