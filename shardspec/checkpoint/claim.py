@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardspec.checkpoint.files import reason
@@ -73,7 +73,7 @@ def claimed(path: Path, *, directory: bool, overwrite: bool) -> Iterator[Path]:
         sync_directory(path.parent)
     except BaseException:
         # Still locked: nobody else has begun to work there.
-        _remove(place)
+        _discard(place)
         raise
     finally:
         os.close(lock)
@@ -100,7 +100,7 @@ def claimed_beside(place: Path, path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _remove(place)
+        _discard(place)
         os.close(lock)
 
 
@@ -113,6 +113,10 @@ def _claim(place: Path, directory: bool, path: Path) -> int:
         except FileNotFoundError:
             # The run that had it has just ended.
             continue
+        except OSError:
+            if made:
+                _discard(place)
+            raise
         try:
             locked = _lock(lock)
             if locked and _same(lock, place):
@@ -159,6 +163,15 @@ def _same(fd: int, place: Path) -> bool:
     except FileNotFoundError:
         return False
     return os.path.samestat(os.fstat(fd), at)
+
+
+def _discard(place: Path) -> None:
+    """Remove what can be removed: an error is on its way already, and the next run clears more."""
+    with suppress(OSError):
+        if stat.S_ISDIR(os.lstat(place).st_mode):
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            place.unlink()
 
 
 def _remove(place: Path) -> None:

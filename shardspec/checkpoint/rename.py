@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -55,7 +56,8 @@ def publish(temporary: Path, path: Path, *, overwrite: bool) -> None:
             path.rename(aside)
             temporary.rename(path)
             temporary = aside
-        shutil.rmtree(temporary)
+        # The output has its name: that the old one cannot be removed is no failure.
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _publish_new(temporary: Path, path: Path) -> None:
@@ -68,7 +70,9 @@ def _publish_new(temporary: Path, path: Path) -> None:
             # This file system has no hard links; the check at the start has to do.
             temporary.replace(path)
         else:
-            temporary.unlink()
+            # The output has its name; the next run removes this one.
+            with suppress(OSError):
+                temporary.unlink()
     elif os.path.lexists(path):
         raise exists(path)
     else:

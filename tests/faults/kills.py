@@ -27,10 +27,10 @@ def _killed(operation: Operation, stage: Stage, seconds: float) -> None:
     time.sleep(seconds)
     fork.kill()
     assert fork.end() == KILLED
-    stage.version()
+    stage.version(operation)
     # Whatever was left, the next run finishes, and leaves nothing but its output.
     operation.act(stage.inputs[1], stage.out, True)
-    assert stage.version() == 1
+    assert stage.version(operation) == 1
     stage.clean()
 
 

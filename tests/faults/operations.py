@@ -12,6 +12,7 @@ from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.reshard import reshard
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.mesh import DeviceMesh
+from tests.faults.checks import raised
 from tests.faults.samples import SPECS, plain
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Operation:
     name: str
     act: Callable[[Path, Path, bool], object]
     """Given input, output, and whether the output may be replaced."""
+    in_place: bool = False
+    """Whether it writes into a directory under its final name, where the info makes it count."""
 
 
 class Stage:
@@ -53,9 +56,12 @@ class Stage:
         shutil.rmtree(self.folder)
         self.folder.mkdir()
 
-    def version(self) -> int | None:
+    def version(self, operation: Operation) -> int | None:
         """Return which input the output holds, to the last bit; None if there is no output."""
         if not os.path.lexists(self.out):
+            return None
+        if operation.in_place and not (self.out / "sharding_info.json").exists():
+            assert raised(lambda: verify_checkpoint(self.out)) is not None
             return None
         assert not verify_checkpoint(self.out).flaws
         for number, path in enumerate(self.inputs):
@@ -125,4 +131,4 @@ ALL: Final = (
     Operation("merge --to torch", _torch),
     Operation("reshard", _reshard),
 )
-SAVE: Final = Operation("save_sharded", _save)
+SAVE: Final = Operation("save_sharded", _save, in_place=True)
