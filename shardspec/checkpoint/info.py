@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shardspec.boxes import Box
+from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.files import SourceFile, file_inside, reason
 from shardspec.checkpoint.safetensors_file import MAX_DIMS
 from shardspec.checkpoint.strict_json import (
@@ -206,7 +206,12 @@ def parse_info(data: bytes, path: Path) -> ShardingInfo:
         )
     mesh = _parse_mesh(as_object(member(info, "mesh", path, "mesh"), path, "mesh"), path)
     stated_tensors = as_object(member(info, "tensors", path, "tensors"), path, "tensors")
-    tensors = {name: _parse_layout(mesh, name, at, path) for name, at in stated_tensors.items()}
+    cuts: dict[Layout, _Cut] = {}
+    tensors = {
+        name: cuts.setdefault(layout, _Cut(layout))
+        for name, at in stated_tensors.items()
+        for layout in (_parse_layout(mesh, name, at, path),)
+    }
     files = tuple(
         _parse_file(value, f"files[{place}]", mesh, tensors, path)
         for place, value in enumerate(as_list(member(info, "files", path, "files"), path, "files"))
@@ -217,7 +222,25 @@ def parse_info(data: bytes, path: Path) -> ShardingInfo:
             raise CheckpointError(f"{path}: files[{place}] repeats the file name {file.name!r}")
         seen.add(file.name)
     save = as_text(member(info, "save", path, "save"), path, "save")
-    return ShardingInfo(save, mesh, tensors, files)
+    return ShardingInfo(save, mesh, {name: cut.layout for name, cut in tensors.items()}, files)
+
+
+class _Cut:
+    """A layout that many tensors have, and what it gives each device."""
+
+    __slots__ = ("_due", "layout")
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._due: dict[int, tuple[object, Box]] = {}
+
+    def due(self, rank: int) -> tuple[object, Box]:
+        """Return the box of a device, as JSON has it and as a value."""
+        found = self._due.get(rank)
+        if found is None:
+            box = self.layout.box(rank)
+            found = self._due[rank] = [list(side) for side in box], box
+        return found
 
 
 def _parse_mesh(stated: dict[str, object], path: Path) -> DeviceMesh:
@@ -249,7 +272,7 @@ def _parse_layout(mesh: DeviceMesh, name: str, value: object, path: Path) -> Lay
 
 
 def _parse_file(
-    value: object, key: str, mesh: DeviceMesh, tensors: Mapping[str, Layout], path: Path
+    value: object, key: str, mesh: DeviceMesh, tensors: Mapping[str, _Cut], path: Path
 ) -> FileEntry:
     stated = as_object(value, path, key)
     name = as_text(member(stated, "name", path, f"{key}.name"), path, f"{key}.name")
@@ -264,13 +287,23 @@ def _parse_file(
         at = f"{key}.boxes[{tensor!r}]"
         if tensor not in tensors:
             raise CheckpointError(f"{path}: {at} is of a tensor that 'tensors' does not list")
-        entries.append(_parse_box(tensor, as_object(box, path, at), at, tensors[tensor], path))
+        cut = tensors[tensor]
+        entries.append(_parse_box(tensor, as_object(box, path, at), at, cut, rank, path))
     return FileEntry(name, rank, num_bytes, tuple(entries))
 
 
 def _parse_box(
-    tensor: str, stated: dict[str, object], key: str, layout: Layout, path: Path
+    tensor: str, stated: dict[str, object], key: str, cut: _Cut, rank: int, path: Path
 ) -> BoxEntry:
+    due, box = cut.due(rank)
+    # What is not as it should be is looked at closely.
+    if stated.get("box") != due or not box_size(box):
+        box = _parse_sides(stated, key, cut.layout, path)
+    addend = as_sizes(stated["addend"], path, f"{key}.addend") if "addend" in stated else ()
+    return BoxEntry(tensor, box, addend, _parse_crc(stated, f"{key}.crc32", path))
+
+
+def _parse_sides(stated: dict[str, object], key: str, layout: Layout, path: Path) -> Box:
     key_box = f"{key}.box"
     sides = []
     for side in as_list(member(stated, "box", path, key_box), path, key_box):
@@ -285,8 +318,7 @@ def _parse_box(
             f"{path}: {key_box} {[list(side) for side in sides]} is empty or does not lie in the "
             f"tensor of shape {list(layout.global_shape)}"
         )
-    addend = as_sizes(stated.get("addend", []), path, f"{key}.addend")
-    return BoxEntry(tensor, tuple(sides), addend, _parse_crc(stated, f"{key}.crc32", path))
+    return tuple(sides)
 
 
 def _parse_crc(stated: dict[str, object], key: str, path: Path) -> int | None:

@@ -11,6 +11,7 @@ from shardspec.checkpoint.digests import stored_bytes
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.open import as_source
+from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.replicas import check_replicas
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
@@ -18,6 +19,7 @@ from shardspec.checkpoint.targets import Target, Wanted
 from shardspec.checkpoint.team import Member, Team, together
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.checkpoint.write import Written, write_target
+from shardspec.checkpoint.write_remote import check_streams, write_remote
 from shardspec.checkpoint.write_together import write_together
 from shardspec.errors import CheckpointError
 
@@ -57,6 +59,11 @@ def produce(
     if how.member is None or how.dry_run:
         report = _produce(checkpoint, output, form, build, how, None)
     else:
+        if isinstance(output, RemotePath):
+            raise CheckpointError(
+                f"{output}: several processes write together on a file system that all of them "
+                "see, not to a URL; start one process"
+            )
         if "\0" in str(output):
             raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL")
         with together(how.member, output.absolute()) as team:
@@ -77,6 +84,8 @@ def _produce(
     path = output
     if team is None or team.member.rank == 0:
         path = check_destination(output, source, directory=target.directory, force=how.force)
+    if isinstance(output, RemotePath):
+        check_streams(output, target)
     read = _check_tensors(source, wanted, how.verify, team)
     report = WriteReport(
         path=output,
@@ -113,6 +122,16 @@ def _write(
             verify=how.verify,
             progress=how.progress,
         )
+    if isinstance(path, RemotePath):
+        return write_remote(
+            source,
+            target,
+            path,
+            overwrite=how.force,
+            verify=how.verify,
+            threads=how.threads,
+            progress=how.progress,
+        )
     return write_target(
         source,
         target,
@@ -140,10 +159,11 @@ def _check_tensors(
         If they do not.
     """
     read = []
+    tiled: set[object] = set()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in wanted})):
             tensor = source.tensor(name)
-            groups = check_tiling(tensor)
+            groups = check_tiling(tensor, tiled)
             # Each of several processes compares its share.
             if team is None or place % team.member.size == team.member.rank:
                 for group in groups:

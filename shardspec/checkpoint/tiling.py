@@ -78,8 +78,18 @@ def _sweep(
     return None
 
 
-def check_tiling(tensor: StoredTensor) -> tuple[tuple[StoredBox, ...], ...]:
+def check_tiling(
+    tensor: StoredTensor, tiled: set[object] | None = None
+) -> tuple[tuple[StoredBox, ...], ...]:
     """Check that the boxes of a tensor tile it, once for every addend that is pending.
+
+    Parameters
+    ----------
+    tensor
+        The tensor.
+    tiled
+        Shapes with boxes that are known to tile them: those found here are added, so that many
+        tensors that are cut alike are checked once.
 
     Returns
     -------
@@ -99,19 +109,23 @@ def check_tiling(tensor: StoredTensor) -> tuple[tuple[StoredBox, ...], ...]:
         addend: [] for addend in product(*(range(p.addends) for p in tensor.pending))
     }
     for (addend, box), (first, *_) in same.items():
-        where = f"tensor {tensor.name!r}: rank {first.rank}'s box {box_text(box)} in {first.path}"
         if len(box) != len(whole) or not contains(whole, box) or any(lo >= hi for lo, hi in box):
             raise CheckpointError(
-                f"{where} is empty or lies outside the tensor of shape {list(tensor.shape)}"
+                f"{_where(tensor, first)} is empty or lies outside the tensor of shape "
+                f"{list(tensor.shape)}"
             )
         if addend not in by_addend:
             raise CheckpointError(
-                f"{where} is addend {list(addend)} of a pending reduction of "
+                f"{_where(tensor, first)} is addend {list(addend)} of a pending reduction of "
                 f"{[p.addends for p in tensor.pending]} addends"
             )
         by_addend[addend].append(first)
+    tiled = set() if tiled is None else tiled
     for addend, group in by_addend.items():
-        match find_flaw(tensor.shape, [stored.box for stored in group]):
+        boxes = tuple(stored.box for stored in group)
+        if (tensor.shape, boxes) in tiled:
+            continue
+        match find_flaw(tensor.shape, boxes):
             case Hole(box):
                 of = f" of addend {list(addend)}" if addend else ""
                 raise CheckpointError(
@@ -126,5 +140,10 @@ def check_tiling(tensor: StoredTensor) -> tuple[tuple[StoredBox, ...], ...]:
                     "which no layout gives; the checkpoint contradicts itself"
                 )
             case None:
-                pass
+                tiled.add((tensor.shape, boxes))
     return tuple(tuple(group) for group in same.values() if len(group) > 1)
+
+
+def _where(tensor: StoredTensor, stored: StoredBox) -> str:
+    box = box_text(stored.box)
+    return f"tensor {tensor.name!r}: rank {stored.rank}'s box {box} in {stored.path}"

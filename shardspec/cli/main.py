@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 interrupted, 2 wrong usage (an option, a spec, a mesh), 3 
 output that cannot be used.
 """
 
+import gc
 import io
 import signal
 import sys
@@ -113,6 +114,10 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; the entry point of the package."""
+    # What a command reads stays until its end: looking for cycles in it over and over takes as long
+    # as reading a large checkpoint's description.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
     # Being told to end is handled as an interrupt: temporary files are removed on the way out.
     signal.signal(signal.SIGTERM, _interrupt)
     # A terminal that cannot show '→' shows '?' rather than a traceback.

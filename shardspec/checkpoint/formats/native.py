@@ -1,14 +1,20 @@
 """Reading shardspec's own format: the sharding info joined with the headers of its files."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.files import SourceFile, file_inside, is_there
 from shardspec.checkpoint.holders import Part, holders, part_of, pending_of
 from shardspec.checkpoint.info import INFO_NAME, BoxEntry, FileEntry, ShardingInfo, read_info
-from shardspec.checkpoint.safetensors_file import Header, read_header
+from shardspec.checkpoint.safetensors_file import (
+    Header,
+    HeaderEntry,
+    TensorSlot,
+    encode_header,
+    read_header,
+)
 from shardspec.checkpoint.source import Digest, StoredBox, StoredTensor, box_text
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -18,6 +24,9 @@ from shardspec.text import shown
 __all__ = ["FORMAT", "NativeCheckpoint", "open_native", "shard_metadata"]
 
 FORMAT: Final = "shardspec"
+
+_Due: TypeAlias = Callable[[Layout, int], Part]
+"""Which part a device holds by a layout."""
 
 
 def shard_metadata(save: str, rank: int) -> dict[str, str]:
@@ -94,10 +103,19 @@ def open_native(directory: Path) -> NativeCheckpoint:
         holds other tensors, shapes or dtypes than the info says; or if a box is stored by no file.
     """
     info = read_info(directory)
+    parts: dict[tuple[Layout, int], Part] = {}
+
+    def due(layout: Layout, rank: int) -> Part:
+        # Many tensors are cut alike.
+        found = parts.get((layout, rank))
+        if found is None:
+            found = parts[layout, rank] = part_of(layout, rank)
+        return found
+
     stored: dict[str, list[StoredBox]] = {name: [] for name in info.tensors}
     for file in info.files:
         path = file_inside(directory, file.name, directory / INFO_NAME)
-        header = _read_file(path, file, info)
+        header = _read_file(path, file, info, due)
         places = {entry.name: (entry.offset, entry.num_bytes) for entry in header.entries}
         for entry in file.boxes:
             offset, num_bytes = places[entry.tensor]
@@ -119,33 +137,40 @@ def open_native(directory: Path) -> NativeCheckpoint:
     return NativeCheckpoint(directory, info, {name: tuple(b) for name, b in stored.items()})
 
 
-def _read_file(path: Path, file: FileEntry, info: ShardingInfo) -> Header:
+def _read_file(path: Path, file: FileEntry, info: ShardingInfo, due: _Due) -> Header:
     """Return the header of a file once it agrees with the info in every respect."""
     if not is_there(path):
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
         )
+    for entry in file.boxes:
+        _check_box(entry, file.rank, due(info.tensors[entry.tensor], file.rank), path, info)
     with SourceFile(path) as opened:
+        expected = _expected(file, info)
+        if expected is not None and opened.num_bytes == expected[1].file_bytes == file.num_bytes:
+            head, header = expected
+            if opened.read(0, len(head)) == head:
+                return header
         header = read_header(opened)
     if header.file_bytes != file.num_bytes:
         raise CheckpointError(
             f"{path}: has {header.file_bytes} bytes but {INFO_NAME} says {file.num_bytes}; the "
             "file was changed, restore it"
         )
-    for key, due in shard_metadata(info.save, file.rank).items():
-        if header.metadata.get(key) != due:
+    for key, said in shard_metadata(info.save, file.rank).items():
+        if header.metadata.get(key) != said:
             raise CheckpointError(
                 f"{path}: its metadata says {key} {header.metadata.get(key)!r} but {INFO_NAME} "
-                f"says {due!r}; the file belongs elsewhere, restore the right one"
+                f"says {said!r}; the file belongs elsewhere, restore the right one"
             )
     listed = {entry.tensor: entry for entry in file.boxes}
-    for entry in header.entries:
-        if entry.name not in listed:
+    for found in header.entries:
+        if found.name not in listed:
             raise CheckpointError(
-                f"{path}: holds tensor {shown(entry.name, 200)}, which {INFO_NAME} does not list "
+                f"{path}: holds tensor {shown(found.name, 200)}, which {INFO_NAME} does not list "
                 "for it; the file was changed, restore it"
             )
-        _check_box(listed.pop(entry.name), entry.shape, entry.dtype, path, file.rank, info)
+        _check_entry(listed.pop(found.name), found, path, info)
     for name in listed:
         raise CheckpointError(
             f"{path}: lacks tensor {name!r}, which {INFO_NAME} lists for it; the file was "
@@ -154,22 +179,32 @@ def _read_file(path: Path, file: FileEntry, info: ShardingInfo) -> Header:
     return header
 
 
-def _check_box(
-    entry: BoxEntry,
-    shape: tuple[int, ...],
-    dtype: str,
-    path: Path,
-    rank: int,
-    info: ShardingInfo,
-) -> None:
+def _expected(file: FileEntry, info: ShardingInfo) -> tuple[bytes, Header] | None:
+    """Return the header that a file has if it is as `save_sharded` writes it."""
+    slots = (
+        TensorSlot(entry.tensor, info.tensors[entry.tensor].dtype, box_shape(entry.box))
+        for entry in file.boxes
+    )
+    try:
+        return encode_header(slots, shard_metadata(info.save, file.rank))
+    except CheckpointError:
+        # No writer could have written it; what it says is read and refused.
+        return None
+
+
+def _check_box(entry: BoxEntry, rank: int, due: Part, path: Path, info: ShardingInfo) -> None:
     layout = info.tensors[entry.tensor]
-    due = part_of(layout, rank)
     if (entry.box, entry.addend) != due:
         raise CheckpointError(
             f"{info_path(path)}: tensor {entry.tensor!r}: rank {rank} is said to hold box "
             f"{_part_text((entry.box, entry.addend))}, but under spec {layout.spec} it holds "
             f"{_part_text(due)}; the info contradicts itself"
         )
+
+
+def _check_entry(entry: BoxEntry, found: HeaderEntry, path: Path, info: ShardingInfo) -> None:
+    """Compare what a header says of a box with what the info says."""
+    layout, shape, dtype = info.tensors[entry.tensor], found.shape, found.dtype
     if shape != box_shape(entry.box):
         raise CheckpointError(
             f"{path}: holds tensor {entry.tensor!r} of shape {list(shape)}, but its box "
