@@ -1,105 +1,265 @@
-"""Merging shardspec's own form against `cat` of the same bytes: time, and peak memory.
+"""Merging checkpoints of every form, beside `cat` of the same bytes and what people use today.
 
-python -m benchmarks.checkpoint --at /dev/shm/bench --size 2100
+python -m benchmarks.checkpoint --at /dev/shm/bench --disk /tmp/bench
+
+Writes each form with torch's own parallelism and writers, merges it as a command in a process of
+its own, in turns with `cat` and with the tools that read the form, and deletes it again. Every
+output is compared with that of the first form, bit for bit.
 """
 
 import argparse
 import json
-import statistics
-import subprocess
-import sys
+import os
 import tempfile
-import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from benchmarks.checkpoint_shapes import Model, model_of
+from benchmarks.checkpoint_table import Row, table
+from benchmarks.checkpoint_timing import (
+    Run,
+    Series,
+    cat_command,
+    empty,
+    evict,
+    python,
+    run,
+    small,
+    touch,
+    warm,
+)
+
+__all__ = ["main"]
+
 FORMS: Final = {
-    "rows": ["[S01,R]"],
-    "columns": ["[R,S01]"],
-    "mixed": ["[S01,R]", "[S0,S1]", "[S1,S0]"],
+    "shardspec": "shardspec's own",
+    "dcp": "torch DCP",
+    "ranks": "a .pt of each rank",
+    "dcp-hf": "DCP's HuggingFace form",
+    "index": "safetensors with an index",
 }
-
-_CHILD: Final = """
-import json, re, sys, time
-from shardspec.checkpoint.merge import merge
-started = time.perf_counter()
-merge(sys.argv[1], sys.argv[2], force=True, verify=sys.argv[3] == "verify")
-seconds = time.perf_counter() - started
-peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())
-print(json.dumps([seconds, int(peak[1]) / 1024]))
-"""
+PEERS: Final = {
+    "dcp": ("torch-save", "merge-weights", "load-write"),
+    "ranks": ("load-cat",),
+    "dcp-hf": ("consolidate", "consolidate-2"),
+}
+"""Tools by the form that they read; `checkpoint_peers` has them."""
+PARTS: Final = ("forms", "peers", "tp8", "cuts", "disk", "planning")
 
 
-def make(at: Path, mebibytes: int) -> None:
-    """Write each form once: bfloat16 matrices of 32 MiB on 2x2 devices."""
-    import torch
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """What all measurements have in common."""
 
-    from shardspec import DeviceMesh, DTensor, save_sharded
+    at: Path
+    model: Model
+    rounds: int
+    digests: dict[str, str] = field(default_factory=dict)
+    """CRC-32 of what was merged from each form."""
 
-    mesh = DeviceMesh(range(4), (2, 2))
-    for form, specs in FORMS.items():
-        if (at / form / "sharding_info.json").exists():
-            continue
-        state = {
-            f"layer{i}": DTensor(
-                torch.randn(4096, 4096).to(torch.bfloat16), mesh, specs[i % len(specs)]
-            )
-            for i in range(max(1, mebibytes // 32))
+    def make(self, form: str, cut: str, model: Model | None = None) -> Path:
+        """Write a checkpoint and return where."""
+        place = self.at / f"{form}-{cut}"
+        empty(place)
+        sizes = model or self.model
+        options = ("--cut", cut, "--hidden", sizes.hidden, "--vocab", sizes.vocab)
+        run(python("benchmarks.checkpoint_make", form, place, *options))
+        return place
+
+    def turns(self, source: Path, commands: dict[str, list[str]]) -> tuple[Series, ...]:
+        """Run `cat` and the commands in turns; all write ``out``."""
+        out, files = self.at / "out", data_files(source)
+        num_bytes = sum(path.stat().st_size for path in files)
+        warm(files)
+        every = {"cat": cat_command(files, out), **commands}
+        found: dict[str, list[Run]] = {name: [] for name in every}
+        for _ in range(self.rounds):
+            for name, command in every.items():
+                empty(out)
+                touch(self.at, num_bytes)
+                found[name].append(run(command))
+        empty(out)
+        return tuple(Series(runs) for runs in found.values())
+
+    def merge(self, source: Path, *options: object) -> list[str]:
+        """Return the command that merges a checkpoint into ``out``."""
+        words = ("merge", source, "-o", self.at / "out", "--json", *told(source), *options)
+        return python("shardspec", *words)
+
+    def same(self, form: str, merged: Series) -> None:
+        """Compare what was merged from a form with what was merged from the others.
+
+        Raises
+        ------
+        RuntimeError
+            If they differ.
+        """
+        for done in merged.runs:
+            self.digests[form] = json.loads(done.said)["crc32"]
+            if len(set(self.digests.values())) > 1:
+                raise RuntimeError(f"forms give different files: {self.digests}")
+
+
+def told(source: Path) -> tuple[object, ...]:
+    """Return the options that a form needs because it does not say how many ranks there were."""
+    hf = source.name.startswith("dcp-hf")
+    return (
+        ("--ranks", sum(path.name.startswith("shard-") for path in data_files(source)))
+        if hf
+        else ()
+    )
+
+
+def data_files(source: Path) -> list[Path]:
+    """Return the files of a checkpoint that hold tensors."""
+    found = (".safetensors", ".distcp", ".pt")
+    return sorted(path for path in source.rglob("*") if path.suffix in found)
+
+
+def measure_form(bench: _Bench, form: str, cut: str, *, ours: bool, peers: bool) -> list[Row]:
+    """Measure one form: three ways of merging it, `inspect`, and the tools that read it."""
+    source = bench.make(form, cut)
+    limit = bench.model.num_bytes * 11 // 40
+    title = f"{FORMS[form]}{'' if cut == 'fsdp+tp' else ', ' + cut}"
+    commands: dict[str, list[str]] = {}
+    aims: dict[str, float | None] = {}
+    if ours:
+        commands["merge"] = bench.merge(source)
+        commands["merge --no-verify"] = bench.merge(source, "--no-verify")
+        commands["merge, 2 threads, 4 files"] = bench.merge(
+            source, "--threads", 2, "--max-shard-size", limit
+        )
+        aims = dict(zip(commands, (1.3, 1.2, 0.8), strict=True))
+        commands["inspect"] = python("shardspec", "inspect", source, *told(source))
+    if peers:
+        for peer in PEERS.get(form, ()):
+            if cut == "fsdp+tp" or peer == "consolidate":
+                place = bench.at / "out"
+                commands[peer] = python("benchmarks.checkpoint_peers", peer, source, place)
+    cat, *series = bench.turns(source, commands)
+    empty(source)
+    if ours and cut == "fsdp+tp":
+        bench.same(form, series[0])
+    return [
+        Row(title, name, cat, found, aims.get(name), name not in PEERS.get(form, ()))
+        for name, found in zip(commands, series, strict=True)
+    ]
+
+
+def measure_cuts(bench: _Bench) -> list[Row]:
+    """Measure matrices cut by columns beside the same cut by rows."""
+    rows = []
+    for cut in ("rows", "columns"):
+        source = bench.make("shardspec", cut)
+        commands = {
+            "merge": bench.merge(source),
+            "merge --no-verify": bench.merge(source, "--no-verify"),
         }
-        save_sharded(state, at / form)
+        cat, *series = bench.turns(source, commands)
+        empty(source)
+        for name, found in zip(commands, series, strict=True):
+            rows.append(Row(f"by {cut}", name, cat, found, None, True))
+    return rows
 
 
-def cat(form: Path, out: Path) -> float:
-    """Return the seconds that `cat` takes for the files of a form."""
-    files = sorted(map(str, form.glob("*.safetensors")))
-    started = time.perf_counter()
-    with out.open("wb") as file:
-        subprocess.run(["cat", *files], stdout=file, check=True)
-    return time.perf_counter() - started
+def measure_disk(bench: _Bench, disk: Path) -> list[Row]:
+    """Measure with the source out of the page cache, and both outputs flushed to the disk."""
+    there = _Bench(disk, bench.model, bench.rounds)
+    source = there.make("dcp-hf", "fsdp+tp")
+    files, out = data_files(source), disk / "out"
+    commands = {
+        "cat": cat_command(files, out, synced=True),
+        "merge": there.merge(source),
+        "merge --no-verify": there.merge(source, "--no-verify"),
+        "consolidate": [
+            "sh",
+            "-c",
+            '"$@" && sync "$0"/*',
+            str(out),
+            *python("benchmarks.checkpoint_peers", "consolidate", source, out),
+        ],
+    }
+    found: dict[str, list[Run]] = {name: [] for name in commands}
+    for _ in range(there.rounds):
+        for name, command in commands.items():
+            empty(out)
+            os.sync()
+            touch(bench.at, sum(path.stat().st_size for path in files))
+            evict(files)
+            found[name].append(run(command))
+    empty(out)
+    empty(source)
+    cat, *series = (Series(runs) for runs in found.values())
+    aims = (1.05, 1.05, None)
+    return [
+        Row("on a disk, cold", name, cat, at, aim, aim is not None)
+        for name, at, aim in zip(list(commands)[1:], series, aims, strict=True)
+    ]
 
 
-def ours(form: Path, out: Path, how: str) -> tuple[float, float]:
-    """Return the seconds of a merge, without the start of Python, and its peak MiB."""
-    # A process starts with its parent's peak of memory; that of the shell between them is small.
-    line = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", _CHILD]
-    done = subprocess.run([*line, str(form), str(out), how], capture_output=True, check=True)
-    seconds, peak = json.loads(done.stdout)
-    return float(seconds), float(peak)
+def measure_planning(bench: _Bench, tensors: int, mesh: str) -> list[str]:
+    """Measure everything that comes before the first byte is written, for a large checkpoint."""
+    place = bench.at / "large"
+    empty(place)
+    options = ("--tensors", tensors, "--mesh", mesh)
+    run(python("benchmarks.checkpoint_planning", place, *options))
+    words = {
+        "merge --dry-run": bench.merge(place, "--dry-run"),
+        "inspect": python("shardspec", "inspect", place),
+    }
+    lines = []
+    for name, command in words.items():
+        found = min((run(command) for _ in range(2)), key=lambda at: at.seconds)
+        lines.append(
+            f"{name}, {tensors:,} tensors on {mesh} ranks: {found.seconds:.1f} s, "
+            f"{found.peak_mib:,.0f} MiB (aims: 10 s and 1,024 MiB)"
+        )
+    empty(place)
+    return lines
 
 
 def main() -> None:
-    """Measure in turns, and print medians of the ratios of each turn."""
+    """Measure what is asked for, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at", type=Path, help="folder to work in; a tmpfs leaves the disk out")
-    parser.add_argument("--size", type=int, default=2100, help="MiB")
+    parser.add_argument("--disk", type=Path, help="folder on a disk, for the cold case")
+    parser.add_argument("--gib", type=float, default=2)
+    parser.add_argument("--big", action="store_true", help="with tensors of more than 1 GiB")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--parts", default=",".join(PARTS), help="which of these to measure")
+    parser.add_argument("--planned", default="10000:16x8x8", help="tensors and mesh of planning")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        at = chosen.at or Path(temporary)
-        at.mkdir(parents=True, exist_ok=True)
-        make(at, chosen.size)
-        out = at / "out"
-        print("form     how        time/cat (lowest-highest)  peak MiB  cat s")
-        for form in FORMS:
-            cat(at / form, out)
-            ratios: dict[str, list[float]] = {"verify": [], "no-verify": []}
-            peaks = dict.fromkeys(ratios, 0.0)
-            cats = []
-            for _ in range(chosen.rounds):
-                out.unlink()
-                cats.append(cat(at / form, out))
-                for how in ratios:
-                    out.unlink()
-                    seconds, peak = ours(at / form, out, how)
-                    ratios[how].append(seconds / cats[-1])
-                    peaks[how] = max(peaks[how], peak)
-            for how, found in ratios.items():
-                print(
-                    f"{form:8} {how:10} {statistics.median(found):.2f} "
-                    f"({min(found):.2f}-{max(found):.2f})  {peaks[how]:8.1f}  "
-                    f"{statistics.median(cats):.3f}"
-                )
-        out.unlink()
+    parts: Sequence[str] = chosen.parts.split(",")
+    with tempfile.TemporaryDirectory(dir=chosen.at) as temporary, small():
+        bench = _Bench(Path(temporary), model_of(chosen.gib, big=chosen.big), chosen.rounds)
+        rows: list[Row] = []
+        # The first start compiles what it imports.
+        run(python("shardspec", "merge", "-h"))
+        if "peers" in parts:
+            run(python("benchmarks.checkpoint_peers", "-h"))
+        for form in chosen.forms.split(","):
+            ours, peers = "forms" in parts, "peers" in parts
+            if ours or (peers and form in PEERS):
+                rows += measure_form(bench, form, "fsdp+tp", ours=ours, peers=peers)
+            if "tp8" in parts and form == "dcp-hf":
+                rows += measure_form(bench, form, "tp8", ours=True, peers=True)
+        if "cuts" in parts:
+            rows += measure_cuts(bench)
+        if "disk" in parts and chosen.disk is not None:
+            chosen.disk.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=chosen.disk) as disk:
+                rows += measure_disk(bench, Path(disk))
+        lines = []
+        if "planning" in parts:
+            tensors, mesh = chosen.planned.split(":")
+            lines = measure_planning(bench, int(tensors), mesh)
+    size = bench.model.num_bytes / 2**30
+    print(f"{size:.2f} GiB, {len(bench.model.shapes)} tensors; load {os.getloadavg()[0]:.1f}")
+    print(table(rows))
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,80 @@
+"""The table of what was measured, beside what was aimed at."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.checkpoint_timing import Series
+
+__all__ = ["Row", "table"]
+
+MOST_MIB: Final = 64
+INSPECT_SECONDS: Final = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One command on one checkpoint."""
+
+    case: str
+    name: str
+    cat: Series
+    series: Series
+    aim: float | None
+    """Most times as long as `cat`."""
+    ours: bool
+
+    def cells(self) -> list[str]:
+        """Return the columns of the table."""
+        best = min(run.seconds for run in self.cat.runs)
+        middle = statistics.median(run.seconds for run in self.cat.runs)
+        median = statistics.median(run.seconds for run in self.series.runs)
+        seconds, work = self.series.best, self.series.inside
+        missed = []
+        if self.aim is not None and seconds > self.aim * best:
+            missed.append("time")
+        if self.ours and self.series.peak_mib > MOST_MIB:
+            missed.append("memory")
+        if self.name == "inspect" and seconds > INSPECT_SECONDS:
+            missed.append("time")
+        aim = f"{INSPECT_SECONDS} s" if self.name == "inspect" else self.aim
+        timed = self.name != "inspect"
+        return [
+            self.case,
+            self.name,
+            f"{seconds:.2f}",
+            f"{seconds / best:.2f}" if timed else "",
+            f"{median / middle:.2f}" if timed else "",
+            "" if work is None or not timed else f"{work / best:.2f}",
+            "" if aim is None else str(aim),
+            f"{self.series.peak_mib:,.0f}",
+            ", ".join(missed),
+        ]
+
+
+_HEAD: Final = (
+    "checkpoint",
+    "command",
+    "s",
+    "÷ cat",
+    "(medians)",
+    "work alone",
+    "aim",
+    "peak MiB",
+    "missed",
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the table as Markdown, a line for `cat` of each checkpoint included."""
+    lines = ["| " + " | ".join(_HEAD) + " |", "| " + " | ".join(["---"] * len(_HEAD)) + " |"]
+    case = None
+    for row in rows:
+        if row.case != case:
+            case = row.case
+            best = min(run.seconds for run in row.cat.runs)
+            cells = [case, "cat", f"{best:.2f}", "1.00", "1.00", "", "", "", ""]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join(row.cells()) + " |")
+    return "\n".join(lines)

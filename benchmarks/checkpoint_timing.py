@@ -1,0 +1,186 @@
+"""Timing commands: each in a process of its own, with its peak of memory, the machine made ready.
+
+The process that measures stays small: a child's peak of resident memory counts from that of its
+parent on, so nothing here imports numpy or torch.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = [
+    "Run",
+    "Series",
+    "cat_command",
+    "empty",
+    "evict",
+    "python",
+    "run",
+    "small",
+    "touch",
+    "warm",
+]
+
+_CHUNK: Final = 1 << 20
+_OWN_MIB: Final = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one command took."""
+
+    seconds: float
+    """Of the process, from its start to its end."""
+    inside: float | None
+    """Seconds of its work alone, where it says so as JSON: without starting and importing."""
+    peak_mib: float
+    said: str
+    """Its standard output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Runs of one command."""
+
+    runs: Sequence[Run]
+
+    @property
+    def best(self) -> float:
+        """Least seconds of a run."""
+        return min(run.seconds for run in self.runs)
+
+    @property
+    def inside(self) -> float | None:
+        """Least seconds of work alone."""
+        found = [run.inside for run in self.runs if run.inside is not None]
+        return min(found, default=None)
+
+    @property
+    def peak_mib(self) -> float:
+        """Most resident memory of a run."""
+        return max(run.peak_mib for run in self.runs)
+
+
+def python(module: str, *words: object) -> list[str]:
+    """Return the command that runs a module with this interpreter."""
+    return [sys.executable, "-m", module, *map(str, words)]
+
+
+def cat_command(files: Sequence[Path], out: Path, *, synced: bool = False) -> list[str]:
+    """Return the command that copies files into one, and flushes it to the disk if asked to."""
+    script = 'out=$1; shift; cat "$@" >"$out"' + (' && sync "$out"' if synced else "")
+    return ["sh", "-c", script, "sh", str(out), *map(str, files)]
+
+
+def run(command: Sequence[str]) -> Run:
+    """Run a command and wait for it.
+
+    Raises
+    ------
+    RuntimeError
+        If it fails; the message is what it said last.
+    """
+    root = Path(__file__).resolve().parent.parent
+    # As in an installation: what is imported has been compiled before.
+    compiled = str(Path(tempfile.gettempdir()) / "shardspec-benchmarks-compiled")
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": compiled}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        started = time.perf_counter()
+        child = subprocess.Popen(
+            command,
+            cwd=root,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+        )
+        _, status, usage = os.wait4(child.pid, 0)
+        seconds = time.perf_counter() - started
+        child.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        errors.seek(0)
+        said = out.read().decode(errors="replace")
+        if child.returncode:
+            last = errors.read().decode(errors="replace").strip()[-2000:]
+            raise RuntimeError(f"{' '.join(command)[:300]} ended with {child.returncode}: {last}")
+    return Run(seconds, _seconds_said(said), usage.ru_maxrss / 1024, said)
+
+
+def _seconds_said(said: str) -> float | None:
+    try:
+        found = json.loads(said)
+    except ValueError:
+        return None
+    return float(found["seconds"]) if isinstance(found, dict) and "seconds" in found else None
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """Make sure that the peaks measured in the block are those of the children.
+
+    Raises
+    ------
+    RuntimeError
+        If this process has grown larger than an interpreter.
+    """
+    yield
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if peak > _OWN_MIB:
+        raise RuntimeError(f"the process that measures has itself had {peak:.0f} MiB")
+
+
+def touch(folder: Path, num_bytes: int) -> None:
+    """Have the system lay hands on memory for so many bytes of files, and let go of it.
+
+    A virtual machine gives memory that lies free back to its host within seconds, and getting it
+    again takes several times as long as using it.
+    """
+    place = folder / "touched"
+    chunk = bytes(_CHUNK)
+    with place.open("wb", buffering=0) as file:
+        for _ in range(0, num_bytes, _CHUNK):
+            file.write(chunk)
+    place.unlink()
+
+
+def warm(files: Sequence[Path]) -> None:
+    """Read files, so that the page cache holds them."""
+    room = bytearray(_CHUNK)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
+
+
+def evict(files: Sequence[Path]) -> None:
+    """Take files out of the page cache."""
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def empty(place: Path) -> None:
+    """Remove an output, file or directory, if it is there."""
+    if place.is_dir():
+        for path in sorted(place.rglob("*"), reverse=True):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+        place.rmdir()
+    else:
+        place.unlink(missing_ok=True)
