@@ -43,18 +43,25 @@ class Stage:
         A folder.
     versions
         How many inputs there are; they differ in every tensor.
+    scale
+        How many times as large the largest tensor is.
     """
 
-    def __init__(self, place: Path, versions: int = 2) -> None:
-        self.inputs = [plain(place / f"{n}.safetensors", seed=n) for n in range(versions)]
+    def __init__(self, place: Path, versions: int = 2, *, scale: int = 1) -> None:
+        self.inputs = [
+            plain(place / f"{n}.safetensors", seed=n, scale=scale) for n in range(versions)
+        ]
         self.folder = place / "stage"
         self.folder.mkdir()
         self.out = self.folder / "out"
 
     def clear(self) -> None:
         """Remove the output and all that was left."""
-        shutil.rmtree(self.folder)
-        self.folder.mkdir()
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def version(self, operation: Operation) -> int | None:
         """Return which input the output holds, to the last bit; None if there is no output."""

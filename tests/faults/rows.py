@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from tests.faults import flips, injected, kills, lies, paths, ranks, truncated
+from tests.faults import flips, full, injected, kills, lies, paths, ranks, truncated, writers
 from tests.faults.harness import Row
 
 __all__ = ["ROWS"]
@@ -47,4 +47,21 @@ ROWS: Final = (
     ),
     Row("save-writes", "the same in a save", injected.saves, ends="whole or refused", torch=True),
     Row("reads", "failing at every read", injected.reads, ends="whole or refused"),
+    Row(
+        "full",
+        "disk full: a tmpfs of 64 sizes",
+        full.full,
+        ends="whole or refused",
+        own_mounts=True,
+    ),
+    Row(
+        "save-full",
+        "the same in a save",
+        full.saves,
+        ends="whole or refused",
+        torch=True,
+        own_mounts=True,
+    ),
+    Row("writers", "2 to 8 concurrent writers", writers.writers, ends="one wins"),
+    Row("save-writers", "2 to 8 concurrent saves", writers.saves, ends="one wins", torch=True),
 )
