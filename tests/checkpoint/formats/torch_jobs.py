@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.multiprocessing.spawn import start_processes
 
-__all__ = ["JOBS", "run_jobs"]
+__all__ = ["JOBS", "Net", "probe", "run_jobs"]
 
 
 class Net(torch.nn.Module):
@@ -81,6 +81,11 @@ def hsdp_tp(net, world):
 JOBS = {fsdp: (4, 13), fsdp_tp: (4, 10), hsdp: (4, 13), tp: (4, 12), hsdp_tp: (8, 10)}
 
 
+def probe(dtype):
+    """What the trained model is asked, in the job and in one process."""
+    return torch.linspace(-1, 1, 40, dtype=dtype).view(8, 5)
+
+
 def train(rank, world, cut, directory):
     """Two steps of Adam, then a save of all of it, and of the whole tensors that torch gathers."""
     torch.manual_seed(3)
@@ -108,7 +113,10 @@ def train(rank, world, cut, directory):
         "model": get_model_state_dict(net, options=whole),
         "optim": get_optimizer_state_dict(net, adam, options=whole),
     }
+    with torch.no_grad():
+        logits = net(probe(next(net.parameters()).dtype))
     if rank == 0:
+        torch.save(logits, os.path.join(directory, "logits.pt"))
         torch.save(full, os.path.join(directory, "full.pt"))
         shown = {
             name: str(value.placements)
