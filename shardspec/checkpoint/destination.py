@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.files import reason
+from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.rename import exists
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.errors import CheckpointError
@@ -42,6 +43,9 @@ def check_destination(
     """
     if "\0" in str(output):
         raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
+    if isinstance(output, RemotePath):
+        _check_remote(output, source, directory, force)
+        return output
     path = Path(os.path.realpath(output))
     try:
         at = path.stat()
@@ -108,11 +112,41 @@ def _check_directory(
         for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
             plain = entry.is_file(follow_symlinks=False)
             if not plain or not entry.name.endswith(_OF_CHECKPOINTS):
-                raise CheckpointError(
-                    f"{output}: holds {entry.name!r}, which is no part of a checkpoint, so the "
-                    "directory is not replaced; choose another one"
-                )
+                raise _holds_more(output, entry.name)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{output}: cannot be read: {reason(error)}") from None
+
+
+def _holds_more(output: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{output}: holds {name!r}, which is no part of a checkpoint, so the directory is not "
+        "replaced; choose another one"
+    )
+
+
+def _check_remote(
+    output: RemotePath, source: CheckpointSource, directory: bool, force: bool
+) -> None:
+    """Do in a store what is done for files and directories of this machine."""
+    for file in source.files:
+        if output == file or output in file.parents:
+            raise CheckpointError(f"{output}: holds the checkpoint itself; choose another name")
+    try:
+        entries = output.entries()
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        if directory:
+            raise CheckpointError(f"{output}: is a file; name a directory to write") from None
+        if not force:
+            raise exists(output) from None
+        return
+    if not directory:
+        raise CheckpointError(f"{output}: is a directory; name a file to write")
+    if entries and not force:
+        raise exists(output)
+    for name, plain in sorted(entries.items()):
+        if not plain or not name.endswith(_OF_CHECKPOINTS):
+            raise _holds_more(output, name)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
-from shardspec.checkpoint.copy import Buffers, FileSink, copy_box
+from shardspec.checkpoint.copy import Buffers, FileSink, Sink, copy_box
 from shardspec.checkpoint.digests import Checks, crc32, crc32_combine, crc_text
 from shardspec.checkpoint.files import OpenFiles, SourceFile, reason
 from shardspec.checkpoint.numbers import is_cast
@@ -26,6 +26,8 @@ __all__ = [
     "check_again",
     "check_the_rest",
     "digest_of_file",
+    "dtypes_of",
+    "fill_by",
     "fill_slot",
     "parts_of",
 ]
@@ -134,9 +136,7 @@ def _reserve(fd: int, num_bytes: int) -> None:
 def fill_slot(
     job: Job, slot: Slot, fd: int, files: OpenFiles, buffers: Buffers
 ) -> tuple[int, Iterable[StoredBox]]:
-    """Fill a slot; return the CRC-32 of its bytes, if taken, and the boxes found to be right."""
-    tensor = job.source.tensor(slot.tensor.source)
-    wanted = slot.tensor.dtype
+    """Fill a slot of a file; return what `fill_by` does."""
     sink = FileSink(
         fd,
         job.path,
@@ -144,8 +144,28 @@ def fill_slot(
         buffers,
         job.meter.advance,
         digested=job.digested,
-        dtypes=(tensor.dtype, wanted) if is_cast(tensor.dtype, wanted) else None,
+        dtypes=dtypes_of(job, slot),
     )
+    return fill_by(job, slot, sink, files, buffers)
+
+
+def dtypes_of(job: Job, slot: Slot) -> tuple[str, str] | None:
+    """Return what numbers are cast from and to; None if they are not."""
+    stored, wanted = job.source.tensor(slot.tensor.source).dtype, slot.tensor.dtype
+    return (stored, wanted) if is_cast(stored, wanted) else None
+
+
+class DigestingSink(Sink, Protocol):
+    """A sink that takes the CRC-32 of what it is given."""
+
+    crc32: int
+
+
+def fill_by(
+    job: Job, slot: Slot, sink: DigestingSink, files: OpenFiles, buffers: Buffers
+) -> tuple[int, Iterable[StoredBox]]:
+    """Fill a slot; return the CRC-32 of its bytes, if taken, and the boxes found to be right."""
+    tensor = job.source.tensor(slot.tensor.source)
     if not job.verify:
         copy_box(tensor, slot.box, sink, files, buffers)
         return sink.crc32, ()
@@ -209,6 +229,6 @@ def check_again(place: Path, parts: Sequence[tuple[str, int, int, int]], path: P
             if value != crc:
                 raise CheckpointError(
                     f"{path}: {name} was read back differently: its CRC-32 is {crc_text(value)} "
-                    f"instead of {crc_text(crc)}; the disk or the memory of this machine is at "
-                    "fault, nothing was kept"
+                    f"instead of {crc_text(crc)}; the memory of this machine, or what it is stored "
+                    "on, is at fault; nothing was kept"
                 )

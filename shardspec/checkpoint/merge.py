@@ -6,6 +6,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.produce import How, Plan, produce
+from shardspec.checkpoint.remote import as_path
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Renames, plain, select, tied
 from shardspec.checkpoint.source import CheckpointSource
@@ -102,14 +103,15 @@ def merge(
     >>> report.tensors, report.num_bytes
     (1, 144)
     """
-    chosen = _form(Path(output), form, max_shard_bytes)
+    place = as_path(output)
+    chosen = _form(place, form, max_shard_bytes)
 
     def build(source: CheckpointSource, _: str | None) -> Plan:
         wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
-        return wanted, _target(chosen, Path(output), source, wanted, max_shard_bytes)
+        return wanted, _target(chosen, place, source, wanted, max_shard_bytes)
 
     how = How(threads, force, verify, dry_run, progress, member)
-    return produce(directory, Path(output), chosen, build, how)
+    return produce(directory, place, chosen, build, how)
 
 
 def _form(output: Path, form: MergedForm | None, max_shard_bytes: int | None) -> MergedForm:

@@ -1,7 +1,7 @@
 """Reading a file in an object store by ranges of bytes, a little ahead of what is asked for.
 
-A request to a store takes as long as some megabytes on the way. So a reader that goes on where it
-stopped gets twice as much as the time before, up to a limit; one that jumps gets what it wants.
+A request to a store takes as long as some megabytes on the way. So a reader that goes on near where
+it stopped gets twice as much as the time before, up to a limit; one that jumps gets what it wants.
 """
 
 from typing import Final
@@ -69,7 +69,8 @@ class RangeReader:
 
     def _fetch(self, start: int, num_bytes: int, needed: int) -> None:
         """Read a range from `start` on, of so many bytes if the limit allows, and keep it."""
-        goes_on = start == self._start + len(self._block)
+        # Rows of columns are read along with what lies between them, where that is little.
+        goes_on = 0 <= start - self._start - len(self._block) < _LEAST
         self._window = min(self._window * 2, self._most) if goes_on else _LEAST
         end = min(start + min(max(num_bytes, self._window), self._most), self.num_bytes)
         # Let go of first: two of them would be twice the memory.

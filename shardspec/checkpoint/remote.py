@@ -25,8 +25,8 @@ class Store(Protocol):
     """What is used of a file system of fsspec."""
 
     @property
-    def transaction(self) -> Any:  # noqa: ANN401  # fsspec is not typed
-        """A context in which what is written appears in the end, or not at all."""
+    def async_impl(self) -> bool:
+        """Whether all threads share it."""
         ...
 
     def info(self, path: str) -> dict[str, Any]:
@@ -41,8 +41,8 @@ class Store(Protocol):
         """Return a range of bytes."""
         ...
 
-    def open(self, path: str, mode: str, *, block_size: int) -> Any:  # noqa: ANN401  # not typed
-        """Open a file."""
+    def open(self, path: str, mode: str, *, block_size: int, autocommit: bool) -> Any:  # noqa: ANN401
+        """Open a file, which is there when it is closed, or else when it is committed."""
         ...
 
     def rm_file(self, path: str) -> None:
@@ -78,7 +78,7 @@ class RemotePath(PosixPath):
 
     @property
     def store(self) -> Store:
-        """Where it lies; fsspec keeps one for each thread.
+        """Where it lies; fsspec keeps it for the next time.
 
         Raises
         ------

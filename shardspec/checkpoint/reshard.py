@@ -9,6 +9,7 @@ from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.produce import How, Plan, produce
+from shardspec.checkpoint.remote import as_path
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Renames, plain, select
 from shardspec.checkpoint.source import CheckpointSource
@@ -106,7 +107,7 @@ def reshard(
         return wanted, sharded_target(onto, wanted, layouts, save)
 
     how = How(threads, force, verify, dry_run, progress, member)
-    return produce(directory, Path(output), form, build, how)
+    return produce(directory, as_path(output), form, build, how)
 
 
 def _by_rules(

@@ -1,6 +1,6 @@
 """Carrying out what is to be written: filled, flushed, read again and compared, and then named."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,15 @@ from shardspec.checkpoint.output import sync_directory
 from shardspec.checkpoint.source import CheckpointSource, StoredBox
 from shardspec.checkpoint.targets import OutputFile, Piece, Target
 
-__all__ = ["FileDigest", "Written", "finish", "put_pieces", "write_target"]
+__all__ = [
+    "FileDigest",
+    "Written",
+    "do_together",
+    "finish",
+    "put_pieces",
+    "summed",
+    "write_target",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,7 @@ def write_target(
             partial(_write, job, file, place / file.name if target.directory else place)
             for file in target.files
         ]
-        found = _together(work, threads, job.meter)
+        found = do_together(work, threads, job.meter)
         if verify:
             slots = (slot for file in target.files for slot in file.slots)
             check_the_rest(job, slots, {box for _, judged in found for box in judged})
@@ -121,6 +129,11 @@ def finish(job: Job, target: Target, place: Path, found: Sequence[FileDigest]) -
                 check_again(place / name, parts_of([Piece(0, data)], (), ()), job.path)
     if target.directory:
         sync_directory(place)
+    return summed(job, digests)
+
+
+def summed(job: Job, digests: Mapping[str, FileDigest]) -> Written:
+    """Return what was written, given the digest of every file by name."""
     num_bytes = sum(digest.num_bytes for digest in digests.values())
     if not job.digested:
         return Written(tuple(digests), num_bytes, None)
@@ -133,7 +146,7 @@ def finish(job: Job, target: Target, place: Path, found: Sequence[FileDigest]) -
 _Found = tuple[FileDigest, list[StoredBox]]
 
 
-def _together(work: Sequence[Callable[[], _Found]], threads: int, meter: Meter) -> list[_Found]:
+def do_together(work: Sequence[Callable[[], _Found]], threads: int, meter: Meter) -> list[_Found]:
     """Do every piece of work, several at once; the first failure stops the others."""
     if threads == 1 or len(work) < 2:
         return [act() for act in work]
