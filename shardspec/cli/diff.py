@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from shardspec.checkpoint.diff import diff_checkpoints
+from shardspec.cli.paths import CheckpointPath
 
 __all__ = ["command"]
 
@@ -20,8 +21,8 @@ Examples:
   shardspec diff step-100 step-200 --rtol 1e-3 --json
 """,
 )
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=CheckpointPath())
+@click.argument("b", type=CheckpointPath())
 @click.option("--atol", type=click.FloatRange(0), default=0.0, help="Largest absolute difference.")
 @click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Largest one relative to B.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")

@@ -17,6 +17,7 @@ from shardspec.checkpoint.inspect import (
 )
 from shardspec.checkpoint.source import box_text
 from shardspec.cli.arguments import parse_index, parsed
+from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_source, source_options
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import cells_text, ids_text
@@ -41,7 +42,7 @@ Examples:
   shardspec inspect ckpt --json
 """,
 )
-@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
+@click.argument("checkpoint", type=CheckpointPath(), metavar="CKPT")
 @source_options
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(

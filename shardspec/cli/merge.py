@@ -7,6 +7,7 @@ import click
 from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm, merge
 from shardspec.checkpoint.team import Member
 from shardspec.cli.arguments import parse_bytes, parsed
+from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_source, source_options
 from shardspec.cli.writing import output_option, progress_bar, report_written, writing_options
 
@@ -25,7 +26,7 @@ Examples:
   torchrun --nproc_per_node 4 -m shardspec merge ckpt -o model.safetensors
 """,
 )
-@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
+@click.argument("checkpoint", type=CheckpointPath(), metavar="CKPT")
 @output_option("The file to write; a directory for the forms huggingface and dcp.")
 @click.option(
     "--to",

@@ -7,6 +7,7 @@ import click
 from shardspec.checkpoint.reshard import RESHARDED_FORMS, ReshardedForm, read_rules, reshard
 from shardspec.checkpoint.team import Member
 from shardspec.cli.arguments import MeshShape, build_mesh, parse_mesh, parsed
+from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_source, source_options
 from shardspec.cli.writing import output_option, progress_bar, report_written, writing_options
 
@@ -27,7 +28,7 @@ A file of rules has a line for each pattern of names:
 What no rule matches is kept whole on every device.
 """,
 )
-@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
+@click.argument("checkpoint", type=CheckpointPath(), metavar="CKPT")
 @output_option("The directory to write.")
 @click.option(
     "--mesh",
@@ -52,7 +53,7 @@ What no rule matches is kept whole on every device.
 )
 @click.option(
     "--like",
-    type=click.Path(path_type=Path),
+    type=CheckpointPath(),
     metavar="OTHER",
     help="Cut as this checkpoint is, which says its mesh and specs.",
 )

@@ -7,6 +7,7 @@ import click
 
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_source, source_options
 from shardspec.errors import CheckpointError
 from shardspec.text import bytes_text
@@ -25,10 +26,10 @@ Examples:
   shardspec verify ckpt --against model.safetensors
 """,
 )
-@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
+@click.argument("checkpoint", type=CheckpointPath(), metavar="CKPT")
 @click.option(
     "--against",
-    type=click.Path(path_type=Path),
+    type=CheckpointPath(),
     metavar="OTHER",
     help="Compare the bits of every tensor with this checkpoint or safetensors file too.",
 )

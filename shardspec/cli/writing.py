@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -12,6 +11,7 @@ import click
 from shardspec.checkpoint.digests import crc_text
 from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.report import WriteReport
+from shardspec.cli.paths import CheckpointPath
 from shardspec.text import bytes_text, seconds_text
 
 __all__ = ["progress_bar", "report_written", "writing_options"]
@@ -121,7 +121,7 @@ def output_option(what: str) -> Callable[[_Command], _Command]:
     return click.option(
         "-o",
         "--output",
-        type=click.Path(path_type=Path),
+        type=CheckpointPath(),
         required=True,
         metavar="OUT",
         help=what,
