@@ -57,7 +57,8 @@ def write_atomically(
             "room or write elsewhere"
         ) from None
     finally:
-        with suppress(FileNotFoundError):
+        # By now the file has its name, or an error is on its way that says more.
+        with suppress(OSError):
             temporary.unlink()
     sync_directory(path.parent)
 

@@ -37,12 +37,14 @@ def _die_halfway(
     name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Do half of a write, or all of anything else, and die."""
-    if name in ("pwrite", "write"):
-        fd, data, *rest = args
-        call(fd, bytes(data)[: len(data) // 2], *rest)
-    else:
-        call(*args, **kwargs)
-    os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if name in ("pwrite", "write"):
+            fd, data, *rest = args
+            call(fd, bytes(data)[: len(data) // 2], *rest)
+        else:
+            call(*args, **kwargs)
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _fail(

@@ -4,9 +4,12 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed import checkpoint as dcp
 
+from shardspec import DeviceMesh, DTensor, save_sharded
+from tests.faults.bits import CUTS, DTYPES
 from tests.faults.samples import arrays
 
 
@@ -20,5 +23,42 @@ def torch_files(place: Path) -> None:
         dcp.save(state, checkpoint_id=place / "dcp")
 
 
+def _patterns(item_bytes: int, rng: np.random.Generator) -> np.ndarray:
+    """Return bytes of elements: every pattern where there are few, else all that are special."""
+    if item_bytes <= 2:
+        values = np.arange(256**item_bytes, dtype=f"<u{item_bytes}")
+        return values.view(np.uint8)
+    word = min(item_bytes, 4 if item_bytes == 4 else 8)
+    sign, top = 1 << (8 * word - 1), 23 if word == 4 else 52
+    infinity = ((1 << (8 * word - 1 - top)) - 1) << top
+    # Zero, the smallest subnormals, the largest one, infinity, and NaNs quiet and signalling.
+    special = [0, 1, 2, (1 << top) - 1, 1 << top, infinity, infinity + 1, infinity + (1 << top) - 1]
+    special += [infinity | 1 << (top - 1), infinity | 0xBAD, (1 << (8 * word - 1)) - 1]
+    special += [value | sign for value in special]
+    words = np.array(special, dtype=f"<u{word}").view(np.uint8)
+    return np.concatenate([words, rng.integers(0, 256, 8 * 1021 - len(words)).astype(np.uint8)])
+
+
+def every_dtype(place: Path) -> None:
+    """Save tensors of every dtype, cut in many ways, and the bytes that they should have."""
+    rng = np.random.default_rng(8)
+    state = {}
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        raw = _patterns(8 if name == "complex64" else dtype.itemsize, rng)
+        if dtype is torch.bool:
+            raw %= 2
+        # Seven rows, so that nothing divides; what is left over is dropped.
+        columns = len(raw) // dtype.itemsize // 7
+        raw = raw[: 7 * columns * dtype.itemsize]
+        state[name] = torch.from_numpy(raw.copy()).view(dtype).view(7, columns)
+    np.savez(place / "bytes.npz", **{n: t.view(torch.uint8).numpy() for n, t in state.items()})
+    for number, (shape, spec) in enumerate(CUTS):
+        mesh = DeviceMesh(range(int(np.prod(shape))), shape)
+        cut = {name: DTensor(tensor, mesh, spec) for name, tensor in state.items()}
+        save_sharded(cut, place / f"saved{number}")
+
+
 if __name__ == "__main__":
-    {"torch_files": torch_files}[sys.argv[1]](Path(sys.argv[2]))
+    known = {"torch_files": torch_files, "every_dtype": every_dtype}
+    known[sys.argv[1]](Path(sys.argv[2]))

@@ -2,7 +2,19 @@
 
 from typing import Final
 
-from tests.faults import flips, full, injected, kills, lies, paths, ranks, truncated, writers
+from tests.faults import (
+    bits,
+    flips,
+    full,
+    injected,
+    kills,
+    lies,
+    paths,
+    pickled,
+    ranks,
+    truncated,
+    writers,
+)
 from tests.faults.harness import Row
 
 __all__ = ["ROWS"]
@@ -64,4 +76,13 @@ ROWS: Final = (
     ),
     Row("writers", "2 to 8 concurrent writers", writers.writers, ends="one wins"),
     Row("save-writers", "2 to 8 concurrent saves", writers.saves, ends="one wins", torch=True),
+    Row(
+        "bits",
+        "NaN payloads, -0, subnormals in every dtype",
+        bits.bits,
+        ends="bit-identical",
+        prepare="every_dtype",
+    ),
+    Row("code", "pickles that would run code", pickled.code, prepare="torch_files"),
+    Row("bombs", "zip and pickle bombs", pickled.bombs, prepare="torch_files"),
 )
