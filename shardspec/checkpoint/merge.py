@@ -1,6 +1,7 @@
 """Merging a checkpoint into whole tensors, in one process and little memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -8,7 +9,7 @@ from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.produce import How, Plan, produce
 from shardspec.checkpoint.remote import as_path
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Renames, plain, select, tied
+from shardspec.checkpoint.select import Choice, Renames, plain, select, tied
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Target, Wanted
 from shardspec.checkpoint.team import Member
@@ -106,9 +107,15 @@ def merge(
     place = as_path(output)
     chosen = _form(place, form, max_shard_bytes)
 
+    choice = Choice(include, exclude, rename, dtype)
+
     def build(source: CheckpointSource, _: str | None) -> Plan:
-        wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
-        return wanted, _target(chosen, place, source, wanted, max_shard_bytes)
+        wanted = select(source, choice)
+        # The other forms have no room for what is no tensor.
+        names = plain(source.others, choice) if chosen in ("torch", "dcp") else {}
+        others = {new: source.others[name] for name, new in names.items()}
+        target = _target(chosen, place, source, wanted, others, max_shard_bytes)
+        return wanted, replace(target, carried=frozenset(names))
 
     how = How(threads, force, verify, dry_run, progress, member)
     return produce(directory, place, chosen, build, how)
@@ -138,6 +145,7 @@ def _target(
     output: Path,
     source: CheckpointSource,
     wanted: Sequence[Wanted],
+    others: Mapping[str, object],
     max_shard_bytes: int | None,
 ) -> Target:
     match form:
@@ -149,7 +157,7 @@ def _target(
                 raise CheckpointError(f"a file of at most {limit} bytes holds nothing")
             return huggingface_target(wanted, limit)
         case "torch":
-            return torch_target(output.name, wanted, plain(source.others), tied(source, wanted))
+            return torch_target(output.name, wanted, others, tied(source, wanted))
         case "dcp":
             alone = DeviceMesh((0,), (1,))
             whole = {
@@ -158,4 +166,4 @@ def _target(
                 )
                 for tensor in wanted
             }
-            return dcp_target(alone, wanted, whole, plain(source.others))
+            return dcp_target(alone, wanted, whole, others)

@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -11,7 +12,7 @@ from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.produce import How, Plan, produce
 from shardspec.checkpoint.remote import as_path
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Renames, plain, select
+from shardspec.checkpoint.select import Choice, Renames, plain, select
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Wanted
 from shardspec.checkpoint.team import Member
@@ -94,8 +95,10 @@ def reshard(
     if like is not None and (mesh is not None or rules is not None):
         raise CheckpointError("give either a checkpoint to cut like, or a mesh and rules")
 
+    choice = Choice(include, exclude, rename, dtype)
+
     def build(source: CheckpointSource, save: str | None) -> Plan:
-        wanted = select(source, include=include, exclude=exclude, rename=rename, dtype=dtype)
+        wanted = select(source, choice)
         if like is not None:
             onto, layouts = _like(as_source(like), wanted)
         elif mesh is not None:
@@ -103,7 +106,10 @@ def reshard(
         else:
             raise CheckpointError("give the mesh to cut for (--mesh), or a checkpoint to cut like")
         if form == "dcp":
-            return wanted, dcp_target(onto, wanted, layouts, plain(source.others))
+            names = plain(source.others, choice)
+            others = {new: source.others[name] for name, new in names.items()}
+            target = dcp_target(onto, wanted, layouts, others)
+            return wanted, replace(target, carried=frozenset(names))
         return wanted, sharded_target(onto, wanted, layouts, save)
 
     how = How(threads, force, verify, dry_run, progress, member)

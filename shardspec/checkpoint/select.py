@@ -1,7 +1,8 @@
 """Which tensors of a checkpoint are wanted, under which names and in which dtype."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
@@ -11,33 +12,39 @@ from shardspec.checkpoint.targets import Wanted
 from shardspec.dtypes import dtype_name, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError
 
-__all__ = ["Renames", "plain", "select", "tied"]
+__all__ = ["Choice", "Renames", "plain", "select", "tied"]
 
 Renames: TypeAlias = Sequence[tuple[str, str]]
 """Pairs of a regular expression and what its first match in a name is replaced with."""
 
 
-def select(
-    source: CheckpointSource,
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Renames = (),
-    dtype: str | None = None,
-) -> list[Wanted]:
-    """Return what is wanted of a checkpoint, sorted by its new names.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is wanted of a checkpoint."""
 
-    Parameters
-    ----------
-    source
-        The checkpoint.
-    include, exclude
-        Name patterns as in a shell (``*``, ``?``, ``[abc]``). Tensors that match any of `include`
-        (all, if there is none) and none of `exclude` are wanted.
-    rename
-        Regular expressions and their replacements, one after the other; see `re.sub`.
-    dtype
-        What floating point tensors are cast to; others, and complex ones, stay as they are.
+    include: Sequence[str] = ()
+    """Name patterns as in a shell (``*``, ``?``, ``[abc]``): what matches any of them, all if there
+    is none,"""
+    exclude: Sequence[str] = ()
+    """and none of these, is wanted."""
+    rename: Renames = ()
+    """Regular expressions and their replacements, one after the other; see `re.sub`."""
+    dtype: str | None = None
+    """What floating point tensors are cast to; others, and complex ones, stay as they are."""
+
+    def wants(self, name: str) -> bool:
+        """Return whether something of a name is wanted.
+
+        Examples
+        --------
+        >>> Choice(include=("model.*",), exclude=("*.bias",)).wants("model.up.bias")
+        False
+        """
+        return (not self.include or _any(name, self.include)) and not _any(name, self.exclude)
+
+
+def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
+    """Return the tensors that are wanted of a checkpoint, sorted by their new names.
 
     Raises
     ------
@@ -47,19 +54,19 @@ def select(
     DTypeError
         If the dtype is unknown or not of floating point numbers.
     """
-    target = None if dtype is None else _float_dtype(dtype)
-    names = [name for name in source.names if not include or _any(name, include)]
-    for pattern in (*include, *exclude):
-        if not any(fnmatchcase(name, pattern) for name in source.names):
+    target = None if choice.dtype is None else _float_dtype(choice.dtype)
+    for pattern in (*choice.include, *choice.exclude):
+        matched = _any_of(source.names, pattern) or _any_of(source.others, pattern)
+        if not matched:
             shown = ", ".join(map(repr, source.names[:3])) or "(there are none)"
             raise CheckpointError(
-                f"pattern {pattern!r} matches no tensor of {source.directory}; the names start "
+                f"pattern {pattern!r} matches nothing of {source.directory}; the names start "
                 f"with {shown}"
             )
-    names = [name for name in names if not _any(name, exclude)]
+    names = [name for name in source.names if choice.wants(name)]
     if not names and source.names:
         raise CheckpointError(f"no tensor of {source.directory} is left to write")
-    renamed = _renamed(names, rename)
+    renamed = _renamed(names, choice.rename)
     wanted = []
     for name in names:
         tensor = source.tensor(name)
@@ -68,6 +75,10 @@ def select(
             Wanted(renamed[name], name, tensor.shape, target if cast and target else tensor.dtype)
         )
     return sorted(wanted, key=lambda tensor: tensor.name)
+
+
+def _any_of(names: Iterable[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def _any(name: str, patterns: Sequence[str]) -> bool:
@@ -115,15 +126,22 @@ def _renamed(names: Sequence[str], rename: Renames) -> Mapping[str, str]:
     return found
 
 
-def plain(others: Mapping[str, object]) -> dict[str, object]:
-    """Return the values that torch can be given along with tensors: plain ones.
+def plain(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
+    """Return the values that torch can be given along with tensors: plain ones that are wanted.
+
+    Returns
+    -------
+    dict
+        Name to new name.
 
     Examples
     --------
-    >>> plain({"step": 7, "betas": (0.9, 0.95), "args": object()})
-    {'step': 7, 'betas': (0.9, 0.95)}
+    >>> others = {"step": 7, "x.betas": (0.9, 0.95), "args": object()}
+    >>> plain(others, Choice(exclude=("s*",), rename=[("^x[.]", "")]))
+    {'x.betas': 'betas'}
     """
-    return {name: value for name, value in others.items() if _is_plain(value)}
+    wanted = [name for name, value in others.items() if _is_plain(value) and choice.wants(name)]
+    return dict(_renamed(wanted, choice.rename))
 
 
 def _is_plain(value: object) -> bool:

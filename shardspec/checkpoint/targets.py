@@ -88,7 +88,7 @@ class Target:
     digested: bool = False
     """Whether the form needs the CRC-32 of every slot."""
     carried: frozenset[str] = frozenset()
-    """Names of the values that are no tensors and go along."""
+    """Names, in the source, of the values that are no tensors and go along."""
 
     @property
     def num_bytes(self) -> int:

@@ -66,8 +66,8 @@ def test_casts_are_those_of_torch(source, dtype):
 
 def test_bad_input(source):
     for options, problem in [
-        ({"include": ["nope*"]}, "pattern 'nope\\*' matches no tensor"),
-        ({"exclude": ["nope"]}, "pattern 'nope' matches no tensor"),
+        ({"include": ["nope*"]}, "pattern 'nope\\*' matches nothing"),
+        ({"exclude": ["nope"]}, "pattern 'nope' matches nothing"),
         ({"include": ["rope"], "exclude": ["r*"]}, "no tensor of .* is left to write"),
         ({"rename": [("(", "")]}, "'\\(' is no regular expression"),
         ({"rename": [("a", r"\9")]}, "cannot replace by"),

@@ -76,7 +76,6 @@ def dcp_target(
         directory=True,
         last=lambda _: [(METADATA_NAME, data)],
         digested=True,
-        carried=frozenset(others),
     )
 
 

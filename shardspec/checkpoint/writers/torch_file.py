@@ -115,4 +115,4 @@ def torch_target(
         for (tensor, _), place in zip(stored, places, strict=True)
     )
     file = OutputFile(name, plan.num_bytes, tuple(plan.pieces()), slots, plan.late)
-    return Target((file,), directory=False, digested=True, carried=frozenset(others))
+    return Target((file,), directory=False, digested=True)

@@ -61,6 +61,11 @@ def test_plain_values_go_along(tmp_path):
     kept = {name: found[name] for name in ("step", "lr", "name")}
     assert kept == {name: values[name] for name in ("step", "lr", "name")}
     assert report.left_out == ()
+    # What is picked and renamed is picked and renamed for them too.
+    chosen = {"exclude": ["[nf]*"], "rename": [("^", "x.")]}
+    report = merge(tmp_path / "in.pt", tmp_path / "some.pt", **chosen)
+    assert torch.load(tmp_path / "some.pt").keys() == {"x.w", "x.step", "x.lr"}
+    assert {name.split(".")[0] for name in report.left_out} == {"name", "nested", "flags"}
     # safetensors has no room for them.
     assert "step" in merge(tmp_path / "in.pt", tmp_path / "out.safetensors").left_out
 
