@@ -1,10 +1,12 @@
 """Shards as a torch `DTensor` and back, sharing storage and gradients.
 
 Both sides keep one convention for gradients: the gradient of a shard is that of its box, the same
-on all devices that hold it, and of a pending sum it is the gradient of each addend.
+on all devices that hold it, and of a pending sum it is the gradient of each addend. Of a pending
+mean torch hands on the gradient of the mean; here each of n addends gets an n-th of it.
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -54,7 +56,10 @@ def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
 def local_of(tensor: TorchDTensor) -> torch.Tensor:
     """Return this rank's shard: the same storage, and gradients flow back to the DTensor."""
     local = tensor.to_local(grad_placements=_of_gradient(tensor.placements))
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    means = [p.is_partial("avg") for p in tensor.placements]
+    return _with_gradient_times(local, _devices(tensor.device_mesh.shape, means))
 
 
 def torch_dtensor(
@@ -90,8 +95,9 @@ def torch_dtensor(
             f"torch has no tensor with several kinds of reductions pending, as {layout.spec} has; "
             "finish one of them first"
         )
+    means = [mesh.shape[int(p.axis)] for p in layout.spec.partials if p.op == "avg"]
     return TorchDTensor.from_local(
-        shard,
+        _with_gradient_times(shard, 1 / prod(means)),
         torch_mesh,
         to_placements(layout.spec, mesh),
         run_check=False,
@@ -104,22 +110,43 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     """Return a tensor whose placements have a counterpart in a spec; most are handed on as is.
 
     Sums that torch has masked or scaled are finished, and dims that hold several stretches of a
-    dim, as after flattening over a cut, are gathered.
+    dim, as after flattening over a cut, are gathered. A pending min, max or prod is finished where
+    its gradient is wanted, which torch has and a conversion of ours has not.
     """
-    if all(type(p) in (Replicate, Shard, Partial) for p in tensor.placements):
+    kept = [_kept(placement, tensor.requires_grad) for placement in tensor.placements]
+    if all(kept):
         return tensor
-    try:
-        from_placements(tensor.placements, tensor.dim(), _grid(tensor.device_mesh))
-    except (LossyConversionError, LayoutError):
-        kept = [
-            p if type(p) in (Replicate, Shard, Partial) else Replicate() for p in tensor.placements
-        ]
-        return tensor.redistribute(placements=kept)
-    return tensor
+    if not any(p.is_partial() for p in tensor.placements):
+        try:
+            grid = DeviceMesh(range(tensor.device_mesh.size()), tensor.device_mesh.shape)
+            from_placements(tensor.placements, tensor.dim(), grid)
+        except LayoutError:
+            pass
+        else:
+            return tensor
+    whole = Replicate()
+    return tensor.redistribute(
+        placements=[p if keep else whole for p, keep in zip(tensor.placements, kept, strict=True)]
+    )
 
 
-def _grid(torch_mesh: TorchMesh) -> DeviceMesh:
-    return DeviceMesh(range(torch_mesh.size()), torch_mesh.shape)
+def _kept(placement: Placement, gradient: bool) -> bool:
+    if type(placement) is Partial:
+        return not gradient or placement.reduce_op in ("sum", "avg")
+    return type(placement) in (Replicate, Shard)
+
+
+def _devices(shape: Sequence[int], chosen: Sequence[bool]) -> int:
+    return prod(size for size, yes in zip(shape, chosen, strict=True) if yes)
+
+
+def _with_gradient_times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    if factor == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+    # torch leaves it untyped
+    return alias
 
 
 def _of_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -4,12 +4,13 @@ Tried on tensors without data: only shapes and layouts are propagated, and nothi
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import layout_of, torch_dtensor
@@ -17,13 +18,69 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 
-__all__ = ["MAX_TRIALS", "refusal", "specs_on"]
+__all__ = ["MAX_TRIALS", "reads_values", "refusal", "specs_on"]
 
 MAX_TRIALS: Final = 400
 """Combinations of layouts that are tried, those nearest to the given ones first."""
 
 _SHOWN: Final = 4
 _FAILURES: Final = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, KeyError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function and its arguments, to be tried on other layouts, without data."""
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    """The arguments, flat."""
+    structure: TreeSpec
+    places: list[int]
+    """Which of them are cut tensors."""
+    layouts: list[Layout]
+    """Of these."""
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        mesh: DeviceMesh,
+    ) -> "_Call":
+        """Take a call apart."""
+        leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, TorchDTensor)]
+        return cls(
+            function, leaves, structure, places, [layout_of(leaves[p], mesh) for p in places]
+        )
+
+    def is_possible(self, layouts: Sequence[Layout]) -> bool:
+        """Try it on tensors of these layouts."""
+        tried = list(self.leaves)
+        for place, layout in zip(self.places, layouts, strict=True):
+            given = self.leaves[place]
+            shape = layout.local_shape(layout.mesh.ids[0])
+            empty = torch.empty(shape, dtype=given.dtype, device="meta")
+            tried[place] = torch_dtensor(empty, layout, given.device_mesh)
+        args, kwargs = tree_unflatten(tried, self.structure)
+        try:
+            with torch.no_grad():
+                self.function(*args, **kwargs)
+        except _FAILURES:
+            return False
+        return True
+
+
+def reads_values(
+    function: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    mesh: DeviceMesh,
+) -> bool:
+    """Say whether a result comes from what tensors hold: without data it cannot be had."""
+    call = _Call.of(function, args, kwargs, mesh)
+    return not call.is_possible(call.layouts)
 
 
 def refusal(
@@ -47,36 +104,21 @@ def refusal(
     error
         What torch has raised.
     """
-    leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, TorchDTensor)]
-    given = [layout_of(leaves[place], mesh) for place in places]
-    torch_mesh = leaves[places[0]].device_mesh
-
-    def taken(layouts: Sequence[Layout]) -> bool:
-        tried = list(leaves)
-        for place, layout in zip(places, layouts, strict=True):
-            shape = layout.local_shape(layout.mesh.ids[0])
-            empty = torch.empty(shape, dtype=leaves[place].dtype, device="meta")
-            tried[place] = torch_dtensor(empty, layout, torch_mesh)
-        trial_args, trial_kwargs = tree_unflatten(tried, structure)
-        try:
-            with torch.no_grad():
-                function(*trial_args, **trial_kwargs)
-        except _FAILURES:
-            return False
-        return True
-
+    call = _Call.of(function, args, kwargs, mesh)
+    given = call.layouts
     whole = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
-    if not taken(whole):
+    if not call.is_possible(whole):
         if isinstance(error, NotImplementedError):
             return LayoutError(
                 f"{name}: torch {torch.__version__} has no rule for it on cut tensors, on any "
                 f"layout ({_first_line(error)}); do it on to_global()"
             )
         return None
-    if taken(given):
+    if call.is_possible(given):
         return None
-    accepted = (layouts for layouts in islice(_nearest(given), MAX_TRIALS) if taken(layouts))
+    accepted = (
+        layouts for layouts in islice(_nearest(given), MAX_TRIALS) if call.is_possible(layouts)
+    )
     found: list[Sequence[Layout]] = [*islice(accepted, _SHOWN)] or [whole]
     return LayoutError(
         f"{name} is not possible on {_text(given)}: {_first_line(error)} It is on "

@@ -1,18 +1,20 @@
 """One torch operation on cut tensors, done by torch's own DTensor."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import in_our_words
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
-from shardspec.operations.accepted import refusal
+from shardspec.operations.accepted import reads_values, refusal
 
 __all__ = ["Cut", "apply"]
 
@@ -78,7 +80,7 @@ def apply(
         known[id(tensor.to_torch())] = tensor
     torch_mesh = cut[0].to_torch().device_mesh
     for leaf in leaves:
-        _check_cut(name, leaf, kind)
+        _check_cut(name, leaf)
         if isinstance(leaf, TorchDTensor) and leaf.device_mesh != torch_mesh:
             raise LayoutError(
                 f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another is a torch "
@@ -90,14 +92,20 @@ def apply(
 
     torch_args, torch_kwargs = tree_map(in_torch, (tuple(args), dict(kwargs)))
     try:
-        # No plain tensor has come in; those that torch makes on the way are whole everywhere.
-        with implicit_replication():
+        with _rules(torch_mesh.device_type):
             result = function(*torch_args, **torch_kwargs)
     except _REFUSALS as error:
         found = refusal(name, function, torch_args, torch_kwargs, mesh, error)
         if found is None:
             raise
         raise found from None
+
+    if any(isinstance(leaf, int | float | complex) for leaf in tree_leaves(result)) and (
+        reads_values(function, torch_args, torch_kwargs, mesh)
+    ):
+        # torch would read this rank's shard, or its addend.
+        whole_args, whole_kwargs = tree_map(_whole, (torch_args, torch_kwargs))
+        return function(*whole_args, **whole_kwargs)
 
     def ours(leaf: object) -> object:
         if not isinstance(leaf, TorchDTensor):
@@ -108,6 +116,25 @@ def apply(
         return wrap(in_our_words(leaf), mesh)
 
     return tree_map(ours, result)
+
+
+def _whole(leaf: object) -> object:
+    return leaf.full_tensor().detach() if isinstance(leaf, TorchDTensor) else leaf
+
+
+@contextmanager
+def _rules(device_type: str) -> Iterator[None]:
+    """Let torch make do with the rules that it has.
+
+    No plain tensor has come in; those that torch makes on the way are whole everywhere. Of its
+    kernels for attention, the one for the CPU has no rule, but the products it consists of have.
+    """
+    with implicit_replication():
+        if device_type == "cpu":
+            with sdpa_kernel(SDPBackend.MATH):
+                yield
+        else:
+            yield
 
 
 def _one_mesh(name: str, tensors: Sequence[Cut]) -> DeviceMesh:
@@ -122,12 +149,12 @@ def _one_mesh(name: str, tensors: Sequence[Cut]) -> DeviceMesh:
     return mesh
 
 
-def _check_cut(name: str, leaf: object, kind: type[Cut]) -> None:
+def _check_cut(name: str, leaf: object) -> None:
     """Refuse plain tensors with dims: nobody has said that all ranks hold the same."""
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, TorchDTensor) and leaf.dim() > 0:
         raise LayoutError(
-            f"{name}: a plain tensor of shape {tuple(leaf.shape)} stands beside a {kind.__name__}; "
-            "cut it first, or make it whole on every device, by distribute_tensor"
+            f"{name}: a plain tensor of shape {tuple(leaf.shape)} stands beside a cut one; cut "
+            "it first, or make it whole on every device, by distribute_tensor"
         )
 
 

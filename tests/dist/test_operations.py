@@ -1,0 +1,352 @@
+"""torch's operations on cut tensors, against the same on one whole tensor, in a job of four."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator, init_device_mesh
+from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
+from shardspec.operations.accepted import specs_on
+from shardspec.shards import index_of
+from tests.dist.processes import run_ranks
+from tests.operation_table import TABLE
+
+pytestmark = pytest.mark.dist
+
+# The stubs of torch take nothing but its own tensors.
+Cut: Any = DTensor
+LAYOUTS = {
+    1: ["[R]", "[S0]", "[S1]", "[S01]", "[R|P0]"],
+    2: ["[S0,R]", "[R,S1]", "[S0,S1]", "[R,S0|P1]", "[S01,R]", "[S1,S0]", "[R,R]"],
+    3: ["[S0,R,R]", "[R,S1,R]", "[R,R,S0]", "[S0,R,S1]", "[R,S0,R|P1]"],
+}
+COMBINATIONS = 2
+
+
+def combinations(index, operation):
+    if operation.layouts:
+        return operation.layouts
+    found = []
+    for number in range(COMBINATIONS):
+        specs = []
+        for place, shape in enumerate(operation.shapes):
+            choices = LAYOUTS[len(shape)]
+            spec = choices[(index + number * (1 + 2 * place) + 3 * place) % len(choices)]
+            whole = "P" in spec and place in operation.integers
+            specs.append(choices[0] if whole else spec)
+        found.append(tuple(specs))
+    return found
+
+
+def made_up(operation, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, operation.below, shape, generator=generator)
+        if place in operation.integers
+        else torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(
+            operation.gradient
+        )
+        for place, shape in enumerate(operation.shapes)
+    ]
+
+
+def cut(whole, mesh, spec, rank):
+    """Cut a tensor; of what is pending over an axis of two, each device gets half."""
+    layout = Layout(mesh, spec, whole.shape, whole.dtype)
+    if not layout.spec.partials:
+        return DTensor(whole, mesh, spec)
+    plain = layout.with_spec(layout.spec.without_partial())
+    half = (whole.detach() / 2)[index_of(plain, rank)].clone().requires_grad_(whole.requires_grad)
+    return DTensor.from_local(half, mesh, spec, global_shape=whole.shape)
+
+
+def as_list(result):
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def weights_of(whole):
+    return torch.arange(whole.numel(), dtype=torch.float64).reshape(whole.shape).cos()
+
+
+def compared(tensors, mesh, rank, operation, specs):
+    """Return what differs, forwards and backwards, between cut and whole."""
+    ours = [cut(whole, mesh, spec, rank) for whole, spec in zip(tensors, specs, strict=True)]
+    results, expected = as_list(operation.function(*ours)), as_list(operation.function(*tensors))
+    wrong = []
+    losses, whole_losses = [], []
+    for result, whole in zip(results, expected, strict=True):
+        if not isinstance(result, DTensor) or result.device_mesh != mesh:
+            return [f"{type(result).__name__}"]
+        if (result.shape, result.dtype) != (whole.shape, whole.dtype):
+            wrong.append(f"{result.layout} for {tuple(whole.shape)}")
+        plain = not result.sharding_spec.partials
+        # A shard is compared where it lies, and its gradient is that of its box.
+        box = index_of(result.layout, rank) if plain else (...,)
+        found = result.to_local() if plain else result.to_global()
+        if not torch.allclose(found.double(), whole[box].double()):
+            wrong.append(f"forward {result.layout}")
+        if operation.gradient and whole.is_floating_point():
+            losses.append((found * weights_of(whole)[box]).sum())
+            whole_losses.append((whole * weights_of(whole)).sum())
+    if operation.gradient:
+        torch.stack(losses).sum().backward()
+        torch.stack(whole_losses).sum().backward()
+    for tensor, whole in zip(ours, tensors, strict=True):
+        grad = tensor.grad
+        if whole.grad is None:
+            wrong += [] if grad is None else ["a gradient"]
+        elif (
+            grad is None
+            or grad.sharding_spec != tensor.sharding_spec.without_partial()
+            or not torch.allclose(grad.to_local(), whole.grad[index_of(grad.layout, rank)])
+        ):
+            wrong.append(f"gradient of {tensor.layout}")
+    return wrong
+
+
+def the_table(rank, mesh):
+    """Return for each operation what became of each combination of layouts."""
+    outcomes = {}
+    for index, operation in enumerate(TABLE):
+        for specs in combinations(index, operation):
+            try:
+                wrong = compared(made_up(operation, index), mesh, rank, operation, specs)
+            except LayoutError as error:
+                wrong = [f"refused: {error}"]
+            except RuntimeError as error:
+                wrong = [f"torch refuses: {error}"]
+            outcomes[operation.name, specs] = "; ".join(wrong)
+    return outcomes
+
+
+WHOLE = (torch.arange(48.0) * 0.37).sin().reshape(8, 6).double()
+
+
+def told(call) -> str:
+    try:
+        call()
+    except ShardSpecError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def like_a_tensor(rank, mesh):
+    """What is no operation on values: attributes, numbers, writing, modules."""
+    t = Cut(WHOLE, mesh, "[S0,S1]")
+    total = WHOLE.sum()
+    torch.testing.assert_close(torch.tensor(float(t.sum())), total.float())
+    torch.testing.assert_close(t.sum().item(), total.item())
+    assert bool((t == t).all())
+    other = WHOLE.clone()
+    other[7, 5] = 9  # of one rank
+    other = Cut(other, mesh, "[S0,S1]")
+    assert [torch.equal(t, t), torch.equal(t, other)] == [True, False]
+    assert [bool(t.isclose(u).all()) for u in (t, other)] == [True, False]
+    assert int((t != other).sum()) == 1
+    assert other.max().item() == 9
+    assert not t.isnan().any()
+    assert (len(t), t.ndim, t.numel(), t.size(), t.size(1)) == (8, 2, 48, (8, 6), 6)
+    assert (t.device, t.is_leaf, t.is_floating_point()) == (torch.device("cpu"), True, True)
+    assert t.mT.shape == (6, 8)
+    assert len({t, t, Cut(WHOLE, mesh, "[S0,S1]")}) == 2
+    assert [row.shape for row in DTensor(WHOLE, mesh, "[R,S1]")] == [(6,)] * 8
+    # Links and names of the mesh stay, though torch's mesh has no links.
+    linked = DeviceMesh(mesh.ids, mesh.shape, None, (1e-6, 1e-6), (1e-10, 1e-9))
+    assert (Cut(WHOLE, linked, "[S0,R]") * 2).device_mesh == linked
+    # Writing keeps object and storage; a tensor that requires a gradient gets a history by it.
+    place, same = t.to_local().data_ptr(), t
+    t += 1
+    torch.add(t, t, out=t)
+    assert t is same
+    assert t.to_local().data_ptr() == place
+    assert torch.equal(t.to_local(), 2 * (WHOLE + 1)[index_of(t.layout, rank)])
+    factor = Cut(WHOLE.clone().requires_grad_(), mesh, "[S0,R]")
+    t.zero_()
+    t.view(2, 4, 6).add_(factor.view(2, 4, 6))
+    assert t.requires_grad
+    (t * t).sum().backward()
+    assert factor.grad is not None
+    torch.testing.assert_close(factor.grad.to_global(), 2 * WHOLE)
+    assert not t.detach().requires_grad
+    # Under no_grad a leaf may be written to, and stays one: that is how optimizers work.
+    with torch.no_grad():
+        factor.sub_(factor.grad, alpha=0.5)
+    assert factor.is_leaf_with_gradient()
+    assert not factor.to_local().any()
+    # Whoever holds nothing takes part.
+    pair = Cut.from_shards(
+        {rank: torch.ones(2)} if rank in (1, 3) else {},
+        Layout(DeviceMesh([1, 3], (2,)), "[S0]", (4,), "float32"),
+    )
+    doubled = pair + pair
+    assert {d: s.tolist() for d, s in doubled.shards.items()} == (
+        {rank: [2.0, 2.0]} if rank in (1, 3) else {}
+    )
+
+
+def with_modules(mesh):
+    """A module with torch's DTensors as parameters takes our tensor, and returns one."""
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.LayerNorm(5))
+    module = module.double()
+    whole = WHOLE.clone().requires_grad_()
+    expected = module(whole)
+    expected.square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in module.named_parameters()}
+    for layer in (module[0], module[2]):
+        for name, parameter in list(layer.named_parameters()):
+            spec = "[R,S1]" if parameter.dim() == 2 else "[R]"
+            ours = Cut(parameter.detach(), mesh, spec)
+            layer.register_parameter(name, torch.nn.Parameter(ours.to_torch()))
+    given = Cut(WHOLE.clone().requires_grad_(), mesh, "[S0,R]")
+    result = module(given)
+    assert type(result) is DTensor
+    torch.testing.assert_close(result.to_global(), expected)
+    result.square().sum().backward()
+    assert given.grad is not None
+    torch.testing.assert_close(given.grad.to_global(), whole.grad)
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter.grad, TorchDTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name])
+
+
+def refused(mesh):
+    t = Cut(WHOLE, mesh, "[S0,S1]")
+    leaf = Cut(WHOLE.clone().requires_grad_(), mesh, "[S0,S1]")
+    line = Cut(WHOLE, DeviceMesh(range(4), (4,)), "[S0,R]")
+    alone = Cut(WHOLE, mesh, "[S0,R]", communicator=SimulatedCommunicator(mesh))
+    odd = Cut(WHOLE[:7], mesh, "[S0,R]")
+    pending = Cut.from_local(WHOLE.clone(), mesh, "[R,R|P0]")
+    long = Cut(torch.ones(8, 3, 2), mesh, "[R,R,S0]")
+    # What it says it would take, it takes.
+    assert odd.redistribute("[R,R]").view(42).to_global().tolist() == WHOLE[:7].flatten().tolist()
+    return [
+        told(lambda: t + line),
+        told(lambda: torch.cat([t, line])),
+        told(lambda: t * line.to_torch()),
+        told(lambda: t + torch.ones(8, 6)),
+        told(lambda: torch.ones(8, 6) @ t),
+        told(lambda: alone + 1),
+        told(lambda: leaf.add_(1)),
+        told(lambda: torch.exp(t, out=leaf)),
+        told(lambda: leaf.__setitem__(0, 1)),
+        told(lambda: odd.view(42)),
+        told(lambda: pending.exp_()),
+        told(lambda: torch.cdist(t, t)),
+        told(lambda: list(long.unbind(2))),
+    ]
+
+
+def torchs_own_errors(mesh):
+    """Where layouts are not why, torch's own error comes through."""
+    t = Cut(WHOLE, mesh, "[S0,S1]")
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        torch.mm(t, t)
+    with pytest.raises(RuntimeError, match="out of range"):
+        t.sum(5)
+    with pytest.raises(TypeError):
+        t.sum("x")
+    with pytest.raises(AttributeError, match="no attribute 'placements'"):
+        t.placements  # noqa: B018  # the access is the test
+
+
+def play(rank):
+    mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+    like_a_tensor(rank, mesh)
+    with_modules(mesh)
+    torchs_own_errors(mesh)
+    return the_table(rank, mesh), refused(mesh)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    return run_ranks(4, tmp_path_factory.mktemp("job"), play)
+
+
+@pytest.fixture
+def outcomes(played):
+    return [table for table, _ in played]
+
+
+def test_the_table_is_large_and_all_ranks_agree(outcomes):
+    assert len({operation.name for operation in TABLE}) == len(TABLE)
+    assert len(TABLE) >= 90
+    assert len(outcomes[0]) > 190
+    refusals = [
+        {case for case, told in outcome.items() if told.startswith("refused")}
+        for outcome in outcomes
+    ]
+    assert refusals == [refusals[0]] * 4
+
+
+@pytest.mark.parametrize("operation", TABLE, ids=lambda operation: operation.name)
+def test_as_on_one_whole_tensor(outcomes, operation):
+    for outcome in outcomes:
+        told = {specs: text for (name, specs), text in outcome.items() if name == operation.name}
+        assert len(told) >= 2
+        if operation.refused:
+            assert Counter(told.values())[""] >= 1
+            told = {
+                specs: "" if text.startswith("refused") and " It is on " in text else text
+                for specs, text in told.items()
+            }
+        assert told == dict.fromkeys(told, "")
+
+
+MIXED = "on mesh dp=2,tp=2 of ids (0, 1, 2, 3), another "
+PLAIN = "LayoutError: {}: a plain tensor of shape (8, 6) stands beside a cut one; cut it first, or"
+LEAF = "would write to a leaf that requires a gradient; do it under torch.no_grad()"
+REFUSALS = [
+    f"LayoutError: add: one tensor is {MIXED}on mesh 4 of ids (0, 1, 2, 3); bring them to one",
+    f"LayoutError: cat: one tensor is {MIXED}on mesh 4",
+    f"LayoutError: mul: one tensor is {MIXED}is a torch DTensor on DeviceMesh((4,)",
+    PLAIN.format("add"),
+    PLAIN.format("matmul"),
+    "CommunicatorError: this process simulates mesh dp=2,tp=2, but torch's DTensor, and so any",
+    f"LayoutError: add {LEAF}",
+    f"LayoutError: exp {LEAF}",
+    f"LayoutError: setitem {LEAF}",
+    "LayoutError: view is not possible on [S(dp),R]: Cannot flatten unevenly sharded tensor: "
+    "dimension 0 (size 7) is not evenly divisible by mesh dimension 0 (size 2). Please "
+    "redistribute the tensor before this operation. It is on [R,R], ",
+    "LayoutError: exp is not possible on [R,R|P(dp)]: ",
+    "LayoutError: cdist: torch ",
+    "LayoutError: unbind is not possible on [R,R,S(dp)]: ",
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSALS)))
+def test_what_is_refused_is_one_line_on_every_rank(played, case):
+    for _, refusals in played:
+        assert len(refusals) == len(REFUSALS)
+        assert "\n" not in refusals[case]
+        assert refusals[case].startswith(REFUSALS[case])
+
+
+def test_a_refusal_names_layouts_that_are_near(played):
+    (_, refusals), *_ = played
+    assert refusals[12].endswith(
+        "It is on [R,R,R], [S(dp),R,R], [R,S(dp),R], [S(tp),R,R]; redistribute first"
+    )
+
+
+def test_without_a_job():
+    t = Cut(WHOLE, DeviceMesh(range(4), (2, 2)), "[S0,R]")
+    for call in (lambda: t + 1, lambda: torch.exp(t), lambda: t.sum(), lambda: t[0]):
+        with pytest.raises(CommunicatorError, match="one process per device"):
+            call()
+    assert (t.ndim, len(t), t.numel(), t.size(0)) == (2, 8, 48, 8)
+    assert repr(t).startswith("DTensor([S0,R] of [8, 6]")
+    with pytest.raises(AttributeError, match="'DTensor' object has no attribute 'colour'"):
+        t.colour  # noqa: B018  # the access is the test
+
+
+def test_specs_are_tried_in_order():
+    mesh = DeviceMesh(range(6), (2, 3))
+    specs = [str(spec) for spec in specs_on(mesh, 2)]
+    assert len(specs) == len(set(specs)) == 9
+    assert specs[0] == "[R,R]"
+    assert [str(spec) for spec in specs_on(mesh, 0)] == ["[]"]
