@@ -110,12 +110,15 @@ class RemotePath(PosixPath):
         """Return what the store knows of it; None if there is nothing."""
         store = self.store
         with StoreErrors(self, "read"):
-            try:
-                return store.info(str(self))
-            except FileNotFoundError as error:
-                if _says_more(error):
-                    raise
-                return None
+            for _ in range(2):
+                try:
+                    return store.info(str(self))
+                except FileNotFoundError as error:
+                    if _says_more(error):
+                        raise
+                # Perhaps it has been written since the store was last asked.
+                store.invalidate_cache(str(self.parent))
+        return None
 
     def entries(self) -> dict[str, bool]:
         """Return the names in a directory, and whether each is a file.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.assign import assign_boxes
-from shardspec.checkpoint.copy import write_all
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.files import reason
 from shardspec.checkpoint.formats.native import shard_metadata
@@ -25,7 +24,8 @@ from shardspec.checkpoint.info import (
     format_info,
     read_info,
 )
-from shardspec.checkpoint.output import write_atomically
+from shardspec.checkpoint.new_file import Write, write_file
+from shardspec.checkpoint.remote import RemotePath, as_path
 from shardspec.checkpoint.safetensors_file import Header, TensorSlot, encode_header
 from shardspec.checkpoint.turn import Turn, shard_name
 from shardspec.comm.communicator import Communicator
@@ -75,7 +75,8 @@ def save_sharded(
         Name to tensor. A plain tensor counts as the same on every device of the mesh. All
         DTensors are on one mesh.
     directory
-        Where to write, the same place for every rank; made if it does not exist.
+        Where to write, the same place for every rank; made if it does not exist. It may be the
+        URL of an object store, where saves to one place do not see each other.
     overwrite
         Replace the save that is there. The old one stays whole until the new one is.
     communicator
@@ -107,7 +108,7 @@ def save_sharded(
     chosen = _communicator(state_dict, communicator)
     if not chosen.addressable:
         return
-    path = Path(directory)
+    path = as_path(directory)
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
     layouts = agree(chosen, lambda: _layouts(state_dict, mesh))
@@ -241,6 +242,9 @@ def _shard(
 
 
 def _make_directory(path: Path) -> None:
+    if isinstance(path, RemotePath):
+        # Stores make it with the first file.
+        return
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -250,8 +254,12 @@ def _make_directory(path: Path) -> None:
 def _claim(path: Path, overwrite: bool, turn: Turn) -> None:
     """Make the directory and take one's turn, unless there is a save in it that is to be kept."""
     _make_directory(path)
-    turn.take(path)
-    if not overwrite and os.path.lexists(path / INFO_NAME):
+    if isinstance(path, RemotePath):
+        there = (path / INFO_NAME).exists()
+    else:
+        turn.take(path)
+        there = os.path.lexists(path / INFO_NAME)
+    if there and not overwrite:
         raise OutputExistsError(
             f"{path}: holds a finished save; choose another directory, or replace it with "
             "overwrite=True"
@@ -266,31 +274,24 @@ def _write_shards(
     # Made by the first rank; asking again makes a network file system look.
     _make_directory(path)
     for shard in shards:
-        write_atomically(
+        write_file(
             path / shard.entry.name,
             shard.header.file_bytes,
-            partial(
-                _fill,
-                path / shard.entry.name,
-                shard,
-                state_dict,
-                digests.setdefault(shard.entry.rank, {}),
-            ),
+            partial(_fill, shard, state_dict, digests.setdefault(shard.entry.rank, {})),
             overwrite=False,
         )
     return digests
 
 
 def _fill(
-    file: Path,
     shard: _Shard,
     state_dict: Mapping[str, "DTensor | torch.Tensor"],
     digests: dict[str, int],
-    fd: int,
+    write: Write,
 ) -> None:
     from shardspec.dtensor import DTensor
 
-    write_all(fd, memoryview(shard.head), 0, file)
+    write(memoryview(shard.head))
     for entry in shard.header.entries:
         value = state_dict[entry.name]
         part = value.shards[shard.entry.rank] if isinstance(value, DTensor) else value
@@ -299,7 +300,7 @@ def _fill(
         for at in range(0, len(data), _PIECE_BYTES):
             piece = data[at : at + _PIECE_BYTES]
             value_crc = crc32(piece, value_crc)
-            write_all(fd, piece, entry.offset + at, file)
+            write(piece)
         digests[entry.name] = value_crc
 
 
@@ -323,8 +324,9 @@ def _publish(
     files = (_shard(rank, entries, layouts, save).entry for rank, entries in boxes.items())
     info = ShardingInfo(save, mesh, layouts, tuple(files))
     for file in info.files:
+        place = path / file.name
         try:
-            found = (path / file.name).stat().st_size
+            found = place.num_bytes() if isinstance(place, RemotePath) else place.stat().st_size
         except OSError as error:
             raise CheckpointError(
                 f"{path / file.name}: rank {file.rank} has written this file, but the first rank "
@@ -337,17 +339,12 @@ def _publish(
     with suppress(CheckpointError):
         superseded = [file.name for file in read_info(path).files]
     text = format_info(info).encode()
-    write_atomically(
-        path / INFO_NAME,
-        len(text),
-        lambda fd: write_all(fd, memoryview(text), 0, path / INFO_NAME),
-        overwrite=True,
-    )
+    write_file(path / INFO_NAME, len(text), lambda write: write(memoryview(text)), overwrite=True)
     return superseded
 
 
 def _remove(path: Path, names: Sequence[str]) -> None:
     """Remove files that no info names any more; one that stays takes room and does no harm."""
     for name in names:
-        with suppress(OSError):
+        with suppress(OSError, CheckpointError):
             (path / name).unlink()
