@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardspec.comm.torch_mesh import init_device_mesh
     from shardspec.dtensor import DTensor, distribute_tensor
     from shardspec.errors import ShardSpecError
+    from shardspec.factories import arange, empty, full, ones, rand, randn, zeros
     from shardspec.layout.converter import LayoutConverter
     from shardspec.layout.layout import Layout
     from shardspec.layout.plan import ConversionPlan
@@ -39,15 +40,22 @@ _HOME: Final = {
     "ShardSpecError": "shardspec.errors",
     "ShardingSpec": "shardspec.layout.spec",
     "SimulatedCommunicator": "shardspec.comm.simulated",
+    "arange": "shardspec.factories",
     "distribute_tensor": "shardspec.dtensor",
+    "empty": "shardspec.factories",
+    "full": "shardspec.factories",
     "init_device_mesh": "shardspec.comm.torch_mesh",
     "load_sharded": "shardspec.checkpoint.load",
     "match_rules": "shardspec.layout.rules",
     "merge": "shardspec.checkpoint.merge",
-    "reshard": "shardspec.checkpoint.reshard",
+    "ones": "shardspec.factories",
+    "rand": "shardspec.factories",
+    "randn": "shardspec.factories",
     "redistribute": "shardspec.torch_dtensors",
+    "reshard": "shardspec.checkpoint.reshard",
     "save_sharded": "shardspec.checkpoint.save",
     "trace": "shardspec.tracing",
+    "zeros": "shardspec.factories",
 }
 
 __all__ = [
@@ -63,15 +71,22 @@ __all__ = [
     "ShardSpecError",
     "ShardingSpec",
     "SimulatedCommunicator",
+    "arange",
     "distribute_tensor",
+    "empty",
+    "full",
     "init_device_mesh",
     "load_sharded",
     "match_rules",
     "merge",
-    "reshard",
+    "ones",
+    "rand",
+    "randn",
     "redistribute",
+    "reshard",
     "save_sharded",
     "trace",
+    "zeros",
 ]
 
 

@@ -17,6 +17,7 @@ ROOT = Path(shardspec.__file__).parent
 LAYERS = [
     {"errors", "text"},
     {"boxes", "device_ids", "dtypes"},
+    {"random_boxes"},
     {"mesh"},
     {"comm"},
     {"layout"},
@@ -24,9 +25,9 @@ LAYERS = [
     {"execution"},
     {"gradients", "operations", "shards"},
     {"dtensor"},
-    {"torch_dtensors"},
+    {"factories", "torch_dtensors"},
     {"checkpoint"},
-    {"profiling"},
+    {"explorer", "profiling"},
     {"cli"},
     {"__main__"},
 ]
@@ -51,6 +52,7 @@ WITH_TENSORS = {
     "shardspec.comm.torch_mesh",
     "shardspec.dtensor",
     "shardspec.execution",
+    "shardspec.factories",
     "shardspec.gradients",
     "shardspec.interop.torch_dtensor",
     "shardspec.operations.accepted",
