@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from shardspec.boxes import Box, box_shape, box_size
@@ -21,6 +23,28 @@ _LONG: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
+class _Cut:
+    """Who holds what under a layout."""
+
+    cells: Mapping[Box, tuple[int, ...]]
+    """Every box that is not empty, and its ranks."""
+    idle: bool
+    """Whether some rank holds nothing."""
+
+
+@lru_cache(maxsize=64)
+def _cut(layout: Layout) -> _Cut:
+    """Say who holds what: once for the many tensors that are cut alike."""
+    held: dict[Box, list[int]] = {}
+    boxes = layout.boxes()
+    for rank, box in boxes.items():
+        if box_size(box):
+            held.setdefault(box, []).append(rank)
+    cells = {box: tuple(ranks) for box, ranks in held.items()}
+    return _Cut(MappingProxyType(cells), sum(map(len, cells.values())) < len(boxes))
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSummary:
     """One tensor of a checkpoint."""
 
@@ -34,18 +58,15 @@ class TensorSummary:
         return prod(self.stored.shape) * item_bytes(self.stored.dtype)
 
     @property
-    def cells(self) -> dict[Box, tuple[int, ...]]:
+    def cells(self) -> Mapping[Box, tuple[int, ...]]:
         """Every box and the ranks that hold it: by the layout where it is known, else as stored."""
-        held: dict[Box, list[int]] = {}
         if self.layout is not None:
-            for rank, box in self.layout.boxes().items():
-                if box_size(box):
-                    held.setdefault(box, []).append(rank)
-        else:
-            for stored in self.stored.boxes:
-                ranks = held.setdefault(stored.box, [])
-                if stored.rank not in ranks:
-                    ranks.append(stored.rank)
+            return _cut(self.layout).cells
+        held: dict[Box, list[int]] = {}
+        for stored in self.stored.boxes:
+            ranks = held.setdefault(stored.box, [])
+            if stored.rank not in ranks:
+                ranks.append(stored.rank)
         return {box: tuple(ranks) for box, ranks in held.items()}
 
     @property
@@ -56,13 +77,9 @@ class TensorSummary:
     @property
     def uneven(self) -> bool:
         """Whether not all boxes have the same shape, or some rank holds none while others do."""
-        cells = self.cells
-        shapes = {box_shape(box) for box in cells}
-        idle = self.layout is not None and cells and self._idle(self.layout)
-        return len(shapes) > 1 or bool(idle)
-
-    def _idle(self, layout: Layout) -> bool:
-        return any(not box_size(box) for box in layout.boxes().values())
+        shapes = {box_shape(box) for box in self.cells}
+        idle = self.layout is not None and bool(shapes) and _cut(self.layout).idle
+        return len(shapes) > 1 or idle
 
     def holders(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
         """Return the boxes that hold a part of an index, and their ranks.
