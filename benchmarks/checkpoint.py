@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.checkpoint_shapes import Model, model_of
-from benchmarks.checkpoint_table import Row, table
+from benchmarks.checkpoint_table import Row, head_lines, row_lines
 from benchmarks.checkpoint_timing import (
     Run,
     Series,
@@ -235,31 +235,33 @@ def main() -> None:
     parts: Sequence[str] = chosen.parts.split(",")
     with tempfile.TemporaryDirectory(dir=chosen.at) as temporary, small():
         bench = _Bench(Path(temporary), model_of(chosen.gib, big=chosen.big), chosen.rounds)
-        rows: list[Row] = []
         # The first start compiles what it imports.
         run(python("shardspec", "merge", "-h"))
         if "peers" in parts:
             run(python("benchmarks.checkpoint_peers", "-h"))
+        size = bench.model.num_bytes / 2**30
+        say([f"{size:.2f} GiB in {len(bench.model.shapes)} tensors", "", *head_lines()])
         for form in chosen.forms.split(","):
             ours, peers = "forms" in parts, "peers" in parts
             if ours or (peers and form in PEERS):
-                rows += measure_form(bench, form, "fsdp+tp", ours=ours, peers=peers)
+                say(row_lines(measure_form(bench, form, "fsdp+tp", ours=ours, peers=peers)))
             if "tp8" in parts and form == "dcp-hf":
-                rows += measure_form(bench, form, "tp8", ours=True, peers=True)
+                say(row_lines(measure_form(bench, form, "tp8", ours=True, peers=True)))
         if "cuts" in parts:
-            rows += measure_cuts(bench)
+            say(row_lines(measure_cuts(bench)))
         if "disk" in parts and chosen.disk is not None:
             chosen.disk.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=chosen.disk) as disk:
-                rows += measure_disk(bench, Path(disk))
-        lines = []
+                say(row_lines(measure_disk(bench, Path(disk))))
         if "planning" in parts:
             tensors, mesh = chosen.planned.split(":")
-            lines = measure_planning(bench, int(tensors), mesh)
-    size = bench.model.num_bytes / 2**30
-    print(f"{size:.2f} GiB, {len(bench.model.shapes)} tensors; load {os.getloadavg()[0]:.1f}")
-    print(table(rows))
-    print("\n".join(lines))
+            say(["", *measure_planning(bench, int(tensors), mesh)])
+        say([f"load {os.getloadavg()[0]:.1f} in the end"])
+
+
+def say(lines: Sequence[str]) -> None:
+    """Print lines now: the whole takes minutes."""
+    print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Final
 
 from benchmarks.checkpoint_timing import Series
 
-__all__ = ["Row", "table"]
+__all__ = ["Row", "head_lines", "row_lines"]
 
 MOST_MIB: Final = 64
 INSPECT_SECONDS: Final = 0.3
@@ -27,7 +27,7 @@ class Row:
 
     def cells(self) -> list[str]:
         """Return the columns of the table."""
-        best = min(run.seconds for run in self.cat.runs)
+        best = self.cat.best
         middle = statistics.median(run.seconds for run in self.cat.runs)
         median = statistics.median(run.seconds for run in self.series.runs)
         seconds, work = self.series.best, self.series.inside
@@ -46,6 +46,7 @@ class Row:
             f"{seconds:.2f}",
             f"{seconds / best:.2f}" if timed else "",
             f"{median / middle:.2f}" if timed else "",
+            f"{self.series.cpu_seconds / self.cat.cpu_seconds:.2f}" if timed else "",
             "" if work is None or not timed else f"{work / best:.2f}",
             "" if aim is None else str(aim),
             f"{self.series.peak_mib:,.0f}",
@@ -59,6 +60,7 @@ _HEAD: Final = (
     "s",
     "÷ cat",
     "(medians)",
+    "CPU ÷ cat",
     "work alone",
     "aim",
     "peak MiB",
@@ -66,15 +68,23 @@ _HEAD: Final = (
 )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return the table as Markdown, a line for `cat` of each checkpoint included."""
-    lines = ["| " + " | ".join(_HEAD) + " |", "| " + " | ".join(["---"] * len(_HEAD)) + " |"]
+def head_lines() -> list[str]:
+    """Return the head of the table, as Markdown."""
+    return [_line(_HEAD), _line(["---"] * len(_HEAD))]
+
+
+def row_lines(rows: Sequence[Row]) -> list[str]:
+    """Return lines of the table, with one for the `cat` beside each checkpoint."""
+    lines = []
     case = None
     for row in rows:
         if row.case != case:
             case = row.case
-            best = min(run.seconds for run in row.cat.runs)
-            cells = [case, "cat", f"{best:.2f}", "1.00", "1.00", "", "", "", ""]
-            lines.append("| " + " | ".join(cells) + " |")
-        lines.append("| " + " | ".join(row.cells()) + " |")
-    return "\n".join(lines)
+            cells = [case, "cat", f"{row.cat.best:.2f}", "1.00", "1.00", "1.00", "", "", "", ""]
+            lines.append(_line(cells))
+        lines.append(_line(row.cells()))
+    return lines
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

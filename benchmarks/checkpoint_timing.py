@@ -40,6 +40,8 @@ class Run:
 
     seconds: float
     """Of the process, from its start to its end."""
+    cpu_seconds: float
+    """That it computed and the system worked for it: what other users of the machine leave be."""
     inside: float | None
     """Seconds of its work alone, where it says so as JSON: without starting and importing."""
     peak_mib: float
@@ -57,6 +59,11 @@ class Series:
     def best(self) -> float:
         """Least seconds of a run."""
         return min(run.seconds for run in self.runs)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Least seconds of computing."""
+        return min(run.cpu_seconds for run in self.runs)
 
     @property
     def inside(self) -> float | None:
@@ -113,7 +120,8 @@ def run(command: Sequence[str]) -> Run:
         if child.returncode:
             last = errors.read().decode(errors="replace").strip()[-2000:]
             raise RuntimeError(f"{' '.join(command)[:300]} ended with {child.returncode}: {last}")
-    return Run(seconds, _seconds_said(said), usage.ru_maxrss / 1024, said)
+    cpu = usage.ru_utime + usage.ru_stime
+    return Run(seconds, cpu, _seconds_said(said), usage.ru_maxrss / 1024, said)
 
 
 def _seconds_said(said: str) -> float | None:
