@@ -14,9 +14,9 @@ from shardspec.errors import ShardSpecError
 __all__ = ["command", "one_line", "raised", "refused", "same", "tree"]
 
 
-def tree(place: Path) -> dict[str, object]:
+def tree(place: Path) -> dict[str, tuple[int, ...]]:
     """Return everything below a folder: names, and sizes and times of files."""
-    found: dict[str, object] = {}
+    found: dict[str, tuple[int, ...]] = {}
     for path in sorted(place.rglob("*")):
         at = path.lstat()
         found[str(path.relative_to(place))] = (at.st_mode, at.st_size, at.st_mtime_ns, at.st_ino)

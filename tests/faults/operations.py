@@ -124,10 +124,10 @@ def _loaded(source: Path) -> "dict[str, DTensor]":
     return load_sharded(source, _MESH, SPECS)
 
 
-def _save(source: Path, out: Path, force: bool) -> object:
+def _save(source: Path, out: Path, force: bool) -> None:
     from shardspec.checkpoint.save import save_sharded
 
-    return save_sharded(_loaded(source), out, overwrite=force)
+    save_sharded(_loaded(source), out, overwrite=force)
 
 
 ALL: Final = (

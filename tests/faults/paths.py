@@ -182,13 +182,13 @@ def _cases(place: Path) -> Iterator[Case]:
                 if file or spoil is not _elsewhere:
                     copy = _copied(place / form, fresh() / form)
                     yield Case(f"{form} {file}: {kind}", partial(_spoiled, copy, file, spoil))
-    for name in (b"../0_0.distc", b"/etc/passwd.", b"a/b_0.distcp", b"__\0_0.distcp"[:12]):
+    for stated in (b"../0_0.distc", b"/etc/passwd.", b"a/b_0.distcp", b"__\0_0.distcp"[:12]):
         copy = _copied(place / "dcp", fresh() / "dcp")
         path = copy / ".metadata"
         data = path.read_bytes()
         assert b"__0_0.distcp" in data
-        path.write_bytes(data.replace(b"__0_0.distcp", name))
-        yield Case(f".metadata names {name!r}", partial(_spoiled, copy, "", lambda _: None))
+        path.write_bytes(data.replace(b"__0_0.distcp", stated))
+        yield Case(f".metadata names {stated!r}", partial(_spoiled, copy, "", lambda _: None))
     yield from _outputs(fresh)
 
 

@@ -277,17 +277,11 @@ def bombs(place: Path, whole: bool) -> Iterator[Case]:
 def _enlarged(number: int, large: int, pickle: bytes) -> bytes:
     """Put a large number wherever the pickle has a small one."""
     out = b""
-    for opcode, argument, at in pickletools.genops(pickle):
-        end = _end(pickle, at)
+    found = [(opcode, argument, at or 0) for opcode, argument, at in pickletools.genops(pickle)]
+    ends = [*(at for _, _, at in found[1:]), len(pickle)]
+    for (opcode, argument, at), end in zip(found, ends, strict=True):
         if opcode.name in ("BININT1", "BININT", "BININT2") and argument == number:
             out += b"\x8a\x08" + struct.pack("<q", large)
         else:
             out += pickle[at:end]
     return out
-
-
-def _end(pickle: bytes, at: int) -> int:
-    """Return where the opcode at a place ends."""
-    places = [place for _, _, place in pickletools.genops(pickle)]
-    index = places.index(at) + 1
-    return places[index] if index < len(places) else len(pickle)

@@ -3,10 +3,11 @@
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardspec import DeviceMesh, DTensor, save_sharded
 from tests.faults.bits import CUTS, DTYPES
@@ -20,7 +21,7 @@ def torch_files(place: Path) -> None:
     with warnings.catch_warnings():
         # That there is one process only.
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=place / "dcp")
+        save(state, checkpoint_id=place / "dcp")
 
 
 def _patterns(item_bytes: int, rng: np.random.Generator) -> np.ndarray:
@@ -52,7 +53,8 @@ def every_dtype(place: Path) -> None:
         columns = len(raw) // dtype.itemsize // 7
         raw = raw[: 7 * columns * dtype.itemsize]
         state[name] = torch.from_numpy(raw.copy()).view(dtype).view(7, columns)
-    np.savez(place / "bytes.npz", **{n: t.view(torch.uint8).numpy() for n, t in state.items()})
+    raws: dict[str, Any] = {n: t.view(torch.uint8).numpy() for n, t in state.items()}
+    np.savez(place / "bytes.npz", **raws)
     for number, (shape, spec) in enumerate(CUTS):
         mesh = DeviceMesh(range(int(np.prod(shape))), shape)
         cut = {name: DTensor(tensor, mesh, spec) for name, tensor in state.items()}

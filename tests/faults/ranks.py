@@ -23,7 +23,7 @@ _MESHES: Final = ((2,), (3,), (2, 2), (2, 3), (2, 2, 2))
 _WHOLE_CUTS: Final = {1: "[S0,R]", 2: "[S0,S1]", 3: "[S01,S2]"}
 
 
-def _sharded(path: Path, mesh: tuple[int, ...]) -> Path:
+def _sharded(path: Path, mesh: tuple[int, ...]):
     """Write a checkpoint in which every rank has boxes of its own, of even and uneven sizes."""
     rng = np.random.default_rng(1)
     even = rng.integers(0, 99, (12, 6)).astype(np.int32)
@@ -133,9 +133,10 @@ def meshes(place: Path, whole: bool) -> Iterator[Case]:
         for other in (size - 1, size + 1, 2 * size):
             changed = {"ids": list(range(other)), "shape": [other]}
             yield Case(f"{label} as ({other},)", partial(_other_mesh, changed, source, place))
-        for ids_now in ([0] * size, [*ids[:-1], -1], [*ids[:-1], 1 << 63], [], [[0]], "0", None):
-            changed = {"ids": ids_now}
-            yield Case(f"{label} with ids {ids_now}", partial(_other_mesh, changed, source, place))
+        odd: tuple[object, ...] = ([0] * size, [*ids[:-1], -1], [*ids[:-1], 1 << 63], [], "0", None)
+        for stated in odd:
+            act = partial(_other_mesh, {"ids": stated}, source, place)
+            yield Case(f"{label} with ids {stated}", act)
         shutil.rmtree(source)
 
 
