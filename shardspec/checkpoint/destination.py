@@ -88,7 +88,7 @@ def _check_file(
         kind = "a directory" if stat.S_ISDIR(at.st_mode) else "no regular file"
         raise CheckpointError(f"{output}: is {kind}; name a file to write")
     for file in source.files:
-        if path.samefile(file):
+        if not isinstance(file, RemotePath) and path.samefile(file):
             raise CheckpointError(
                 f"{output}: is {file.name} of the checkpoint itself; choose another name"
             )
@@ -102,7 +102,7 @@ def _check_directory(
     if not stat.S_ISDIR(at.st_mode):
         raise CheckpointError(f"{output}: is a file; name a directory to write")
     for file in source.files:
-        if path in Path(os.path.realpath(file)).parents:
+        if not isinstance(file, RemotePath) and path in Path(os.path.realpath(file)).parents:
             raise CheckpointError(
                 f"{output}: holds the checkpoint itself; choose another directory"
             )
