@@ -1,11 +1,15 @@
 """`python -m tests.faults [--whole] [ROW ...]` prints what became of every fault."""
 
+import shutil
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from tests.faults.harness import MEMORY_LIMIT
+from tests.faults.prepare import prepare
 from tests.faults.rows import ROWS
-from tests.faults.run import run_row
+from tests.faults.run import run_rows
 
 
 def main(args: list[str]) -> int:
@@ -20,10 +24,12 @@ def main(args: list[str]) -> int:
     stories: list[str] = []
     total = wrong = 0
     started = time.perf_counter()
-    for row in ROWS:
-        if chosen and row.name not in chosen:
-            continue
-        found = run_row(row, whole=whole)
+    rows = [row for row in ROWS if not chosen or row.name in chosen]
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    prepare(rows, folder)
+    for row in rows:
+        found = run_rows([row], folder, whole=whole)[row.name]
+        shutil.rmtree(folder / row.name)
         more = " + torch" if row.torch else ""
         print(
             f"| {row.fault} | {found.cases:,} | {found.cases - found.wrong:,} {row.ends} | "
@@ -33,6 +39,7 @@ def main(args: list[str]) -> int:
         total += found.cases
         wrong += found.wrong
         stories += [f"{row.name}: {story}" for story in found.stories]
+    folder.rmdir()
     print(
         f"\n{total:,} cases in {time.perf_counter() - started:.0f} s, {wrong} wrong; the limit of "
         f"memory is {MEMORY_LIMIT >> 20} MiB."

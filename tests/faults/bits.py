@@ -66,6 +66,9 @@ _WAYS: Final[dict[str, tuple[_Step, ...]]] = {
 }
 
 
+_SAMPLE: Final = ((0, 0), (1, 3), (2, 1))
+
+
 def bits(place: Path, whole: bool) -> Iterator[Case]:
     """Send every dtype, from every cut, every way."""
     with np.load(place / "bytes.npz") as saved:
@@ -73,7 +76,7 @@ def bits(place: Path, whole: bool) -> Iterator[Case]:
     assert expected.keys() == set(DTYPES)
     for number, (shape, spec) in enumerate(CUTS):
         for turn, (way, steps) in enumerate(_WAYS.items()):
-            if not whole and (number + turn) % 5:
+            if not whole and (number, turn) not in _SAMPLE:
                 continue
             at = place / f"saved{number}"
             for count, step in enumerate(steps):

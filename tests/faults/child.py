@@ -1,4 +1,4 @@
-"""`python -m tests.faults.child ROW FOLDER [--whole]` runs the cases of one row."""
+"""`python -m tests.faults.child FOLDER [--whole] ROW ...` runs the cases of some rows."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from tests.faults.harness import child
 from tests.faults.rows import ROWS
 
 if __name__ == "__main__":
-    name, folder, *rest = sys.argv[1:]
-    (row,) = (row for row in ROWS if row.name == name)
-    child(row, Path(folder), whole=rest == ["--whole"])
+    folder, *rest = sys.argv[1:]
+    names = [name for name in rest if name != "--whole"]
+    chosen = [(row, Path(folder) / row.name) for row in ROWS if row.name in names]
+    child(chosen, whole="--whole" in rest)

@@ -60,7 +60,7 @@ def data(place: Path, whole: bool) -> Iterator[Case]:
     for source, count in zip(sources, (5000, 2500, 2500), strict=True):
         stretches = _stretches(source)
         weights = [end - start for _, start, end in stretches]
-        for _ in range(count if whole else count // 50):
+        for _ in range(count if whole else count // 250):
             ((path, start, end),) = rng.choices(stretches, weights)
             bit = rng.randrange(start * 8, end * 8)
             yield Case(f"{path.name}, bit {bit}", partial(_caught, path, bit, source, place))
@@ -79,7 +79,7 @@ def headers(place: Path, whole: bool) -> Iterator[Case]:
     source = own(place / "own")
     for path in sorted(source.glob("*.safetensors")):
         length = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-        for bit in range(0, length * 8, 1 if whole else 97):
+        for bit in range(0, length * 8, 1 if whole else 197):
             yield Case(f"{path.name}, bit {bit}", partial(_refused, path, bit, source, place))
 
 
@@ -106,7 +106,7 @@ def described(place: Path, whole: bool) -> Iterator[Case]:
     """Flip every bit of our info, of which some do not matter."""
     source = own(place / "own")
     path = source / "sharding_info.json"
-    for bit in range(0, path.stat().st_size * 8, 1 if whole else 173):
+    for bit in range(0, path.stat().st_size * 8, 1 if whole else 397):
         yield Case(
             f"{path.name}, bit {bit}",
             partial(_refused_or_right, path, bit, source, place, exact=True),
@@ -121,7 +121,7 @@ def pickles(place: Path, whole: bool) -> Iterator[Case]:
         (place / "whole.pt", place / "whole.pt"),
         (indexed, indexed / "model.safetensors.index.json"),
     ):
-        for bit in range(0, path.stat().st_size * 8, 1 if whole else 431):
+        for bit in range(0, path.stat().st_size * 8, 1 if whole else 2003):
             yield Case(
                 f"{path.name}, bit {bit}",
                 partial(_refused_or_right, path, bit, source, place, exact=False),

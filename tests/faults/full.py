@@ -97,9 +97,9 @@ def _each(operations: Sequence[Operation], place: Path, every: int) -> Iterator[
 
 def full(place: Path, whole: bool) -> Iterator[Case]:
     """Merge and reshard onto disks of 1 to 64 pages, with an older output there and without."""
-    yield from _each(ALL, place, 1 if whole else 59)
+    yield from _each(ALL, place, 1 if whole else 139)
 
 
 def saves(place: Path, whole: bool) -> Iterator[Case]:
     """Save onto disks of 1 to 64 pages."""
-    yield from _each([SAVE], place, 1 if whole else 67)
+    yield from _each([SAVE], place, 1 if whole else 101)

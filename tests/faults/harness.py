@@ -1,18 +1,17 @@
 """Cases, and the process that runs the cases of one row under limits of time and memory."""
 
 import json
-import os
 import resource
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MEMORY_LIMIT", "SECONDS_LIMIT", "Case", "Row", "Tally", "perform"]
+__all__ = ["MEMORY_LIMIT", "SECONDS_LIMIT", "Case", "Row", "Tally", "child", "perform"]
 
 MEMORY_LIMIT: Final = 200 << 20
 """Bytes of resident memory in all; beyond what `import torch` takes where a row needs torch."""
@@ -100,9 +99,9 @@ def perform(row: Row, place: Path, *, whole: bool) -> Tally:
     """Run every case of a row in this process."""
     tally = Tally()
     if row.torch:
-        import torch
+        from tests.faults.operations import warm
 
-        torch.set_num_threads(1)
+        warm(place)
     base = _peak() if row.torch else 0
     signal.signal(signal.SIGALRM, _stop)
     for case in row.cases(place, whole):
@@ -132,10 +131,7 @@ def perform(row: Row, place: Path, *, whole: bool) -> Tally:
     return tally
 
 
-def child(row: Row, place: Path, *, whole: bool) -> None:
-    """Run a row, and print the tally as JSON."""
-    # Messages of what is tried go elsewhere than the tally.
-    out = os.dup(1)
-    tally = perform(row, place, whole=whole)
-    with open(out, "w") as file:
-        file.write(json.dumps(asdict(tally)))
+def child(rows: Sequence[tuple[Row, Path]], *, whole: bool) -> None:
+    """Run rows, each in its folder, and print their tallies as JSON."""
+    tallies = [asdict(perform(row, place, whole=whole)) for row, place in rows]
+    print(json.dumps(tallies))

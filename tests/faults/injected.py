@@ -214,14 +214,14 @@ _READ_FAULTS: Final = (
 
 def writes(place: Path, whole: bool) -> Iterator[Case]:
     """Kill, or fail, at every call that changes the disk."""
-    yield from _each(ALL, place, _WRITES, _WRITE_FAULTS, 1 if whole else 41)
+    yield from _each(ALL, place, _WRITES, _WRITE_FAULTS, 1 if whole else 101)
 
 
 def reads(place: Path, whole: bool) -> Iterator[Case]:
     """Fail at every call that reads."""
-    yield from _each(ALL, place, _READS, _READ_FAULTS, 1 if whole else 23)
+    yield from _each(ALL, place, _READS, _READ_FAULTS, 1 if whole else 61)
 
 
 def saves(place: Path, whole: bool) -> Iterator[Case]:
     """Kill, or fail, at every call of a save that changes the disk."""
-    yield from _each([SAVE], place, _WRITES, _WRITE_FAULTS, 1 if whole else 37)
+    yield from _each([SAVE], place, _WRITES, _WRITE_FAULTS, 1 if whole else 151)

@@ -49,9 +49,9 @@ def _kills(operations: Sequence[Operation], count: int, place: Path) -> Iterator
 
 def kills(place: Path, whole: bool) -> Iterator[Case]:
     """Kill merges and reshards of every form."""
-    yield from _kills(ALL, 900 if whole else 24, place)
+    yield from _kills(ALL, 900 if whole else 12, place)
 
 
 def saves(place: Path, whole: bool) -> Iterator[Case]:
     """Kill saves."""
-    yield from _kills([SAVE], 100 if whole else 5, place)
+    yield from _kills([SAVE], 100 if whole else 2, place)

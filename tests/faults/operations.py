@@ -18,7 +18,7 @@ from tests.faults.samples import SPECS, plain
 if TYPE_CHECKING:
     from shardspec.dtensor import DTensor
 
-__all__ = ["ALL", "SAVE", "Operation", "Stage"]
+__all__ = ["ALL", "SAVE", "Operation", "Stage", "warm"]
 
 _MESH: Final = DeviceMesh(range(6), (2, 3))
 
@@ -128,6 +128,16 @@ def _save(source: Path, out: Path, force: bool) -> None:
     from shardspec.checkpoint.save import save_sharded
 
     save_sharded(_loaded(source), out, overwrite=force)
+
+
+def warm(place: Path) -> None:
+    """Save once: what torch loads on first use is not for every forked process to load."""
+    import torch
+
+    torch.set_num_threads(1)
+    folder = place / "warm"
+    folder.mkdir()
+    _save(plain(folder / "0.safetensors"), folder / "out", False)
 
 
 ALL: Final = (

@@ -132,7 +132,7 @@ def code(place: Path, whole: bool) -> Iterator[Case]:
     ways = range(6) if whole else (0,)
     numbers = iter(range(10**6))
     for turn, name in enumerate(_GLOBALS):
-        for way in ways:
+        for way in ways if whole or turn % 5 == 0 else ():
             how = way if whole else turn
             folder = place / f"code{next(numbers)}"
             folder.mkdir()
@@ -159,7 +159,7 @@ def code(place: Path, whole: bool) -> Iterator[Case]:
             shutil.rmtree(folder)
 
 
-def _huge_pickles() -> Iterator[tuple[str, bytes]]:
+def _huge_pickles(many: int) -> Iterator[tuple[str, bytes]]:
     """Yield pickles that ask for more than they are."""
     yield "long text", b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x."
     yield "long bytes", b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x."
@@ -171,14 +171,14 @@ def _huge_pickles() -> Iterator[tuple[str, bytes]]:
         "laughs",
         b"\x80\x04]" + b"".join(b"q%c" % n + b"]" + b"h%c" % n * 9 for n in range(99)) + b".",
     )
-    yield "lists", b"\x80\x04" + b"]" * 2_000_000 + b"a" * 1_999_999 + b"."
-    yield "dicts", b"\x80\x04" + b"}N" * 1_000_000 + b"}" + b"s" * 1_000_000 + b"."
-    yield "tuples", b"\x80\x04N" + b"\x85" * 3_000_000 + b"."
-    yield "copies", b"\x80\x04N" + b"2" * 9_000_000 + b"."
-    yield "marks", b"\x80\x04" + b"(" * 9_000_000 + b"."
-    yield "doubled tuples", b"\x80\x04N" + b"2\x86" * 3_000_000 + b"."
-    yield "sets", b"\x80\x04" + b"\x8f" * 3_000_000 + b"."
-    yield "many texts", b"\x80\x04" + b"\x8c\x01a\x94" * 2_000_000 + b"."
+    yield "lists", b"\x80\x04" + b"]" * 2 * many + b"a" * (2 * many - 1) + b"."
+    yield "dicts", b"\x80\x04" + b"}N" * many + b"}" + b"s" * many + b"."
+    yield "tuples", b"\x80\x04N" + b"\x85" * 3 * many + b"."
+    yield "copies", b"\x80\x04N" + b"2" * 9 * many + b"."
+    yield "marks", b"\x80\x04" + b"(" * 9 * many + b"."
+    yield "doubled tuples", b"\x80\x04N" + b"2\x86" * 3 * many + b"."
+    yield "sets", b"\x80\x04" + b"\x8f" * 3 * many + b"."
+    yield "many texts", b"\x80\x04" + b"\x8c\x01a\x94" * 2 * many + b"."
 
 
 def _with(place: Path, change: Callable[[bytes], bytes]) -> bytes:
@@ -246,20 +246,20 @@ def bombs(place: Path, whole: bool) -> Iterator[Case]:
     def case(label: str) -> Case:
         return Case(label, partial(refused, ["merge", source, "-o", folder / "out"], folder))
 
-    for record in ("/data.pkl", "/data/0", "/version", "/byteorder"):
-        _zeros(source, sample, record, (1 << 30) if whole and record == "/data.pkl" else 64 << 20)
+    for record in ("/data.pkl", "/data/0", "/version", "/byteorder") if whole else ("/data/0",):
+        _zeros(source, sample, record, 1 << 30 if record == "/data.pkl" else 1 << 22)
         yield case(f"packed zeros as {record}")
     for size in (300 << 20, (1 << 32) - 1000):
         _sparse(source, sample, size)
         yield case(f"a hole of {size >> 20} MiB as pickle")
     _overlapping(source, sample)
     yield case("records on one another")
-    for label, pickle in _huge_pickles():
+    for label, pickle in _huge_pickles(1_000_000 if whole else 50_000):
         _rewritten(sample, source, pickle)
         yield case(f"pickle: {label}")
         _rewritten(sample, source, pickle, deflate=True)
         yield case(f"packed pickle: {label}")
-    for label, pickle in _huge_pickles():
+    for label, pickle in _huge_pickles(1_000_000) if whole else ():
         shutil.copytree(place / "dcp", folder / "dcp")
         (folder / "dcp" / ".metadata").write_bytes(pickle)
         yield Case(

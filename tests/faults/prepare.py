@@ -1,7 +1,8 @@
-"""`python -m tests.faults.prepare WHAT FOLDER` writes, with torch, what cases spoil without it."""
+"""What cases spoil without torch, written with it."""
 
-import sys
+import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardspec import DeviceMesh, DTensor, save_sharded
 from tests.faults.bits import CUTS, DTYPES
+from tests.faults.harness import Row
 from tests.faults.samples import arrays
+
+__all__ = ["prepare"]
 
 
 def torch_files(place: Path) -> None:
@@ -61,6 +65,17 @@ def every_dtype(place: Path) -> None:
         save_sharded(cut, place / f"saved{number}")
 
 
-if __name__ == "__main__":
+def prepare(rows: Sequence[Row], folder: Path) -> None:
+    """Fill the folders of those rows that need it."""
     known = {"torch_files": torch_files, "every_dtype": every_dtype}
-    known[sys.argv[1]](Path(sys.argv[2]))
+    made: dict[str, Path] = {}
+    for row in rows:
+        place = folder / row.name
+        if row.prepare is None:
+            place.mkdir()
+        elif row.prepare in made:
+            shutil.copytree(made[row.prepare], place)
+        else:
+            place.mkdir()
+            known[row.prepare](place)
+            made[row.prepare] = place

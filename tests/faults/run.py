@@ -1,50 +1,46 @@
-"""Running a row in a process of its own."""
+"""Running rows in a process of their own."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from tests.faults.harness import Row, Tally
 
-__all__ = ["run_row"]
+__all__ = ["run_rows"]
 
 _ROOT: Final = Path(__file__).parents[2]
 _LIMIT: Final = 3600
 
 
-def run_row(row: Row, *, whole: bool, folder: Path | None = None) -> Tally:
-    """Prepare a row and run its cases, each step in a process that starts anew.
+def run_rows(rows: Sequence[Row], folder: Path, *, whole: bool) -> dict[str, Tally]:
+    """Run the cases of some rows, all with torch or all without, in one process that starts anew.
 
     Parameters
     ----------
-    row
-        One of `ROWS`.
+    rows
+        Some of `ROWS`.
+    folder
+        Where to work: each row has a folder of its name there, prepared if it needs that.
     whole
         All cases, or a sample of each kind.
-    folder
-        Where to work; a folder that is removed in the end unless it is given.
+
+    Returns
+    -------
+    dict
+        Name of the row to what came out of it.
     """
-    place = Path(tempfile.mkdtemp(prefix="faults-", dir=folder))
-    try:
-        if row.prepare is not None:
-            _python("tests.faults.prepare", row.prepare, place)
-        command = ("tests.faults.child", row.name, place, *(("--whole",) if whole else ()))
-        found = json.loads(_python(*command, mounts=row.own_mounts))
-        return Tally(**found)
-    finally:
-        shutil.rmtree(place)
-
-
-def _python(*args: object, mounts: bool = False) -> str:
-    """Run a module; in a namespace of its own where it mounts, so that nothing stays mounted."""
-    first = ("unshare", "-rm") if mounts and _may_mount() else ()
+    for row in rows:
+        folder.joinpath(row.name).mkdir(exist_ok=True)
+    first = ("unshare", "-rm") if any(row.own_mounts for row in rows) and _may_mount() else ()
+    names = [row.name for row in rows]
+    more = ["--whole"] if whole else []
     done = subprocess.run(
-        [*first, sys.executable, "-m", *map(str, args)],
+        [*first, sys.executable, "-m", "tests.faults.child", str(folder), *names, *more],
         cwd=_ROOT,
         env=os.environ | {"PYTHONPATH": str(_ROOT)},
         capture_output=True,
@@ -52,12 +48,13 @@ def _python(*args: object, mounts: bool = False) -> str:
         timeout=_LIMIT,
     )
     if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(map(str, args))} ended with {done.returncode}: {done.stderr}"
-        )
-    return done.stdout
+        raise RuntimeError(f"{', '.join(names)} ended with {done.returncode}: {done.stderr}")
+    return {
+        row.name: Tally(**found) for row, found in zip(rows, json.loads(done.stdout), strict=True)
+    }
 
 
 def _may_mount() -> bool:
+    """Say whether a process may have mounts of its own, so that nothing stays mounted."""
     unshare = shutil.which("unshare")
     return unshare is not None and not subprocess.run([unshare, "-rm", "true"]).returncode

@@ -33,7 +33,7 @@ def headers(place: Path, whole: bool) -> Iterator[Case]:
     ):
         data = path.read_bytes()
         end = _header_end(data) if path.suffix == ".safetensors" else len(data)
-        for length in range(0, end, 1 if whole else 7):
+        for length in range(0, end, 1 if whole else 19):
             yield Case(
                 f"{path.name} cut to {length} bytes",
                 partial(_cut, path, data, length, source, place),
@@ -45,7 +45,7 @@ def payloads(place: Path, whole: bool) -> Iterator[Case]:
     """Cut data at every 1/250 of it, in four kinds of files."""
     single = plain(place / "single.safetensors", scale=20)
     sharded, indexed = own(place / "own"), split(place / "split")
-    count = 250 if whole else 10
+    count = 250 if whole else 5
     for source, path in (
         (single, single),
         (sharded, sharded / "rank4.safetensors"),

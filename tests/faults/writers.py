@@ -65,9 +65,9 @@ def _rounds(operations: Sequence[Operation], rounds: int, place: Path) -> Iterat
 
 def writers(place: Path, whole: bool) -> Iterator[Case]:
     """Race merges and reshards."""
-    yield from _rounds(ALL, 200 if whole else 21, place)
+    yield from _rounds(ALL, 200 if whole else 7, place)
 
 
 def saves(place: Path, whole: bool) -> Iterator[Case]:
     """Race saves."""
-    yield from _rounds([SAVE], 40 if whole else 5, place)
+    yield from _rounds([SAVE], 40 if whole else 2, place)
