@@ -74,7 +74,8 @@ def _check_place(output: Path, path: Path, source: CheckpointSource) -> None:
     if not source.directory.is_dir() or any(f.name.endswith(_LISTS) for f in source.files):
         return
     for file in source.files:
-        if file.suffix == path.suffix and os.path.realpath(file.parent) == str(path.parent):
+        at = file.parent if isinstance(file, RemotePath) else Path(os.path.realpath(file.parent))
+        if file.suffix == path.suffix and at == path.parent:
             raise CheckpointError(
                 f"{output}: would lie among the files of the checkpoint, which no index lists, and "
                 "count as one of them; choose another directory"
@@ -136,6 +137,7 @@ def _check_remote(
     try:
         entries = output.entries()
     except FileNotFoundError:
+        _check_place(output, output, source)
         return
     except NotADirectoryError:
         if directory:
