@@ -1,0 +1,84 @@
+"""A small run of the benchmark of checkpoints: real writers, real tools, a few MiB."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.checkpoint_shapes import model_of
+from benchmarks.checkpoint_timing import cat_command, python, run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _benchmark(*options):
+    """Run it in a process of its own, since it has to be small."""
+    command = [sys.executable, "-m", "benchmarks.checkpoint", *map(str, options)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.dist
+def test_a_small_run_has_a_line_for_every_command(tmp_path):
+    lines = _benchmark(
+        *("--at", tmp_path, "--gib", 0.02, "--rounds", 1, "--forms", "dcp-hf"),
+        *("--parts", "forms,peers,planning", "--planned", "50:2x2x2"),
+    )
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    head, rows = rows[0], rows[2:]
+    assert [row[1] for row in rows] == [
+        "cat",
+        "merge",
+        "merge --no-verify",
+        "merge, 2 threads, 4 files",
+        "inspect",
+        "consolidate",
+        "consolidate-2",
+    ]
+    assert {len(row) for row in rows} == {len(head)}
+    peaks = {row[1]: float(row[head.index("peak MiB")]) for row in rows[1:]}
+    assert 20 < peaks["merge"] < 64
+    assert peaks["merge"] < peaks["consolidate"]
+    assert [line.partition(":")[0] for line in lines[-3:-1]] == [
+        "merge --dry-run, 50 tensors on 2x2x2 ranks",
+        "inspect, 50 tensors on 2x2x2 ranks",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_models_have_the_tensors_and_sizes_that_are_asked_for():
+    for gib in (1, 2, 4, 16):
+        model = model_of(gib)
+        assert len(model.shapes) == 201
+        assert abs(model.num_bytes / 2**30 / gib - 1) < 0.03
+    assert model_of(2).hidden == 2048
+    big = model_of(2, big=True)
+    assert max(2 * rows * columns for rows, columns in _matrices(big)) > 2**30
+
+
+def _matrices(model):
+    return [shape for shape in model.shapes.values() if len(shape) == 2]
+
+
+def test_eight_ranks_cut_the_rows_of_two_gib_to_512_and_1408_bytes():
+    shapes = model_of(2).shapes
+    layer = "model.layers.0"
+    assert shapes[f"{layer}.self_attn.o_proj.weight"][1] * 2 // 8 == 512
+    assert shapes[f"{layer}.mlp.down_proj.weight"][1] * 2 // 8 == 1408
+
+
+def test_a_command_is_timed_with_its_memory_and_a_failure_is_told(tmp_path):
+    words = "import json; x = bytearray(b'1') * (100 << 20); print(json.dumps({'seconds': 7}))"
+    found = run([sys.executable, "-c", words])
+    assert found.inside == 7
+    assert found.seconds > 0
+    assert found.cpu_seconds > 0
+    assert found.peak_mib > 100
+    with pytest.raises(RuntimeError, match=r"ended with 1: .*No module named benchmarks\.none"):
+        run(python("benchmarks.none"))
+    (tmp_path / "a").write_bytes(b"12")
+    (tmp_path / "b").write_bytes(b"3")
+    run(cat_command([tmp_path / "a", tmp_path / "b"], tmp_path / "out"))
+    assert (tmp_path / "out").read_bytes() == b"123"
