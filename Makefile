@@ -1,4 +1,4 @@
-# The four commands of the project: `make setup`, `make lint`, `make test`, `make demo`.
+# The commands of the project: `make setup`, `make lint`, `make test`, `make demo`, `make faults`.
 # Needs Python 3.11 or newer, git and make. Every path here is relative, so a checkout may lie in
 # a folder with blanks in its name.
 
@@ -11,13 +11,14 @@ LOG := $(VENV)/setup.log
 PYTHON ?= python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test demo clean again
+.PHONY: help setup lint test demo faults clean again
 
 help:
 	@echo 'make setup   make .venv and install the pinned dependencies (only when they changed)'
 	@echo 'make lint    setup, then formatting, lint rules and types'
 	@echo 'make test    setup and lint, then every test'
 	@echo 'make demo    setup, then save, merge and compare real weights (examples/minilm.py)'
+	@echo 'make faults  setup, then every fault of docs/faults.md, and its table (half an hour)'
 	@echo 'make clean   remove .venv, caches and what the demo wrote'
 
 setup: $(STAMP)
@@ -85,6 +86,9 @@ test: lint
 
 demo: setup
 	$(PY) examples/minilm.py
+
+faults: setup
+	$(PY) -m tests.faults --whole
 
 clean:
 	rm -rf $(VENV) build dist shardspec.egg-info demo-output

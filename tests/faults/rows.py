@@ -20,7 +20,12 @@ from tests.faults.harness import Row
 __all__ = ["ROWS"]
 
 ROWS: Final = (
-    Row("headers", "header, info or index cut at every byte", truncated.headers),
+    Row(
+        "headers",
+        "header, info, index, `.metadata`, `.pt` and `.distcp` cut at every byte",
+        truncated.headers,
+        prepare="torch_files",
+    ),
     Row("payloads", "payload cut", truncated.payloads),
     Row("lies", "header lies", lies.lies),
     Row("data-flips", "bit flips in data with digests", flips.data, prepare="torch_files"),
@@ -83,6 +88,11 @@ ROWS: Final = (
         ends="bit-identical",
         prepare="every_dtype",
     ),
-    Row("code", "pickles that would run code", pickled.code, prepare="torch_files"),
+    Row(
+        "code",
+        "pickles that would run code: 46 names, 6 ways to call",
+        pickled.code,
+        prepare="torch_files",
+    ),
     Row("bombs", "zip and pickle bombs", pickled.bombs, prepare="torch_files"),
 )

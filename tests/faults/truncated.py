@@ -21,7 +21,7 @@ def _header_end(data: bytes) -> int:
 
 
 def headers(place: Path, whole: bool) -> Iterator[Case]:
-    """Cut what describes a checkpoint at every byte: headers, our info, the index."""
+    """Cut what describes a checkpoint at every byte: headers, info, index, pickles, zips."""
     single = plain(place / "single.safetensors")
     sharded, indexed = own(place / "own"), split(place / "split")
     for source, path in (
@@ -30,6 +30,9 @@ def headers(place: Path, whole: bool) -> Iterator[Case]:
         (sharded, sharded / "sharding_info.json"),
         (indexed, indexed / "model-00001-of-00002.safetensors"),
         (indexed, index(indexed)),
+        (place / "whole.pt", place / "whole.pt"),
+        (place / "dcp", place / "dcp" / ".metadata"),
+        (place / "dcp", place / "dcp" / "__0_0.distcp"),
     ):
         data = path.read_bytes()
         end = _header_end(data) if path.suffix == ".safetensors" else len(data)
