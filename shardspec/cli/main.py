@@ -23,6 +23,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "convert": ("shardspec.cli.convert", "Say a spec in the words of torch, JAX and others."),
     "cost": ("shardspec.cli.cost", "Say what conversions between many pairs of specs cost."),
     "diff": ("shardspec.cli.diff", "Compare two checkpoints tensor by tensor."),
+    "explore": ("shardspec.cli.explore", "Write a page in which to watch conversions."),
     "graph": ("shardspec.cli.graph", "Draw the specs and the steps among them, and a plan's path."),
     "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "merge": (

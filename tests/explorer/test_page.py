@@ -1,0 +1,345 @@
+"""The page of `shardspec explore` in a real browser, held against the library."""
+
+from itertools import pairwise
+from math import prod
+
+import pytest
+from click.testing import CliRunner
+
+from shardspec import DeviceMesh, Layout, LayoutConverter
+from shardspec.boxes import box_size, intersect
+from shardspec.cli.main import cli
+from shardspec.comm.transfers import Transfers
+from shardspec.explorer.tables import layouts_of, models_of
+from shardspec.layout.naive import naive_plan
+from shardspec.layout.plan_text import step_text
+from shardspec.text import bytes_text, seconds_text
+from tests.explorer.browser import Browser
+
+MESHES = {
+    "4": DeviceMesh(range(4), (4,)),
+    "2x3": DeviceMesh(range(6), (2, 3)),
+    "dp=2,tp=4": DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp")),
+}
+SHAPES = ("4096x4096", "7x5", "64")
+LINKS = ("h100-nvswitch", "ib-ndr-per-gpu,h100-nvswitch")
+DTYPE = "bfloat16"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("explore") / "page.html"
+    args = ["explore", "-o", str(path), "--dtype", DTYPE]
+    for option, values in (("--mesh", MESHES), ("--shape", SHAPES), ("--links", LINKS)):
+        for value in values:
+            args += [option, value]
+    done = CliRunner().invoke(cli, args)
+    assert done.exit_code == 0, done.output
+    size = bytes_text(path.stat().st_size)
+    shown = "4, 2x3, dp=2,tp=4"
+    assert done.output == f"{path}: every conversion on {shown}, {size}; open it\n"
+    # Compact: 4,142 conversions, with up to five plans each, in half a megabyte.
+    assert path.stat().st_size < 600_000
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def page(path, browser):
+    """Yield the browser with the page open; afterwards nothing was fetched and nothing is wrong."""
+    browser.requests.clear()
+    browser.open(path.as_uri())
+    yield browser
+    assert [url for url in browser.requests if not url.startswith("data:")] == [path.as_uri()]
+    assert browser.complaints == []
+
+
+def pick(page, name, label):
+    """Choose an option of a select by what it is called."""
+    found = page.ask(
+        f"""(() => {{
+            const select = document.getElementById({name!r});
+            const at = [...select.options].findIndex((each) => each.text === {label!r});
+            if (at < 0 || select.options[at].disabled) return false;
+            select.selectedIndex = at;
+            select.dispatchEvent(new Event("change", {{ bubbles: true }}));
+            return true;
+        }})()"""
+    )
+    assert found, (name, label)
+
+
+def text(page, selector):
+    return page.ask(f"document.querySelector({selector!r}).innerText")
+
+
+def texts(page, selector):
+    return page.ask(
+        f"[...document.querySelectorAll({selector!r})].map((each) => (each.innerText ?? each.textContent).trim())"
+    )
+
+
+def plan_of(mesh, shape, links, source, target):
+    model = models_of(MESHES[mesh], [tuple(links.split(","))])[links]
+    layout = Layout(MESHES[mesh], source, tuple(map(int, shape.split("x"))), DTYPE)
+    plans = LayoutConverter(model).alternatives(layout, target, 4)
+    return plans, naive_plan(layout, layout.with_spec(target), model)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "links", "source", "target"),
+    [
+        ("dp=2,tp=4", "4096x4096", LINKS[1], "[S(tp,dp),R]", "[R,S(tp)]"),
+        ("dp=2,tp=4", "7x5", LINKS[0], "[S(dp),R|P(tp)]", "[R,S(dp,tp)]"),
+        ("2x3", "7x5", LINKS[1], "[R,R|P0,P1]", "[R,S0|P1]"),
+        ("2x3", "64", LINKS[1], "[S01]", "[S10]"),
+        ("4", "7x5", LINKS[0], "[S0,R]", "[R,S0]"),
+        ("4", "4096x4096", LINKS[0], "[S0,R]", "[S0,R]"),
+    ],
+)
+def test_what_is_picked_is_shown_as_the_library_has_it(page, mesh, shape, links, source, target):
+    layout = Layout(MESHES[mesh], source, tuple(map(int, shape.split("x"))), DTYPE)
+    labels = [str(each.labelled_spec) for each in (layout, layout.with_spec(target))]
+    pick(page, "mesh", mesh)
+    pick(page, "shape", f"{shape.replace('x', '×')} {DTYPE}")
+    pick(page, "links", links)
+    pick(page, "source", labels[0])
+    pick(page, "target", labels[1])
+    plans, naive = plan_of(mesh, shape, links, source, target)
+    best = plans[0]
+    assert text(page, "[data-fact=time]") == seconds_text(best.cost_seconds)
+    assert text(page, "[data-fact=received]") == bytes_text(best.bytes_received)
+    assert text(page, "[data-fact=peak]") == bytes_text(best.peak_bytes)
+    shown = text(page, "[data-fact=naive]").split()
+    assert shown[:2] == seconds_text(naive.cost_seconds).split()
+    rows = texts(page, "#plans tbody tr td:nth-child(4)")
+    assert rows[: len(plans)] == [seconds_text(plan.cost_seconds) for plan in plans]
+    peaks = texts(page, "#plans tbody tr td:nth-child(7)")
+    assert peaks[: len(plans)] == [bytes_text(plan.peak_bytes) for plan in plans]
+    # The naive plan comes last, where it is none of these.
+    if len(rows) > len(plans):
+        last = seconds_text(naive.cost_seconds), bytes_text(naive.peak_bytes)
+        assert (rows[-1], peaks[-1]) == last
+        assert texts(page, "#plans label")[-1] == f"{len(rows)}. (naive)"
+    assert text(page, "#plans .picked label").startswith("cheapest")
+    stations = [str(each.labelled_spec) for each in best.layouts]
+    assert texts(page, "#route .at") == stations
+    names = [step_text(step) for step in best.steps]
+    assert [each.split(" over ")[0] for each in texts(page, "#route .step span")] == names
+    assert texts(page, "#route .step small") == [
+        f"{seconds_text(seconds)} · receives {bytes_text(received)} · holds {bytes_text(live)}"
+        for seconds, received, live in zip(
+            best.step_seconds, best.step_bytes, best.live_bytes, strict=True
+        )
+    ]
+
+
+def test_every_number_of_the_page_is_the_librarys(page):
+    """All pairs of layouts of all meshes, tensors and links, pending sums included."""
+    shown = page.ask(
+        """tables.meshes.map((mesh, m) => mesh.tensors.map((tensor, t) => mesh.links.map((_, l) => {
+            Object.assign(state, { mesh: m, shape: t, links: l });
+            return tensor.specs.map((_, source) => tensor.specs.map((_, target) =>
+                entry(source, target) === null ? null : plansOf(source, target).map(
+                    ({ time, received, peak, specs }) => [time, received, peak, specs])));
+        })))"""
+    )
+    count = 0
+    for mesh, of_mesh in zip(MESHES.values(), shown, strict=True):
+        models = models_of(mesh, [tuple(names.split(",")) for names in LINKS])
+        for shape, of_shape in zip(SHAPES, of_mesh, strict=True):
+            layouts = layouts_of(mesh, tuple(map(int, shape.split("x"))), DTYPE)
+            for model, of_model in zip(models.values(), of_shape, strict=True):
+                converter = LayoutConverter(model)
+                for source, row in zip(layouts, of_model, strict=True):
+                    for target, plans in zip(layouts, row, strict=True):
+                        if not set(target.spec.partials) <= set(source.spec.partials):
+                            assert plans is None
+                            continue
+                        best = converter.plan(source, target)
+                        time, received, peak, specs = plans[0]
+                        assert time == pytest.approx(best.cost_seconds, rel=1e-12, abs=0)
+                        assert (received, peak) == (best.bytes_received, best.peak_bytes)
+                        assert [layouts[number] for number in specs] == list(best.layouts)
+                        # The cheapest first; equal prices may be sums in another order.
+                        for less, more in pairwise(plan[0] for plan in plans[:4]):
+                            assert less <= more * (1 + 1e-12)
+                        count += 1
+    # One axis, then two axes twice with two choices of links, for two tensors of rank 2 and one
+    # of rank 1.
+    assert count == 2 * 13 + 6 + 2 * 2 * (2 * 223 + 62)
+
+
+def held(page):
+    """Return the box that is drawn for each device, in shares of the tensor."""
+    return page.ask(
+        """[...document.querySelectorAll("#still .device")].map((card) => {
+            const number = (each, name) => Number(each.getAttribute(name));
+            const whole = card.querySelector(".whole");
+            const box = card.querySelector(".edge");
+            return box && [number(box, "y") / number(whole, "height"),
+                (number(box, "y") + number(box, "height")) / number(whole, "height"),
+                number(box, "x") / number(whole, "width"),
+                (number(box, "x") + number(box, "width")) / number(whole, "width")];
+        })"""
+    )
+
+
+def test_boxes_are_drawn_where_they_are_and_move_to_where_they_go(page):
+    pick(page, "mesh", "2x3")
+    pick(page, "shape", f"7×5 {DTYPE}")
+    pick(page, "source", "[S01,R]")
+    pick(page, "target", "[R,S0]")
+    plans, _ = plan_of("2x3", "7x5", LINKS[0], "[S01,R]", "[R,S0]")
+    pick(page, "links", LINKS[0])
+    plan = plans[0]
+    assert len(plan.steps) > 1
+    for number, layout in enumerate(plan.layouts):
+        page.ask(f"jump({number})")
+        boxes = list(layout.boxes().values())
+        for box, drawn in zip(boxes, held(page), strict=True):
+            if box_size(box) == 0:
+                assert drawn is None
+                continue
+            (top, bottom), (left, right) = box
+            assert drawn == pytest.approx([top / 7, bottom / 7, left / 5, right / 5])
+        written = texts(page, "#still .device text.soft")
+        assert written == [
+            "[" + ", ".join(f"{lo}:{hi}" for lo, hi in box) + "]" if box_size(box) else "nothing"
+            for box in boxes
+        ]
+    for number, (step, (before, after)) in enumerate(
+        zip(plan.steps, pairwise(plan.layouts), strict=True)
+    ):
+        transfers = Transfers(step, before.mesh, before.box, after.box)
+        wanted = sorted(
+            [peer, device]
+            for device in before.mesh.ids
+            for peer, box in transfers.incoming(device)
+            if box_size(box)
+        )
+        page.ask(f"jump({number} + 0.5)")
+        moving = page.ask(
+            "[...document.getElementById('moving').children]"
+            ".map((each) => [Number(each.dataset.from), Number(each.dataset.to)])"
+        )
+        assert sorted(moving) == wanted
+        page.ask(f"jump({number})")
+        travelling = [pair for pair in wanted if pair[0] != pair[1]]
+        assert page.ask("document.querySelectorAll('#arrows path').length") == len(travelling)
+
+
+def test_what_a_move_brings_is_what_the_sender_shares():
+    """The page draws a piece as the overlap of two boxes; that is so for every kind of step."""
+    checked = set()
+    for mesh in MESHES.values():
+        for shape in ((7, 5), (12, 16)):
+            for source in layouts_of(mesh, shape, DTYPE):
+                for target in layouts_of(mesh, shape, DTYPE):
+                    if not set(target.spec.partials) <= set(source.spec.partials):
+                        continue
+                    plan = LayoutConverter().plan(source, target)
+                    for step, (a, b) in zip(plan.steps, pairwise(plan.layouts), strict=True):
+                        if (step, a, b) in checked:
+                            continue
+                        checked.add((step, a, b))
+                        transfers = Transfers(step, mesh, a.box, b.box)
+                        for device in mesh.ids:
+                            for peer, box in transfers.incoming(device):
+                                assert intersect(a.box(peer), b.box(device)) == box
+    assert len({type(step) for step, _, _ in checked}) == 7
+
+
+def test_hands_on_keys_alone(page):
+    page.ask("document.getElementById('source').focus()")
+    before = page.ask("state.source")
+    page.press("ArrowUp")
+    assert page.ask("state.source") == before - 1
+    page.ask("document.activeElement.blur()")
+    # Motion is not wanted, so each step is there at once.
+    page(
+        "Emulation.setEmulatedMedia",
+        features=[{"name": "prefers-reduced-motion", "value": "reduce"}],
+    )
+    steps = page.ask("plan().moves.length")
+    assert steps >= 1
+    for number in range(1, steps + 1):
+        page.press("ArrowRight")
+        assert page.ask("state.at") == number
+    assert text(page, "#caption").startswith("Arrived: this is ")
+    page.press("ArrowLeft")
+    assert page.ask("state.at") == steps - 1
+    # Everything that can be done has a control that the tab key comes to.
+    picks = ["mesh", "shape", "links", "source", "target", "swap"]
+    for name in [*picks, "back", "play", "forward", "position", "follow"]:
+        page.ask(f"document.getElementById({name!r}).focus()")
+        disabled = page.ask(f"document.getElementById({name!r}).disabled")
+        assert disabled or page.ask("document.activeElement.id") == name
+    page("Emulation.setEmulatedMedia", features=[])
+
+
+def test_it_moves(page):
+    page("Emulation.setEmulatedMedia", features=[])
+    steps = page.ask("plan().moves.length")
+    assert page.ask("new Promise((done) => { play(); setTimeout(() => done(state.at), 400); })") > 0
+    assert text(page, "#play") == "❚❚ Pause"
+    page.ask("play()")
+    stopped = page.ask("state.at")
+    assert 0 < stopped < steps
+    assert text(page, "#play") == "▶ Play"
+
+
+def test_a_link_leads_to_what_was_picked(page, path):
+    pick(page, "mesh", "2x3")
+    pick(page, "source", "[R,S10]")
+    pick(page, "target", "[S1,R]")
+    page.ask("pickPlan(1)")
+    address = page.ask("location.href")
+    shown = texts(page, "#route button")
+    page.open(address)
+    assert texts(page, "#route button") == shown
+    assert page.ask("state.plan") == 1
+    page.requests[:] = [path.as_uri()]
+
+
+# Of all text with what is behind it, as the accessibility guidelines define it.
+CONTRASTS = """(() => {
+    const linear = (p) => (p <= 0.04045 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4);
+    const light = (colour) => {
+        const [r, g, b] = colour.match(/[0-9.]+/g).map((part) => linear(part / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const behind = (each) => {
+        const colour = getComputedStyle(each).backgroundColor;
+        return colour === "rgba(0, 0, 0, 0)" ? behind(each.parentElement) : light(colour);
+    };
+    const kinds = "h1, h2, p, dt, dd, th, td, label, button:enabled, select, small, code";
+    return [...document.querySelectorAll(kinds)]
+        .filter((each) => each.innerText)
+        .map((each) => [light(getComputedStyle(each).color), behind(each)].sort((a, b) => b - a))
+        .map(([more, less]) => (more + 0.05) / (less + 0.05));
+})()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read_in_light_and_in_dark(page, scheme):
+    page("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    contrasts = page.ask(CONTRASTS)
+    assert len(contrasts) > 30
+    assert min(contrasts) > 4.5
+    page("Emulation.setEmulatedMedia", features=[])
+
+
+def test_numbers_are_written_as_the_library_writes_them(page):
+    sizes = [0, 1, 1023, 1024, 1536, 12928, 12938, 10**7, 2**40, 2**50 + 2**39, 3 * 2**60]
+    sizes += [prod((n, n, 3)) for n in range(1, 4000, 37)]
+    times = [0, 1e-12, 9.9999e-4, 1e-3, 0.5, 1, 75.125, 12345.0, 1e6, 2.5e-5, 1.5e-10, 9.99951e-7]
+    times += [n / 1024 / 1024 for n in range(1, 3000, 31)]
+    assert page.ask(f"{sizes}.map(bytesText)") == [bytes_text(size) for size in sizes]
+    assert page.ask(f"{times}.map(secondsText)") == [seconds_text(time) for time in times]
