@@ -5,13 +5,12 @@ as one such layout per axis. All are read. Source: ``torch/distributed/device_me
 ``torch/distributed/_mesh_layout.py`` and ``torch/distributed/tensor/_dtensor_spec.py``.
 """
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Final, Never
-
-import numpy as np
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.files import SourceFile
@@ -206,20 +205,22 @@ class _Reader:
     def _numbers(self, tensor: TorchTensor) -> list[int]:
         """Read a small tensor of ids."""
         count = prod(tensor.shape)
-        kind = {"int32": np.int32, "int64": np.int64}.get(tensor.dtype)
-        if kind is None or not 0 < count <= _MOST_DEVICES:
+        letter = {"int32": "i", "int64": "q"}.get(tensor.dtype)
+        if letter is None or not 0 < count <= _MOST_DEVICES:
             _refuse(f"a mesh of shape {list(tensor.shape)} and dtype {tensor.dtype}")
+        # Little endian, as everything that is read.
+        kind = f"<{count}{letter}"
         place = tensor_place(tensor, self._file, self._found)
         if place.strides is not None:
             _refuse("the ids of a mesh are not contiguous")
-        data = self._file.read(place.offset, count * np.dtype(kind).itemsize)
+        data = self._file.read(place.offset, struct.calcsize(kind))
         digest = place.digest
         if digest is not None and digest.num_bytes == len(data) and (crc32(data) != digest.crc32):
             raise CheckpointError(
                 f"{self._found.what}: the ids of a mesh are not as saved (CRC-32); restore the "
                 "file or save again"
             )
-        return [int(id_) for id_ in np.frombuffer(data, kind)]
+        return list(struct.unpack(kind, data))
 
 
 def _writer(mesh: Record, found: DeviceMesh) -> int | None:
