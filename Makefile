@@ -74,6 +74,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	    "and pip's own settings, then run 'make setup' again (all of pip's output: $(LOG))" >&2; \
 	  exit 1; \
 	fi
+	@$(PY) -m tests.explorer.browser
 	@printf '%s\n' "$(CURDIR)" >$(STAMP)
 
 lint: setup

@@ -72,14 +72,12 @@ def provide():
     import brotli
 
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            ["npm", "pack", PACKAGE, "--silent", "--pack-destination", folder],
-            capture_output=True,
-            text=True,
-        )
-        packed = list(Path(folder).glob("*.tgz"))
-        if done.returncode or len(packed) != 1:
+        fetch = ["npm", "pack", PACKAGE, "--silent", "--pack-destination", folder]
+        try:
+            subprocess.run(fetch, capture_output=True, check=True, timeout=600)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
             return f"npm could not fetch {PACKAGE}; {REMEDY}"
+        packed = list(Path(folder).glob("*.tgz"))
         if sha256(packed[0].read_bytes()).hexdigest() != PACKAGE_SHA256:
             return f"{PACKAGE} is not what it was when it was chosen; {REMEDY}"
         with tarfile.open(packed[0]) as package:
