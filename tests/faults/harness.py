@@ -15,7 +15,7 @@ __all__ = ["MEMORY_LIMIT", "SECONDS_LIMIT", "Case", "Row", "Tally", "child", "pe
 
 MEMORY_LIMIT: Final = 200 << 20
 """Bytes of resident memory in all; beyond what `import torch` takes where a row needs torch."""
-SECONDS_LIMIT: Final = 30
+SECONDS_LIMIT: Final = 60
 """A case that takes longer is taken for one that hangs."""
 _SHOWN: Final = 20
 """Wrong cases that are kept with their story."""

@@ -254,12 +254,12 @@ def bombs(place: Path, whole: bool) -> Iterator[Case]:
         yield case(f"a hole of {size >> 20} MiB as pickle")
     _overlapping(source, sample)
     yield case("records on one another")
-    for label, pickle in _huge_pickles(1_000_000 if whole else 50_000):
+    for label, pickle in _huge_pickles(500_000 if whole else 50_000):
         _rewritten(sample, source, pickle)
         yield case(f"pickle: {label}")
         _rewritten(sample, source, pickle, deflate=True)
         yield case(f"packed pickle: {label}")
-    for label, pickle in _huge_pickles(1_000_000) if whole else ():
+    for label, pickle in _huge_pickles(500_000) if whole else ():
         shutil.copytree(place / "dcp", folder / "dcp")
         (folder / "dcp" / ".metadata").write_bytes(pickle)
         yield Case(

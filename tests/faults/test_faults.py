@@ -1,5 +1,7 @@
 """The short form of every row: a sample of each kind of fault, the same at every run."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.faults.harness import MEMORY_LIMIT, Tally
@@ -26,3 +28,9 @@ def test_a_sample_of_every_fault(row, tallies):
     assert found.wrong == 0
     assert found.cases > 1
     assert found.memory <= MEMORY_LIMIT
+
+
+def test_the_documented_table_has_every_row():
+    text = Path(__file__).parents[2].joinpath("docs", "faults.md").read_text("utf-8")
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+    assert rows[2:] == [row.fault for row in ROWS]
