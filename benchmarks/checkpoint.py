@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.checkpoint_shapes import Model, model_of
-from benchmarks.checkpoint_table import Row, head_lines, row_lines
+from benchmarks.checkpoint_table import MOST_MIB, Row, head_lines, row_lines
 from benchmarks.checkpoint_timing import (
     Run,
     Series,
@@ -46,7 +46,9 @@ PEERS: Final = {
     "dcp-hf": ("consolidate", "consolidate-2"),
 }
 """Tools by the form that they read; `checkpoint_peers` has them."""
-PARTS: Final = ("forms", "peers", "tp8", "cuts", "disk", "planning")
+PARTS: Final = ("forms", "peers", "tp8", "cuts", "disk", "planning", "memory")
+SIZES: Final = ((1, False), (2, True), (4, False), (16, False))
+"""GiB, and whether with tensors of more than 1 GiB, for the peaks of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,7 @@ def measure_planning(bench: _Bench, tensors: int, mesh: str) -> list[str]:
     place = bench.at / "large"
     empty(place)
     options = ("--tensors", tensors, "--mesh", mesh)
-    run(python("benchmarks.checkpoint_planning", place, *options))
+    run(python("benchmarks.checkpoint_holes", place, *options))
     words = {
         "merge --dry-run": bench.merge(place, "--dry-run"),
         "inspect": python("shardspec", "inspect", place),
@@ -220,17 +222,37 @@ def measure_planning(bench: _Bench, tensors: int, mesh: str) -> list[str]:
     return lines
 
 
+def measure_memory(at: Path, sizes: Sequence[tuple[float, bool]]) -> list[str]:
+    """Measure the peak of merging checkpoints of several sizes, whose data are holes."""
+    lines = []
+    for gib, big in sizes:
+        bench = _Bench(at, model_of(gib, big=big), 1)
+        place = at / "holes"
+        options = ("--hidden", bench.model.hidden, "--vocab", bench.model.vocab, "--mesh", "2x2")
+        run(python("benchmarks.checkpoint_holes", place, *options))
+        found = run(bench.merge(place))
+        empty(at / "out")
+        empty(place)
+        size, largest = bench.model.num_bytes / 2**30, bench.model.largest / 2**30
+        lines.append(
+            f"merge, {size:.2f} GiB with a tensor of {largest:.2f} GiB: {found.peak_mib:.1f} MiB "
+            f"(aim: {MOST_MIB} MiB)"
+        )
+    return lines
+
+
 def main() -> None:
     """Measure what is asked for, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at", type=Path, help="folder to work in; a tmpfs leaves the disk out")
     parser.add_argument("--disk", type=Path, help="folder on a disk, for the cold case")
-    parser.add_argument("--gib", type=float, default=2)
+    parser.add_argument("--gib", type=float, default=2, help="1, 2, 4, 16: any size")
     parser.add_argument("--big", action="store_true", help="with tensors of more than 1 GiB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--parts", default=",".join(PARTS), help="which of these to measure")
     parser.add_argument("--planned", default="10000:16x8x8", help="tensors and mesh of planning")
+    parser.add_argument("--most-gib", type=float, default=16, help="largest for peaks of memory")
     chosen = parser.parse_args()
     parts: Sequence[str] = chosen.parts.split(",")
     with tempfile.TemporaryDirectory(dir=chosen.at) as temporary, small():
@@ -256,6 +278,11 @@ def main() -> None:
         if "planning" in parts:
             tensors, mesh = chosen.planned.split(":")
             say(["", *measure_planning(bench, int(tensors), mesh)])
+        if "memory" in parts:
+            place = Path(chosen.disk or bench.at)
+            with tempfile.TemporaryDirectory(dir=place) as disk:
+                sizes = [(gib, big) for gib, big in SIZES if gib <= chosen.most_gib]
+                say(["", *measure_memory(Path(disk), sizes)])
         say([f"load {os.getloadavg()[0]:.1f} in the end"])
 
 

@@ -46,6 +46,11 @@ class Model:
         """Bytes of all tensors in bfloat16."""
         return 2 * sum(map(prod, self.shapes.values()))
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return 2 * max(map(prod, self.shapes.values()))
+
 
 def model_of(gib: float, *, big: bool = False) -> Model:
     """Return the model nearest to a size; `big` gives it tensors over 1 GiB.

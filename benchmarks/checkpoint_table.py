@@ -7,7 +7,7 @@ from typing import Final
 
 from benchmarks.checkpoint_timing import Series
 
-__all__ = ["Row", "head_lines", "row_lines"]
+__all__ = ["MOST_MIB", "Row", "head_lines", "row_lines"]
 
 MOST_MIB: Final = 64
 INSPECT_SECONDS: Final = 0.3
