@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardspec.layout.rules import match_rules
     from shardspec.layout.spec import DimSpec, ShardingSpec
     from shardspec.mesh import DeviceMesh
+    from shardspec.parallel.distribute import distribute_module
     from shardspec.torch_dtensors import redistribute
     from shardspec.tracing import trace
 
@@ -41,6 +42,7 @@ _HOME: Final = {
     "ShardingSpec": "shardspec.layout.spec",
     "SimulatedCommunicator": "shardspec.comm.simulated",
     "arange": "shardspec.factories",
+    "distribute_module": "shardspec.parallel.distribute",
     "distribute_tensor": "shardspec.dtensor",
     "empty": "shardspec.factories",
     "full": "shardspec.factories",
@@ -72,6 +74,7 @@ __all__ = [
     "ShardingSpec",
     "SimulatedCommunicator",
     "arange",
+    "distribute_module",
     "distribute_tensor",
     "empty",
     "full",

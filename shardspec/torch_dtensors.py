@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardspec.comm.torch_mesh import from_torch
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
-from shardspec.interop.torch_dtensor import torch_dtensor
+from shardspec.interop.torch_dtensor import in_our_words, torch_dtensor
 from shardspec.interop.torch_placements import from_placements
 from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
@@ -50,7 +50,8 @@ def redistribute(
         If placements or spec do not fit the tensor or the mesh, want a reduction pending that is
         not, or a gradient is wanted that cannot be had.
     LossyConversionError
-        If a placement has no counterpart in a spec.
+        If a placement that is wanted has no counterpart in a spec. What the tensor has and a spec
+        cannot say, as the masked sum of an embedding, is finished by torch before.
     MeshError, CommunicatorError
         If a mesh belongs to another job, or the ranks ask for different conversions.
 
@@ -78,7 +79,7 @@ def redistribute(
         spec: SpecLike = from_placements(placements_or_spec, tensor.dim(), target)
     else:
         spec = placements_or_spec
-    ours = DTensor.from_torch(tensor, device_mesh=source)
+    ours = DTensor.from_torch(in_our_words(tensor), device_mesh=source)
     result = ours.redistribute(spec, device_mesh=target)
     if isinstance(device_mesh, TorchMesh):
         torch_mesh = device_mesh

@@ -17,7 +17,7 @@ from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.errors import AxisError, CommunicatorError, MeshError
 from shardspec.mesh import Axis, DeviceMesh, LinkModel
 
-__all__ = ["from_torch", "group_of", "init_device_mesh", "slice_of", "to_torch"]
+__all__ = ["device_type_of", "from_torch", "group_of", "init_device_mesh", "slice_of", "to_torch"]
 
 
 def init_device_mesh(
@@ -193,6 +193,13 @@ def group_of(mesh: DeviceMesh, axis: Axis | None = None) -> dist.ProcessGroup:
             return torch_mesh.get_group(number)
     ProcessGroupCommunicator.of(mesh)
     return job.group(mesh.group(rank, [number])) or to_torch(mesh).get_group(number)
+
+
+def device_type_of(mesh: DeviceMesh) -> str:
+    """Return the device type that torch's mesh of this one has been made for, or ``"cpu"``."""
+    plain = _without_links(mesh)
+    known = current_job().torch_meshes if dist.is_initialized() else {}
+    return next((device_type for made, device_type in known if made == plain), "cpu")
 
 
 def _product(mesh_shape: Sequence[int]) -> int:

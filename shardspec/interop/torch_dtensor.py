@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from shardspec.comm.steps import ReduceOp
-from shardspec.comm.torch_mesh import from_torch, to_torch
+from shardspec.comm.torch_mesh import device_type_of, from_torch, to_torch
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.interop.torch_placements import from_placements, to_placements
 from shardspec.layout.layout import Layout
@@ -86,9 +86,8 @@ def torch_dtensor(
         If torch refuses pending reductions as they are mixed.
     """
     mesh = layout.mesh
-    device = "cpu" if shard.is_meta else shard.device.type
     if torch_mesh is None:
-        torch_mesh = to_torch(mesh, device)
+        torch_mesh = to_torch(mesh, device_type_of(mesh) if shard.is_meta else shard.device.type)
     ops: set[ReduceOp] = {partial.op for partial in layout.spec.partials}
     if len(ops) > 1:
         raise LossyConversionError(

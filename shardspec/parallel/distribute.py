@@ -1,0 +1,228 @@
+"""Modules whose parameters and activations are cut by rules."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardspec.dtensor import DTensor
+from shardspec.errors import LayoutError
+from shardspec.interop.torch_dtensor import in_our_words
+from shardspec.layout.layout import Layout, SpecLike, resolve_axes
+from shardspec.layout.rules import match_rules
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+from shardspec.torch_dtensors import redistribute
+
+__all__ = ["InputFn", "OutputFn", "distribute_module", "inputs_as", "outputs_as"]
+
+InputFn: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
+"""Takes module, positional inputs and mesh, and returns other inputs, or None."""
+OutputFn: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
+"""Takes module, output and mesh, and returns another output, or None."""
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    rules: Mapping[str, SpecLike],
+    input_fn: InputFn | None = None,
+    output_fn: OutputFn | None = None,
+    *,
+    outputs: Mapping[str, SpecLike] | None = None,
+) -> nn.Module:
+    """Cut a module's parameters by rules, in place; every rank of the job calls it.
+
+    Parameters become DTensors of torch, which its optimizers, `fully_shard` and distributed
+    checkpoints take; so do buffers. What no rule matches is whole on every device. A parameter on
+    the meta device stays without data, a DTensor of torch on `device_mesh` is redistributed.
+
+    Parameters
+    ----------
+    module
+        Its parameters are the same on every rank.
+    device_mesh
+        Where; for a module that `fully_shard` will cut too, the slice for the other axes, as
+        ``mesh["tp"]``.
+    rules
+        Name pattern to spec, as everywhere (`shardspec.match_rules`); names are those of
+        ``state_dict()``.
+    input_fn, output_fn
+        Called before and after the module's forward with module, inputs or output, and mesh; what
+        they return takes the place of inputs or output. See `inputs_as` and `outputs_as`.
+    outputs
+        Name pattern of submodules to the spec of their output, which is redistributed to it. So
+        activations are cut where propagation alone would not, as in sequence parallelism.
+
+    Returns
+    -------
+    torch.nn.Module
+        The module itself.
+
+    Raises
+    ------
+    LayoutError
+        If a rule matches nothing, two rules match one tensor, a spec is for another number of dims
+        or has a reduction pending, or one tensor under two names gets two specs.
+    SpecSyntaxError, AxisError
+        If a spec is none, the mesh lacks an axis of it, or its reductions do not commute.
+    CommunicatorError, MeshError
+        If there is no job, or torch has no such mesh.
+
+    Examples
+    --------
+    In a job of eight::
+
+        mesh = init_device_mesh("cpu", (2, 4), axis_names=("dp", "tp"))
+        rules = {"up.weight": "[S(tp),R]", "up.bias": "[S(tp)]", "down.weight": "[R,S(tp)]"}
+        distribute_module(block, mesh, rules, inputs_as("[S(dp),R]"), outputs_as("[S(dp),R]"))
+    """
+    names = {name: tensor.dim() for name, _, _, tensor in _tensors(module)}
+    specs = _checked(match_rules(rules, names), device_mesh)
+    shared: dict[int, tuple[str, ShardingSpec]] = {}
+    for name, _, _, tensor in _tensors(module):
+        spec = specs.get(name, ShardingSpec(tensor.dim()))
+        other, first = shared.setdefault(id(tensor), (name, spec))
+        if first != spec:
+            raise LayoutError(
+                f"{other!r} and {name!r} are one tensor, but the rules cut it as {first} and as "
+                f"{spec}; give both the same"
+            )
+        Layout(device_mesh, spec, tensor.shape, tensor.dtype)
+    watched = _matched_modules(module, outputs or {}, device_mesh)
+    made: dict[int, torch.Tensor] = {}
+    for name, owner, own_name, tensor in list(_tensors(module)):
+        if id(tensor) not in made:
+            made[id(tensor)] = _cut(tensor, device_mesh, specs.get(name))
+        # As torch's own distribute_module does: a parameter of another class cannot be assigned.
+        place = owner._parameters if own_name in owner._parameters else owner._buffers
+        place[own_name] = made[id(tensor)]  # type: ignore[assignment]  # both are dicts of tensors
+    for submodule, spec in watched:
+        submodule.register_forward_hook(_Redistribute(spec, device_mesh))
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda owner, inputs: input_fn(owner, inputs, device_mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda owner, _, output: output_fn(owner, output, device_mesh))
+    return module
+
+
+def inputs_as(spec: SpecLike) -> InputFn:
+    """Return an `input_fn` that takes each rank's tensors as shards of this spec.
+
+    Tensors that are cut already are left as they are. The number of dims of a tensor may be larger
+    than that of the spec: further dims are whole.
+    """
+    wanted = ShardingSpec.of(spec)
+
+    def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        def shard_of(value: object) -> object:
+            if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor):
+                return value
+            full = _for_dims(wanted, value.dim())
+            return DTensor.from_local(value, mesh, full).to_torch()
+
+        return tuple(map(shard_of, inputs))
+
+    return take
+
+
+def outputs_as(spec: SpecLike) -> OutputFn:
+    """Return an `output_fn` that redistributes tensors to this spec and returns each rank's shard.
+
+    The gradient that arrives at a shard is that of its box; see `shardspec.dtensor`.
+    """
+    wanted = ShardingSpec.of(spec)
+
+    def give(_: nn.Module, output: object, mesh: DeviceMesh) -> object:
+        def shard_of(value: object) -> object:
+            if isinstance(value, TorchDTensor):
+                value = DTensor.from_torch(in_our_words(value), device_mesh=mesh)
+            if not isinstance(value, DTensor):
+                return value
+            return value.redistribute(_for_dims(wanted, value.dim())).to_local()
+
+        return _mapped(shard_of, output)
+
+    return give
+
+
+class _Redistribute:
+    """A forward hook that brings a module's output to a spec."""
+
+    def __init__(self, spec: ShardingSpec, mesh: DeviceMesh) -> None:
+        self._spec = spec
+        self._mesh = mesh
+
+    def __call__(self, _: nn.Module, inputs: object, output: object) -> object:
+        del inputs
+        return _mapped(self._one, output)
+
+    def _one(self, value: object) -> object:
+        if isinstance(value, DTensor):
+            return value.redistribute(_for_dims(self._spec, value.dim()))
+        if isinstance(value, TorchDTensor):
+            return redistribute(value, _for_dims(self._spec, value.dim()), self._mesh)
+        return value
+
+
+def _mapped(one: Callable[[object], object], value: object) -> object:
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_mapped(one, item) for item in value)
+    return one(value)
+
+
+def _for_dims(spec: ShardingSpec, dims: int) -> ShardingSpec:
+    """Return the spec with whole dims added at its end."""
+    if spec.dims >= dims:
+        return spec
+    return ShardingSpec(dims, spec.dim_partition_dict, partial=spec.partial)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Yield parameters and buffers: whole name, owner, name there, tensor; shared ones twice."""
+    for prefix, owner in module.named_modules(remove_duplicate=True):
+        for own_name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                yield f"{prefix}.{own_name}" if prefix else own_name, owner, own_name, tensor
+
+
+def _checked(specs: Mapping[str, ShardingSpec], mesh: DeviceMesh) -> dict[str, ShardingSpec]:
+    for name, spec in specs.items():
+        if spec.partials:
+            raise LayoutError(
+                f"tensor {name!r} cannot be cut as {spec}: a parameter has no reduction pending"
+            )
+    return {name: resolve_axes(spec, mesh) for name, spec in specs.items()}
+
+
+def _matched_modules(
+    module: nn.Module, outputs: Mapping[str, SpecLike], mesh: DeviceMesh
+) -> list[tuple[nn.Module, ShardingSpec]]:
+    """Return the submodules that patterns match; each pattern and each module once."""
+    by_dims = {pattern: ShardingSpec.of(spec) for pattern, spec in outputs.items()}
+    found: dict[str, ShardingSpec] = {}
+    for dims in {spec.dims for spec in by_dims.values()}:
+        rules = {pattern: spec for pattern, spec in by_dims.items() if spec.dims == dims}
+        names = {name: dims for name, _ in module.named_modules() if name}
+        for name, spec in match_rules(rules, names).items():
+            if name in found:
+                raise LayoutError(
+                    f"the output of module {name!r} is matched by two rules, as {found[name]} and "
+                    f"as {spec}; narrow the patterns so that one is left"
+                )
+            found[name] = resolve_axes(spec, mesh)
+    modules = dict(module.named_modules())
+    return [(modules[name], spec) for name, spec in found.items()]
+
+
+def _cut(tensor: torch.Tensor, mesh: DeviceMesh, spec: ShardingSpec | None) -> torch.Tensor:
+    wanted = ShardingSpec(tensor.dim()) if spec is None else spec
+    if isinstance(tensor, TorchDTensor):
+        result = tensor.detach() if spec is None else redistribute(tensor.detach(), wanted, mesh)
+    else:
+        result = DTensor(tensor.detach(), mesh, wanted).to_torch()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(result, requires_grad=tensor.requires_grad)
+    return result
