@@ -71,12 +71,10 @@ Examples:
 @click.option(
     "--links",
     multiple=True,
-    default=_LINKS,
-    show_default=True,
     callback=_each(parse_links),
     metavar="PRESETS",
     help="Links to pick, one preset for all axes or one per axis; may be given several times. "
-    "'shardspec presets' lists them.",
+    f"'shardspec presets' lists them.  [default: {', then '.join(_LINKS)}]",
 )
 @click.option(
     "--dtype",
@@ -116,6 +114,9 @@ def command(
                 f"a mesh of {prod(sizes)} devices is too large to draw; up to {MAX_DEVICES} can be"
             )
     built = [DeviceMesh(range(prod(sizes)), sizes, axis_names=names) for sizes, names in meshes]
+    if not links:
+        choices = (parse_links(text) for text in _LINKS)
+        links = tuple(c for c in choices if len(c) == 1 or any(len(c) == m.ndim for m in built))
     content = explorer_page(built, shapes, links, dtype).encode()
 
     def fill(descriptor: int) -> None:

@@ -1,0 +1,56 @@
+"""Run by the tests as a program: which boxes JAX gives to eight devices that it makes up.
+
+JAX runs threads of its own, so it has a process of its own. A line of JSON on standard input is one
+mesh with many tensors; a line comes back with the boxes of every device, or the error's name.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def boxes(mesh, shape, entries, unreduced):
+    entries = [tuple(entry) if isinstance(entry, list) else entry for entry in entries]
+    sharding = NamedSharding(mesh, PartitionSpec(*entries, unreduced=set(unreduced)))
+    # JAX lists no boxes of a tensor with pending sums, though it knows how large they are; the
+    # devices hold what they would hold of a finished one.
+    finished = NamedSharding(mesh, PartitionSpec(*entries))
+    try:
+        size = sharding.shard_shape(tuple(shape))
+        of_devices: dict[Any, Any] = dict(finished.devices_indices_map(tuple(shape)))
+    except ValueError as error:
+        return type(error).__name__
+    found = {
+        device.id: [list(each.indices(size)[:2]) for each, size in zip(at, shape, strict=True)]
+        for device, at in of_devices.items()
+    }
+    for box in found.values():
+        assert tuple(hi - lo for lo, hi in box) == size
+    return found
+
+
+def main():
+    found: list[Any] = jax.devices()
+    assert [device.id for device in found] == list(range(8))
+    devices = np.array(found)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        # Sums may be pending over explicit axes only; boxes are the same on both kinds.
+        mesh = Mesh(
+            devices[asked["ids"]].reshape(asked["shape"]),
+            asked["names"],
+            axis_types=(AxisType.Explicit,) * len(asked["names"]),
+        )
+        print(json.dumps([boxes(mesh, *case) for case in asked["cases"]]))
+
+
+if __name__ == "__main__":
+    main()
