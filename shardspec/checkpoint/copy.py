@@ -274,6 +274,7 @@ def _copy_blocks(
 ) -> None:
     """Move a run a block at a time: its digest is taken while the bytes are in the cache."""
     file = files.file(run.source.path)
+    file.expect(run.source_offset, run.source_offset + run.num_bytes)
     for at in range(0, run.num_bytes, buffers.block.size):
         length = min(buffers.block.size, run.num_bytes - at)
         block = Block(((0, length),), (), run.target_offset + at, length)

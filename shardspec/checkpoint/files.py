@@ -108,6 +108,11 @@ class SourceFile:
         """What the system knows the file by; None if it cannot copy from it by itself."""
         return None if self.remote is not None else self._fd
 
+    def expect(self, start: int, end: int) -> None:
+        """Take note that all bytes of a stretch will be wanted, one after the other."""
+        if self.remote is not None:
+            self.remote.expect(start, end)
+
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer of bytes from a place in the file.
 

@@ -31,7 +31,16 @@ class RangeReader:
         If it is missing, or the store refuses.
     """
 
-    __slots__ = ("_block", "_most", "_path", "_start", "_store", "_window", "num_bytes")
+    __slots__ = (
+        "_block",
+        "_expected",
+        "_most",
+        "_path",
+        "_start",
+        "_store",
+        "_window",
+        "num_bytes",
+    )
 
     def __init__(self, path: RemotePath) -> None:
         self.num_bytes = path.num_bytes()
@@ -40,6 +49,7 @@ class RangeReader:
         self._start = 0
         self._block = b""
         self._window = _LEAST
+        self._expected = (0, 0)
         self._most = MOST_AHEAD
 
     def keep(self, num_bytes: int) -> None:
@@ -48,6 +58,10 @@ class RangeReader:
         if len(self._block) > self._most:
             self._start += len(self._block)
             self._block = b""
+
+    def expect(self, start: int, end: int) -> None:
+        """Take note that all bytes of a stretch will be wanted."""
+        self._expected = start, end
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer of bytes from a place in the file.
@@ -72,7 +86,9 @@ class RangeReader:
         # Rows of columns are read along with what lies between them, where that is little.
         goes_on = 0 <= start - self._start - len(self._block) < _LEAST
         self._window = min(self._window * 2, self._most) if goes_on else _LEAST
-        end = min(start + min(max(num_bytes, self._window), self._most), self.num_bytes)
+        first, last = self._expected
+        rest = last - start if first <= start else 0
+        end = min(start + min(max(num_bytes, rest, self._window), self._most), self.num_bytes)
         # Let go of first: two of them would be twice the memory.
         self._block = b""
         data = b""
