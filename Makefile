@@ -16,7 +16,8 @@ PYTHON ?= python3.11 python3
 help:
 	@echo 'make setup   make .venv and install the pinned dependencies (only when they changed)'
 	@echo 'make lint    setup, then formatting, lint rules and types'
-	@echo 'make test    setup and lint, then every test'
+	@echo 'make docs    setup, then the site of docs/ in build/docs, without a warning'
+	@echo 'make test    setup, lint and docs, then every test'
 	@echo 'make demo    setup, then save, merge and compare real weights (examples/minilm.py)'
 	@echo 'make faults  setup, then every fault of docs/faults.md, and its table (half an hour)'
 	@echo 'make clean   remove .venv, caches and what the demo wrote'
@@ -82,7 +83,10 @@ lint: setup
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-test: lint
+docs: setup
+	$(PY) -m sphinx -q -W --keep-going -b html -d build/doctrees docs build/docs
+
+test: lint docs
 	$(PY) -m pytest
 
 demo: setup

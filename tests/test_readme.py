@@ -29,14 +29,18 @@ def steady(text):
     return VARYING.sub("…", text)
 
 
-def rewritten(text, directory):
-    """Return the README with all output as it is when its blocks run one after another."""
-    printed = []
+def rewritten(text, directory, *, shared=False):
+    """Return a page with all output as it is when its blocks run one after another.
+
+    Each block starts afresh, or goes on with the names of those before it.
+    """
+    printed: list[str] = []
+    names: dict[str, object] = {}
 
     def run_block(match):
         kind, body = match.groups()
         if kind == "python":
-            printed.extend(filter(None, [run_python(body, directory)]))
+            printed.extend(filter(None, [run_python(body, directory, names if shared else {})]))
         elif kind == "text":
             body = printed.pop(0)
         elif kind == "console":
@@ -48,10 +52,11 @@ def rewritten(text, directory):
     return text
 
 
-def run_python(source, directory):
+def run_python(source, directory, names):
     output = io.StringIO()
+    names["__name__"] = "readme"
     with contextlib.chdir(directory), contextlib.redirect_stdout(output):
-        exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+        exec(compile(source, "README.md", "exec"), names)
     return output.getvalue()
 
 

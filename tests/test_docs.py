@@ -1,0 +1,71 @@
+"""The documentation: its snippets print what it shows, and its site is complete.
+
+``python -m tests.test_docs`` writes what they print now into the pages.
+"""
+
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import shardspec
+from tests.test_readme import BLOCK, ROOT, rewritten, steady
+
+DOCS = ROOT / "docs"
+# Pages whose blocks run one after another; docs/checkpoints.md is run with the README.
+RUN = ("tutorial", "notation", "plans", "explore")
+
+
+def of_any_size(text):
+    """Leave out how large a written page is: that changes with every touch of its style."""
+    return re.sub(r"[\d.]+ KiB; open it", "…", steady(text))
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_snippets_and_commands_print_what_is_shown(tmp_path, name):
+    text = (DOCS / f"{name}.md").read_text("utf-8")
+    assert any(kind in ("python", "console") for kind, _ in BLOCK.findall(text))
+    assert of_any_size(rewritten(text, tmp_path, shared=True)) == of_any_size(text)
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = sorted(DOCS.glob("*.md"))
+    assert len(pages) >= 10
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
+            if not link.startswith("https:"):
+                assert (DOCS / link).is_file(), (page.name, link)
+
+
+def test_the_limits_of_the_page_are_as_written():
+    from shardspec.explorer.page import MAX_CONVERSIONS, MAX_DEVICES, MAX_PAGE_BYTES
+    from shardspec.explorer.tables import MAX_DIMS
+
+    text = (DOCS / "explore.md").read_text("utf-8")
+    assert f"| devices of a mesh | {MAX_DEVICES} |" in text
+    assert f"| dims of a tensor | 1 to {MAX_DIMS} |" in text
+    assert f"together | {MAX_CONVERSIONS:,} |" in text
+    assert f"| bytes of the page | {MAX_PAGE_BYTES // 2**20} MiB |" in text
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    from importlib import util
+
+    spec = util.spec_from_file_location("conf", DOCS / "conf.py")
+    assert spec is not None
+    assert spec.loader is not None
+    conf = util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    text = conf._public_names()
+    assert "<!-- public names -->" in (DOCS / "reference.md").read_text("utf-8")
+    for name, home in shardspec._HOME.items():
+        assert re.search(rf"\.\. auto(class|function):: {home}\.{name}$", text, re.MULTILINE)
+
+
+if __name__ == "__main__":
+    for each in RUN:
+        path = DOCS / f"{each}.md"
+        text = path.read_text("utf-8")
+        with tempfile.TemporaryDirectory() as temporary:
+            path.write_text(rewritten(text, Path(temporary), shared=True), "utf-8")
