@@ -40,7 +40,7 @@ def squeezed(text):
 def test_all_examples_are_tried_here():
     tried = Path(__file__).read_text("utf-8")
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 6
+    assert len(names) == 7
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 
@@ -128,6 +128,32 @@ def test_other_meshes_in_a_job(tmp_path):
         "device 4 holds columns 0 to 18: True",
         "device 5 holds columns 18 to 36: True",
     ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_dtensor_tour(tmp_path, world):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world)
+    output = run(*torchrun, EXAMPLES / "dtensor_tour.py", cwd=tmp_path)
+    assert "False" not in output
+    assert output.count(": True") == 8
+    lines = output.splitlines()
+    assert [line[:4] for line in lines if line.startswith("==")] == [f"== {n}" for n in range(1, 9)]
+    for line in (
+        f"  x={world} and dp=2,tp={world // 2}; device 1 of the grid is at "
+        f"{(0, 1) if world > 2 else (1, 0)}",
+        f"  put together of mine: [S0,R] of ({world}, 2)",
+        "  [S0,S1] @ [S1,R] = [S0,R|P1]: sums wait over tp",
+        "  [S0,R] → [R,R]: all-gather dim 0",
+        "  [R,R] → [R,S0]: slice dim 1",
+        "  [S0,R] → [R,S0]: all-to-all dim 0 → 1",
+        "  [R,R|P0] → [R,R]: all-reduce sum",
+        "  [R,R|P0] → [S0,R]: reduce-scatter sum dim 0",
+        f"  up.weight: ({16 // (world // 2)}, 8) of (16, 8) here; gradient as in one process: True",
+        f"  all-reduce, a pending sum made whole: [{world * (world - 1) / 2}, "
+        f"{world * (world - 1) / 2}]",
+    ):
+        assert line in lines
 
 
 @pytest.mark.dist
