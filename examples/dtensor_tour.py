@@ -5,6 +5,7 @@ torchrun --standalone --nproc_per_node 4 examples/dtensor_tour.py    (2, 4 or 8 
 
 import copy
 from collections import OrderedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,8 @@ b = shardspec.rand(16, 4, device_mesh=grid, sharding_spec="[S(tp),R]")
 product = a @ b
 say(f"  {a.sharding_spec} @ {b.sharding_spec} = {product.sharding_spec}: sums wait over tp")
 right = torch.allclose(product.to_global(), a.to_global() @ b.to_global())
-say(f"  relu of it: {torch.relu(product).sharding_spec}; right: {right}")
+positive: Any = torch.relu(product)
+say(f"  relu of it: {positive.sharding_spec}; right: {right}")
 
 
 def steps_of(trace: shardspec.tracing.Trace) -> str:
