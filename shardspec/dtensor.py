@@ -9,14 +9,12 @@ same box must receive the same gradient, which is so when every rank computes th
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.default import communicator_of
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.execution import agree_on, run_plan
 from shardspec.gradients import Convert, GradientsBy, OneOfEqual, check_differentiable
-from shardspec.interop.torch_dtensor import layout_of
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
@@ -148,6 +146,10 @@ class DTensor(ShardStorage):
         MeshError
             If torch's mesh is one of another job.
         """
+        from torch.distributed.tensor import DTensor as TorchDTensor
+
+        from shardspec.interop.torch_dtensor import layout_of
+
         if not isinstance(tensor, TorchDTensor):
             raise LayoutError(
                 f"from_torch takes a DTensor of torch, not a {type(tensor).__name__}; use "
@@ -220,7 +222,7 @@ class DTensor(ShardStorage):
         return cls.from_shards(shards, layout, chosen)
 
     @classmethod
-    def _wrapped(cls, tensor: TorchDTensor, mesh: DeviceMesh) -> "DTensor":
+    def _wrapped(cls, tensor: torch.Tensor, mesh: DeviceMesh) -> "DTensor":
         return cls.from_torch(tensor, device_mesh=mesh)
 
     @property
@@ -232,7 +234,6 @@ class DTensor(ShardStorage):
         if self._own() is None:
             assert self._torch is not None, "it is made of the one or of the other"
             grad = self._torch.grad if self._torch.is_leaf or self._torch.retains_grad else None
-            assert grad is None or isinstance(grad, TorchDTensor), "as the tensor itself"
             return None if grad is None else DTensor._wrapped(grad, self.device_mesh)
         collected = {d: s for d, s in self.shards.items() if s.is_leaf or s.retains_grad}
         grads = {d: shard.grad for d, shard in collected.items() if shard.grad is not None}

@@ -33,7 +33,7 @@ def _of(name: str, function: Callable[..., Any], *shapes: Shape, **more: Any) ->
 ODD, EVEN = (7, 5), (8, 6)
 # torch looks for the cheapest way among many where a cut dim is flattened, which takes it seconds.
 BATCHES = (("[S0,R,R]", "[R,S1]"), ("[S0,R,S1]", "[S1,R]"), ("[R,R,S0]", "[S0,R|P1]"))
-HEADS = (("[S0,R,R,R]",) * 3, ("[R,S1,R,R]",) * 3, ("[S1,R,R,R]", "[S1,R,R,R]", "[R,R,R,R]"))
+HEADS = (("[S0,R,R,R]",) * 3, ("[S1,R,R,R]", "[S1,R,R,R]", "[R,R,R,R]"))
 
 ELEMENTWISE = [
     _of("exp", torch.exp, ODD),

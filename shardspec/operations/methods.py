@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
-from shardspec.operations.apply import apply
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor as TorchDTensor
 
 __all__ = ["TensorMethods"]
 
@@ -36,11 +37,11 @@ class TensorMethods:
 
     layout: Layout
 
-    def to_torch(self) -> TorchDTensor:
+    def to_torch(self) -> "TorchDTensor":
         """Return the tensor as torch's."""
         raise NotImplementedError
 
-    def follow(self, tensor: TorchDTensor) -> None:
+    def follow(self, tensor: "TorchDTensor") -> None:
         """Take note that torch's tensor may have been written to."""
         raise NotImplementedError
 
@@ -49,7 +50,7 @@ class TensorMethods:
         raise NotImplementedError
 
     @classmethod
-    def _wrapped(cls, tensor: TorchDTensor, mesh: DeviceMesh) -> "TensorMethods":
+    def _wrapped(cls, tensor: torch.Tensor, mesh: DeviceMesh) -> "TensorMethods":
         raise NotImplementedError
 
     @classmethod
@@ -63,6 +64,8 @@ class TensorMethods:
         """Carry out a torch function that has met a cut tensor."""
         if not all(issubclass(kind, TensorMethods | torch.Tensor) for kind in types):
             return NotImplemented
+        from shardspec.operations.apply import apply
+
         return apply(function, args, kwargs or {}, TensorMethods, cls._wrapped)
 
     def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401

@@ -1,18 +1,20 @@
 """Shards that may be in torch's DTensor as well: one storage, and one history of gradients."""
 
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CommunicatorError
-from shardspec.interop.torch_dtensor import layout_of, local_of, torch_dtensor
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.operations.methods import TensorMethods
+
+# torch's DTensor takes as long to import as the rest of torch, so it waits until one is asked for.
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor as TorchDTensor
 
 __all__ = ["ShardStorage"]
 
@@ -33,7 +35,7 @@ class ShardStorage(TensorMethods):
     """Who moves shards."""
     _shards: dict[int, torch.Tensor] | None
     """Those it was made of, by physical id; None where it was made of torch's."""
-    _torch: TorchDTensor | None
+    _torch: "TorchDTensor | None"
     """The same storage as torch's, once it was asked for."""
     _history: object
     """What torch's was computed by when it was made of the shards."""
@@ -82,7 +84,7 @@ class ShardStorage(TensorMethods):
         """Return the number of tensor dims."""
         return len(self.layout.global_shape)
 
-    def to_torch(self) -> TorchDTensor:
+    def to_torch(self) -> "TorchDTensor":
         """Return the tensor as torch's: the same storage, and gradients flow back.
 
         It is the same object each time. Every rank of the mesh calls this.
@@ -104,6 +106,8 @@ class ShardStorage(TensorMethods):
                     "any operation, needs one process per device; start the program with torchrun, "
                     "or work on to_global()"
                 )
+            from shardspec.interop.torch_dtensor import torch_dtensor
+
             outside = torch.empty(0, dtype=self.dtype)
             self._torch = torch_dtensor(next(iter(own.values()), outside), self.layout)
             self._history = self._torch.grad_fn
@@ -115,8 +119,10 @@ class ShardStorage(TensorMethods):
             self._shards = None
         return self._shards
 
-    def follow(self, tensor: TorchDTensor) -> None:
+    def follow(self, tensor: "TorchDTensor") -> None:
         """Take note that torch's tensor, which is this one's, may have been written to."""
+        from shardspec.interop.torch_dtensor import layout_of
+
         layout = layout_of(tensor, self.device_mesh)
         with torch.no_grad():
             place = tensor.to_local().data_ptr()
@@ -134,5 +140,7 @@ class ShardStorage(TensorMethods):
         own = self._own()
         if own is not None:
             return own
+        from shardspec.interop.torch_dtensor import local_of
+
         assert self._torch is not None, "it is made of the one or of the other"
         return {device: local_of(self._torch) for device in self.communicator.addressable}

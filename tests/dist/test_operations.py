@@ -254,6 +254,7 @@ def torchs_own_errors(mesh):
 
 
 def play(rank):
+    torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     like_a_tensor(rank, mesh)
     with_modules(mesh)

@@ -207,6 +207,7 @@ def refused(mesh):
 
 
 def play(rank):
+    torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     for scene in (
         storage_is_shared,
