@@ -85,6 +85,7 @@ lint: setup
 
 docs: setup
 	$(PY) -m sphinx -q -W --keep-going -b html -d build/doctrees docs build/docs
+	$(PY) -m shardspec explore --force -o build/docs/page.html
 
 test: lint docs
 	$(PY) -m pytest

@@ -215,6 +215,8 @@ function renderMatrix() {
     specs.map((_, target) => (entry(source, target) === null ? null : facts(entry(source, target)[1], source).time)));
   const logs = times.flat().filter((time) => time).map(Math.log);
   const [least, most] = [Math.min(...logs), Math.max(...logs)];
+  element("range").textContent = logs.length
+    ? `from ${secondsText(Math.exp(least))} to ${secondsText(Math.exp(most))}; grey is free` : "";
   const parts = [];
   times.forEach((row, source) => {
     if (named) {
