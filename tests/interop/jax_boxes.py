@@ -1,7 +1,8 @@
 """Run by the tests as a program: which boxes JAX gives to eight devices that it makes up.
 
-JAX runs threads of its own, so it has a process of its own. A line of JSON on standard input is one
-mesh with many tensors; a line comes back with the boxes of every device, or the error's name.
+JAX runs threads of its own, so it has a process of its own, and nothing here imports it before the
+program runs. A line of JSON on standard input is one mesh with many tensors; a line comes back with
+the boxes of every device, or the error's name.
 """
 
 import json
@@ -9,15 +10,10 @@ import os
 import sys
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-
-import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
 
 def boxes(mesh, shape, entries, unreduced):
+    from jax.sharding import NamedSharding, PartitionSpec
+
     entries = [tuple(entry) if isinstance(entry, list) else entry for entry in entries]
     sharding = NamedSharding(mesh, PartitionSpec(*entries, unreduced=set(unreduced)))
     # JAX lists no boxes of a tensor with pending sums, though it knows how large they are; the
@@ -38,6 +34,12 @@ def boxes(mesh, shape, entries, unreduced):
 
 
 def main():
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
     found: list[Any] = jax.devices()
     assert [device.id for device in found] == list(range(8))
     devices = np.array(found)
