@@ -7,6 +7,7 @@ same box must receive the same gradient, which is so when every rank computes th
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.operations.storage import ShardStorage
 from shardspec.shards import added_up, check_shards, facts_of, index_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor as TorchDTensor
 
 __all__ = ["DTensor", "distribute_tensor"]
 
@@ -155,11 +159,15 @@ class DTensor(ShardStorage):
                 f"from_torch takes a DTensor of torch, not a {type(tensor).__name__}; use "
                 "from_local for a shard, or distribute_tensor for a whole tensor"
             )
-        result = cls.__new__(cls)
-        result.layout = layout_of(tensor, device_mesh)
-        result.communicator = communicator_of(result.layout.mesh)
-        result._torch, result._shards, result._history = tensor, None, None
+        result = cls._of_torch(tensor, layout_of(tensor, device_mesh))
         check_shards(result.layout, {d: facts_of(shard) for d, shard in result.shards.items()})
+        return result
+
+    @classmethod
+    def _of_torch(cls, tensor: "TorchDTensor", layout: Layout) -> "DTensor":
+        result = cls.__new__(cls)
+        result.layout, result.communicator = layout, communicator_of(layout.mesh)
+        result._torch, result._shards, result._history = tensor, None, None
         return result
 
     @classmethod
@@ -222,8 +230,14 @@ class DTensor(ShardStorage):
         return cls.from_shards(shards, layout, chosen)
 
     @classmethod
-    def _wrapped(cls, tensor: torch.Tensor, mesh: DeviceMesh) -> "DTensor":
-        return cls.from_torch(tensor, device_mesh=mesh)
+    def _wrapped(cls, tensor: "TorchDTensor", mesh: DeviceMesh) -> "DTensor":
+        from shardspec.interop.torch_dtensor import layout_of
+
+        layout = layout_of(tensor, mesh)
+        if any(cut.axes != tuple(sorted(cut.axes, key=int)) for cut in layout.spec.dim_specs):
+            # torch splits strided shards by a rule of its own where they are uneven.
+            return cls.from_torch(tensor, device_mesh=mesh)
+        return cls._of_torch(tensor, layout)
 
     @property
     def grad(self) -> "DTensor | None":
@@ -234,7 +248,7 @@ class DTensor(ShardStorage):
         if self._own() is None:
             assert self._torch is not None, "it is made of the one or of the other"
             grad = self._torch.grad if self._torch.is_leaf or self._torch.retains_grad else None
-            return None if grad is None else DTensor._wrapped(grad, self.device_mesh)
+            return None if grad is None else DTensor.from_torch(grad, device_mesh=self.device_mesh)
         collected = {d: s for d, s in self.shards.items() if s.is_leaf or s.retains_grad}
         grads = {d: shard.grad for d, shard in collected.items() if shard.grad is not None}
         if len(grads) < len(self.shards) or not grads:

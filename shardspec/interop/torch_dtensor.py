@@ -6,6 +6,7 @@ mean torch hands on the gradient of the mean; here each of n addends gets an n-t
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -49,8 +50,14 @@ def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
             f"the tensor is on a torch mesh of shape {tuple(tensor.device_mesh.shape)}, but mesh "
             f"{found} has shape {found.shape}"
         )
-    spec = from_placements(tensor.placements, tensor.dim(), found)
-    return Layout(found, spec, tuple(tensor.shape), tensor.dtype)
+    return _layout(found, tuple(tensor.placements), tuple(tensor.shape), tensor.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> Layout:
+    return Layout(mesh, from_placements(placements, len(shape), mesh), shape, dtype)
 
 
 def local_of(tensor: TorchDTensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class TensorMethods:
         raise NotImplementedError
 
     @classmethod
-    def _wrapped(cls, tensor: torch.Tensor, mesh: DeviceMesh) -> "TensorMethods":
+    def _wrapped(cls, tensor: "TorchDTensor", mesh: DeviceMesh) -> "TensorMethods":
         raise NotImplementedError
 
     @classmethod
