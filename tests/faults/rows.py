@@ -62,7 +62,13 @@ ROWS: Final = (
         injected.writes,
         ends="whole or refused",
     ),
-    Row("save-writes", "the same in a save", injected.saves, ends="whole or refused", torch=True),
+    Row(
+        "save-writes",
+        "killed or failing at every write, flush and rename of a save",
+        injected.saves,
+        ends="whole or refused",
+        torch=True,
+    ),
     Row("reads", "failing at every read", injected.reads, ends="whole or refused"),
     Row(
         "full",
@@ -73,7 +79,7 @@ ROWS: Final = (
     ),
     Row(
         "save-full",
-        "the same in a save",
+        "disk full, in a save",
         full.saves,
         ends="whole or refused",
         torch=True,
