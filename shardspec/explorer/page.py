@@ -69,7 +69,7 @@ def explorer_page(
     parts = {
         "TITLE": escape(f"shardspec: conversions on {', '.join(map(str, meshes))}"),
         "STYLE": _asset("page.css"),
-        "SCRIPT": _asset("page.js"),
+        "SCRIPT": _asset("picture.js") + _asset("page.js"),
         # Nothing in the tables may end the element that they stand in.
         "DATA": text.replace("<", "\\u003c"),
     }
