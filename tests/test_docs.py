@@ -14,7 +14,7 @@ from tests.test_readme import BLOCK, ROOT, rewritten, steady
 
 DOCS = ROOT / "docs"
 # Pages whose blocks run one after another; docs/checkpoints.md is run with the README.
-RUN = ("tutorial", "notation", "plans", "explore")
+RUN = ("tutorial", "notation", "plans", "explore", "comparison")
 
 
 def of_any_size(text):
