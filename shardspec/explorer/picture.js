@@ -303,7 +303,8 @@ function run(until) {
       }
     } else {
       running.last = time;
-      state.at = Math.min(state.at + Math.max(passed, 0), until);
+      // After a pause of the browser it goes on from where it was.
+      state.at = Math.min(state.at + Math.min(Math.max(passed, 0), 0.1), until);
     }
     drawPicture();
     if (state.at >= until) stop();

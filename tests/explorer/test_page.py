@@ -1,7 +1,7 @@
 """The page of `shardspec explore` in a real browser, held against the library."""
 
+import math
 from itertools import pairwise
-from math import prod
 
 import pytest
 from click.testing import CliRunner
@@ -290,12 +290,33 @@ def test_hands_on_keys_alone(page):
 def test_it_moves(page):
     page("Emulation.setEmulatedMedia", features=[])
     steps = page.ask("plan().moves.length")
-    assert page.ask("new Promise((done) => { play(); setTimeout(() => done(state.at), 400); })") > 0
-    assert text(page, "#play") == "❚❚ Pause"
+    assert steps > 1
     page.ask("play()")
-    stopped = page.ask("state.at")
-    assert 0 < stopped < steps
+    assert text(page, "#play") == "❚❚ Pause"
+    moving = """new Promise((done) => {
+        const look = () => (state.at > 0.3 ? done(state.at) : requestAnimationFrame(look));
+        look();
+    })"""
+    assert 0.3 < page.ask(moving) < steps
+    page.ask("play()")
     assert text(page, "#play") == "▶ Play"
+    stopped = page.ask("state.at")
+    page.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.ask("state.at") == stopped
+    # A step forward ends where the next layout is reached.
+    page.ask("forward()")
+    page.ask(moving.replace("0.3", str(math.ceil(stopped) - 1e-9)))
+    assert page.ask("state.at") == math.ceil(stopped)
+
+
+def test_every_control_says_what_it_is(page):
+    unnamed = page.ask(
+        """[...document.querySelectorAll("select, input, button")]
+            .filter((each) => !(each.labels?.length || each.innerText || each.ariaLabel))
+            .map((each) => each.outerHTML)"""
+    )
+    assert unnamed == []
+    assert page.ask("document.querySelectorAll('select, input, button').length") > 15
 
 
 def test_a_link_leads_to_what_was_picked(page, path):
@@ -341,7 +362,7 @@ def test_it_can_be_read_in_light_and_in_dark(page, scheme):
 
 def test_numbers_are_written_as_the_library_writes_them(page):
     sizes = [0, 1, 1023, 1024, 1536, 12928, 12938, 10**7, 2**40, 2**50 + 2**39, 3 * 2**60]
-    sizes += [prod((n, n, 3)) for n in range(1, 4000, 37)]
+    sizes += [math.prod((n, n, 3)) for n in range(1, 4000, 37)]
     times = [0, 1e-12, 9.9999e-4, 1e-3, 0.5, 1, 75.125, 12345.0, 1e6, 2.5e-5, 1.5e-10, 9.99951e-7]
     times += [n / 1024 / 1024 for n in range(1, 3000, 31)]
     assert page.ask(f"{sizes}.map(bytesText)") == [bytes_text(size) for size in sizes]
