@@ -120,4 +120,5 @@ say(f"  all-reduce, a pending sum made whole: {total.redistribute('[R]').to_loca
 mine = DTensor.from_shards({rank: ones[:1] * rank}, Layout(row, "[S0]", (world,), "float32"))
 say(f"  all-gather, a cut made whole: {mine.redistribute('[R]').to_local().tolist()}")
 
+dist.barrier()
 dist.destroy_process_group()

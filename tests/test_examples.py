@@ -40,7 +40,7 @@ def squeezed(text):
 def test_all_examples_are_tried_here():
     tried = Path(__file__).read_text("utf-8")
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 7
+    assert len(names) == 11
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 
@@ -154,6 +154,53 @@ def test_dtensor_tour(tmp_path, world):
         f"{world * (world - 1) / 2}]",
     ):
         assert line in lines
+
+
+def launched(name, world, cwd):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world)
+    return run(*torchrun, name, cwd=cwd)
+
+
+@pytest.mark.dist
+def test_tensor_parallel_mlp(tmp_path):
+    output = launched(EXAMPLES / "tensor_parallel_mlp.py", 4, tmp_path)
+    *_, alone, cut, held = output.splitlines()
+    assert output.startswith("up.weight    [S(tp),R]\n")
+    losses = [[float(loss) for loss in line.partition(": ")[2].split()] for line in (alone, cut)]
+    assert len(losses[0]) == 5
+    assert losses[0][4] < losses[0][0] / 3
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+    # A quarter of 64·256 + 256 + 256·64, and the whole bias of 64.
+    assert held == "parameters here: 8,320 of 33,088"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [4, 8])
+def test_hsdp(tmp_path, world):
+    output = launched(EXAMPLES / "hsdp.py", world, tmp_path)
+    rows = 48 // (world // 2)
+    assert output.splitlines()[0] == f"0.weight: [S(gpu),R] of (48, 32), ({rows}, 32) here"
+    assert output.count("as trained in one process: True") == 4
+
+
+@pytest.mark.dist
+def test_train_save_merge(tmp_path):
+    output = launched(EXAMPLES / "train_save_merge.py", 4, tmp_path)
+    losses = [float(loss) for loss in re.findall(r"step +\d+: loss ([\d.]+)", output)]
+    assert len(losses) == 4
+    assert losses[0] > 4
+    assert losses[3] < 2.6
+    assert "merged: 5 tensors of 4 files" in output
+    assert "the same guesses: 512 of 512; scores differ by at most 1e-4: True" in output
+    assert "it writes: 'The statement" in output
+
+
+@pytest.mark.dist
+def test_elastic_resume(tmp_path):
+    output = run(EXAMPLES / "elastic_resume.py", cwd=tmp_path)
+    ranks = [line.partition(" ")[0] for line in output.splitlines()]
+    assert ranks == ["8", "4", "6"]
+    assert output.count("; as without interruption, to the last bit: True\n") == 3
 
 
 @pytest.mark.dist
