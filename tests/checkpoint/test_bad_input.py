@@ -41,9 +41,7 @@ def test_no_directory(tmp_path, capsys):
     assert caught.value.code == 3
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == (
-        f"Error: {tmp_path}/no: there is no such checkpoint; check the path\n"
-    )
+    assert captured.err == (f"Error: {tmp_path}/no: there is no such checkpoint; check the path\n")
 
 
 def test_a_file_instead_of_a_directory(tmp_path):

@@ -1,5 +1,7 @@
 """Which tensors, under which names, in which dtype."""
 
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -65,7 +67,7 @@ def test_casts_are_those_of_torch(source, dtype):
 
 
 def test_bad_input(source):
-    for options, problem in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"include": ["nope*"]}, "pattern 'nope\\*' matches nothing"),
         ({"exclude": ["nope"]}, "pattern 'nope' matches nothing"),
         ({"include": ["rope"], "exclude": ["r*"]}, "no tensor of .* is left to write"),
@@ -75,7 +77,8 @@ def test_bad_input(source):
         ({"include": ["rope"], "rename": [(".*", "")]}, "would have no name left"),
         ({"threads": 0}, "0 threads write nothing"),
         ({"form": "zip"}, "there is no form 'zip'"),
-    ]:
+    ]
+    for options, problem in cases:
         with pytest.raises(CheckpointError, match=problem):
             merged(source, **options)
     for dtype in ("int8", "complex64", "float7"):

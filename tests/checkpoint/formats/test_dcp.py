@@ -118,8 +118,8 @@ def test_merging_gives_the_bits_that_torch_gathers(saved, way, tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_merged_model_says_the_same_in_one_process(saved, way, tmp_path):
     place = saved / way
-    options = {"include": ["model.*"], "rename": [("^model[.]", "")]}
-    merge(place / "ckpt", tmp_path / "model.pt", **options)
+    rename = [("^model[.]", "")]
+    merge(place / "ckpt", tmp_path / "model.pt", include=["model.*"], rename=rename)
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     net = Net(JOBS_BY_NAME[way]).to(state["up.weight"].dtype)
     net.load_state_dict(state)

@@ -1,9 +1,11 @@
 """What is written for torch.distributed.checkpoint is read by it."""
 
+from typing import Any
+
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardspec import DeviceMesh, merge, reshard
 from tests.checkpoint.writers.states import check_same, save, state
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def loaded(path, like):
     """Load with torch into tensors full of something else."""
     found = {name: torch.ones_like(value) for name, value in like.items()}
-    dcp.load(found, checkpoint_id=path, no_dist=True)
+    load(found, checkpoint_id=path, no_dist=True)
     return found
 
 
@@ -43,7 +45,7 @@ def test_plain_values_go_along(tmp_path):
     values = {"step": 7, "name": "x", "flags": [True, None]}
     torch.save({"w": torch.ones(2), **values}, tmp_path / "in.pt")
     merge(tmp_path / "in.pt", tmp_path / "dcp", form="dcp")
-    found = {"w": torch.zeros(2), "step": 0, "name": "", "flags": []}
-    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found: dict[str, Any] = {"w": torch.zeros(2), "step": 0, "name": "", "flags": []}
+    load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert found["w"].tolist() == [1, 1]
     assert (found["step"], found["name"]) == (7, "x")

@@ -62,8 +62,8 @@ def test_plain_values_go_along(tmp_path):
     assert kept == {name: values[name] for name in ("step", "lr", "name")}
     assert report.left_out == ()
     # What is picked and renamed is picked and renamed for them too.
-    chosen = {"exclude": ["[nf]*"], "rename": [("^", "x.")]}
-    report = merge(tmp_path / "in.pt", tmp_path / "some.pt", **chosen)
+    rename = [("^", "x.")]
+    report = merge(tmp_path / "in.pt", tmp_path / "some.pt", exclude=["[nf]*"], rename=rename)
     assert torch.load(tmp_path / "some.pt").keys() == {"x.w", "x.step", "x.lr"}
     assert {name.split(".")[0] for name in report.left_out} == {"name", "nested", "flags"}
     # safetensors has no room for them.
