@@ -29,6 +29,10 @@ __all__ = ["Buffers", "FileSink", "MemorySink", "Sink", "copy_box", "write_all"]
 
 _BLOCK_BYTES: Final = 1 << 20
 """Size of each buffer: it fits the L2 cache of common CPUs; smaller ones mean more calls."""
+_WRITE_BYTES: Final = 64 << 10
+"""Bytes written by one call. For longer ones Linux takes large pages into its cache, and on a
+virtual machine, whose host has to find memory for them first, this can take several times as
+long."""
 _COPY_BYTES: Final = 4 << 20
 """Bytes copied by one call inside the system, so that progress is seen."""
 _NO_DIRECT_COPY: Final = frozenset(
@@ -210,7 +214,7 @@ def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(data):
         try:
-            done += os.pwrite(fd, data[done:], offset + done)
+            done += os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
 
