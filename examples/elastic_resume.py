@@ -74,6 +74,7 @@ def stage(directory: Path, first: int) -> None:
     save_sharded(state, directory / "checkpoint", overwrite=True)
     if rank == 0:
         print(json.dumps(losses))
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -41,6 +41,9 @@ device = rank if in_a_job else 5
 if device in last:
     columns = slice(18 * (device - 4), 18 * (device - 3))
     right = torch.equal(tensor.to_local(device), weight[:, columns])
-    print(f"device {device} holds columns {columns.start} to {columns.stop}: {right}")
+    # In one piece, since two ranks print at once.
+    print(f"device {device} holds columns {columns.start} to {columns.stop}: {right}\n", end="")
 if in_a_job:
+    # Nobody leaves while others are still at work.
+    dist.barrier()
     dist.destroy_process_group()

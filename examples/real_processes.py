@@ -43,4 +43,6 @@ loss.backward()  # type: ignore[no-untyped-call]  # torch's own
 assert d_tensor.grad is not None
 say(f"gradient {d_tensor.grad.to_local()[0].tolist()} in its first row")
 
+# Nobody leaves while others are still at work.
+dist.barrier()
 dist.destroy_process_group()

@@ -19,8 +19,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def run(*args, cwd, code=0):
     """Run a Python program, all warnings as errors, and return what it printed."""
     # As on a plain terminal: not part of a job, and not wider than usual.
-    # Unbuffered, Python writes a line and its end apart, and those of two ranks may mix.
-    left_out = ("COLUMNS", "RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
+    left_out = ("COLUMNS", "RANK", "WORLD_SIZE")
     done = subprocess.run(
         [sys.executable, "-W", "error", *map(str, args)],
         cwd=cwd,
