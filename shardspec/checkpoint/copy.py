@@ -15,7 +15,8 @@ from typing import Final, Protocol, assert_never
 import numpy as np
 
 from shardspec.boxes import Box, box_shape, intersect, slices_within
-from shardspec.checkpoint.digests import Checks, crc32
+from shardspec.checkpoint.behind import BLOCK_BYTES, Behind
+from shardspec.checkpoint.digests import Checks, crc32, crc32_combine
 from shardspec.checkpoint.files import OpenFiles, SourceFile, reason
 from shardspec.checkpoint.numbers import cast
 from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, pieces
@@ -25,14 +26,8 @@ from shardspec.checkpoint.source import StoredBox, StoredTensor, distinct
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["Buffers", "FileSink", "MemorySink", "Sink", "copy_box", "write_all"]
+__all__ = ["Buffers", "FileSink", "MemorySink", "Sink", "copy_box"]
 
-_BLOCK_BYTES: Final = 1 << 20
-"""Size of each buffer: it fits the L2 cache of common CPUs; smaller ones mean more calls."""
-_WRITE_BYTES: Final = 64 << 10
-"""Bytes written by one call. For longer ones Linux takes large pages into its cache, and on a
-virtual machine, whose host has to find memory for them first, this can take several times as
-long."""
 _COPY_BYTES: Final = 4 << 20
 """Bytes copied by one call inside the system, so that progress is seen."""
 _NO_DIRECT_COPY: Final = frozenset(
@@ -45,9 +40,9 @@ class Buffers:
     """Memory for one thread that copies: made once, used for every tensor."""
 
     def __init__(self) -> None:
-        self.block: Bytes = np.empty(_BLOCK_BYTES, np.uint8)
+        self.block: Bytes = np.empty(BLOCK_BYTES, np.uint8)
         """Where a block of the target is put together."""
-        self.scratch: Bytes = np.empty(_BLOCK_BYTES, np.uint8)
+        self.scratch: Bytes = np.empty(BLOCK_BYTES, np.uint8)
         """What was read and is still to be put in place."""
 
 
@@ -67,8 +62,8 @@ class Sink(Protocol):
         """Return flat memory in which a block can be put together."""
         ...
 
-    def put(self, block: Block, room: Bytes) -> None:
-        """Take a block that has been put together in the memory that `room` gave."""
+    def put(self, block: Block, room: Bytes, crc: int | None = None) -> None:
+        """Take a block that was put together in what `room` gave; and its CRC-32, if known."""
         ...
 
 
@@ -98,7 +93,7 @@ class MemorySink:
         """Return the very place of the block."""
         return self._out[block.target_offset : block.target_offset + block.num_bytes]
 
-    def put(self, block: Block, room: Bytes) -> None:
+    def put(self, block: Block, room: Bytes, crc: int | None = None) -> None:
         """Do nothing: the block is in its place."""
 
 
@@ -109,14 +104,16 @@ class FileSink:
     ----------
     fd, path
         The file, open for writing; the path is for errors.
-    offset
-        Where in it the target starts.
-    buffers
-        Memory to gather blocks in.
+    name, offset
+        What the target is, for errors, and where in the file it starts.
+    behind
+        Writes blocks of that file.
     advance
-        Called with the number of bytes after each write.
+        Called with the number of bytes of each block.
     digested
         Whether to take the CRC-32 of what is written.
+    checked
+        Whether to have what was written read again; then it is `digested` too.
     dtypes
         Source and target dtype if the numbers are to be cast.
     """
@@ -125,22 +122,27 @@ class FileSink:
         self,
         fd: int,
         path: Path,
+        name: str,
         offset: int,
-        buffers: Buffers,
+        behind: Behind,
         advance: Callable[[int], None],
         *,
         digested: bool = False,
+        checked: bool = False,
         dtypes: tuple[str, str] | None = None,
     ) -> None:
+        assert digested or not checked, "what is checked has a digest"
         self._fd = fd
         self._path = path
+        self._name = name
         self._offset = offset
-        self._buffers = buffers
+        self._behind = behind
         self._advance = advance
         self._digested = digested
+        self._checked = checked
         self._dtypes = dtypes
         self.crc32 = 0
-        """Of what was written so far, if it is digested; the target is filled from its start."""
+        """Of what was put so far, if it is digested; the target is filled from its start."""
 
     @property
     def direct(self) -> bool:
@@ -154,10 +156,10 @@ class FileSink:
         if source is not None and sys.platform == "linux":
             done = self._copy_direct(run, source)
         while done < run.num_bytes:
-            part = self._buffers.block[: run.num_bytes - done]
+            part = self._behind.room(min(self._behind.block_bytes, run.num_bytes - done))
             file.read_into(part.data, run.source_offset + done)
             target = self._offset + run.target_offset + done
-            write_all(self._fd, part.data, target, self._path)
+            self._behind.put(part, target, self._name, None)
             done += len(part)
             self._advance(len(part))
 
@@ -187,36 +189,21 @@ class FileSink:
         return done
 
     def room(self, block: Block) -> Bytes:
-        """Return the start of the buffer."""
-        return self._buffers.block[: block.num_bytes]
+        """Return the start of a buffer."""
+        return self._behind.room(block.num_bytes)
 
-    def put(self, block: Block, room: Bytes) -> None:
-        """Write the block."""
+    def put(self, block: Block, room: Bytes, crc: int | None = None) -> None:
+        """Have the block written."""
         target = block.target_offset
         if self._dtypes is not None:
             source, wanted = self._dtypes
-            room = cast(room, source, wanted)
+            room, crc = cast(room, source, wanted), None
             target = target // item_bytes(source) * item_bytes(wanted)
         if self._digested:
-            self.crc32 = crc32(room.data, self.crc32)
-        write_all(self._fd, room.data, self._offset + target, self._path)
+            crc = crc32(room.data) if crc is None else crc
+            self.crc32 = int(crc32_combine(self.crc32, crc, room.nbytes))
+        self._behind.put(room, self._offset + target, self._name, crc if self._checked else None)
         self._advance(len(room))
-
-
-def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
-    """Write bytes at a place in a file.
-
-    Raises
-    ------
-    CheckpointError
-        If the system refuses, as when the disk is full.
-    """
-    done = 0
-    while done < len(data):
-        try:
-            done += os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
 
 
 def copy_box(
@@ -285,9 +272,12 @@ def _copy_blocks(
         room = sink.room(block)
         start = run.source_offset + at
         file.read_into(room.data, start)
-        if checks is not None:
-            checks.add(run.source, start, room.data)
-        sink.put(block, room)
+        if checks is not None and run.source in checks:
+            crc = crc32(room.data)
+            checks.add(run.source, start, room.data, crc)
+            sink.put(block, room, crc)
+        else:
+            sink.put(block, room)
 
 
 def _reduce(

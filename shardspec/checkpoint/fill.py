@@ -1,18 +1,18 @@
 """Filling files: what one process does for its share of an output, and what it makes sure of."""
 
-import errno
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
 from typing import Final, Protocol, TypeAlias
 
+from shardspec.checkpoint.behind import Behind, different
 from shardspec.checkpoint.copy import Buffers, FileSink, Sink, copy_box
-from shardspec.checkpoint.digests import Checks, crc32, crc32_combine, crc_text
+from shardspec.checkpoint.digests import Checks, crc32, crc32_combine
 from shardspec.checkpoint.files import OpenFiles, SourceFile, reason
 from shardspec.checkpoint.numbers import is_cast
+from shardspec.checkpoint.output import reserve
 from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
 from shardspec.checkpoint.targets import OutputFile, Piece, Slot
 from shardspec.errors import CheckpointError
@@ -82,8 +82,8 @@ class NewFile:
     place, path
         The file, and the final name of the output, for errors.
     num_bytes
-        Its size: reserved first, so that a full disk shows before anything is written; None if it
-        has that already.
+        Its size: a disk that has no room for it shows before anything is written; None if it has
+        that already.
     """
 
     def __init__(self, place: Path, path: Path, num_bytes: int | None) -> None:
@@ -99,7 +99,7 @@ class NewFile:
             raise CheckpointError(f"{self._path}: cannot be written: {reason(error)}") from None
         try:
             if self._num_bytes is not None:
-                _reserve(self._fd, self._num_bytes)
+                reserve(self._fd, self._num_bytes)
         except OSError as error:
             os.close(self._fd)
             raise self._refused(error) from None
@@ -122,28 +122,19 @@ class NewFile:
         )
 
 
-def _reserve(fd: int, num_bytes: int) -> None:
-    """Give a file its size, and its room on the disk where the file system can promise that."""
-    os.ftruncate(fd, num_bytes)
-    if sys.platform == "linux" and num_bytes:
-        try:
-            os.posix_fallocate(fd, 0, num_bytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-
-
 def fill_slot(
-    job: Job, slot: Slot, fd: int, files: OpenFiles, buffers: Buffers
+    job: Job, slot: Slot, fd: int, behind: Behind, files: OpenFiles, buffers: Buffers
 ) -> tuple[int, Iterable[StoredBox]]:
-    """Fill a slot of a file; return what `fill_by` does."""
+    """Fill a slot of a file, and have it read again; return what `fill_by` does."""
     sink = FileSink(
         fd,
         job.path,
+        f"tensor {slot.tensor.name!r}",
         slot.offset,
-        buffers,
+        behind,
         job.meter.advance,
         digested=job.digested,
+        checked=job.verify,
         dtypes=dtypes_of(job, slot),
     )
     return fill_by(job, slot, sink, files, buffers)
@@ -227,8 +218,4 @@ def check_again(place: Path, parts: Sequence[tuple[str, int, int, int]], path: P
                 written.read_into(part, offset + at)
                 value = crc32(part, value)
             if value != crc:
-                raise CheckpointError(
-                    f"{path}: {name} was read back differently: its CRC-32 is {crc_text(value)} "
-                    f"instead of {crc_text(crc)}; the memory of this machine, or what it is stored "
-                    "on, is at fault; nothing was kept"
-                )
+                raise different(path, name, value, crc)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from shardspec.checkpoint.copy import write_all
+from shardspec.checkpoint.behind import write_all
 from shardspec.checkpoint.output import write_atomically
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.upload import Upload

@@ -3,7 +3,6 @@
 import errno
 import os
 import secrets
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from shardspec.checkpoint.files import reason
 from shardspec.errors import CheckpointError, OutputExistsError
 
-__all__ = ["sync_directory", "write_atomically"]
+__all__ = ["reserve", "sync_directory", "write_atomically"]
 
 
 def write_atomically(
@@ -24,7 +23,7 @@ def write_atomically(
     path
         The final name. It is untouched until the file is complete.
     num_bytes
-        Size of the file: reserved first, so that a full disk shows before anything is written.
+        Size of the file: a disk that has no room for it shows before anything is written.
     fill
         Writes the contents, given a descriptor.
     overwrite
@@ -45,7 +44,7 @@ def write_atomically(
         raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
     try:
         with open(fd, "wb", buffering=0):
-            _reserve(fd, num_bytes)
+            reserve(fd, num_bytes)
             fill(fd)
             os.fsync(fd)
         _publish(temporary, path, overwrite)
@@ -63,15 +62,22 @@ def write_atomically(
     sync_directory(path.parent)
 
 
-def _reserve(fd: int, num_bytes: int) -> None:
-    """Give a file its size, and its room on the disk where the file system can promise that."""
+def reserve(fd: int, num_bytes: int) -> None:
+    """Give a new file its size, if the file system says that it has the room.
+
+    That is a word about now, not a promise: posix_fallocate promises, but takes longer than
+    writing where files are in memory, and leaves disks work to do twice.
+
+    Raises
+    ------
+    OSError
+        If there is less room than needed, or the system refuses the size.
+    """
+    room = os.fstatvfs(fd)
+    # Some file systems count nothing.
+    if room.f_blocks and room.f_bfree * room.f_frsize < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(fd, num_bytes)
-    if sys.platform == "linux" and num_bytes:
-        try:
-            os.posix_fallocate(fd, 0, num_bytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
 
 
 def _publish(temporary: Path, path: Path, overwrite: bool) -> None:

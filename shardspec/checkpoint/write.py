@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from shardspec.checkpoint.behind import Behind, write_all
 from shardspec.checkpoint.claim import claimed
-from shardspec.checkpoint.copy import Buffers, write_all
+from shardspec.checkpoint.copy import Buffers
 from shardspec.checkpoint.digests import crc32, crc32_combine
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.fill import (
@@ -179,17 +180,15 @@ def _write(job: Job, file: OutputFile, place: Path) -> _Found:
     with NewFile(place, job.path, file.num_bytes) as fd, OpenFiles() as files:
         buffers = Buffers()
         put_pieces(job, fd, file.pieces)
-        for slot in file.slots:
-            crc, boxes = fill_slot(job, slot, fd, files, buffers)
-            crcs.append(crc)
-            judged += boxes
+        with Behind(fd, job.path) as behind:
+            for slot in file.slots:
+                crc, boxes = fill_slot(job, slot, fd, behind, files, buffers)
+                crcs.append(crc)
+                judged += boxes
         late = tuple(file.late(crcs)) if file.late is not None else ()
         put_pieces(job, fd, late)
     pieces = (*file.pieces, *late)
-    if job.verify:
-        check_again(place, parts_of(pieces, file.slots, crcs), job.path)
-    else:
-        check_again(place, parts_of(pieces, (), ()), job.path)
+    check_again(place, parts_of(pieces, (), ()), job.path)
     whole = digest_of_file(file, pieces, crcs) if job.digested else 0
     return FileDigest(tuple(crcs), whole, file.num_bytes), judged
 

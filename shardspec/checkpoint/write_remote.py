@@ -189,7 +189,8 @@ class _Stream:
         """Return the start of the buffer."""
         return self._buffers.block[: block.num_bytes]
 
-    def put(self, block: Block, room: Bytes) -> None:  # noqa: ARG002  # named by Sink
+    # The parameters are named by Sink.
+    def put(self, block: Block, room: Bytes, crc: int | None = None) -> None:  # noqa: ARG002
         """Write the block."""
         self._write(room)
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec.boxes import slices_within
+from shardspec.checkpoint.behind import Behind
 from shardspec.checkpoint.copy import Buffers, FileSink, MemorySink, copy_box
 from shardspec.checkpoint.files import OpenFiles, SourceFile
 from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, offset_in, pieces
@@ -73,8 +74,8 @@ def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
     copied = path.with_name("out")
     with OpenFiles() as files:
         copy_box(tensor, target, MemorySink(out), files, buffers)
-        with copied.open("wb") as file:
-            sink = FileSink(file.fileno(), copied, 3, buffers, written.append)
+        with copied.open("w+b") as file, Behind(file.fileno(), copied, num_bytes) as behind:
+            sink = FileSink(file.fileno(), copied, "w", 3, behind, written.append)
             copy_box(tensor, target, sink, files, buffers)
     assert out.tobytes() == expected
     assert sum(written) == len(expected)
@@ -152,8 +153,8 @@ def test_where_the_system_cannot_copy_between_files(tmp_path, monkeypatch, refus
     monkeypatch.setattr(os, "copy_file_range", refuse)
     out = tmp_path / "out"
     written: list[int] = []
-    with OpenFiles() as files, out.open("wb") as file:
-        sink = FileSink(file.fileno(), out, 0, Buffers(), written.append)
+    with OpenFiles() as files, out.open("w+b") as file, Behind(file.fileno(), out) as behind:
+        sink = FileSink(file.fileno(), out, "w", 0, behind, written.append)
         copy_box(tensor, ((0, 3000), (0, 1000)), sink, files, Buffers())
     assert out.read_bytes() == array.tobytes()
     assert sum(written) == array.nbytes
@@ -165,8 +166,9 @@ def test_a_file_that_is_cut_short_meanwhile(tmp_path):
     boxes = store(path, array, [[0, 10], [0, 10]])
     os.truncate(path, 50)
     tensor = StoredTensor("w", array.shape, "uint8", None, (), boxes)
-    with OpenFiles() as files, (tmp_path / "out").open("wb") as file:
-        sink = FileSink(file.fileno(), tmp_path / "out", 0, Buffers(), lambda _: None)
+    out = tmp_path / "out"
+    with OpenFiles() as files, out.open("w+b") as file, Behind(file.fileno(), out) as behind:
+        sink = FileSink(file.fileno(), out, "w", 0, behind, lambda _: None)
         with pytest.raises(CheckpointError, match=r"data: ends at byte 50, but bytes up to 105"):
             copy_box(tensor, ((0, 10), (0, 10)), sink, files, Buffers())
 

@@ -79,15 +79,18 @@ def refuse(code):
     return refused
 
 
-def test_file_systems_without_hard_links_or_reserved_room(tmp_path, monkeypatch):
+def test_file_systems_without_hard_links_or_that_count_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", refuse(errno.EPERM))
-    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result([0] * 11))
     write_atomically(tmp_path / "out", 5, filler(b"12345"), overwrite=False)
     assert (tmp_path / "out").read_bytes() == b"12345"
     assert names_in(tmp_path) == ["out"]
-    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
+    # Pages of 4 KiB, of which one is free.
+    monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result([4096, 4096, 9, 1, *[0] * 7]))
+    write_atomically(tmp_path / "fits", 4096, filler(b"12345"), overwrite=False)
+    (tmp_path / "fits").unlink()
     with pytest.raises(CheckpointError, match="No space left on device"):
-        write_atomically(tmp_path / "full", 5, filler(b"12345"), overwrite=False)
+        write_atomically(tmp_path / "full", 4097, filler(b"12345"), overwrite=False)
     assert names_in(tmp_path) == ["out"]
 
 

@@ -1,6 +1,5 @@
 """Disks that are too small: a file system of every size, on the real thing where one can mount."""
 
-import errno
 import os
 import resource
 import signal
@@ -28,9 +27,9 @@ def _mount(folder: Path, what: Sequence[str]) -> bool:
     return done.returncode == 0
 
 
-def _no_promise(*_: object) -> None:
-    """Be a file system that cannot reserve room, so that writing is what fails."""
-    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+def _counts_nothing(_fd: int) -> os.statvfs_result:
+    """Be a file system that does not say how much room it has, so that writing is what fails."""
+    return os.statvfs_result([0] * 11)
 
 
 def _limit(num_bytes: int) -> None:
@@ -40,7 +39,7 @@ def _limit(num_bytes: int) -> None:
 
 
 def _small(
-    operation: Operation, stage: Stage, num_bytes: int, force: bool, promise: bool, mounted: bool
+    operation: Operation, stage: Stage, num_bytes: int, force: bool, counted: bool, mounted: bool
 ) -> None:
     stage.clear()
     if mounted:
@@ -52,8 +51,8 @@ def _small(
         assert _mount(stage.folder, ("-o", f"remount,size={used + num_bytes}"))
 
     def act() -> None:
-        if not promise:
-            vars(os)["posix_fallocate"] = _no_promise
+        if not counted:
+            vars(os)["fstatvfs"] = _counts_nothing
         if not mounted:
             _limit(num_bytes)
         operation.act(stage.inputs[1], stage.out, force)
@@ -81,13 +80,13 @@ def _each(operations: Sequence[Operation], place: Path, every: int) -> Iterator[
         for operation in operations:
             for force in (False, True):
                 for pages in range(1, _SIZES + 1):
-                    for promise in (True, False):
+                    for counted in (True, False):
                         turn += 1
                         if turn % every:
                             continue
                         label = f"{operation.name}{' --force' if force else ''} on {pages} pages"
                         size = pages * _PAGE
-                        act = partial(_small, operation, stage, size, force, promise, mounted)
+                        act = partial(_small, operation, stage, size, force, counted, mounted)
                         yield Case(label if mounted else f"{label}, by a limit", act)
     finally:
         if mounted:

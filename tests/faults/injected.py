@@ -17,11 +17,11 @@ from tests.faults.operations import ALL, SAVE, Operation, Stage
 __all__ = ["reads", "saves", "writes"]
 
 _WRITES: Final = (
-    *("open", "mkdir", "ftruncate", "posix_fallocate", "pwrite", "write", "copy_file_range"),
+    *("open", "mkdir", "ftruncate", "fstatvfs", "pwrite", "write", "copy_file_range"),
     *("fsync", "link", "rename", "replace", "unlink", "rmdir"),
 )
 _READS: Final = ("open", "preadv", "pread", "read", "copy_file_range", "listdir", "scandir")
-_GROWS: Final = ("open", "mkdir", "ftruncate", "posix_fallocate", "pwrite", "write", "link")
+_GROWS: Final = ("open", "mkdir", "ftruncate", "pwrite", "write", "link")
 """What needs room on a disk."""
 _REMOVES: Final = ("unlink", "rmdir")
 
