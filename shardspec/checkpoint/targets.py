@@ -6,7 +6,7 @@ is the same for all of them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol
 
 from shardspec.boxes import Box, box_size
 from shardspec.dtypes import item_bytes
@@ -60,8 +60,16 @@ class Piece:
     data: bytes
 
 
-Late: TypeAlias = Callable[[Sequence[int]], Sequence[Piece]]
-"""Makes, from the CRC-32 of every slot, the pieces that depend on them."""
+class Late(Protocol):
+    """Makes the pieces of a file that depend on the CRC-32 of its slots."""
+
+    def __call__(self, crcs: Sequence[int], first: int = 0) -> Sequence[Piece]:
+        """Return what follows the slots from number `first` on, in ascending order.
+
+        Given the CRC-32 of the first slots of a file, not of all, it is what follows these: so a
+        file can be written from its start to its end.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

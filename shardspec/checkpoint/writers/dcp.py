@@ -4,7 +4,6 @@ Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_plan
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Final
 
 from shardspec.boxes import Box, box_shape, box_size
@@ -87,7 +86,8 @@ class _File:
         self.num_bytes = 0
         self._pieces: list[Piece] = []
         self._slots: list[Slot] = []
-        self._plans: list[tuple[ZipPlan, int]] = []
+        self._plans: list[ZipPlan] = []
+        """Of each slot."""
 
     def add_box(self, tensor: Wanted, box: Box) -> Made:
         """Add a box of a tensor; return where it is stored."""
@@ -96,17 +96,17 @@ class _File:
         size = box_size(box) * item_bytes(tensor.dtype)
         (offset,) = add_state(plan, value, [("0", size)])
         self._slots.append(Slot(tensor, box, offset))
-        return self._added(plan, 1)
+        self._plans.append(plan)
+        return self._added(plan)
 
     def add_value(self, value: object) -> Made:
         """Add something that is no tensor; return where it is stored."""
         plan = ZipPlan(self.num_bytes)
         add_state(plan, value, [])
-        return self._added(plan, 0)
+        return self._added(plan)
 
-    def _added(self, plan: ZipPlan, tensors: int) -> Made:
+    def _added(self, plan: ZipPlan) -> Made:
         self._pieces += plan.pieces()
-        self._plans.append((plan, tensors))
         place = {
             "relative_path": self.name,
             "offset": self.num_bytes,
@@ -119,11 +119,9 @@ class _File:
         """Return the file."""
         plans = tuple(self._plans)
 
-        def late(crcs: Sequence[int]) -> list[Piece]:
-            left = iter(crcs)
-            return [
-                piece for plan, count in plans for piece in plan.late(list(islice(left, count)))
-            ]
+        def late(crcs: Sequence[int], first: int = 0) -> list[Piece]:
+            numbers = range(first, len(crcs))
+            return [piece for number in numbers for piece in plans[number].late([crcs[number]])]
 
         return OutputFile(self.name, self.num_bytes, tuple(self._pieces), tuple(self._slots), late)
 

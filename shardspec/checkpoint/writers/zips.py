@@ -1,8 +1,11 @@
 """Zip archives as torch.save lays them out, planned before their tensors are there.
 
-Nothing is compressed, and every record starts at a multiple of 64 bytes. The checksum of a record
-of a tensor is filled in when its bytes have passed. Source: APPNOTE.TXT of PKWARE, 4.3 to 4.5, and
-caffe2/serialize/inline_container.cc of torch.
+Nothing is compressed, and every record starts at a multiple of 64 bytes. The CRC-32 of a record is
+written after it and in the directory at the end: so a file of archives can be written from its
+start on. Every byte between records is where torch has it, as torch may work out where they lie
+and not look (`torch.utils.serialization.config.load.calculate_storage_offsets`).
+Source: APPNOTE.TXT of PKWARE, 4.3 to 4.5; caffe2/serialize/inline_container.cc and
+third_party/miniz of torch.
 """
 
 import struct
@@ -20,6 +23,10 @@ _BIG: Final = 0xFFFFFFFF
 _MANY: Final = 0xFFFF
 _VERSION: Final = 45
 """Of the standard: the first that has sizes of more than 32 bits."""
+_FOLLOWED: Final = 1 << 3
+"""Flag: size and CRC-32 of a record follow it."""
+_UTF8: Final = 1 << 11
+"""Flag: of names."""
 _ARCHIVE: Final = "archive"
 
 
@@ -30,9 +37,19 @@ class _Record:
     name: bytes
     num_bytes: int
     header: int
-    start: int
     crc32: int | None
     """None if it is a tensor's, known later."""
+
+    @property
+    def flags(self) -> int:
+        """What is special about it."""
+        return _UTF8 | (_FOLLOWED if self.num_bytes else 0)
+
+    def sizes_64(self) -> bytes:
+        """Return, as an extra field, size and position where they do not fit 32 bits."""
+        big = [self.num_bytes, self.num_bytes] if self.num_bytes >= _BIG else []
+        big += [self.header] if self.header >= _BIG else []
+        return struct.pack(f"<HH{len(big)}Q", 1, 8 * len(big), *big) if big else b""
 
 
 class ZipPlan:
@@ -48,80 +65,97 @@ class ZipPlan:
         self._offset = offset
         self._at = 0
         self._records: list[_Record] = []
-        self._pieces: list[Piece] = []
+        self._tensors: list[_Record] = []
+        # Where it starts and what it is: what is known before the first tensor, after it, ...
+        self._known: list[tuple[int, bytearray]] = [(0, bytearray())]
 
     def add(self, name: str, data: bytes) -> None:
         """Add a record of known bytes."""
-        start = self._begin(name, len(data), crc32(data))
-        self._pieces.append(Piece(self._offset + start, data))
+        record = self._begin(name, len(data), crc32(data))
+        self._extend(data)
+        self._extend(_after(record, crc32(data)))
 
     def add_tensor(self, name: str, num_bytes: int) -> int:
         """Add a record to be filled later; return its position in the file."""
-        return self._offset + self._begin(name, num_bytes, None)
+        record = self._begin(name, num_bytes, None)
+        start = self._at
+        self._tensors.append(record)
+        self._at += num_bytes + len(_after(record, 0))
+        self._known.append((self._at, bytearray()))
+        return self._offset + start
 
-    def _begin(self, name: str, num_bytes: int, value: int | None) -> int:
-        encoded = f"{_ARCHIVE}/{name}".encode()
-        header = self._at
-        start = header + 30 + len(encoded) + _EXTRA_BYTES
-        start += -start % _ALIGNMENT
-        self._records.append(_Record(encoded, num_bytes, header, start, value))
-        self._at = start + num_bytes
-        return start
+    def _begin(self, name: str, num_bytes: int, value: int | None) -> _Record:
+        record = _Record(f"{_ARCHIVE}/{name}".encode(), num_bytes, self._at, value)
+        self._records.append(record)
+        self._extend(_local(record))
+        return record
+
+    def _extend(self, data: bytes) -> None:
+        self._known[-1][1].extend(data)
+        self._at += len(data)
 
     @property
     def num_bytes(self) -> int:
         """Size of the archive."""
-        records = sum(len(_central(record, 0)) for record in self._records)
-        return self._at + records + _END_BYTES
+        return self._at + sum(len(_central(record, 0)) for record in self._records) + _END_BYTES
 
     def pieces(self) -> list[Piece]:
-        """Return the bytes that are known already."""
-        return list(self._pieces)
+        """Return the bytes that are known already: those up to the first tensor."""
+        data = bytes(self._known[0][1])
+        return [Piece(self._offset, data if self._tensors else data + self._directory(()))]
 
-    def late(self, crcs: Sequence[int]) -> list[Piece]:
-        """Return headers and directory, given the CRC-32 of each record of a tensor in order."""
-        left = iter(crcs)
+    def late(self, crcs: Sequence[int], first: int = 0) -> list[Piece]:
+        """Return what follows tensors, given the CRC-32 of each; as `Late` says."""
         pieces = []
-        directory = []
-        for record in self._records:
-            value = next(left) if record.crc32 is None else record.crc32
-            pieces.append(Piece(self._offset + record.header, _local(record, value)))
-            directory.append(_central(record, value))
-        joined = b"".join(directory)
-        end = _end(len(self._records), len(joined), self._at)
-        pieces.append(Piece(self._offset + self._at, joined + end))
+        for number in range(first, len(crcs)):
+            start, known = self._known[number + 1]
+            data = _after(self._tensors[number], crcs[number])
+            start -= len(data)
+            data += known
+            if number + 1 == len(self._tensors):
+                data += self._directory(crcs)
+            pieces.append(Piece(self._offset + start, data))
         return pieces
 
+    def _directory(self, crcs: Sequence[int]) -> bytes:
+        """Return the end of the archive, given the CRC-32 of each record of a tensor in order."""
+        left = iter(crcs)
+        joined = b"".join(
+            _central(record, next(left) if record.crc32 is None else record.crc32)
+            for record in self._records
+        )
+        return joined + _end(len(self._records), len(joined), self._at)
 
-_EXTRA_BYTES: Final = 20 + 4
-"""Room for sizes of 64 bits, and the head of the padding."""
 
-
-def _local(record: _Record, value: int) -> bytes:
-    """Return the header before a record, padded up to its start."""
-    size = record.num_bytes
-    big = size >= _BIG
-    shown = _BIG if big else size
-    extra = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
-    room = record.start - record.header - 30 - len(record.name) - len(extra) - 4
+def _local(record: _Record) -> bytes:
+    """Return the header before a record, padded so that the record is aligned."""
+    extra = record.sizes_64()
     # torch marks its padding so.
+    room = -(record.header + 30 + len(record.name) + len(extra) + 4) % _ALIGNMENT
     extra += struct.pack("<2sH", b"FB", room) + b"Z" * room
     head = struct.pack(
-        "<4s5H3I2H", b"PK\x03\x04", _VERSION, 0, 0, 0, 0, value, shown, shown,
+        "<4s5H3I2H", b"PK\x03\x04", _VERSION, record.flags, 0, 0, 0, 0, 0, 0,
         len(record.name), len(extra),
     )  # fmt: skip
     return head + record.name + extra
 
 
+def _after(record: _Record, value: int) -> bytes:
+    """Return what follows a record: its CRC-32 and size; nothing if it is empty."""
+    if not record.num_bytes:
+        return b""
+    sizes = "2Q" if record.sizes_64() else "2I"
+    size = record.num_bytes
+    return struct.pack(f"<4sI{sizes}", b"PK\x07\x08", value, size, size)
+
+
 def _central(record: _Record, value: int) -> bytes:
     """Return the entry of a record in the directory."""
-    big = [number for number in (record.num_bytes, record.num_bytes) if number >= _BIG]
-    big += [record.header] if record.header >= _BIG else []
-    extra = struct.pack(f"<HH{len(big)}Q", 1, 8 * len(big), *big) if big else b""
+    extra = record.sizes_64()
     shown = min(record.num_bytes, _BIG)
     head = struct.pack(
-        "<4s6H3I5H2I", b"PK\x01\x02", _VERSION, _VERSION, 0, 0, 0, 0, value, shown, shown,
-        len(record.name), len(extra), 0, 0, 0, 0, min(record.header, _BIG),
+        "<4s6H3I5H2I", b"PK\x01\x02", _VERSION, _VERSION, record.flags, 0, 0, 0, value, shown,
+        shown, len(record.name), len(extra), 0, 0, 0, 0, min(record.header, _BIG),
     )  # fmt: skip
     return head + record.name + extra
 

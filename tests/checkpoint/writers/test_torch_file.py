@@ -4,12 +4,16 @@ import zipfile
 
 import pytest
 import torch
+from torch.utils.serialization import config
 
-from shardspec import merge
+from shardspec import DeviceMesh, merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.targets import Wanted
+from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writers.torch_file import torch_target
 from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
 from tests.checkpoint.writers.states import check_same, save, state
 
 
@@ -35,6 +39,37 @@ def test_its_zip_is_whole_and_aligned(ckpt, tmp_path):
             head = 30 + data[info.header_offset + 26] + 256 * data[info.header_offset + 27]
             head += data[info.header_offset + 28] + 256 * data[info.header_offset + 29]
             assert (info.header_offset + head) % 64 == 0
+
+
+def test_it_is_laid_out_as_torch_lays_it_out(tmp_path, monkeypatch):
+    # Where torch is told so, it works out where records lie, and does not look.
+    tensors = {**state(), **{f"t.{rows}": torch.randn(rows, 13) for rows in range(0, 90, 7)}}
+    merge(save(tmp_path / "ckpt", tensors), tmp_path / "model.pt")
+    monkeypatch.setattr(config.load, "calculate_storage_offsets", True)
+    check_same(torch.load(tmp_path / "model.pt", mmap=True), tensors)
+
+
+def test_what_depends_on_a_tensor_follows_it():
+    tensors = [Wanted(str(n), str(n), (n % 3, 5), "int16") for n in range(7)]
+    mesh = DeviceMesh(range(2), (2,))
+    cut = {t.name: Layout(mesh, ShardingSpec(2, {0: (0,)}), t.shape, t.dtype) for t in tensors}
+    files = dcp_target(mesh, tensors, cut, {"a": 1}).files
+    for file in (*files, *torch_target("x", tensors, {}, {}).files):
+        assert file.late is not None
+        crcs = [number * 7919 for number in range(len(file.slots))]
+        parts = [(piece.offset, len(piece.data)) for piece in file.pieces]
+        for number, slot in enumerate(file.slots):
+            parts.append((slot.offset, slot.num_bytes))
+            late = file.late(crcs[: number + 1], number)
+            assert all(piece.offset >= slot.offset + slot.num_bytes for piece in late)
+            parts += [(piece.offset, len(piece.data)) for piece in late]
+        parts.sort()
+        assert [at for at, _ in parts] == [0, *(at + size for at, size in parts[:-1])]
+        assert sum(parts[-1]) == file.num_bytes
+        one_by_one = [
+            p for number in range(len(crcs)) for p in file.late(crcs[: number + 1], number)
+        ]
+        assert one_by_one == list(file.late(crcs))
 
 
 def test_tied_tensors_are_written_once(tmp_path):
@@ -81,21 +116,27 @@ def test_sizes_past_32_bits():
     assert max(offset + len(part) for offset, part in data.items()) == file.num_bytes
 
 
-def test_a_sparse_file_past_32_bits_is_read(tmp_path):
+def test_a_sparse_file_past_32_bits_is_read(tmp_path, monkeypatch):
     tensors = [Wanted("a", "a", (5 << 30,), "uint8"), Wanted("b", "b", (3,), "float32")]
+    tensors.append(Wanted("c", "c", (1,), "int8"))
     (file,) = torch_target("x.pt", tensors, {}, {}).files
     assert file.late is not None
     path = tmp_path / "x.pt"
     with path.open("wb") as out:
         out.truncate(file.num_bytes)
-        for piece in (*file.pieces, *file.late([0, 0])):
+        for piece in (*file.pieces, *file.late([0, 0, 0])):
             out.seek(piece.offset)
             out.write(piece.data)
         out.seek(file.slots[1].offset)
         out.write(torch.tensor([1.0, 2.0, 3.0]).numpy().tobytes())
-    loaded = torch.load(path, weights_only=True, mmap=True)
-    assert loaded["b"].tolist() == [1, 2, 3]
-    assert loaded["a"].shape == (5 << 30,)
+        out.seek(file.slots[2].offset)
+        out.write(b"\7")
+    for calculated in (False, True):
+        monkeypatch.setattr(config.load, "calculate_storage_offsets", calculated)
+        loaded = torch.load(path, weights_only=True, mmap=True)
+        assert loaded["b"].tolist() == [1, 2, 3]
+        assert loaded["c"].tolist() == [7]
+        assert loaded["a"].shape == (5 << 30,)
     ours = open_checkpoint(path)
     assert ours.tensor("b").boxes[0].offset == file.slots[1].offset
 
