@@ -1,6 +1,7 @@
 """What is written for torch.load is what torch itself would read from its own files."""
 
 import zipfile
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -41,12 +42,21 @@ def test_its_zip_is_whole_and_aligned(ckpt, tmp_path):
             assert (info.header_offset + head) % 64 == 0
 
 
-def test_it_is_laid_out_as_torch_lays_it_out(tmp_path, monkeypatch):
-    # Where torch is told so, it works out where records lie, and does not look.
+@contextmanager
+def offsets_worked_out():
+    """Tell torch to work out where records lie, and not to look."""
+    config.load.calculate_storage_offsets = True
+    try:
+        yield
+    finally:
+        config.load.calculate_storage_offsets = False
+
+
+def test_it_is_laid_out_as_torch_lays_it_out(tmp_path):
     tensors = {**state(), **{f"t.{rows}": torch.randn(rows, 13) for rows in range(0, 90, 7)}}
     merge(save(tmp_path / "ckpt", tensors), tmp_path / "model.pt")
-    monkeypatch.setattr(config.load, "calculate_storage_offsets", True)
-    check_same(torch.load(tmp_path / "model.pt", mmap=True), tensors)
+    with offsets_worked_out():
+        check_same(torch.load(tmp_path / "model.pt", mmap=True), tensors)
 
 
 def test_what_depends_on_a_tensor_follows_it():
@@ -116,7 +126,7 @@ def test_sizes_past_32_bits():
     assert max(offset + len(part) for offset, part in data.items()) == file.num_bytes
 
 
-def test_a_sparse_file_past_32_bits_is_read(tmp_path, monkeypatch):
+def test_a_sparse_file_past_32_bits_is_read(tmp_path):
     tensors = [Wanted("a", "a", (5 << 30,), "uint8"), Wanted("b", "b", (3,), "float32")]
     tensors.append(Wanted("c", "c", (1,), "int8"))
     (file,) = torch_target("x.pt", tensors, {}, {}).files
@@ -131,9 +141,9 @@ def test_a_sparse_file_past_32_bits_is_read(tmp_path, monkeypatch):
         out.write(torch.tensor([1.0, 2.0, 3.0]).numpy().tobytes())
         out.seek(file.slots[2].offset)
         out.write(b"\7")
-    for calculated in (False, True):
-        monkeypatch.setattr(config.load, "calculate_storage_offsets", calculated)
-        loaded = torch.load(path, weights_only=True, mmap=True)
+    for how in (nullcontext, offsets_worked_out):
+        with how():
+            loaded = torch.load(path, weights_only=True, mmap=True)
         assert loaded["b"].tolist() == [1, 2, 3]
         assert loaded["c"].tolist() == [7]
         assert loaded["a"].shape == (5 << 30,)
