@@ -18,11 +18,12 @@ compared. Tied embeddings have a name of their own in the last stage (``output_l
 ``word_embeddings_for_head.weight``), which is kept.
 
 **What must be there.** The arguments in the files say how many ranks and layers there are; without
-them (``ranks``) the caller has to. They also hold the global rank, by which swapped files are
-found, unless a converter has written 0 everywhere. Expert parallel checkpoints are refused. The
-optimizer has no names for its tensors: it is listed among `others`, as are arguments, random states
-and the ``_extra_state`` of Transformer Engine. Ranks are numbered stage by stage, without the data
-parallel ones between them, which save nothing.
+them (``ranks``) the caller has to. They also hold the global rank, by which swapped and copied
+files are found. Without arguments, or where a converter has written rank 0 everywhere, copies are
+found by the digests of torch's zips; **that files of equal shapes were swapped cannot be told**.
+Expert parallel checkpoints are refused. The optimizer has no names for its tensors: it is listed
+among `others`, as are arguments, random states and the ``_extra_state`` of Transformer Engine.
+Ranks are numbered stage by stage, without the data parallel ones between them, which save nothing.
 """
 
 import re
@@ -32,6 +33,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Final
 
+from shardspec.boxes import box_shape
 from shardspec.checkpoint.cut_rules import CutRule, parse_rules, read_cut_rules, shipped_rules
 from shardspec.checkpoint.files import SourceFile, file_inside
 from shardspec.checkpoint.formats.listed import ListedCheckpoint
@@ -146,7 +148,7 @@ def open_megatron(
     files, tensor_ranks, stages = _read(place)
     keys = _model_keys(files)
     _check_arguments(place, files, tensor_ranks, stages, keys, ranks)
-    _check_order(files)
+    ordered = _check_order(files)
     chunks = [
         Chunk(
             tuple(file.state.path for file in files if file.stage == stage),
@@ -157,6 +159,8 @@ def open_megatron(
     ]
     tensors = merged_tensors(chunks, _rules(rules, files[0]))
     _check_layers(place, files[0], tensors)
+    if not ordered:
+        _check_copies(files, tensors)
     mesh = None
     if len(chunks) == 1:
         mesh = DeviceMesh(range(tensor_ranks), (tensor_ranks,), axis_names=("tp",))
@@ -300,17 +304,42 @@ def _check_arguments(
         )
 
 
-def _check_order(files: list[_File]) -> None:
-    """Check that files are in the order of the ranks that wrote them, where these say so."""
+def _check_order(files: list[_File]) -> bool:
+    """Check that files are in the order of the ranks that wrote them; False if they say none."""
     said = [file.number("rank") for file in files]
     known = [rank for rank in said if rank is not None]
-    if len(known) < len(files) or len(set(known)) == 1:
-        return
+    if len(known) < len(files) or not any(known):
+        return False
     for (one, a), (other, b) in pairwise(zip(files, known, strict=True)):
         if a >= b:
             raise CheckpointError(
                 f"{one.state.path}: was saved by rank {a}, and {other.state.path} by rank {b}; the "
-                "files are swapped or not of one save, restore their places"
+                "files are swapped, copied or not of one save, restore their places"
+            )
+    return True
+
+
+def _check_copies(files: list[_File], tensors: Mapping[str, StoredTensor]) -> None:
+    """Check that no two files hold the same parts of a model, by the digests of torch's zips."""
+    cut = {
+        stored.path
+        for tensor in tensors.values()
+        for stored in tensor.boxes
+        if box_shape(stored.box) != tensor.shape
+    }
+    seen: dict[frozenset[tuple[str, tuple[int, ...], int]], _File] = {}
+    for file in files:
+        held = [
+            (name, found.local.shape, found.place.digest.crc32)
+            for name, found in file.state.tensors.items()
+            if _MODEL.fullmatch(name) and found.place.digest is not None
+        ]
+        first = seen.setdefault(frozenset(held), file)
+        # Ranks of one stage are alike where no rule cuts anything.
+        if held and first is not file and (first.stage != file.stage or file.state.path in cut):
+            raise CheckpointError(
+                f"{first.state.path} and {file.state.path} hold the same parts of the model; one "
+                "is a copy in the place of another rank's file, restore that"
             )
 
 

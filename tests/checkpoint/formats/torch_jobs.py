@@ -1,4 +1,4 @@
-"""Jobs on gloo ranks that save with torch, for tests to read."""
+"""Jobs on gloo ranks, and one process, that save with torch, for tests to read."""
 
 import logging
 import os
@@ -8,6 +8,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
@@ -26,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.multiprocessing.spawn import start_processes
 
-__all__ = ["JOBS", "Net", "probe", "run_jobs"]
+__all__ = ["JOBS", "Net", "probe", "run_jobs", "save_alone"]
 
 
 class Net(torch.nn.Module):
@@ -157,6 +158,12 @@ def run_jobs(directory):
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def save_alone(state, path):
+    """Save from one process, of which torch warns."""
+    with pytest.warns(UserWarning, match="single process"):
+        save(state, checkpoint_id=path)
 
 
 if __name__ == "__main__":

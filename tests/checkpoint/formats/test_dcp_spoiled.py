@@ -1,0 +1,336 @@
+"""Directories of torch.distributed.checkpoint that are unfinished, cut, changed, or lie."""
+
+import os
+import pickle
+import random
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from shardspec.errors import CheckpointError
+from tests.checkpoint.formats.reading import assert_same, bits, read_whole, refused
+from tests.checkpoint.formats.torch_jobs import save_alone
+
+
+@dataclass
+class Small:
+    """A checkpoint of one process, and what was saved."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
+
+    def metadata(self):
+        with open(os.path.join(self.path, ".metadata"), "rb") as file:
+            return pickle.load(file)
+
+    def write(self, metadata):
+        with open(os.path.join(self.path, ".metadata"), "wb") as file:
+            pickle.dump(metadata, file)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    path = tmp_path_factory.mktemp("small") / "ckpt"
+    tensors = {
+        "a": torch.arange(6.0).view(2, 3).bfloat16(),
+        "b": torch.tensor(7),
+        "c": torch.arange(12.0).view(3, 4).t(),
+        "e": torch.empty(0, 3),
+    }
+    save_alone({"m": tensors, "step": 5}, path)
+    return Small(path, {f"m.{name}": tensor for name, tensor in tensors.items()})
+
+
+@pytest.fixture
+def small(original, tmp_path):
+    shutil.copytree(original.path, tmp_path / "ckpt")
+    return Small(tmp_path / "ckpt", original.tensors)
+
+
+def test_the_small_one_is_good(small):
+    assert_same(read_whole(small.path), small.tensors)
+    small.write(small.metadata())
+    assert_same(read_whole(small.path), small.tensors)
+
+
+def test_unfinished_ones(small):
+    os.remove(small.path / ".metadata")
+    assert refused(small.path) == (
+        f"{small.path}: has no .metadata, which is written last; the save did not finish"
+    )
+    (small.path / "__0.metadata").write_bytes(b"")
+    assert refused(small.path) == (
+        f"{small.path}: has no .metadata, each rank has one of its own; save with "
+        "use_collectives=True"
+    )
+
+
+# --- the metadata cut, changed, and lying
+
+
+def test_metadata_cut_at_every_byte(small):
+    path = small.path / ".metadata"
+    data = path.read_bytes()
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        assert refused(small.path).startswith(f"{path}: ")
+
+
+def read_or_none(path):
+    """Return every tensor, or None if one clear line refuses them."""
+    try:
+        return read_whole(path)
+    except CheckpointError as error:
+        lines = str(error).splitlines()
+    assert len(lines) == 1
+    return None
+
+
+def test_any_byte_of_the_metadata_changed_does_no_harm(small):
+    """Names and places have no digest; but a tensor is right, or refused, or has another name."""
+    path = small.path / ".metadata"
+    data = path.read_bytes()
+    draw = random.Random(11)
+    told = 0
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1 + draw.randrange(255))]) + data[at + 1 :])
+        found = read_or_none(small.path)
+        if found is None:
+            told += 1
+            continue
+        due = {bits(tensor) for tensor in small.tensors.values()}
+        assert {bits(tensor) for tensor in found.values()} <= due
+    assert told > len(data) / 2
+
+
+def lie(change):
+    """Return a case: what a change of torch's own metadata makes of it."""
+    return pytest.param(change, id=change.__name__)
+
+
+def of(metadata, name):
+    return metadata.state_dict_metadata[name]
+
+
+def index_of(metadata, name):
+    (found,) = [index for index in metadata.storage_data if index.fqn == name]
+    return found
+
+
+def moved(metadata, name, **changes):
+    index = index_of(metadata, name)
+    metadata.storage_data[index] = replace(metadata.storage_data[index], **changes)
+
+
+def chunk_outside(metadata):
+    of(metadata, "m.a").size = torch.Size((2, 2))
+    return ".metadata: tensor 'm.a': its chunk [0:2, 0:3] lies outside of shape [2, 2]; the"
+
+
+def chunk_of_other_dims(metadata):
+    of(metadata, "m.a").size = torch.Size((6,))
+    return ".metadata: tensor 'm.a': its chunk [0:2, 0:3] lies outside of shape [6]; the"
+
+
+def hole(metadata):
+    of(metadata, "m.a").size = torch.Size((3, 3))
+    return "tensor 'm.a' of shape [3, 3]: no file holds its part [2:3, 0:3]; restore"
+
+
+def chunk_twice(metadata):
+    chunks = of(metadata, "m.a").chunks
+    chunks.append(replace(chunks[0], sizes=torch.Size((1, 3))))
+    return "box [0:1, 0:3]: is [2, 3] of bfloat16 there, but .metadata says [1, 3] of bfloat16"
+
+
+def no_chunks(metadata):
+    of(metadata, "m.a").chunks.clear()
+    return "tensor 'm.a' of shape [2, 3]: no file holds its part [0:2, 0:3]; restore"
+
+
+def chunk_without_place(metadata):
+    del metadata.storage_data[index_of(metadata, "m.a")]
+    return ".metadata: tensor 'm.a': no file holds its chunk [0:2, 0:3]; the metadata contradicts"
+
+
+def other_without_place(metadata):
+    del metadata.storage_data[index_of(metadata, "step")]
+    return ".metadata: says of no file that it holds entry 'step'"
+
+
+def negative_offset(metadata):
+    moved(metadata, "m.a", offset=-1)
+    return ".metadata: lists a place that is none; it is damaged"
+
+
+def huge_offset(metadata):
+    moved(metadata, "m.a", offset=2**62)
+    return "/__0_0.distcp: has "
+
+
+def past_the_end(metadata):
+    last = max(metadata.storage_data.values(), key=lambda info: info.offset)
+    last.length += 1
+    return "; it was cut short, restore it"
+
+
+def shared_bytes(metadata):
+    moved(metadata, "m.a", offset=metadata.storage_data[index_of(metadata, "m.b")].offset + 3)
+    return ".metadata: two entries in __0_0.distcp share byte "
+
+
+def shorter(metadata):
+    moved(metadata, "m.a", length=metadata.storage_data[index_of(metadata, "m.a")].length - 1)
+    return "tensor 'm.a', box [0:2, 0:3]: does not end as torch.save ends a file"
+
+
+def swapped_items(metadata):
+    a, c = index_of(metadata, "m.a"), index_of(metadata, "m.c")
+    data = metadata.storage_data
+    data[a], data[c] = data[c], data[a]
+    return "tensor 'm.a', box [0:2, 0:3]: is [4, 3] of float32 there, but .metadata says [2, 3] of"
+
+
+def tensor_for_object(metadata):
+    a, step = index_of(metadata, "m.a"), index_of(metadata, "step")
+    data = metadata.storage_data
+    data[a], data[step] = data[step], data[a]
+    return "tensor 'm.a', box [0:2, 0:3]: holds a int, not a tensor; the file is damaged or from"
+
+
+def other_dtype(metadata):
+    of(metadata, "m.a").properties.dtype = torch.float16
+    return "is [2, 3] of bfloat16 there, but .metadata says [2, 3] of float16"
+
+
+def compressed(metadata):
+    moved(metadata, "m.a", transform_descriptors=["zstd", "x" * 999])
+    return ".metadata: entry 'm.a' was transformed when it was written (zstd, xxx"
+
+
+def parent_folder(metadata):
+    moved(metadata, "m.a", relative_path="../__0_0.distcp")
+    return ".metadata: file name '../__0_0.distcp' is not a plain name"
+
+
+def absolute_path(metadata):
+    moved(metadata, "m.a", relative_path="/etc/passwd")
+    return ".metadata: file name '/etc/passwd' is not a plain name"
+
+
+def nul_in_a_name(metadata):
+    moved(metadata, "m.a", relative_path="a\0b")
+    return "is not a plain name"
+
+
+def long_file_name(metadata):
+    moved(metadata, "m.a", relative_path="a" * 5000)
+    return ": is missing, but .metadata lists 1 entries"
+
+
+def half_a_character(metadata):
+    moved(metadata, "m.a", relative_path="\ud800")
+    return ".metadata: lists a place that is none; it is damaged"
+
+
+def half_a_character_as_name(metadata):
+    metadata.state_dict_metadata["\ud800"] = of(metadata, "step")
+    return ".metadata: has an entry without a name or a kind; it is damaged"
+
+
+def number_as_name(metadata):
+    metadata.state_dict_metadata[3] = of(metadata, "step")
+    return ".metadata: has an entry without a name or a kind; it is damaged"
+
+
+def own_class(metadata):
+    metadata.planner_data = Small(Path(), {})
+    return f".metadata: the metadata names {__name__}.Small, which does not"
+
+
+def own_function(metadata):
+    metadata.storage_meta = os.getcwd
+    return ".metadata: the metadata names posix.getcwd, which does not belong in a checkpoint"
+
+
+def no_list(metadata):
+    metadata.storage_data = None
+    return ".metadata: lacks its list of entries or of files; it is damaged"
+
+
+def negative_size(metadata):
+    metadata.state_dict_metadata["m.a"].size = [-2, 3]
+    return ".metadata: tensor 'm.a': sizes are whole numbers from 0"
+
+
+LIES = (
+    *(chunk_outside, chunk_of_other_dims, hole, chunk_twice, no_chunks, chunk_without_place),
+    *(other_without_place, negative_offset, huge_offset, past_the_end, shared_bytes, shorter),
+    *(swapped_items, tensor_for_object, other_dtype, compressed, parent_folder, absolute_path),
+    *(nul_in_a_name, long_file_name, half_a_character, half_a_character_as_name, number_as_name),
+    *(own_class, own_function, no_list, negative_size),
+)
+
+
+@pytest.mark.parametrize("change", [lie(change) for change in LIES])
+def test_lies_of_the_metadata(small, change):
+    metadata = small.metadata()
+    due = change(metadata)
+    small.write(metadata)
+    assert due in refused(small.path)
+
+
+def test_what_is_no_metadata(small):
+    things: list[object] = [7, [], {"state_dict_metadata": {}}, torch.Size((1,)), Metadata]
+    for thing in things:
+        small.write(thing)
+        message = refused(small.path)
+        assert (
+            message == f"{small.path}/.metadata: is no metadata of a torch distributed checkpoint"
+        )
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_files_that_are_none(small, tmp_path, kind):
+    path = small.path / "__0_0.distcp"
+    path.rename(tmp_path / "moved")
+    if kind == "link":
+        path.symlink_to(tmp_path / "moved")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    message = refused(small.path)
+    assert "outside the checkpoint" in message if kind == "link" else "not a regular" in message
+
+
+# --- the files cut and changed
+
+
+def test_files_cut_at_every_so_many_bytes(small):
+    path = small.path / "__0_0.distcp"
+    data = path.read_bytes()
+    for size in range(0, len(data), 37):
+        path.write_bytes(data[:size])
+        assert refused(small.path).startswith(f"{path}: has {size} bytes, but .metadata lists")
+
+
+def test_any_byte_of_a_file_changed_is_told_or_does_not_matter(small):
+    path = small.path / "__0_0.distcp"
+    data = path.read_bytes()
+    draw = random.Random(13)
+    told = 0
+    places = draw.sample(range(len(data)), 1500)
+    for at in places:
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1 + draw.randrange(255))]) + data[at + 1 :])
+        found = read_or_none(small.path)
+        if found is None:
+            told += 1
+            continue
+        assert_same(found, small.tensors)
+    # Padding, time stamps and records that say nothing of tensors make up the rest.
+    assert 200 < told < 1400

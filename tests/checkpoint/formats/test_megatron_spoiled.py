@@ -1,0 +1,204 @@
+"""Megatron's checkpoints that lack files, or whose files contradict each other or their places."""
+
+import shutil
+
+import pytest
+import torch
+
+from shardspec.checkpoint.open import open_checkpoint
+from tests.checkpoint.formats.megatron_files import core, write
+from tests.checkpoint.formats.reading import assert_same, read_whole, refused
+
+MODEL = core(gated=True)
+SPLITS = [[0, 1, 2], [3, 4]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("megatron")
+    write(directory / "ckpt", MODEL, 3, SPLITS)
+    write(directory / "told", MODEL, 3, SPLITS, args=False)
+    return directory
+
+
+@pytest.fixture
+def ckpt(saved, tmp_path):
+    return shutil.copytree(saved / "ckpt", tmp_path / "ckpt") / "iter_0000010"
+
+
+@pytest.mark.parametrize("lost", range(1, 63))
+def test_every_set_of_missing_ranks_is_refused(ckpt, lost):
+    places = [f"mp_rank_{rank:02d}_{stage:03d}" for stage in range(2) for rank in range(3)]
+    missing = [place for at, place in enumerate(places) if lost >> at & 1]
+    for place in missing:
+        shutil.rmtree(ckpt / place)
+    message = refused(ckpt)
+    assert f"{ckpt}/" in message or message.startswith(f"{ckpt}: ")
+    assert any(f"{place} is missing" in message for place in missing) or (
+        "was saved with tensor_model_parallel_size 3, but" in message
+        or "was saved with pipeline_model_parallel_size 2, but" in message
+    )
+
+
+def test_files_without_arguments_want_to_be_counted(saved):
+    ckpt = saved / "told" / "iter_0000010"
+    assert refused(ckpt) == (
+        f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: does not say how many ranks there were (it has "
+        "no args), so that later ones may be missing without a trace; if there were none, say so: "
+        "--ranks 6 (ranks=6)"
+    )
+    assert refused(ckpt, ranks=8) == (
+        f"{ckpt}: holds the files of 6 ranks, but 8 are said to have written some; restore what is "
+        "missing or correct the number"
+    )
+    # Whether the first layers are gated is not said either.
+    assert "no rule says how tensor 'decoder.layers.0.mlp.linear_fc1.bias' is" in refused(
+        ckpt, ranks=6
+    )
+    rules = {
+        "*.linear_fc1.weight": {"spec": "[S(tp),R]", "parts": 2},
+        "*.linear_fc1.bias": {"spec": "[S(tp)]", "parts": 2},
+    }
+    assert_same(read_whole(ckpt, ranks=6, rules=rules), MODEL)
+
+
+@pytest.mark.parametrize(("a", "b"), [("00_000", "01_000"), ("01_000", "01_001")])
+def test_swapped_ranks(ckpt, a, b):
+    one, other = ckpt / f"mp_rank_{a}", ckpt / f"mp_rank_{b}"
+    one.rename(ckpt / "x")
+    other.rename(one)
+    (ckpt / "x").rename(other)
+    assert "the files are swapped, copied or not of one save, restore their places" in refused(ckpt)
+
+
+def test_a_copy_in_place_of_another_rank(ckpt):
+    shutil.rmtree(ckpt / "mp_rank_02_001")
+    shutil.copytree(ckpt / "mp_rank_01_001", ckpt / "mp_rank_02_001")
+    assert "the files are swapped, copied or not of one save, restore their places" in refused(ckpt)
+
+
+NORM = "decoder.layers.0.pre_mlp_layernorm.weight"
+FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda m: m.update({NORM: m[NORM] * 2}),
+            "tensor 'decoder.layers.3.pre_mlp_layernorm.weight': ranks 3 and 4 claim different "
+            "data for box [0:6], first at index [0], in {0} and {1}; keep the right one of the two",
+        ),
+        (
+            lambda m: m.update({FC2: m[FC2].float()}),
+            f"tensor '{FC2}' is bfloat16 of shape [6, 3] in {{0}}, but float32 of [6, 3] in {{1}}; "
+            "the files are not of one save",
+        ),
+        (
+            lambda m: m.update({FC2: m[FC2][:, :2].clone()}),
+            f"tensor '{FC2}' is bfloat16 of shape [6, 3] in {{0}}, but bfloat16 of [6, 2] in {{1}};"
+            " the files are not of one save",
+        ),
+        (
+            lambda m: m.pop(FC2),
+            f"{{1}}: lacks tensor '{FC2}', which {{0}} holds; the files are not of one save",
+        ),
+        (
+            lambda m: m.update({"x": m[FC2]}),
+            "{0}: lacks tensor 'x', which {1} holds; the files are not of one save",
+        ),
+    ],
+)
+def test_a_rank_that_contradicts_the_others(tmp_path, change, problem):
+    def spoil(rank, stage, state):
+        if (rank, stage) == (1, 1):
+            change(state["model"])
+
+    ckpt = write(tmp_path / "ckpt", MODEL, 3, SPLITS, spoil=spoil) / "iter_0000010"
+    paths = [ckpt / f"mp_rank_{rank}_001" / "model_optim_rng.pt" for rank in ("00", "01")]
+    assert refused(ckpt) == problem.format(*paths)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda s: s.update(model1=s["model"]),
+            "{0}: has the models model, model1, but model, or model0, model1 and so on, are due; "
+            "the file was changed, restore it",
+        ),
+        (
+            lambda s: s.update(model3=s.pop("model")),
+            "{0}: has the models model3, but model, or model0, model1 and so on, are due; the file "
+            "was changed, restore it",
+        ),
+        (
+            lambda s: s["model"].update({"decoder.layers.7.x": torch.ones(1)}),
+            "{0}: has no layer decoder.layers.3, but decoder.layers.7; each stage counts its "
+            "layers from 0, so that the file was changed, restore it",
+        ),
+        (
+            lambda s: setattr(s["args"], "num_layers", 6),
+            "{ckpt}: the stages hold 5 layers in all, but the run had num_layers 6; the files are "
+            "not of one save",
+        ),
+        (
+            lambda s: setattr(s["args"], "expert_model_parallel_size", 2),
+            "{0}: was saved with expert_model_parallel_size 2, but 1 expert parallel rank are "
+            "there; restore what is missing (expert parallel checkpoints cannot be read)",
+        ),
+        (
+            lambda s: s.update(run=print),
+            "{0}: the pickle names __builtin__.print, which does not belong in a checkpoint; "
+            "nothing of it was run. If you trust its writer, save it again as a state dict of "
+            "tensors and plain values",
+        ),
+    ],
+)
+def test_files_that_are_not_as_megatron_writes_them(tmp_path, change, problem):
+    ckpt = write(tmp_path / "ckpt", MODEL, 3, SPLITS, spoil=lambda *at: change(at[2]))
+    place = ckpt / "iter_0000010"
+    first = place / "mp_rank_00_000" / "model_optim_rng.pt"
+    assert refused(ckpt) == problem.format(first, ckpt=place)
+
+
+def test_which_iteration_counts(saved, tmp_path):
+    root = shutil.copytree(saved / "ckpt", tmp_path / "ckpt")
+    shutil.copytree(root / "iter_0000010", root / "iter_0000020")
+    shutil.copytree(root / "iter_0000010", root / "release")
+    tracker = root / "latest_checkpointed_iteration.txt"
+    tracker.write_text("20\n")
+    assert open_checkpoint(root).directory == root / "iter_0000020"
+    tracker.write_text("release")
+    assert open_checkpoint(root).directory == root / "release"
+    tracker.write_text("30")
+    assert refused(root) == (
+        f"{tracker}: says '30', but no such checkpoint is beside it; name the directory of the "
+        "iteration itself"
+    )
+    tracker.unlink()
+    assert refused(root) == (
+        f"{root}: has the iterations iter_0000010, iter_0000020, release and no "
+        "latest_checkpointed_iteration.txt that says which counts; name the directory of one"
+    )
+    shutil.rmtree(root / "iter_0000020")
+    shutil.rmtree(root / "release")
+    assert open_checkpoint(root).directory == root / "iter_0000010"
+    for path in (root / "iter_0000010").iterdir():
+        shutil.rmtree(path)
+    assert refused(root) == (
+        f"{root}/iter_0000010: has no directories mp_rank_00 and so on; if it is a checkpoint of "
+        "another form, name it itself"
+    )
+
+
+def test_names_of_directories_that_do_not_fit(ckpt):
+    shutil.copytree(ckpt / "mp_rank_00_000", ckpt / "mp_rank_000_000")
+    assert refused(ckpt).endswith("cannot be of one save; move those of the other away")
+    (ckpt / "mp_rank_000_000").rename(ckpt / "mp_rank_00")
+    assert refused(ckpt).endswith("cannot be of one save; move those of the other away")
+    (ckpt / "mp_rank_00").rename(ckpt / "mp_rank_00_000_001")
+    assert "mp_rank_00_000_001 is of an expert parallel run, which cannot be read" in refused(ckpt)
+    shutil.rmtree(ckpt / "mp_rank_00_000_001")
+    (ckpt / "mp_rank_00_000" / "model_optim_rng.pt").unlink()
+    assert refused(ckpt) == (f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: is missing; restore it")
