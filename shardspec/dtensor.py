@@ -305,9 +305,10 @@ class DTensor(ShardStorage):
                 "leave only sums or means pending"
             )
         plan = LayoutConverter().plan(arriving, arriving.spec.without_partial())
+        # torch leaves Function.apply untyped.
         handed_on: tuple[torch.Tensor, ...] = GradientsBy.apply(  # type: ignore[no-untyped-call]
             plan, self.communicator, *shards.values()
-        )  # torch leaves Function.apply untyped
+        )
         return dict(zip(shards, handed_on, strict=True))[physical_id]
 
     def redistribute(
@@ -373,9 +374,10 @@ class DTensor(ShardStorage):
                 )
             shards = run_plan(plan, self.communicator, shards)
         else:
+            # torch leaves Function.apply untyped.
             results: tuple[torch.Tensor, ...] = Convert.apply(  # type: ignore[no-untyped-call]
                 plan, self.communicator, *shards.values()
-            )  # torch leaves Function.apply untyped
+            )
             shards = dict(zip(there.addressable, results, strict=True))
         return DTensor.from_shards(shards, plan.target, there)
 
@@ -395,9 +397,10 @@ class DTensor(ShardStorage):
                 f"{self.device_mesh.ids}; only its ranks can gather the tensor"
             )
         whole = self.redistribute(ShardingSpec(self.dim()))
+        # torch leaves Function.apply untyped.
         result: torch.Tensor = OneOfEqual.apply(  # type: ignore[no-untyped-call]
             *whole.shards.values()
-        )  # torch leaves Function.apply untyped
+        )
         return result
 
 

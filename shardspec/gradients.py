@@ -25,6 +25,7 @@ class Convert(torch.autograd.Function):
         ctx: FunctionCtx, plan: ConversionPlan, communicator: Communicator, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Carry out the plan."""
+        # What backward needs is set on the context, whose class does not name it.
         ctx.plan, ctx.communicator = plan, communicator  # type: ignore[attr-defined]
         held = dict(zip(communicator.addressable, shards, strict=True))
         return tuple(run_plan(plan, communicator, held).values())
@@ -47,6 +48,7 @@ class GradientsBy(torch.autograd.Function):
         ctx: FunctionCtx, plan: ConversionPlan, communicator: Communicator, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Hand the shards on."""
+        # What backward needs is set on the context, whose class does not name it.
         ctx.plan, ctx.communicator = plan, communicator  # type: ignore[attr-defined]
         return tuple(shard.view_as(shard) for shard in shards)
 

@@ -7,7 +7,10 @@ sizes that do not divide, and knows one pending reduction, the sum (``unreduced`
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
@@ -15,18 +18,57 @@ from shardspec.layout.layout import SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 
-__all__ = ["Entry", "from_partition_spec", "partition_spec_text", "to_partition_spec"]
+__all__ = [
+    "Entry",
+    "from_named_sharding",
+    "from_partition_spec",
+    "partition_spec_text",
+    "to_jax_mesh",
+    "to_partition_spec",
+]
 
 Entry: TypeAlias = str | tuple[str, ...] | None
 """What stands in a PartitionSpec for one dim."""
 
 
-@runtime_checkable
-class _HasUnreduced(Protocol):
-    """What JAX's PartitionSpec has beside its entries."""
+class _Device(Protocol):
+    """A device of JAX."""
 
     @property
+    def id(self) -> int: ...
+
+
+class _Mesh(Protocol):
+    """JAX's Mesh."""
+
+    @property
+    def devices(self) -> NDArray[Any]: ...
+    @property
+    def axis_names(self) -> tuple[Any, ...]: ...
+
+
+class _NamedSharding(Protocol):
+    """JAX's NamedSharding."""
+
+    @property
+    def mesh(self) -> Any: ...  # noqa: ANN401  # JAX declares a mesh or one without devices
+    @property
+    def spec(self) -> "_PartitionSpec": ...
+
+
+D = TypeVar("D", bound=_Device)
+
+
+@runtime_checkable
+class _PartitionSpec(Protocol):
+    """JAX's PartitionSpec; it lists its entries by itself only where nothing is unreduced."""
+
+    @property
+    def partitions(self) -> Iterable[object]: ...
+    @property
     def unreduced(self) -> Iterable[str]: ...
+    @property
+    def reduced(self) -> Iterable[str]: ...
 
 
 def to_partition_spec(
@@ -60,11 +102,7 @@ def to_partition_spec(
     (('x',), frozenset({'y'}))
     """
     resolved = resolve_axes(ShardingSpec.of(spec), mesh)
-    names = mesh.axis_names
-    if names is None:
-        raise LossyConversionError(
-            f"JAX knows mesh axes by name, but mesh {mesh} has none; name them, as in x=2,y=2"
-        )
+    names = _names_of(mesh)
     for partial in resolved.partials:
         if partial.op != "sum":
             raise LossyConversionError(
@@ -94,7 +132,7 @@ def to_partition_spec(
 
 
 def from_partition_spec(
-    partition_spec: Iterable[object], dims: int, *, unreduced: Iterable[str] = ()
+    partition_spec: _PartitionSpec | Iterable[object], dims: int, *, unreduced: Iterable[str] = ()
 ) -> ShardingSpec:
     """Return the spec that a PartitionSpec describes, its axes by name.
 
@@ -112,7 +150,7 @@ def from_partition_spec(
     LayoutError
         If there are more entries than dims.
     LossyConversionError
-        If an entry leaves a dim to the compiler.
+        If an entry leaves a dim to the compiler, or something is said of gradients (``reduced``).
 
     Examples
     --------
@@ -121,7 +159,17 @@ def from_partition_spec(
     >>> str(from_partition_spec(["x"], 2, unreduced={"y"}))
     '[S(x),R|P(y)]'
     """
-    entries = list(partition_spec)
+    pending = list(unreduced)
+    if isinstance(partition_spec, _PartitionSpec):
+        entries = list(partition_spec.partitions)
+        pending += partition_spec.unreduced
+        if reduced := sorted(partition_spec.reduced):
+            raise LossyConversionError(
+                f"{partition_spec}: a spec cannot say that gradients are unreduced over {reduced}; "
+                "leave out reduced="
+            )
+    else:
+        entries = list(partition_spec)
     if len(entries) > dims:
         raise LayoutError(f"{len(entries)} entries {tuple(entries)} for a tensor of {dims} dims")
     cuts: dict[int, list[Axis]] = {}
@@ -138,11 +186,69 @@ def from_partition_spec(
                     f"entry {entry!r} of dim {dim} names no mesh axes; a spec says of every dim "
                     "how it is cut"
                 )
-    pending = list(unreduced)
-    if isinstance(partition_spec, _HasUnreduced):
-        pending += partition_spec.unreduced
     partial: dict[Axis, ReduceOp] = dict.fromkeys(sorted(pending), "sum")
     return ShardingSpec(dims, cuts, partial=partial)
+
+
+def from_named_sharding(sharding: _NamedSharding, dims: int) -> tuple[DeviceMesh, ShardingSpec]:
+    """Return the mesh and the spec that a NamedSharding of JAX describes; ids are JAX's own.
+
+    Parameters
+    ----------
+    sharding
+        JAX's, on a mesh that has devices.
+    dims
+        Dims of the tensor.
+
+    Raises
+    ------
+    LayoutError
+        If there are more entries than dims.
+    LossyConversionError
+        As for `from_partition_spec`.
+    MeshError
+        If an axis has a name that is no identifier.
+
+    Examples
+    --------
+    ::
+
+        mesh, spec = from_named_sharding(array.sharding, array.ndim)
+        Layout(mesh, spec, array.shape, array.dtype.name).box(array.device.id)
+    """
+    found: _Mesh = sharding.mesh
+    ids = [int(device.id) for device in found.devices.flat]
+    mesh = DeviceMesh(ids, found.devices.shape, axis_names=tuple(map(str, found.axis_names)))
+    return mesh, resolve_axes(from_partition_spec(sharding.spec, dims), mesh)
+
+
+def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[D]) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Return the array of devices and the names that JAX's Mesh is made of.
+
+    ``jax.sharding.Mesh(*to_jax_mesh(mesh, jax.devices()))`` makes it.
+
+    Parameters
+    ----------
+    mesh
+        Its axes have names.
+    devices
+        Of JAX, in any order; those whose ids the mesh has are taken.
+
+    Raises
+    ------
+    LossyConversionError
+        If the axes have no names, or a device is missing.
+    """
+    by_id = {device.id: device for device in devices}
+    missing = [id_ for id_ in mesh.ids if id_ not in by_id]
+    if missing:
+        raise LossyConversionError(
+            f"device {missing[0]} of mesh {mesh} is none of JAX's devices {sorted(by_id)}; use "
+            "their ids in the mesh"
+        )
+    grid = np.empty(mesh.size, dtype=object)
+    grid[:] = [by_id[id_] for id_ in mesh.ids]
+    return grid.reshape(mesh.shape), _names_of(mesh)
 
 
 def partition_spec_text(
@@ -162,3 +268,11 @@ def partition_spec_text(
     if unreduced:
         words.append(f"unreduced={{{', '.join(map(repr, sorted(unreduced)))}}}")
     return f"P({', '.join(words)})"
+
+
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    if mesh.axis_names is None:
+        raise LossyConversionError(
+            f"JAX knows mesh axes by name, but mesh {mesh} has none; name them, as in x=2,y=2"
+        )
+    return mesh.axis_names

@@ -13,7 +13,13 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _StridedShard,
+)
 
 from shardspec.comm.steps import ReduceOp
 from shardspec.comm.torch_mesh import device_type_of, from_torch, to_torch
@@ -50,14 +56,24 @@ def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
             f"the tensor is on a torch mesh of shape {tuple(tensor.device_mesh.shape)}, but mesh "
             f"{found} has shape {found.shape}"
         )
-    return _layout(found, tuple(tensor.placements), tuple(tensor.shape), tensor.dtype)
+    # torch's spec alone has it, and in the versions before 2.10 has none.
+    order = getattr(tensor._spec, "shard_order", None)
+    return _layout(found, tensor.placements, order, tensor.shape, tensor.dtype)
 
 
 @lru_cache(maxsize=4096)
 def _layout(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    order: tuple[tuple[int, tuple[int, ...]], ...] | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
 ) -> Layout:
-    return Layout(mesh, from_placements(placements, len(shape), mesh), shape, dtype)
+    # Beside strided shards torch's order says nothing: their factors do.
+    strided = any(isinstance(placement, _StridedShard) for placement in placements)
+    kept = None if order is None or strided else dict(order)
+    spec = from_placements(placements, len(shape), mesh, shard_order=kept)
+    return Layout(mesh, spec, shape, dtype)
 
 
 def local_of(tensor: TorchDTensor) -> torch.Tensor:
@@ -150,8 +166,8 @@ def _with_gradient_times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if factor == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     alias = tensor.view_as(tensor)
+    # torch leaves register_hook untyped.
     alias.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
-    # torch leaves it untyped
     return alias
 
 

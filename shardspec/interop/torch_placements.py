@@ -19,7 +19,7 @@ from shardspec.mesh import DeviceMesh
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-__all__ = ["from_placements", "placements_text", "to_placements"]
+__all__ = ["from_placements", "placements_text", "to_placements", "to_shard_order"]
 
 
 def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["TorchPlacement", ...]:
@@ -58,6 +58,45 @@ def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["TorchPlacement", .
                 return _StridedShard(dim, split_factor=factor)
 
     return tuple(map(in_torch, _placements(spec, mesh)))
+
+
+def to_shard_order(
+    spec: SpecLike, mesh: DeviceMesh
+) -> tuple[tuple["TorchPlacement", ...], dict[int, tuple[int, ...]]]:
+    """Return torch's placements without strides, and the order that torch keeps beside them.
+
+    Parameters
+    ----------
+    spec, mesh
+        What to say, and the mesh it is for.
+
+    Returns
+    -------
+    placements
+        One per mesh axis.
+    shard_order
+        Per dim that is split the axes that do so, the major one first, as `from_placements` takes
+        them. ``DTensorSpec.shard_order`` has them as ``ShardOrderEntry(dim, axes)``.
+
+    Raises
+    ------
+    AxisError
+        If the mesh lacks an axis of the spec.
+
+    Examples
+    --------
+    >>> to_shard_order("[S10,R]", DeviceMesh(range(4), (2, 2)))
+    ((Shard(dim=0), Shard(dim=0)), {0: (1, 0)})
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+    placements = tuple(
+        Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
+        for placement in to_placements(resolved, mesh)
+    )
+    cuts = resolved.dim_partition_dict.items()
+    return placements, {dim: tuple(map(int, axes)) for dim, axes in cuts}
 
 
 def from_placements(

@@ -10,10 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, init_device_mesh, redistribute
 from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
+from shardspec.interop.torch_placements import to_shard_order
 from shardspec.layout.graph import TransitionGraph, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -93,6 +95,29 @@ def what_torch_has_cut(rank, mesh):
     )
     assert turned.to_torch().stride() == (1, 7)
     assert torch.equal(turned.to_torch().full_tensor(), WHOLE)
+
+
+def orders_beside_placements(rank, mesh):
+    """A torch DTensor may say by ``shard_order`` what strided shards say elsewhere."""
+    even = torch.arange(48.0).reshape(8, 6)
+    for spec in SPECS:
+        layout = Layout(mesh, spec, (8, 6), "f32")
+        placements, order = to_shard_order(spec, mesh)
+        theirs = TorchDTensor(
+            even[index_of(layout, rank)].clone(),
+            DTensorSpec(
+                mesh.to_torch(),
+                placements,
+                TensorMeta(torch.Size((8, 6)), (6, 1), torch.float32),
+                shard_order=tuple(ShardOrderEntry(dim, axes) for dim, axes in order.items()),
+            ),
+            requires_grad=False,
+        )
+        assert torch.equal(theirs.full_tensor(), even)
+        ours = DTensor.from_torch(theirs)
+        assert ours.layout == layout
+        assert torch.equal(ours.to_global(), even)
+        assert torch.equal(redistribute(theirs, "[R,S01]").full_tensor(), even)
 
 
 def gradients_pass_both_ways(rank, mesh):
@@ -212,6 +237,7 @@ def play(rank):
     for scene in (
         storage_is_shared,
         what_torch_has_cut,
+        orders_beside_placements,
         gradients_pass_both_ways,
         torch_code_gets_our_plans,
     ):

@@ -10,12 +10,20 @@ import os
 import sys
 from typing import Any
 
+from shardspec import DeviceMesh
+from shardspec.errors import LossyConversionError
+from shardspec.interop.jax_specs import from_named_sharding, to_jax_mesh, to_partition_spec
+
 
 def boxes(mesh, shape, entries, unreduced):
     from jax.sharding import NamedSharding, PartitionSpec
 
     entries = [tuple(entry) if isinstance(entry, list) else entry for entry in entries]
     sharding = NamedSharding(mesh, PartitionSpec(*entries, unreduced=set(unreduced)))
+    found_mesh, spec = from_named_sharding(sharding, len(shape))
+    assert found_mesh.ids == tuple(device.id for device in mesh.devices.flat)
+    assert (found_mesh.shape, found_mesh.axis_names) == (mesh.devices.shape, mesh.axis_names)
+    assert to_partition_spec(spec, found_mesh) == (tuple(entries), frozenset(unreduced))
     # JAX lists no boxes of a tensor with pending sums, though it knows how large they are; the
     # devices hold what they would hold of a finished one.
     finished = NamedSharding(mesh, PartitionSpec(*entries))
@@ -33,24 +41,32 @@ def boxes(mesh, shape, entries, unreduced):
     return found
 
 
+def refused(mesh):
+    """Return what is said where JAX tells of gradients, which no spec does."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    try:
+        from_named_sharding(NamedSharding(mesh, PartitionSpec(None, reduced={"x"})), 1)
+    except LossyConversionError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def main():
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     import jax
-    import numpy as np
     from jax.sharding import AxisType, Mesh
 
     found: list[Any] = jax.devices()
     assert [device.id for device in found] == list(range(8))
-    devices = np.array(found)
     for line in sys.stdin:
         asked = json.loads(line)
         # Sums may be pending over explicit axes only; boxes are the same on both kinds.
-        mesh = Mesh(
-            devices[asked["ids"]].reshape(asked["shape"]),
-            asked["names"],
-            axis_types=(AxisType.Explicit,) * len(asked["names"]),
-        )
+        ours = DeviceMesh(asked["ids"], asked["shape"], axis_names=asked["names"])
+        grid, names = to_jax_mesh(ours, reversed(found))
+        mesh = Mesh(grid, names, axis_types=(AxisType.Explicit,) * len(names))
+        assert "a spec cannot say that gradients are unreduced over ['x']" in refused(mesh)
         print(json.dumps([boxes(mesh, *case) for case in asked["cases"]]))
 
 

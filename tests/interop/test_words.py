@@ -14,11 +14,17 @@ from shardspec.interop.dcp_chunks import from_chunks, to_chunks
 from shardspec.interop.jax_specs import (
     from_partition_spec,
     partition_spec_text,
+    to_jax_mesh,
     to_partition_spec,
 )
 from shardspec.interop.oneflow import sbp_text
 from shardspec.interop.shardy import shardy_mesh_text, shardy_text
-from shardspec.interop.torch_placements import from_placements, placements_text, to_placements
+from shardspec.interop.torch_placements import (
+    from_placements,
+    placements_text,
+    to_placements,
+    to_shard_order,
+)
 from shardspec.layout.layout import resolve_axes
 from tests.conversions import partial_specs, plain_specs
 
@@ -93,6 +99,12 @@ def test_torch_order_beside_the_placements():
     placements = [Shard(0), Shard(0)]
     assert str(from_placements(placements, 2, MESH, shard_order={0: (1, 0)})) == "[S10,R]"
     assert str(from_placements(placements, 2, MESH)) == "[S01,R]"
+    assert to_shard_order("[S(y,x),R]", MESH) == ((Shard(0), Shard(0)), {0: (1, 0)})
+    mesh = DeviceMesh(range(12), (2, 2, 3))
+    for spec in [*plain_specs(2, 3), *partial_specs(2, 3)]:
+        found, order = to_shard_order(spec, mesh)
+        assert not any(isinstance(placement, _StridedShard) for placement in found)
+        assert from_placements(found, 2, mesh, shard_order=order) == spec
 
 
 def test_torch_placements_that_no_spec_has():
@@ -122,6 +134,8 @@ def test_jax_refusals():
         from_partition_spec(["x", None], 1)
     with pytest.raises(AxisError):
         from_partition_spec(["x", "x"], 2)
+    with pytest.raises(LossyConversionError, match=r"device 0 of mesh x=2,y=2 is none of JAX's"):
+        to_jax_mesh(MESH, [])
 
 
 def test_colossal():
