@@ -11,7 +11,7 @@ from shardspec.checkpoint.torch_values import TorchTensor
 from shardspec.checkpoint.torch_zip import read_torch_zip
 from shardspec.checkpoint.writers.pickles import Call, Made, Name, Outside, pickled
 from shardspec.errors import CheckpointError
-from tests.checkpoint.test_torch_zip import handmade
+from tests.checkpoint.zips import handmade
 
 NEW = "torch.distributed.tensor"
 OLD = "torch.distributed._tensor"

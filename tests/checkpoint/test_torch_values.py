@@ -19,7 +19,7 @@ from shardspec.checkpoint.torch_zip import read_torch_zip
 from shardspec.checkpoint.writers.pickles import Call, Made, Name, Outside, pickled
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.test_dcp import DTYPES
-from tests.checkpoint.test_torch_zip import handmade
+from tests.checkpoint.zips import handmade
 
 
 @pytest.fixture

@@ -4,56 +4,15 @@ import struct
 
 import pytest
 
-from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.torch_zip import read_torch_zip
 from shardspec.errors import CheckpointError
-from tests.checkpoint.zips import Counted, read, refused
+from tests.checkpoint.zips import Counted, handmade, read, refused
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "x.pt"
-
-
-def handmade(records, end=b"", **changes):
-    """Return a zip of (name, data) pairs; what is written of each entry may be changed.
-
-    Changes are functions of the entry's number and true value.
-    """
-    changes = {
-        "header": lambda _, value: value,
-        "size": lambda _, value: value,
-        "packed": lambda _, value: value,
-        "flags": lambda _, value: value,
-        "name": lambda _, value: value,
-        "count": lambda _, value: value,
-        "start": lambda _, value: value,
-        "length": lambda _, value: value,
-        "disk": lambda _, value: value,
-    } | changes
-    body, listing = b"", b""
-    for number, (name, data) in enumerate(records):
-        header = len(body)
-        body += struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, 0, len(name), 0)
-        body += name + data
-        own = changes["name"](number, name)
-        listing += struct.pack(
-            "<4s6H3L5H2L",
-            *(b"PK\1\2", 20, 20, changes["flags"](number, 0), 0, 0, 0, crc32(data)),
-            *(changes["packed"](number, len(data)), changes["size"](number, len(data))),
-            *(len(own), 0, 0, changes["disk"](number, 0), 0, 0),
-            changes["header"](number, header),
-        )
-        listing += own
-    count = changes["count"](0, len(records))
-    start, length = changes["start"](0, len(body)), changes["length"](0, len(listing))
-    return (
-        body
-        + listing
-        + end
-        + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, length, start, 0)
-    )
 
 
 PICKLE = b"\x80\x02}."
