@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 
-__all__ = ["bytes_text", "seconds_text", "shown", "table_text"]
+__all__ = ["bytes_text", "counted", "rate_text", "seconds_text", "shown", "table_text"]
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -19,6 +19,32 @@ def bytes_text(num_bytes: float) -> str:
             break
         num_bytes /= 1024
     return f"{num_bytes:.4g} {unit}"
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """Return a rate in decimal units, as links and disks are measured.
+
+    Examples
+    --------
+    >>> rate_text(0), rate_text(15_720_000), rate_text(1.25e9)
+    ('0 B/s', '15.72 MB/s', '1.25 GB/s')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if bytes_per_second < 1000 or unit == "GB":
+            break
+        bytes_per_second /= 1000
+    return f"{bytes_per_second:.4g} {unit}/s"
+
+
+def counted(number: int, word: str, plural: str | None = None) -> str:
+    """Return a number with what it counts.
+
+    Examples
+    --------
+    >>> counted(1, "tensor"), counted(0, "tensor"), counted(2, "box", "boxes")
+    ('1 tensor', '0 tensors', '2 boxes')
+    """
+    return f"{number} {word if number == 1 else plural or f'{word}s'}"
 
 
 def seconds_text(seconds: float) -> str:
@@ -54,6 +80,7 @@ def table_text(
     *,
     footer: Sequence[str] | None = None,
     numbers_from: int = 1,
+    text_from: int | None = None,
 ) -> str:
     """Return a plain table whose columns line up.
 
@@ -63,6 +90,8 @@ def table_text(
         Cells as text; all rows are as long as the header.
     numbers_from
         First column that is aligned to the right.
+    text_from
+        First column after it that is aligned to the left again, if any is.
 
     Examples
     --------
@@ -82,11 +111,12 @@ def table_text(
         show_edge=False,
         pad_edge=False,
     )
+    numbers = range(numbers_from, len(header) if text_from is None else text_from)
     for column, title in enumerate(header):
         table.add_column(
             title,
             footer=footer[column] if footer else "",
-            justify="right" if column >= numbers_from else "left",
+            justify="right" if column in numbers else "left",
             no_wrap=True,
         )
     for row in rows:

@@ -50,6 +50,11 @@ def test_table():
     ]
 
 
+def test_text_after_numbers():
+    text = table_text(["n", "size", "why"], [["a", "12", "b"], ["c", "3", "long"]], text_from=2)
+    assert text.splitlines()[2:] == ["a     12   b", "c      3   long"]
+
+
 def test_a_footer_and_long_cells():
     text = table_text(["a", "b"], [["x" * 300, "1"]], footer=["all", "10"])
     lines = text.splitlines()

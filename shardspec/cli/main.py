@@ -1,7 +1,7 @@
 """The command `shardspec`, and the one place where errors become a line and an exit code.
 
-Exit codes: 0 done, 1 interrupted, 2 wrong usage (an option, a spec, a mesh), 3 a checkpoint or an
-output that cannot be used.
+Exit codes: 0 done, 1 nowhere to print, 2 wrong usage (an option, a spec, a mesh), 3 a checkpoint or
+an output that cannot be used, 130 interrupted, 143 told to end.
 """
 
 import gc
@@ -39,8 +39,11 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Name to the module whose `command` it is, and one line of help: nothing is imported for it."""
 
+_NO_OUTPUT: Final = 1
 _USAGE: Final = 2
 _BAD_INPUT: Final = 3
+_BY_SIGNAL: Final = 128
+"""Plus the number of a signal: the exit code of what it has ended, as shells have it."""
 
 
 class _LazyGroup(click.Group):
@@ -71,6 +74,13 @@ class _LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command; being interrupted is an error that is reported like others."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _EndedError(error.args[0] if error.args else signal.SIGINT) from None
+
     def main(  # type: ignore[override]  # click overloads this by a literal; here it never returns
         self,
         args: Sequence[str] | None = None,
@@ -90,12 +100,28 @@ class _LazyGroup(click.Group):
         except click.ClickException as error:
             code = _fail(error.format_message(), error.exit_code)
         except click.Abort:
-            code = _fail("interrupted", 1)
+            code = _fail("interrupted", _BY_SIGNAL + signal.SIGINT)
+        except _EndedError as error:
+            if sys.stderr.isatty():
+                # The terminal has shown ^C in this line.
+                click.echo(err=True)
+            code = _fail("interrupted", _BY_SIGNAL + error.number)
         except (CheckpointError, ProfileError) as error:
             code = _fail(str(error), _BAD_INPUT)
         except ShardSpecError as error:
             code = _fail(str(error), _USAGE)
+        except OSError as error:
+            # Whoever works with files says what is wrong with them; what is left is printing.
+            code = _fail(f"cannot print what is to be said: {error.strerror}", _NO_OUTPUT)
         sys.exit(code or 0)
+
+
+class _EndedError(Exception):
+    """A signal has ended the command."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def _fail(message: str, code: int) -> int:
@@ -128,5 +154,5 @@ def main() -> None:
     cli(prog_name="shardspec")
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(number)

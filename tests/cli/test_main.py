@@ -88,15 +88,24 @@ def test_a_bad_spec_is_exit_code_2_with_a_caret():
     assert result.stderr == "Error: expected R or S and its axes\n  [S0,X]\n      ^\n"
 
 
-def test_an_interrupt_is_exit_code_1(tmp_path, monkeypatch):
+def test_an_interrupt_is_exit_code_130(tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
     monkeypatch.setattr("shardspec.cli.merge.merge", interrupt)
     result = run("merge", ckpt, "-o", tmp_path / "out")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.strip() == "Error: interrupted"
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "Error: interrupted\n"
+
+
+def test_a_full_disk_behind_the_output_is_one_line(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    command = [sys.executable, "-m", "shardspec", "inspect", ckpt]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "Error: cannot print what is to be said: No space left on device\n"
 
 
 KILLED = """
@@ -115,8 +124,8 @@ def test_being_told_to_end_removes_the_temporary_file(tmp_path):
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
     command = [sys.executable, "-c", KILLED, "merge", ckpt, "-o", tmp_path / "out"]
     ended = subprocess.run(command, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.strip() == "Error: interrupted"
+    assert (ended.returncode, ended.stdout) == (143, "")
+    assert ended.stderr == "Error: interrupted\n"
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
