@@ -2,7 +2,6 @@
 
 import errno
 import os
-import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +36,7 @@ def write_atomically(
         If the system refuses, as when the disk is full. The unfinished file is removed; it is
         removed too when `fill` raises, or the user interrupts.
     """
-    temporary = path.parent / f".shardspec-{secrets.token_hex(8)}.tmp"
+    temporary = path.parent / f".shardspec-{os.urandom(8).hex()}.tmp"
     try:
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:

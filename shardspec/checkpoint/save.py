@@ -1,7 +1,6 @@
 """Saving: each rank writes its shards into a file of its own, the sharding info comes last."""
 
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -112,7 +111,7 @@ def save_sharded(
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
     layouts = agree(chosen, lambda: _layouts(state_dict, mesh))
-    tokens = chosen.gather(dict.fromkeys(chosen.addressable, secrets.token_hex(8)))
+    tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
     save = tokens[mesh.ids[0]]
     _check_same(layouts, chosen)
     with Turn() as turn:

@@ -1,6 +1,6 @@
 """shardspec's own form, for any mesh and any specs, written by one process."""
 
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def sharded_target(
     >>> [[slot.box for slot in file.slots] for file in target.files]
     [[((0, 2),)], [((2, 3),)]]
     """
-    save = save or secrets.token_hex(8)
+    save = save or os.urandom(8).hex()
     by_name = {tensor.name: tensor for tensor in tensors}
     files: list[OutputFile] = []
     stated: list[FileEntry] = []
