@@ -8,6 +8,7 @@ from typing import Final
 from shardspec.checkpoint.files import reason
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.rename import exists
+from shardspec.checkpoint.replacing import BESIDE_SUFFIX
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.errors import CheckpointError
 
@@ -150,5 +151,5 @@ def _check_remote(
     if entries and not force:
         raise exists(output)
     for name, plain in sorted(entries.items()):
-        if not plain or not name.endswith(_OF_CHECKPOINTS):
+        if not plain or not name.endswith((*_OF_CHECKPOINTS, BESIDE_SUFFIX)):
             raise _holds_more(output, name)

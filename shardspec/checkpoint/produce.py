@@ -19,7 +19,8 @@ from shardspec.checkpoint.targets import Target, Wanted
 from shardspec.checkpoint.team import Member, Team, together
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.checkpoint.write import Written, write_target
-from shardspec.checkpoint.write_remote import check_streams, write_remote
+from shardspec.checkpoint.write_remote import write_remote
+from shardspec.checkpoint.write_remote_together import write_remote_together
 from shardspec.checkpoint.write_together import write_together
 from shardspec.errors import CheckpointError
 
@@ -59,11 +60,6 @@ def produce(
     if how.member is None or how.dry_run:
         report = _produce(checkpoint, output, form, build, how, None)
     else:
-        if isinstance(output, RemotePath):
-            raise CheckpointError(
-                f"{output}: several processes write together on a file system that all of them "
-                "see, not to a URL; start one process"
-            )
         if "\0" in str(output):
             raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL")
         with together(how.member, output.absolute()) as team:
@@ -84,8 +80,6 @@ def _produce(
     path = output
     if team is None or team.member.rank == 0:
         path = check_destination(output, source, directory=target.directory, force=how.force)
-    if isinstance(output, RemotePath):
-        check_streams(output, target)
     read = _check_tensors(source, wanted, how.verify, team)
     report = WriteReport(
         path=output,
@@ -112,6 +106,27 @@ def _produce(
 def _write(
     source: CheckpointSource, target: Target, path: Path, how: How, team: Team | None
 ) -> Written:
+    if isinstance(path, RemotePath):
+        if team is not None:
+            return write_remote_together(
+                team,
+                source,
+                target,
+                path,
+                overwrite=how.force,
+                verify=how.verify,
+                threads=how.threads,
+                progress=how.progress,
+            )
+        return write_remote(
+            source,
+            target,
+            path,
+            overwrite=how.force,
+            verify=how.verify,
+            threads=how.threads,
+            progress=how.progress,
+        )
     if team is not None:
         return write_together(
             team,
@@ -120,16 +135,6 @@ def _write(
             path,
             overwrite=how.force,
             verify=how.verify,
-            progress=how.progress,
-        )
-    if isinstance(path, RemotePath):
-        return write_remote(
-            source,
-            target,
-            path,
-            overwrite=how.force,
-            verify=how.verify,
-            threads=how.threads,
             progress=how.progress,
         )
     return write_target(

@@ -6,6 +6,7 @@ or its own files of settings, keys and endpoints. It is imported when the first 
 
 import re
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path, PosixPath
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
@@ -37,8 +38,16 @@ class Store(Protocol):
         """Return the same of what lies in a directory."""
         ...
 
-    def cat_file(self, path: str, *, start: int, end: int) -> bytes:
-        """Return a range of bytes."""
+    def cat_file(self, path: str, *, start: int | None = None, end: int | None = None) -> bytes:
+        """Return a range of bytes, or all."""
+        ...
+
+    def pipe_file(self, path: str, value: bytes) -> None:
+        """Write a small file in one step, in place of any of that name."""
+        ...
+
+    def cp_file(self, path1: str, path2: str) -> None:
+        """Copy a file inside the store in one step, in place of any of that name."""
         ...
 
     def open(self, path: str, mode: str, *, block_size: int, autocommit: bool) -> Any:  # noqa: ANN401
@@ -189,6 +198,25 @@ class RemotePath(PosixPath):
         if info["type"] != "file" or info["size"] is None:
             raise CheckpointError(f"{self}: is not a regular file")
         return int(info["size"])
+
+    def replace(self, target: "RemotePath") -> "RemotePath":  # type: ignore[override]  # no other
+        """Give a file another name, in place of any of that name; return the new name.
+
+        The store copies it in one step. What has the other name is the old file or the new one.
+
+        Raises
+        ------
+        CheckpointError
+            If the store refuses; the target is what it was then.
+        """
+        store = self.store
+        with StoreErrors(target, "replaced"):
+            store.cp_file(str(self), str(target))
+        store.invalidate_cache(str(target.parent))
+        # It has its name: what is left of the other takes room and does no harm.
+        with suppress(CheckpointError):
+            self.unlink(missing_ok=True)
+        return target
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove a file."""

@@ -1,26 +1,29 @@
-"""Processes that work on one output together, and talk through a directory beside it.
+"""Processes that work on one output together, and talk through a place beside it.
 
-They need a file system that all of them see, and nothing else: no process group, no torch. The
-first of them makes the directory; the others introduce themselves in it by a word that only this
-run knows, so that nothing that an earlier run has left is mistaken for an answer.
+They need a file system or an object store that all of them see, and nothing else: no process group,
+no torch. The first of them clears the place; the others introduce themselves there by a word that
+only they know, so that nothing that an earlier run has left is mistaken for an answer.
 """
 
 import json
 import os
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from zlib import crc32
 
+from shardspec.checkpoint.board import Board, DirectoryBoard, StoreBoard
 from shardspec.checkpoint.claim import claimed_beside
+from shardspec.checkpoint.remote import RemotePath
 from shardspec.errors import CheckpointError, ShardSpecError
 
 __all__ = ["Member", "Team", "failing_together", "together"]
 
 _PAUSE_S: Final = 0.02
+"""How long to wait before looking again, at first."""
 _PATIENCE_S: Final = 600.0
 """How long the others may take to appear, and to end."""
 _FAREWELL_S: Final = 5.0
@@ -33,6 +36,8 @@ class Member:
 
     rank: int
     size: int
+    job: str = field(default="", compare=False, repr=False)
+    """A word that tells the processes of one torchrun from those of another."""
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Member | None":
@@ -49,24 +54,33 @@ class Member:
             rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         except (KeyError, ValueError):
             return None
-        return cls(rank, size) if size > 1 else None
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+        job = "/".join(environment.get(name, "") for name in names)
+        return cls(rank, size, f"{crc32(job.encode()):08x}") if size > 1 else None
 
 
 class Team:
-    """The processes, once all have met; made by `together`."""
+    """The processes, once all have met; made by `together`.
 
-    def __init__(self, member: Member, directory: Path) -> None:
+    Parameters
+    ----------
+    member
+        Which one this is.
+    place, board
+        Where they talk.
+    token
+        A word that all of them know, and no other run.
+    """
+
+    def __init__(self, member: Member, place: Path, board: Board, token: str) -> None:
         self.member = member
-        self.directory = directory
-        self.token = secrets.token_hex(8)
-        """A word that all of them know, and no other run."""
+        self.token = token
+        self._place = place
+        self._board = board
 
     def say(self, what: str, value: object) -> None:
         """Tell the others something, once."""
-        name = f"{what}.{self.member.rank}"
-        temporary = self.directory / f"{name}.tmp"
-        temporary.write_text(json.dumps(value), "utf-8")
-        temporary.rename(self.directory / name)
+        self._board.put(f"{self.token}.{what}.{self.member.rank}", json.dumps(value))
 
     def hear(self, what: str, rank: int) -> object:
         """Wait for what another one says.
@@ -76,23 +90,88 @@ class Team:
         CheckpointError
             If it says that it has failed, or the first one has gone.
         """
-        while True:
-            for name in (f"{what}.{rank}", f"failed.{rank}"):
-                with suppress(FileNotFoundError):
-                    value = json.loads((self.directory / name).read_text("utf-8"))
-                    if name.startswith("failed"):
-                        raise CheckpointError(value)
-                    return value
-            if not self.directory.exists():
-                raise CheckpointError(
-                    f"{self.directory}: the first of the {self.member.size} processes has ended; "
-                    "see what it says"
-                )
-            time.sleep(_PAUSE_S)
+        return self._hear(what, rank, rank)
 
     def gather(self, what: str) -> list[object]:
-        """Return what every one says, in the order of their ranks."""
-        return [self.hear(what, rank) for rank in range(self.member.size)]
+        """Return what every one says, in the order of their ranks; raise if any has failed."""
+        return [self._hear(what, rank, None) for rank in range(self.member.size)]
+
+    def _hear(self, what: str, rank: int, failing: int | None) -> object:
+        pauses = _pauses(self._board)
+        while True:
+            text = self._board.get(f"{self.token}.{what}.{rank}")
+            if text is not None:
+                return json.loads(text)
+            self.listen(failing)
+            time.sleep(next(pauses))
+
+    def said(self, what: str) -> list[object]:
+        """Return what was said so far, without waiting."""
+        texts = (self._board.get(f"{self.token}.{what}.{r}") for r in range(self.member.size))
+        return [json.loads(text) for text in texts if text is not None]
+
+    def listen(self, failing: int | None = None) -> None:
+        """Go on only if all is well.
+
+        Parameters
+        ----------
+        failing
+            Whose failure counts; that of any process unless stated.
+
+        Raises
+        ------
+        CheckpointError
+            If it says that it has failed, or the first process has gone.
+        """
+        names = self._board.names()
+        failed = self._failed(names, failing)
+        if failed is not None:
+            raise CheckpointError(failed)
+        if f"{self.token}.{_WELCOME}" not in names:
+            raise CheckpointError(
+                f"{self._place}: the first of the {self.member.size} processes has ended, or "
+                "another run has begun; see what it says"
+            )
+
+    def has_failed(self, rank: int) -> bool:
+        """Return whether a process says that it has failed."""
+        return self._failed(self._board.names(), rank) is not None
+
+    def _failed(self, names: set[str], rank: int | None = None) -> str | None:
+        """Return what one has said that failed, or a certain one, if any."""
+        ranks = range(self.member.size) if rank is None else (rank,)
+        for name in (f"{self.token}.failed.{rank}" for rank in ranks):
+            text = self._board.get(name) if name in names else None
+            if text is not None:
+                return str(json.loads(text))
+        return None
+
+    def tell_failure(self, error: ShardSpecError | None) -> str:
+        """Tell the others that something has gone wrong here; return what has, first of all.
+
+        What failed first is the cause; that others find their files gone is not.
+        """
+        said = f"rank {self.member.rank} was interrupted"
+        # Where nobody can be told any more, nobody waits.
+        with suppress(OSError, ShardSpecError):
+            if error is not None:
+                said = str(error)
+                said = said if said.startswith("rank ") else f"rank {self.member.rank}: {said}"
+                said = self._failed(self._board.names()) or said
+            self.say("failed", said)
+            if self.member.rank == 0:
+                self.wait_for_goodbyes(_FAREWELL_S)
+            else:
+                self.say("bye", None)
+        return said
+
+    def wait_for_goodbyes(self, seconds: float) -> None:
+        """Wait until all others have ended, or for so long."""
+        deadline = time.monotonic() + seconds
+        others = {f"{self.token}.bye.{rank}" for rank in range(1, self.member.size)}
+        pauses = _pauses(self._board)
+        while not others <= self._board.names() and time.monotonic() < deadline:
+            time.sleep(next(pauses))
 
 
 @contextmanager
@@ -111,19 +190,44 @@ def together(member: Member, path: Path) -> Iterator[Team]:
     CheckpointError
         In every process, if one of them fails, or does not appear in time.
     """
+    if isinstance(path, RemotePath) and len(path.parts) < 3:
+        raise CheckpointError(f"{path}: is a bucket; name a file or a directory in it")
     place = path.with_name(f".{path.name}.shardspec-team")
-    team = Team(member, place)
-    if member.rank == 0:
-        with claimed_beside(place, path):
-            _welcome(team, place)
-            with failing_together(team):
-                yield team
-            _wait_for_goodbyes(team, place, _PATIENCE_S)
-    else:
-        team.token = _introduce(member, place)
+    if member.rank:
+        board: Board = _board(place)
+        team = Team(member, place, board, _introduce(member, place, board))
         with failing_together(team):
             yield team
         team.say("bye", None)
+        return
+    token = os.urandom(8).hex()
+    with _cleared(place, path, (f"{token}.", f"hello.{member.job}.")) as board:
+        team = Team(member, place, board, token)
+        _welcome(team, place, board)
+        with failing_together(team):
+            yield team
+        team.wait_for_goodbyes(_PATIENCE_S)
+
+
+def _board(place: Path) -> StoreBoard | DirectoryBoard:
+    return StoreBoard(place) if isinstance(place, RemotePath) else DirectoryBoard(place)
+
+
+@contextmanager
+def _cleared(place: Path, path: Path, own: tuple[str, ...]) -> Iterator[Board]:
+    """Make an empty place to talk, and in the end remove what starts with words of this run."""
+    board = _board(place)
+    if isinstance(board, DirectoryBoard):
+        with claimed_beside(place, path):
+            yield board
+        return
+    # Stores have no locks: of two runs at one output the later one goes on.
+    board.clear(board.names())
+    try:
+        yield board
+    finally:
+        with suppress(ShardSpecError):
+            board.clear({name for name in board.names() if name.startswith(own)})
 
 
 @contextmanager
@@ -132,78 +236,69 @@ def failing_together(team: Team) -> Iterator[None]:
     try:
         yield
     except ShardSpecError as error:
-        text = str(error)
-        # What failed first is the cause; that others find their files gone is not.
-        said = _said_before(team)
-        if said is None:
-            said = text if text.startswith("rank ") else f"rank {team.member.rank}: {text}"
-        _say_failure(team, said)
-        if said == text:
+        said = team.tell_failure(error)
+        if said == str(error):
             raise
         raise type(error)(said) from None
     except BaseException:
-        _say_failure(team, f"rank {team.member.rank} was interrupted")
+        team.tell_failure(None)
         raise
 
 
-def _said_before(team: Team) -> str | None:
-    """Return what another one has said that failed."""
-    with suppress(OSError):
-        for name in sorted(os.listdir(team.directory)):
-            if name.startswith("failed.") and not name.endswith(".tmp"):
-                return str(json.loads((team.directory / name).read_text("utf-8")))
-    return None
+_WELCOME: Final = "welcome"
 
 
-def _say_failure(team: Team, text: str) -> None:
-    # Where nobody can be told any more, nobody waits.
-    with suppress(OSError):
-        team.say("failed", text)
-        if team.member.rank == 0:
-            _wait_for_goodbyes(team, team.directory, _FAREWELL_S)
-        else:
-            team.say("bye", None)
-
-
-def _welcome(team: Team, place: Path) -> None:
+def _welcome(team: Team, place: Path, board: Board) -> None:
     """Wait until everybody has come, and let them know."""
     words: dict[int, str] = {}
     deadline = time.monotonic() + _PATIENCE_S
-    while len(words) < team.member.size - 1:
-        for name in os.listdir(place):
+    pauses = _pauses(board)
+    while True:
+        for name in board.names():
             kind, _, rest = name.partition(".")
             if kind == "hello":
-                rank, _, word = rest.partition(".")
-                words[int(rank)] = word
-        _pause(deadline, f"{place}: only {len(words) + 1} of {team.member.size} processes came")
-    team.say("welcome", {"words": words, "token": team.token})
+                job, rank, word = rest.split(".")
+                if job == team.member.job:
+                    words[int(rank)] = word
+        if len(words) == team.member.size - 1:
+            break
+        _pause(pauses, deadline, f"{place}: only {len(words) + 1} of {team.member.size} came")
+    board.put(f"{team.token}.{_WELCOME}", json.dumps({"words": words}))
 
 
-def _introduce(member: Member, place: Path) -> str:
+def _introduce(member: Member, place: Path, board: Board) -> str:
     """Say hello until the first process has heard it; return the word that all share."""
-    word = secrets.token_hex(8)
+    word = os.urandom(8).hex()
     deadline = time.monotonic() + _PATIENCE_S
+    pauses = _pauses(board)
     while True:
         # What was there may have been cleared away since.
         with suppress(OSError):
-            (place / f"hello.{member.rank}.{word}").touch()
-            heard = json.loads((place / "welcome.0").read_text("utf-8"))
-            if heard["words"].get(str(member.rank)) == word:
-                return str(heard["token"])
-        _pause(deadline, f"{place}: the first of {member.size} processes did not come")
+            names = board.names()
+            hello = f"hello.{member.job}.{member.rank}.{word}"
+            if hello not in names:
+                board.put(hello, "")
+            for name in names:
+                token, _, kind = name.partition(".")
+                if kind == _WELCOME:
+                    heard = json.loads(board.get(name) or "{}").get("words", {})
+                    if heard.get(str(member.rank)) == word:
+                        return token
+        _pause(pauses, deadline, f"{place}: the first of {member.size} processes did not come")
 
 
-def _wait_for_goodbyes(team: Team, place: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    others = {f"bye.{rank}" for rank in range(1, team.member.size)}
-    while not others <= set(os.listdir(place)) and time.monotonic() < deadline:
-        time.sleep(_PAUSE_S)
+def _pauses(board: Board) -> Iterator[float]:
+    """Yield how long to wait before looking again, each time longer."""
+    pause = _PAUSE_S
+    while True:
+        yield pause
+        pause = min(pause * 1.5, board.longest_pause_s)
 
 
-def _pause(deadline: float, problem: str) -> None:
+def _pause(pauses: Iterator[float], deadline: float, problem: str) -> None:
     if time.monotonic() > deadline:
         raise CheckpointError(
             f"{problem} within {_PATIENCE_S:.0f} s; give all of them the same output on a file "
-            "system that they share"
+            "system or in a store that they share"
         )
-    time.sleep(_PAUSE_S)
+    time.sleep(next(pauses))

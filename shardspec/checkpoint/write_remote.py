@@ -1,14 +1,17 @@
 """Writing an output into an object store: every file from its start to its end, the last one last.
 
-Nothing can be renamed there, so each file appears under its own name once it is complete, and what
-makes a directory count (an index, a sharding info) is written when the others were read again.
+Nothing can be renamed there in one step, so each file appears under its own name once it is
+complete, and what makes a directory count (an index, a sharding info) is written when the others
+were read again.
 """
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from shardspec.checkpoint.copy import Buffers
-from shardspec.checkpoint.digests import crc32
+from shardspec.checkpoint.digests import crc32, crc32_combine
 from shardspec.checkpoint.files import OpenFiles, SourceFile
 from shardspec.checkpoint.fill import (
     Job,
@@ -25,29 +28,42 @@ from shardspec.checkpoint.numbers import cast
 from shardspec.checkpoint.pieces import Block, Run
 from shardspec.checkpoint.regions import Bytes
 from shardspec.checkpoint.remote import RemotePath
+from shardspec.checkpoint.replacing import Places
 from shardspec.checkpoint.source import CheckpointSource, StoredBox
 from shardspec.checkpoint.targets import OutputFile, Piece, Slot, Target
 from shardspec.checkpoint.upload import Upload
 from shardspec.checkpoint.write import FileDigest, Written, do_together, summed
-from shardspec.errors import CheckpointError
 
-__all__ = ["check_streams", "write_remote"]
+__all__ = ["Uploads", "write_remote"]
 
 
-def check_streams(path: RemotePath, target: Target) -> None:
-    """Refuse a form that is not written from its start to its end.
+@dataclass(frozen=True, slots=True)
+class Uploads:
+    """What the writing of all files into a store has in common."""
 
-    Raises
-    ------
-    CheckpointError
-        If the target is of such a form.
-    """
-    for file in target.files:
-        if file.late is not None:
-            raise CheckpointError(
-                f"{path}: a zip of torch, whose headers hold digests of what follows them, is not "
-                "written to a URL; write it to a disk and copy it there, or write safetensors"
-            )
+    job: Job
+    target: Target
+    places: Places
+    overwrite: bool
+    made: list[RemotePath]
+    """What is there so far; removed on failure."""
+
+    def write(self, files: Sequence[OutputFile], threads: int) -> list["_Found"]:
+        """Write files of the target, and read them again; return the digest of each."""
+        work = [partial(_write, self, file) for file in files]
+        return do_together(work, threads, self.job.meter)
+
+    def finish(self, digests: Mapping[str, FileDigest]) -> Written:
+        """Write the files that come last, and publish all."""
+        files = tuple(digests)
+        every = dict(digests)
+        beside = not self.places.old.isdisjoint(files)
+        if self.target.last is not None:
+            for name, data in self.target.last({name: at.slots for name, at in digests.items()}):
+                every[name] = _put(self, self.places.place(name, beside=beside), data)
+        last = tuple(name for name in every if name not in digests)
+        self.places.publish(files, last, self.made)
+        return summed(self.job, every)
 
 
 def write_remote(
@@ -62,13 +78,13 @@ def write_remote(
 ) -> Written:
     """Write an output so that it counts when it is whole, or not at all.
 
-    What is replaced stays until the new one counts, where no file of both has the same name; else
-    it is removed first. On failure the files that were written are removed.
+    What is replaced stays until the new files were read again; see `Places`. On failure what was
+    written is removed.
 
     Parameters
     ----------
     source, target, path, overwrite, verify, threads, progress
-        As for `write_target`; `check_streams` has let the target pass.
+        As for `write_target`.
 
     Raises
     ------
@@ -76,90 +92,66 @@ def write_remote(
         As `write_target`.
     """
     job = Job(source, path, verify, verify or target.digested, Meter(target.num_bytes, progress))
-    new = {file.name for file in target.files}
-    old = _old(path, target)
-    if old & new:
-        _remove(path, old)
-        old = set()
-    made: list[RemotePath] = []
+    places = Places.found(
+        path, secrets.token_hex(8), directory=target.directory, overwrite=overwrite
+    )
+    uploads = Uploads(job, target, places, overwrite, [])
     try:
-        work = [
-            partial(
-                _write, job, file, path / file.name if target.directory else path, overwrite, made
-            )
-            for file in target.files
-        ]
-        found = do_together(work, threads, job.meter)
+        found = uploads.write(target.files, threads)
         if verify:
             slots = (slot for file in target.files for slot in file.slots)
             check_the_rest(job, slots, {box for _, judged in found for box in judged})
-        digests = {file.name: digest for file, (digest, _) in zip(target.files, found, strict=True)}
-        if target.last is not None:
-            for name, data in target.last({name: at.slots for name, at in digests.items()}):
-                digests[name] = _put(job, path / name, data, overwrite, made)
+        names = (file.name for file in target.files)
+        return uploads.finish(dict(zip(names, (digest for digest, _ in found), strict=True)))
     except BaseException:
-        for file in made:
-            file.unlink(missing_ok=True)
+        places.discard(uploads.made)
         raise
-    _remove(path, old - digests.keys())
-    return summed(job, digests)
-
-
-def _old(path: RemotePath, target: Target) -> set[str]:
-    """Return the files of a directory that is replaced."""
-    if not target.directory:
-        return set()
-    try:
-        return set(path.entries())
-    except FileNotFoundError:
-        return set()
-
-
-def _remove(path: RemotePath, names: set[str]) -> None:
-    """Remove files, first those that say what the others are: none of them counts then."""
-    for name in sorted(names, key=lambda name: (not name.endswith((".json", ".metadata")), name)):
-        (path / name).unlink(missing_ok=True)
 
 
 _Found = tuple[FileDigest, list[StoredBox]]
 
 
-def _write(
-    job: Job, file: OutputFile, place: RemotePath, overwrite: bool, made: list[RemotePath]
-) -> _Found:
+def _write(uploads: Uploads, file: OutputFile) -> _Found:
     """Write one file; return its digest, and the boxes found to be right on the way."""
+    job, place = uploads.job, uploads.places.place(file.name)
     crcs: list[int] = []
     judged: list[StoredBox] = []
+    pieces = list(file.pieces)
     parts: Sequence[Piece | Slot] = sorted((*file.pieces, *file.slots), key=lambda p: p.offset)
-    with Upload(place, file.num_bytes, overwrite=overwrite) as upload, OpenFiles() as files:
+    with Upload(place, file.num_bytes, overwrite=uploads.overwrite) as upload, OpenFiles() as files:
         buffers = Buffers()
         for part in parts:
-            upload.write(bytes(part.offset - upload.written))
             if isinstance(part, Piece):
-                upload.write(part.data)
-                job.meter.advance(len(part.data))
+                _write_piece(job, upload, part)
                 continue
-            sink = _Stream(upload, buffers, job, part)
-            crc, boxes = fill_by(job, part, sink, files, buffers)
+            upload.write(bytes(part.offset - upload.written))
+            crc, boxes = fill_by(job, part, _Stream(upload, buffers, job, part), files, buffers)
             crcs.append(crc)
             judged += boxes
+            for piece in () if file.late is None else file.late(crcs, len(crcs) - 1):
+                _write_piece(job, upload, piece)
+                pieces.append(piece)
         assert upload.written == file.num_bytes, "parts are as long as planned"
-    made.append(place)
+    uploads.made.append(place)
     slots = file.slots if job.verify else ()
-    check_again(place, parts_of(file.pieces, slots, crcs if job.verify else ()), job.path)
-    whole = digest_of_file(file, file.pieces, crcs) if job.digested else 0
+    check_again(place, parts_of(pieces, slots, crcs if job.verify else ()), job.path)
+    whole = digest_of_file(file, pieces, crcs) if job.digested else 0
     return FileDigest(tuple(crcs), whole, file.num_bytes), judged
 
 
-def _put(
-    job: Job, place: RemotePath, data: bytes, overwrite: bool, made: list[RemotePath]
-) -> FileDigest:
+def _write_piece(job: Job, upload: Upload, piece: Piece) -> None:
+    upload.write(bytes(piece.offset - upload.written))
+    upload.write(piece.data)
+    job.meter.advance(len(piece.data))
+
+
+def _put(uploads: Uploads, place: RemotePath, data: bytes) -> FileDigest:
     """Write a small file."""
-    with Upload(place, len(data), overwrite=overwrite) as upload:
+    with Upload(place, len(data), overwrite=uploads.overwrite) as upload:
         upload.write(data)
-    made.append(place)
-    if job.verify:
-        check_again(place, parts_of([Piece(0, data)], (), ()), job.path)
+    uploads.made.append(place)
+    if uploads.job.verify:
+        check_again(place, parts_of([Piece(0, data)], (), ()), uploads.job.path)
     return FileDigest((), crc32(data), len(data))
 
 
@@ -189,15 +181,18 @@ class _Stream:
         """Return the start of the buffer."""
         return self._buffers.block[: block.num_bytes]
 
-    # The parameters are named by Sink.
+    # Sink names the parameters.
     def put(self, block: Block, room: Bytes, crc: int | None = None) -> None:  # noqa: ARG002
         """Write the block."""
-        self._write(room)
+        self._write(room, crc)
 
-    def _write(self, room: Bytes) -> None:
+    def _write(self, room: Bytes, crc: int | None = None) -> None:
         if self._dtypes is not None:
-            room = cast(room, *self._dtypes)
+            room, crc = cast(room, *self._dtypes), None
         if self._job.digested:
-            self.crc32 = crc32(room.data, self.crc32)
+            if crc is None:
+                self.crc32 = crc32(room.data, self.crc32)
+            else:
+                self.crc32 = int(crc32_combine(self.crc32, crc, len(room)))
         self._upload.write(room.data)
         self._job.meter.advance(len(room))
