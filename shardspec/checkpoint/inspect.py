@@ -51,6 +51,12 @@ class TensorSummary:
     stored: StoredTensor
     layout: Layout | None
     """How it is cut over the mesh that wrote it, where the format says both."""
+    directory: Path
+    """Of the checkpoint."""
+
+    def file(self, box: StoredBox) -> str:
+        """Name the file of one of its boxes, from the directory on."""
+        return _file(box.path, self.directory)
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +87,13 @@ class TensorSummary:
         idle = self.layout is not None and bool(shapes) and _cut(self.layout).idle
         return len(shapes) > 1 or idle
 
+    def has(self, index: Sequence[int]) -> bool:
+        """Whether an index, one position for each of the first dims, lies in its shape."""
+        shape = self.stored.shape
+        return len(index) <= len(shape) and all(
+            0 <= at < size for at, size in zip(index, shape, strict=False)
+        )
+
     def holders(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
         """Return the boxes that hold a part of an index, and their ranks.
 
@@ -94,13 +107,10 @@ class TensorSummary:
         CheckpointError
             If it has more positions than there are dims, or one is outside.
         """
-        shape = self.stored.shape
-        if len(index) > len(shape) or not all(
-            0 <= at < size for at, size in zip(index, shape, strict=False)
-        ):
+        if not self.has(index):
             raise CheckpointError(
                 f"tensor {self.stored.name!r}: index {list(index)} does not lie in the shape "
-                f"{list(shape)}"
+                f"{list(self.stored.shape)}"
             )
         return {
             box: ranks
@@ -133,7 +143,7 @@ class TensorSummary:
                     "box": [list(side) for side in box.box],
                     "addend": list(box.addend),
                     "rank": box.rank,
-                    "file": box.path.name,
+                    "file": self.file(box),
                     "offset": box.offset,
                     "bytes": self.box_bytes(box),
                 }
@@ -174,7 +184,7 @@ class CheckpointSummary:
     def files_by_rank(self) -> dict[int, str]:
         """Name of the file of each device that stored any box."""
         boxes = (box for tensor in self.tensors for box in tensor.stored.boxes)
-        return {box.rank: box.path.name for box in boxes}
+        return {box.rank: _file(box.path, self.directory) for box in boxes}
 
     def to_json(self) -> dict[str, object]:
         """Return the summary as plain values."""
@@ -193,10 +203,44 @@ class CheckpointSummary:
         }
 
 
-def other_text(value: object) -> str:
-    """Return a value that is no tensor as text, cut short if it is long."""
-    text = value.text if isinstance(value, Described) else repr(value)
-    return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"
+def _file(path: Path, directory: Path) -> str:
+    return str(path.relative_to(directory)) if directory in path.parents else path.name
+
+
+def other_text(value: object, most: int = _LONG) -> str:
+    """Return a value that is no tensor as text, cut short if it is longer than `most`.
+
+    Examples
+    --------
+    >>> other_text({"lr": [0.1, Described("2 bytes")]}), other_text("a long text", 8)
+    ("{'lr': [0.1, <2 bytes>]}", "'a long…")
+    """
+    text = value.text if isinstance(value, Described) else repr(_marked(value))
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+class _Marked(str):
+    """Text that stands for something else, and so without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _marked(value: object) -> object:
+    """Return a value in which descriptions stand in angle brackets."""
+    match value:
+        case Described():
+            return _Marked(value.text if value.text.startswith("<") else f"<{value.text}>")
+        case list():
+            return [_marked(item) for item in value]
+        case tuple():
+            return tuple(_marked(item) for item in value)
+        case dict():
+            return {_marked(key): _marked(item) for key, item in value.items()}
+        case _:
+            return value
 
 
 def _mesh_json(mesh: DeviceMesh) -> dict[str, object]:
@@ -244,4 +288,4 @@ def _summary(source: CheckpointSource, name: str) -> TensorSummary:
     layout = None
     if source.mesh is not None and stored.spec is not None:
         layout = Layout(source.mesh, stored.spec, stored.shape, stored.dtype)
-    return TensorSummary(stored, layout)
+    return TensorSummary(stored, layout, source.directory)

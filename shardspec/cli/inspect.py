@@ -22,12 +22,14 @@ from shardspec.cli.source import open_source, source_options
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import cells_text, ids_text
 from shardspec.layout.picture import picture as draw
-from shardspec.text import bytes_text, table_text
+from shardspec.text import bytes_text, counted, table_text
 
 __all__ = ["command"]
 
 _MOST_CELLS: Final = 1024
 """Boxes beyond which a picture is no help."""
+_MOST_VALUE: Final = 60
+"""Characters of a value that is no tensor, beyond which a line is no help either."""
 
 
 @click.command(
@@ -35,7 +37,7 @@ _MOST_CELLS: Final = 1024
     epilog="""\b
 Examples:
   shardspec inspect ckpt
-  shardspec inspect ckpt --tensor 'layers.0.*'           with the box and file of every rank
+  shardspec inspect ckpt --tensor 'layers.0.*'               with the box and file of every rank
   shardspec inspect ckpt --tensor embed.weight --index 17    which rank holds row 17
   shardspec inspect ckpt --tensor embed.weight --picture     who holds what
   shardspec inspect ckpt --only uneven
@@ -43,8 +45,6 @@ Examples:
 """,
 )
 @click.argument("checkpoint", type=CheckpointPath(), metavar="CKPT")
-@source_options
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
     "--tensor",
     "pattern",
@@ -63,6 +63,8 @@ Examples:
     type=click.Choice(("replicated", "uneven")),
     help="Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
 )
+@source_options
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(
     checkpoint: Path,
     ranks: int | None,
@@ -76,31 +78,39 @@ def command(
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
     Reads what describes the checkpoint and the header of every file, and checks that they agree;
-    no data.
+    no data. Of several ranks that hold the same, some forms store what one holds, and show that
+    one.
     """
-    if (index is not None or picture) and pattern is None:
+    if (index is not None or picture) and pattern is None and only is None:
         raise click.UsageError("--index and --picture are about some tensors; name them: --tensor")
-    summary = inspect_checkpoint(open_source(checkpoint, ranks, source_rules))
+    whole = inspect_checkpoint(open_source(checkpoint, ranks, source_rules))
+    summary = whole
     if pattern is not None:
         summary = _only(summary, pattern)
     if only is not None:
         kept = tuple(t for t in summary.tensors if (t.uneven if only == "uneven" else t.replicated))
         summary = replace(summary, tensors=kept)
-    if index is not None:
+    if only is not None and not summary.tensors and not as_json:
+        click.echo(_some(summary, only, len(whole.tensors)))
+    elif index is not None:
         _say_holders(summary, index, as_json)
     elif as_json:
         click.echo(json.dumps(summary.to_json()))
     elif picture:
         click.echo("\n\n".join(_picture(tensor) for tensor in summary.tensors))
-    elif pattern is None:
-        click.echo(_overview(summary))
-    else:
+    elif pattern is not None:
         click.echo("\n\n".join(_boxes(tensor) for tensor in summary.tensors))
+    elif only is not None:
+        click.echo(_some(summary, only, len(whole.tensors)))
+    else:
+        click.echo(_overview(summary))
 
 
 def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bool) -> None:
     """Print who holds a part of the tensors."""
-    found = [(tensor.stored.name, tensor.holders(index)) for tensor in summary.tensors]
+    # A pattern may take in biases beside matrices: those that have no such index do not count.
+    fitting = [tensor for tensor in summary.tensors if tensor.has(index)]
+    found = [(t.stored.name, t.holders(index)) for t in fitting or summary.tensors[:1]]
     if as_json:
         boxes = [
             {"name": name, "box": [list(side) for side in box], "ranks": list(ranks)}
@@ -124,7 +134,7 @@ def _picture(tensor: TensorSummary) -> str:
     sides = [{box[dim] for box in cells} for dim in range(len(stored.shape))]
     if prod(map(len, sides)) != len(cells) or len(cells) > _MOST_CELLS:
         return _boxes(tensor)
-    title = f"{' '.join(_facts(tensor))} {list(stored.shape)}"
+    title = f"{_title(tensor)} {list(stored.shape)}"
     return "\n".join([title, *cells_text(cells)])
 
 
@@ -140,8 +150,34 @@ def _only(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
 
 
 def _overview(summary: CheckpointSummary) -> str:
-    mesh = summary.mesh
-    tensors = table_text(
+    facts = [counted(len(summary.tensors), "tensor"), bytes_text(summary.num_bytes)]
+    facts.append(f"in the form of {summary.format}")
+    if summary.mesh is not None:
+        devices = counted(summary.mesh.size, "device")
+        facts.append(f"saved on mesh {summary.mesh} ({devices})")
+    parts = [f"{summary.directory}: {', '.join(facts)}"]
+    if summary.tensors:
+        parts += [_tensors(summary), _ranks(summary)]
+    if summary.others:
+        rows = [
+            [_plain(name), _plain(other_text(at, _MOST_VALUE))]
+            for name, at in sorted(summary.others.items())
+        ]
+        parts.append(table_text(["no tensor", "value"], rows, text_from=1))
+    return "\n\n".join(parts)
+
+
+def _some(summary: CheckpointSummary, only: str, of: int) -> str:
+    found = f"{len(summary.tensors) or 'none'} of {counted(of, 'tensor')}"
+    verb = "are" if len(summary.tensors) > 1 else "is"
+    line = f"{summary.directory}: {found} {verb} {only}"
+    if only == "replicated" and summary.mesh is None:
+        line += f", as far as {summary.format} says: what ranks hold alike may be stored once"
+    return f"{line}\n\n{_tensors(summary)}" if summary.tensors else line
+
+
+def _tensors(summary: CheckpointSummary) -> str:
+    return _table(
         ["tensor", "spec", "dtype", "shape", "size", "remarks"],
         [
             [
@@ -152,10 +188,13 @@ def _overview(summary: CheckpointSummary) -> str:
             ]
             for t in summary.tensors
         ],
-        numbers_from=3,
+        numbers=range(3, 5),
     )
-    files = summary.files_by_rank
-    ranks = table_text(
+
+
+def _ranks(summary: CheckpointSummary) -> str:
+    mesh, files = summary.mesh, summary.files_by_rank
+    return _table(
         ["rank", "coordinates", "stored", "file"],
         [
             [
@@ -166,31 +205,25 @@ def _overview(summary: CheckpointSummary) -> str:
             ]
             for rank, num_bytes in summary.bytes_by_rank.items()
         ],
-        numbers_from=4,
-    )
-    return (
-        f"{summary.directory}: {len(summary.tensors)} tensors, {bytes_text(summary.num_bytes)}, "
-        f"{_writer(summary)}\n\n{tensors}\n\n{ranks}{_others(summary)}"
+        numbers=range(2, 3),
     )
 
 
-def _others(summary: CheckpointSummary) -> str:
-    if not summary.others:
-        return ""
-    rows = [[_plain(name), _plain(other_text(at))] for name, at in sorted(summary.others.items())]
-    return f"\n\n{table_text(['no tensor', 'value'], rows)}"
-
-
-def _writer(summary: CheckpointSummary) -> str:
-    if summary.mesh is None:
-        return f"in the form of {summary.format}"
-    return f"saved on mesh {summary.mesh} ({summary.mesh.size} devices)"
+def _table(header: list[str], rows: list[list[str]], numbers: range) -> str:
+    """Return a table without the columns in which nothing stands."""
+    kept = [at for at in range(len(header)) if any(row[at] for row in rows)]
+    return table_text(
+        [header[at] for at in kept],
+        [[row[at] for at in kept] for row in rows],
+        numbers_from=sum(at < numbers.start for at in kept),
+        text_from=sum(at < numbers.stop for at in kept),
+    )
 
 
 def _remarks(tensor: TensorSummary) -> list[str]:
     """Say what is worth noting about the cut."""
     remarks = []
-    if tensor.layout is None and len(tensor.stored.boxes) > 1:
+    if tensor.layout is None and len(tensor.cells) > 1:
         remarks.append(f"{len(tensor.cells)} boxes")
     if tensor.replicated:
         remarks.append("replicated")
@@ -204,15 +237,19 @@ def _facts(tensor: TensorSummary) -> list[str]:
     return [_plain(stored.name), "" if stored.spec is None else str(stored.spec), stored.dtype]
 
 
+def _title(tensor: TensorSummary) -> str:
+    return " ".join(filter(None, _facts(tensor)))
+
+
 def _plain(name: str) -> str:
     """Return a name that cannot upset the terminal."""
-    return name if name.isprintable() else ascii(name)
+    return name if name and name.isprintable() else ascii(name)
 
 
 def _boxes(tensor: TensorSummary) -> str:
     stored = tensor.stored
     title = (
-        f"{' '.join(_facts(tensor))} {list(stored.shape)}: {bytes_text(tensor.num_bytes)}, "
+        f"{_title(tensor)} {list(stored.shape)}: {bytes_text(tensor.num_bytes)}, "
         f"{bytes_text(tensor.stored_bytes)} stored"
     )
     rows = [
@@ -221,8 +258,9 @@ def _boxes(tensor: TensorSummary) -> str:
             str(box.rank),
             bytes_text(tensor.box_bytes(box)),
             str(box.offset),
-            box.path.name,
+            tensor.file(box),
         ]
         for box in stored.boxes
     ]
-    return f"{title}\n{table_text(['box', 'rank', 'size', 'offset', 'file'], rows)}"
+    table = table_text(["box", "rank", "size", "offset", "file"], rows, text_from=4)
+    return f"{title}\n{table}" if rows else title

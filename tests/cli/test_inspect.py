@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from shardspec.checkpoint.inspect import inspect_checkpoint
+from shardspec.checkpoint.inspect import inspect_checkpoint, other_text
 from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.source import Described
 from shardspec.cli.main import cli
 from tests.checkpoint.handmade import handmade, sample
 
@@ -32,7 +33,7 @@ def test_tensors_and_ranks(ckpt):
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert result.stdout.splitlines()[0] == (
-        f"{ckpt}: 5 tensors, 279 B, saved on mesh dp=2,tp=3 (6 devices)"
+        f"{ckpt}: 5 tensors, 279 B, in the form of shardspec, saved on mesh dp=2,tp=3 (6 devices)"
     )
     assert ["w", "[S0,S1]", "int32", "8×7", "224", "B", "uneven"] in lines
     assert ["p", "[S0|P1]", "float32", "4", "16", "B", "replicated"] in lines
@@ -45,7 +46,7 @@ def test_tensors_and_ranks(ckpt):
 
 def test_a_rank_that_stored_nothing(tmp_path):
     result = run(handmade({"b": ("[R]", np.zeros(3, np.uint8))}).write(tmp_path / "ckpt"))
-    assert "5      (1, 2)        0 B      none" in result.stdout
+    assert "5      (1, 2)           0 B   none" in result.stdout
 
 
 def test_who_holds_a_row(ckpt):
@@ -90,6 +91,42 @@ def test_only_some(ckpt):
         found = json.loads(run(ckpt, "--only", kind, "--json").stdout)
         assert [t["name"] for t in found["tensors"] if "[" not in t["name"]] == names
         assert all(tensor[kind] for tensor in found["tensors"])
+
+
+def test_only_some_as_a_table_or_drawn(ckpt, tmp_path):
+    lines = run(ckpt, "--only", "uneven").stdout.splitlines()
+    assert lines[0] == f"{ckpt}: 2 of 5 tensors are uneven"
+    assert [line.split()[0] for line in lines[4:]] == ["b", "w"]
+    assert run(ckpt, "--only", "uneven", "--picture").stdout.startswith("b\n[S1] of [7]")
+    merge(ckpt, tmp_path / "whole.safetensors")
+    assert run(tmp_path / "whole.safetensors", "--only", "replicated").stdout == (
+        f"{tmp_path}/whole.safetensors: none of 5 tensors is replicated, as far as safetensors "
+        "says: what ranks hold alike may be stored once\n"
+    )
+    for drawn in ("--picture", "--index"):
+        place = ("0",) if drawn == "--index" else ()
+        result = run(tmp_path / "whole.safetensors", "--only", "uneven", drawn, *place)
+        assert result.stdout == f"{tmp_path}/whole.safetensors: none of 5 tensors is uneven\n"
+
+
+def test_an_index_that_some_have(ckpt):
+    result = run(ckpt, "--tensor", "[wbs]*", "--index", "7")
+    assert [line.split(":")[0] for line in result.stdout.splitlines()] == ["w[7]"] * 3
+
+
+def test_columns_in_which_nothing_stands_are_left_out(ckpt, tmp_path):
+    merge(ckpt, tmp_path / "whole.safetensors")
+    lines = [line.split() for line in run(tmp_path / "whole.safetensors").stdout.splitlines()]
+    assert lines[2] == ["tensor", "dtype", "shape", "size"]
+    assert lines[-3:] == [["rank", "stored", "file"], lines[-2], ["0", "279", "B", *lines[-1][3:]]]
+    assert lines[-1][3:] == ["whole.safetensors"]
+
+
+def test_what_is_no_tensor_is_shown_in_short():
+    parts = [Described("2 bytes"), Described("<set>"), {"a": (1, None)}]
+    assert other_text(parts) == "[<2 bytes>, <set>, {'a': (1, None)}]"
+    assert other_text(Described("an object")) == "an object"
+    assert other_text("x" * 300) == "'" + "x" * 198 + "…"
 
 
 def test_one_tensor_with_its_boxes(ckpt):
