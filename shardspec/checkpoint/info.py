@@ -25,6 +25,7 @@ from shardspec.mesh import DeviceMesh
 
 __all__ = [
     "INFO_NAME",
+    "SAVE_KEY",
     "VERSION",
     "BoxEntry",
     "FileEntry",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 INFO_NAME: Final = "sharding_info.json"
+SAVE_KEY: Final = "shardspec.save"
+"""By which the metadata of every file says which save it is of."""
 VERSION: Final = 1
 """The version of the format that this code reads and writes."""
 _FORMAT: Final = "shardspec"

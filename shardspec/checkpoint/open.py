@@ -3,7 +3,7 @@
 A format is one module of `shardspec.checkpoint.formats` and one line in `FORMATS`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,12 +19,18 @@ from shardspec.checkpoint.formats import (
     single_file,
     torch_file,
 )
+from shardspec.checkpoint.formats.dcp_metadata import METADATA_NAME
 from shardspec.checkpoint.info import INFO_NAME
+from shardspec.checkpoint.nearby import nearby
 from shardspec.checkpoint.remote import as_path
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.errors import CheckpointError
 
-__all__ = ["FORMATS", "Format", "as_source", "open_checkpoint"]
+__all__ = ["FORMATS", "Format", "as_source", "open_checkpoint", "open_checkpoints"]
+
+
+_OLD_TORCH: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+"""How a file of torch.save starts that is no zip: a number in a pickle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +39,69 @@ class Format:
 
     name: str
     """What the user calls it."""
+    known_by: str
+    """What lies in its directories, for errors."""
     finds: Callable[[frozenset[str]], bool]
     """Whether a directory with entries of these names is one."""
     opens: Callable[..., CheckpointSource]
     """Reads what describes it; not its data. Called with the directory and what `takes` names."""
     takes: frozenset[str] = frozenset()
     """What the caller may add of his own: options of `open_checkpoint`."""
+    in_parts: bool = False
+    """Whether no file that `finds` knows is a checkpoint by itself, so that it means all of it."""
 
 
 FORMATS: Final = (
-    Format(native.FORMAT, lambda names: INFO_NAME in names, native.open_native),
-    Format(dcp.FORMAT, dcp.find_dcp, dcp.open_dcp),
+    Format(
+        native.FORMAT,
+        INFO_NAME,
+        lambda names: INFO_NAME in names,
+        native.open_native,
+        in_parts=True,
+    ),
+    Format(dcp.FORMAT, METADATA_NAME, dcp.find_dcp, dcp.open_dcp, in_parts=True),
     Format(
         megatron.FORMAT,
+        "mp_rank_00",
         megatron.find_megatron,
         megatron.open_megatron,
         frozenset(("ranks", "rules")),
+        in_parts=True,
     ),
-    Format(dcp_hf.FORMAT, dcp_hf.find_dcp_hf, dcp_hf.open_dcp_hf, frozenset(("ranks",))),
-    Format(hf_index.FORMAT, hf_index.find_index, hf_index.open_index_directory),
-    Format(hf_index.FORMAT, hf_index.find_plain, hf_index.open_plain),
-    Format(rank_files.FORMAT, rank_files.find_rank_files, rank_files.open_rank_files),
-    Format(torch_file.FORMAT, torch_file.find_bin, torch_file.open_bin_directory),
+    Format(
+        dcp_hf.FORMAT,
+        "shard-00001-model-….safetensors",
+        dcp_hf.find_dcp_hf,
+        dcp_hf.open_dcp_hf,
+        frozenset(("ranks",)),
+        in_parts=True,
+    ),
+    Format(hf_index.FORMAT, "an index", hf_index.find_index, hf_index.open_index_directory),
+    Format(hf_index.FORMAT, "*.safetensors", hf_index.find_plain, hf_index.open_plain),
+    Format(
+        rank_files.FORMAT,
+        "…_rank_0.pt",
+        rank_files.find_rank_files,
+        rank_files.open_rank_files,
+    ),
+    Format(
+        torch_file.FORMAT,
+        torch_file.BIN_NAME,
+        torch_file.find_bin,
+        torch_file.open_bin_directory,
+    ),
 )
 """Asked in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A checkpoint that is there, but not open yet."""
+
+    place: Path
+    form: str
+    takes: frozenset[str]
+    opens: Callable[..., CheckpointSource]
 
 
 def open_checkpoint(
@@ -84,15 +129,56 @@ def open_checkpoint(
         If it is missing, holds no finished save, contradicts itself, or knows by itself what the
         caller has added.
     """
-    place = as_path(path)
+    return open_checkpoints((path,), ranks=ranks, rules=rules)[0]
+
+
+def open_checkpoints(
+    paths: Sequence[Path | str],
+    *,
+    ranks: int | None = None,
+    rules: Mapping[str, object] | Path | str | None = None,
+) -> list[CheckpointSource]:
+    """Open several checkpoints; each is told what its form does not say, the others are not.
+
+    Raises
+    ------
+    CheckpointError
+        As `open_checkpoint`; of what was added, if none of them needs it.
+    """
     options = (("ranks", ranks), ("rules", rules))
+    added = {name: value for name, value in options if value is not None}
+    found = [_find(as_path(path)) for path in paths]
+    for name in sorted(added):
+        if not any(name in one.takes for one in found):
+            raise CheckpointError(
+                f"{found[0].place}: {name} was given, but a checkpoint of this form "
+                f"({found[0].form}) needs none: it says so itself; leave {name} out"
+            )
+    return [
+        one.opens(one.place, **{name: added[name] for name in added.keys() & one.takes})
+        for one in found
+    ]
+
+
+def as_source(checkpoint: Path | str | CheckpointSource) -> CheckpointSource:
+    """Return a checkpoint that may be open already."""
+    return open_checkpoint(checkpoint) if isinstance(checkpoint, Path | str) else checkpoint
+
+
+def _find(place: Path) -> _Found:
+    """Find out what lies somewhere.
+
+    Raises
+    ------
+    CheckpointError
+        If it is no checkpoint.
+    """
     if "\0" in str(place):
         raise CheckpointError(f"{str(place)!r}: a path cannot hold a NUL; check it")
-    added = {name: value for name, value in options if value is not None}
     try:
         names = frozenset(path.name for path in place.iterdir())
     except NotADirectoryError:
-        return _open_file(place, added)
+        return _find_file(place)
     except FileNotFoundError:
         raise CheckpointError(f"{place}: there is no such checkpoint; check the path") from None
     except OSError as error:
@@ -101,40 +187,61 @@ def open_checkpoint(
         raise CheckpointError(f"{place}: is empty, there is no checkpoint in it")
     for form in FORMATS:
         if form.finds(names):
-            _check_added(place, form.name, form.takes, added)
-            return form.opens(place, **added)
+            return _Found(place, form.name, form.takes, form.opens)
+    hint = nearby(place, names, _form_of)
+    if hint is not None:
+        raise CheckpointError(f"{place}: is no checkpoint itself, but {hint}")
+    *known, last = dict.fromkeys(form.known_by for form in FORMATS)
     raise CheckpointError(
-        f"{place}: has no {INFO_NAME}, which is written last; the save did not finish, or "
-        f"this is no checkpoint of a form that is known ({', '.join(f.name for f in FORMATS)})"
+        f"{place}: has no {', '.join(known)} or {last}; this is no checkpoint of a form that is "
+        "known, or its save did not finish"
     )
 
 
-def as_source(checkpoint: Path | str | CheckpointSource) -> CheckpointSource:
-    """Return a checkpoint that may be open already."""
-    return open_checkpoint(checkpoint) if isinstance(checkpoint, Path | str) else checkpoint
+def _form_of(names: frozenset[str]) -> str | None:
+    return next((form.name for form in FORMATS if form.finds(names)), None)
 
 
-def _open_file(place: Path, added: Mapping[str, object]) -> CheckpointSource:
-    """Open what is no directory."""
-    _check_added(place, "a single file", frozenset(), added)
+def _find_file(place: Path) -> _Found:
+    """Find out what a file is, or is a part of."""
+    part = place
+    if place.name == megatron.FILE_NAME and megatron.find_megatron(frozenset((place.parent.name,))):
+        part = place.parent
+    for form in FORMATS:
+        if form.in_parts and form.finds(frozenset((part.name,))):
+            return _Found(part.parent, form.name, form.takes, form.opens)
+    return _Found(place, "a single file", frozenset(), _open_file)
+
+
+def _open_file(place: Path) -> CheckpointSource:
+    """Open what is a checkpoint by itself."""
     if place.name.endswith(hf_index.INDEX_SUFFIX):
         return hf_index.open_index_file(place)
     if place.name == torch_file.BIN_INDEX:
         return torch_file.open_bin_index(place)
     with SourceFile(place) as file:
-        head = file.read(0, min(file.num_bytes, 4))
+        size = file.num_bytes
+        head = file.read(0, min(size, 16))
     if torch_file.is_torch_file(head):
         if rank_files.is_rank_file(place.name):
             return rank_files.open_family(place)
         return torch_file.open_torch_file(place)
+    wrong = _no_safetensors(place, head, size)
+    if wrong is not None:
+        raise CheckpointError(f"{place}: {wrong}")
     return single_file.SingleFile(place)
 
 
-def _check_added(
-    place: Path, form: str, takes: frozenset[str], added: Mapping[str, object]
-) -> None:
-    for name in sorted(added.keys() - takes):
-        raise CheckpointError(
-            f"{place}: {name} was given, but a checkpoint of this form ({form}) needs none: it "
-            f"says so itself; leave {name} out"
+def _no_safetensors(place: Path, head: bytes, num_bytes: int) -> str | None:
+    """Say what is wrong with a file that is not even a damaged safetensors file."""
+    if head.startswith(_OLD_TORCH):
+        return (
+            "is in the form that torch.save had before torch 1.6, which cannot be read in place; "
+            "load it with torch.load(weights_only=True) and save it again"
         )
+    if hf_index.is_data_file(place.name) or int.from_bytes(head[:8], "little") < num_bytes:
+        return None
+    return (
+        "is neither a safetensors file nor one of torch.save; name one of these, or the directory "
+        "of a checkpoint"
+    )

@@ -47,7 +47,8 @@ def test_no_directory(tmp_path, capsys):
 def test_a_file_instead_of_a_directory(tmp_path):
     (tmp_path / "file").write_text("x")
     assert refused(tmp_path / "file").endswith(
-        "file: has 1 bytes, too few for a safetensors file; it is truncated"
+        "file: is neither a safetensors file nor one of torch.save; name one of these, or the "
+        "directory of a checkpoint"
     )
 
 

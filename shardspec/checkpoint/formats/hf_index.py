@@ -24,7 +24,7 @@ from typing import Final
 from shardspec.checkpoint.files import SourceFile, file_inside, is_there
 from shardspec.checkpoint.formats.listed import ListedCheckpoint, whole_tensor
 from shardspec.checkpoint.formats.saved_offsets import saved_offsets
-from shardspec.checkpoint.info import INFO_NAME
+from shardspec.checkpoint.info import INFO_NAME, SAVE_KEY
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.safetensors_file import Header, read_header
 from shardspec.checkpoint.source import StoredTensor
@@ -43,6 +43,7 @@ __all__ = [
     "open_index_directory",
     "open_index_file",
     "open_plain",
+    "whole_header",
 ]
 
 FORMAT: Final = "safetensors"
@@ -96,7 +97,7 @@ def open_index_file(index: Path) -> ListedCheckpoint:
     tensors: dict[str, StoredTensor] = {}
     files = by_file(index)
     for path, names in files.items():
-        entries = {entry.name: entry for entry in _header(path).entries}
+        entries = {entry.name: entry for entry in whole_header(path).entries}
         check_listed(path, entries, names, index)
         for name, entry in entries.items():
             tensors[name] = whole_tensor(name, entry.shape, entry.dtype, path, entry.offset)
@@ -162,8 +163,8 @@ def open_plain(directory: Path) -> ListedCheckpoint:
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
     for path in paths:
-        header = _header(path)
-        if "shardspec.save" in header.metadata:
+        header = whole_header(path)
+        if SAVE_KEY in header.metadata:
             raise CheckpointError(
                 f"{directory}: has no {INFO_NAME}, which is written last; the save did not finish, "
                 "or that file was lost; save again"
@@ -249,8 +250,14 @@ def _file(directory: Path, name: str, stated_by: Path) -> Path:
     return file_inside(directory, name, stated_by)
 
 
-def _header(path: Path) -> Header:
-    """Return the header of a file that should hold whole tensors."""
+def whole_header(path: Path) -> Header:
+    """Return the header of a file that should hold whole tensors.
+
+    Raises
+    ------
+    CheckpointError
+        If it is damaged, or says that it holds shards.
+    """
     with SourceFile(path) as file:
         header = read_header(file)
     for name, offsets in (saved_offsets(path, header) or {}).items():

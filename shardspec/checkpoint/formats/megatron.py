@@ -46,10 +46,10 @@ from shardspec.checkpoint.torch_state import StateTensor, TorchState, read_torch
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["FORMAT", "find_megatron", "open_megatron"]
+__all__ = ["FILE_NAME", "FORMAT", "find_megatron", "open_megatron"]
 
 FORMAT: Final = "Megatron-LM"
-_FILE: Final = "model_optim_rng.pt"
+FILE_NAME: Final = "model_optim_rng.pt"
 _TRACKER: Final = "latest_checkpointed_iteration.txt"
 _RANK: Final = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _RELEASE: Final = "release"
@@ -236,7 +236,7 @@ def _read(place: Path) -> tuple[list[_File], int, int]:
                 "wrote; restore it"
             )
         inside = file_inside(place, folder, place)
-        path = file_inside(inside, _FILE, inside)
+        path = file_inside(inside, FILE_NAME, inside)
         if not path.exists():
             raise CheckpointError(f"{path}: is missing; restore it")
         files.append(_File(rank, stage, read_torch_state(path, more=_NAMES)))

@@ -7,7 +7,14 @@ from typing import Final, TypeAlias
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.files import SourceFile, file_inside, is_there
 from shardspec.checkpoint.holders import Part, holders, part_of, pending_of
-from shardspec.checkpoint.info import INFO_NAME, BoxEntry, FileEntry, ShardingInfo, read_info
+from shardspec.checkpoint.info import (
+    INFO_NAME,
+    SAVE_KEY,
+    BoxEntry,
+    FileEntry,
+    ShardingInfo,
+    read_info,
+)
 from shardspec.checkpoint.safetensors_file import (
     Header,
     HeaderEntry,
@@ -31,7 +38,7 @@ _Due: TypeAlias = Callable[[Layout, int], Part]
 
 def shard_metadata(save: str, rank: int) -> dict[str, str]:
     """Return what every file says about itself, so that a stray file is found out."""
-    return {"format": "pt", "shardspec.rank": str(rank), "shardspec.save": save}
+    return {"format": "pt", "shardspec.rank": str(rank), SAVE_KEY: save}
 
 
 class NativeCheckpoint:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.files import SourceFile
-from shardspec.checkpoint.safetensors_file import read_header
+from shardspec.checkpoint.formats.hf_index import whole_header
+from shardspec.checkpoint.info import SAVE_KEY
 from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["FORMAT", "SingleFile"]
@@ -20,13 +21,17 @@ class SingleFile:
     Raises
     ------
     CheckpointError
-        If it cannot be read or breaks a rule of its format.
+        If it cannot be read, breaks a rule of its format, or is a part of a checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with SourceFile(path) as file:
-            header = read_header(file)
+        header = whole_header(path)
+        if SAVE_KEY in header.metadata:
+            raise CheckpointError(
+                f"{path}: holds what one rank has saved, which may be parts of tensors; name its "
+                f"directory, {path.parent}"
+            )
         self._entries = {entry.name: entry for entry in header.entries}
 
     @property

@@ -1,0 +1,124 @@
+"""What a path may mean, and what is said where it means nothing."""
+
+import numpy as np
+import pytest
+import torch
+
+from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.open import FORMATS, open_checkpoint, open_checkpoints
+from shardspec.checkpoint.reshard import reshard
+from shardspec.errors import CheckpointError
+from shardspec.mesh import DeviceMesh
+from tests.checkpoint.handmade import handmade
+
+TENSORS = {"w": ("[S0,R]", np.arange(35, dtype=np.float32).reshape(7, 5))}
+
+
+@pytest.fixture
+def ckpt(tmp_path):
+    return handmade(TENSORS, (3,)).write(tmp_path / "ckpt")
+
+
+@pytest.fixture
+def dcp(ckpt, tmp_path):
+    reshard(ckpt, tmp_path / "dcp", mesh=DeviceMesh(range(2), (2,)), form="dcp")
+    return tmp_path / "dcp"
+
+
+def refused(path, **options):
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(path, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_file_of_a_checkpoint_means_all_of_it(ckpt, dcp):
+    assert open_checkpoint(ckpt / "sharding_info.json").directory == ckpt
+    for name in (".metadata", "__0_0.distcp"):
+        assert open_checkpoint(dcp / name).directory == dcp
+        assert open_checkpoint(dcp / name).names == ("w",)
+
+
+def test_what_one_rank_saved_is_not_taken_for_whole_tensors(ckpt):
+    shard = min(ckpt.glob("*.safetensors"))
+    assert refused(shard) == (
+        f"{shard}: holds what one rank has saved, which may be parts of tensors; name its "
+        f"directory, {ckpt}"
+    )
+
+
+def test_a_checkpoint_one_or_two_directories_down_is_named(ckpt, tmp_path):
+    run = tmp_path / "run"
+    (run / "global_step_9").mkdir(parents=True)
+    (run / "latest").write_text("9")
+    ckpt.rename(run / "global_step_9" / "actor")
+    there = run / "global_step_9" / "actor"
+    assert refused(run) == (
+        f"{run}: is no checkpoint itself, but there is one in it: name {there} (shardspec)"
+    )
+    for step in (10, 1000, 200):
+        merge(there, run / f"step-{step}.d", form="huggingface")
+    # The nearest count, in the order of their numbers; one that was killed does not.
+    (run / "step-200.d").rename(run / ".step-200.d")
+    assert refused(run) == (
+        f"{run}: is no checkpoint itself, but there are some in it: step-10.d (safetensors), "
+        "step-1000.d (safetensors); name one of them"
+    )
+
+
+def test_files_that_could_be_meant_are_named(tmp_path):
+    for name in ("optimizer.pt", "scheduler.pt", "args.bin", "rng.pth", "config.json"):
+        (tmp_path / name).touch()
+    assert refused(tmp_path) == (
+        f"{tmp_path}: is no checkpoint itself, but there are files of torch in it: args.bin, "
+        "optimizer.pt, rng.pth and 1 more; name one of them"
+    )
+    (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
+    assert refused(tmp_path) == (
+        f"{tmp_path}: is no checkpoint itself, but there are parts of one in it, such as "
+        "pytorch_model-00001-of-00002.bin, without the index that lists them; restore it"
+    )
+
+
+def test_a_directory_with_nothing_of_the_kind(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "src").mkdir()
+    message = refused(tmp_path)
+    assert message.endswith("this is no checkpoint of a form that is known, or its save did not "
+                            "finish")  # fmt: skip
+    for form in FORMATS:
+        assert form.known_by in message
+
+
+def test_files_that_are_none(tmp_path):
+    old = tmp_path / "old.pt"
+    torch.save({"w": torch.ones(3)}, old, _use_new_zipfile_serialization=False)
+    assert refused(old) == (
+        f"{old}: is in the form that torch.save had before torch 1.6, which cannot be read in "
+        "place; load it with torch.load(weights_only=True) and save it again"
+    )
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    assert "is neither a safetensors file nor one of torch.save" in refused(
+        tmp_path / "config.json"
+    )
+    # By its name this one should be: it is told what is wrong with it.
+    (tmp_path / "m.safetensors").write_text('{"hidden_size": 64}')
+    assert "past the format's limit" in refused(tmp_path / "m.safetensors")
+
+
+def test_of_several_each_is_told_what_it_lacks(ckpt, tmp_path):
+    shards = tmp_path / "hf"
+    shards.mkdir()
+    merge(ckpt, shards / "shard-00001-model-00001-of-00001.safetensors")
+    one = shards / "shard-00001-model-00001-of-00001.safetensors"
+    raw = one.read_bytes()
+    note = b'"format":"pt","DCP_VERSION":"1.0","DCP_SHARDING_INFO":"{\\"w\\":{\\"saved_offsets\\":'
+    head = raw[8 : 8 + int.from_bytes(raw[:8], "little")].rstrip()
+    head = head.replace(b'"format":"pt"', note + b'[0,0]}}"')
+    assert b"DCP" in head
+    one.write_bytes(len(head).to_bytes(8, "little") + head + raw[-140:])
+    assert "--ranks 1" in refused(shards)
+    opened = open_checkpoints((ckpt, shards), ranks=1)
+    assert [source.names for source in opened] == [("w",), ("w",)]
+    with pytest.raises(CheckpointError, match="ranks was given, but a checkpoint of this form"):
+        open_checkpoints((ckpt, ckpt), ranks=1)
