@@ -21,6 +21,7 @@ from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.operations.methods import TensorMethods
 from shardspec.operations.storage import ShardStorage
 from shardspec.shards import added_up, check_shards, facts_of, index_of
 
@@ -159,14 +160,17 @@ class DTensor(ShardStorage):
                 f"from_torch takes a DTensor of torch, not a {type(tensor).__name__}; use "
                 "from_local for a shard, or distribute_tensor for a whole tensor"
             )
-        result = cls._of_torch(tensor, layout_of(tensor, device_mesh))
+        layout = layout_of(tensor, device_mesh)
+        result = cls._of_torch(tensor, layout, communicator_of(layout.mesh))
         check_shards(result.layout, {d: facts_of(shard) for d, shard in result.shards.items()})
         return result
 
     @classmethod
-    def _of_torch(cls, tensor: "TorchDTensor", layout: Layout) -> "DTensor":
+    def _of_torch(
+        cls, tensor: "TorchDTensor", layout: Layout, communicator: Communicator
+    ) -> "DTensor":
         result = cls.__new__(cls)
-        result.layout, result.communicator = layout, communicator_of(layout.mesh)
+        result.layout, result.communicator = layout, communicator
         result._torch, result._shards, result._history = tensor, None, None
         return result
 
@@ -230,14 +234,14 @@ class DTensor(ShardStorage):
         return cls.from_shards(shards, layout, chosen)
 
     @classmethod
-    def _wrapped(cls, tensor: "TorchDTensor", mesh: DeviceMesh) -> "DTensor":
-        from shardspec.interop.torch_dtensor import layout_of
+    def _wrapped(cls, tensor: "TorchDTensor", like: TensorMethods) -> "DTensor":
+        from shardspec.interop.torch_dtensor import is_strided, layout_of
 
-        layout = layout_of(tensor, mesh)
-        if any(cut.axes != tuple(sorted(cut.axes, key=int)) for cut in layout.spec.dim_specs):
+        mesh = like.layout.mesh
+        if is_strided(tensor):
             # torch splits strided shards by a rule of its own where they are uneven.
             return cls.from_torch(tensor, device_mesh=mesh)
-        return cls._of_torch(tensor, layout)
+        return cls._of_torch(tensor, layout_of(tensor, mesh), like.communicator)
 
     @property
     def grad(self) -> "DTensor | None":

@@ -58,6 +58,8 @@ WITH_TENSORS = {
     "shardspec.interop.torch_dtensor",
     "shardspec.operations.accepted",
     "shardspec.operations.apply",
+    "shardspec.operations.backward",
+    "shardspec.operations.drawing",
     "shardspec.operations.methods",
     "shardspec.operations.storage",
     "shardspec.parallel.distribute",

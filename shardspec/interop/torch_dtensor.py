@@ -28,7 +28,7 @@ from shardspec.interop.torch_placements import from_placements, to_placements
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["in_our_words", "layout_of", "local_of", "torch_dtensor"]
+__all__ = ["in_our_words", "is_strided", "layout_of", "local_of", "torch_dtensor"]
 
 
 def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
@@ -70,10 +70,19 @@ def _layout(
     dtype: torch.dtype,
 ) -> Layout:
     # Beside strided shards torch's order says nothing: their factors do.
-    strided = any(isinstance(placement, _StridedShard) for placement in placements)
-    kept = None if order is None or strided else dict(order)
+    kept = None if order is None or _any_strided(placements) else dict(order)
     spec = from_placements(placements, len(shape), mesh, shard_order=kept)
     return Layout(mesh, spec, shape, dtype)
+
+
+def is_strided(tensor: TorchDTensor) -> bool:
+    """Whether torch has cut a dim into stretches, as where a minor axis comes first."""
+    return _any_strided(tensor.placements)
+
+
+@lru_cache(maxsize=4096)
+def _any_strided(placements: tuple[Placement, ...]) -> bool:
+    return any(isinstance(placement, _StridedShard) for placement in placements)
 
 
 def local_of(tensor: TorchDTensor) -> torch.Tensor:
@@ -135,7 +144,7 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     dim, as after flattening over a cut, are gathered. A pending min, max or prod is finished where
     its gradient is wanted, which torch has and a conversion of ours has not.
     """
-    kept = [_kept(placement, tensor.requires_grad) for placement in tensor.placements]
+    kept = _kept_of(tensor.placements, tensor.requires_grad)
     if all(kept):
         return tensor
     if not any(p.is_partial() for p in tensor.placements):
@@ -146,10 +155,27 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
             pass
         else:
             return tensor
-    whole = Replicate()
-    return tensor.redistribute(
-        placements=[p if keep else whole for p, keep in zip(tensor.placements, kept, strict=True)]
+    placements = [
+        p if keep else Replicate() for p, keep in zip(tensor.placements, kept, strict=True)
+    ]
+    finished = tensor.redistribute(placements=placements)
+    if not tensor.requires_grad:
+        return finished
+    # torch cannot take a gradient whose sum is pending back to a masked sum. Through the shard it
+    # comes finished.
+    return TorchDTensor.from_local(
+        finished.to_local(grad_placements=_of_gradient(placements)),
+        tensor.device_mesh,
+        placements,
+        run_check=False,
+        shape=finished.shape,
+        stride=finished.stride(),
     )
+
+
+@lru_cache(maxsize=4096)
+def _kept_of(placements: tuple[Placement, ...], gradient: bool) -> tuple[bool, ...]:
+    return tuple(_kept(placement, gradient) for placement in placements)
 
 
 def _kept(placement: Placement, gradient: bool) -> bool:

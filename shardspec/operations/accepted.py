@@ -18,10 +18,13 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 
-__all__ = ["MAX_TRIALS", "reads_values", "refusal", "specs_on"]
+__all__ = ["MAX_TRIALS", "REFUSALS", "reads_values", "refusal", "specs_on"]
 
 MAX_TRIALS: Final = 400
 """Combinations of layouts that are tried, those nearest to the given ones first."""
+
+REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError)
+"""What torch raises where it cannot propagate a layout."""
 
 _SHOWN: Final = 4
 _FAILURES: Final = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, KeyError)

@@ -1,20 +1,24 @@
 """One torch operation on cut tensors, done by torch's own DTensor."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardspec.errors import LayoutError
+from shardspec.comm.communicator import Communicator
+from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.interop.torch_dtensor import in_our_words
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
-from shardspec.operations.accepted import reads_values, refusal
+from shardspec.operations.accepted import REFUSALS, reads_values, refusal
+from shardspec.operations.backward import ExplainedRefusals, goes_back
+from shardspec.operations.drawing import drawn_alike, draws
 
 __all__ = ["Cut", "apply"]
 
@@ -23,6 +27,7 @@ class Cut(Protocol):
     """A cut tensor, as operations see it."""
 
     layout: Layout
+    communicator: Communicator
 
     def to_torch(self) -> TorchDTensor:
         """Return it as torch's, the same object as long as nothing has changed."""
@@ -39,16 +44,13 @@ class Cut(Protocol):
 
 T = TypeVar("T", bound=Cut)
 
-_REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError)
-"""What torch raises where it cannot propagate a layout."""
-
 
 def apply(
     function: Callable[..., Any],
     args: Sequence[object],
     kwargs: Mapping[str, object],
     kind: type[T],
-    wrap: Callable[[TorchDTensor, DeviceMesh], T],
+    wrap: Callable[[TorchDTensor, T], T],
 ) -> Any:  # noqa: ANN401
     """Call a torch function, cut tensors among its arguments and its results.
 
@@ -59,7 +61,7 @@ def apply(
     kind
         The class of cut tensors.
     wrap
-        Makes one of torch's.
+        Makes one of torch's, on the mesh of another one.
 
     Raises
     ------
@@ -70,51 +72,59 @@ def apply(
         If there is no job.
     """
     name = getattr(function, "__name__", str(function)).strip("_")
-    leaves: list[object] = tree_leaves((args, dict(kwargs)))
+    leaves: list[object] = [*args, *kwargs.values()]
+    nested = any(isinstance(leaf, tuple | list | dict) for leaf in leaves)
+    if nested:
+        leaves = tree_leaves(leaves)
     cut = [leaf for leaf in leaves if isinstance(leaf, kind)]
+    first = cut[0]
     mesh = _one_mesh(name, cut)
     if torch.is_grad_enabled() and _writes(function, kwargs):
         _check_no_leaf(name, (args[:1], kwargs.get("out")), kind)
-    known = {}
-    for tensor in cut:
-        known[id(tensor.to_torch())] = tensor
-    torch_mesh = cut[0].to_torch().device_mesh
+    known = {id(tensor): tensor.to_torch() for tensor in cut}
+    torch_mesh = known[id(first)].device_mesh
     for leaf in leaves:
-        _check_cut(name, leaf)
-        if isinstance(leaf, TorchDTensor) and leaf.device_mesh != torch_mesh:
-            raise LayoutError(
-                f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another is a torch "
-                f"DTensor on {leaf.device_mesh}; bring them to one mesh first, by redistribute"
-            )
+        if isinstance(leaf, torch.Tensor):
+            _check_cut(name, leaf, mesh, torch_mesh)
 
     def in_torch(leaf: object) -> object:
-        return leaf.to_torch() if isinstance(leaf, kind) else leaf
+        return known[id(leaf)] if isinstance(leaf, kind) else leaf
 
-    torch_args, torch_kwargs = tree_map(in_torch, (tuple(args), dict(kwargs)))
+    torch_args: tuple[Any, ...]
+    torch_kwargs: dict[str, Any]
+    if nested:
+        torch_args, torch_kwargs = tree_map(in_torch, (tuple(args), dict(kwargs)))
+    else:
+        torch_args = tuple(map(in_torch, args))
+        torch_kwargs = {word: in_torch(leaf) for word, leaf in kwargs.items()}
     try:
-        with _rules(torch_mesh.device_type):
+        with _rules(function, torch_args, torch_kwargs, first, torch_mesh.device_type):
             result = function(*torch_args, **torch_kwargs)
-    except _REFUSALS as error:
+    except ShardSpecError:
+        raise
+    except REFUSALS as error:
         found = refusal(name, function, torch_args, torch_kwargs, mesh, error)
         if found is None:
             raise
         raise found from None
 
+    def ours(leaf: object) -> object:
+        if not isinstance(leaf, TorchDTensor):
+            return leaf
+        for tensor in cut:
+            if known[id(tensor)] is leaf:
+                tensor.follow(leaf)
+                return tensor
+        return wrap(in_our_words(leaf), first)
+
+    if isinstance(result, TorchDTensor):
+        return ours(result)
     if any(isinstance(leaf, int | float | complex) for leaf in tree_leaves(result)) and (
         reads_values(function, torch_args, torch_kwargs, mesh)
     ):
         # torch would read this rank's shard, or its addend.
         whole_args, whole_kwargs = tree_map(_whole, (torch_args, torch_kwargs))
         return function(*whole_args, **whole_kwargs)
-
-    def ours(leaf: object) -> object:
-        if not isinstance(leaf, TorchDTensor):
-            return leaf
-        if id(leaf) in known:
-            known[id(leaf)].follow(leaf)
-            return known[id(leaf)]
-        return wrap(in_our_words(leaf), mesh)
-
     return tree_map(ours, result)
 
 
@@ -123,25 +133,41 @@ def _whole(leaf: object) -> object:
 
 
 @contextmanager
-def _rules(device_type: str) -> Iterator[None]:
+def _rules(
+    function: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    first: Cut,
+    device_type: str,
+) -> Iterator[None]:
     """Let torch make do with the rules that it has.
 
     No plain tensor has come in; those that torch makes on the way are whole everywhere. Of its
     kernels for attention, the one for the CPU has no rule, but the products it consists of have.
     """
-    with implicit_replication():
+    with ExitStack() as stack:
+        stack.enter_context(implicit_replication())
         if device_type == "cpu":
-            with sdpa_kernel(SDPBackend.MATH):
-                yield
-        else:
-            yield
+            if getattr(function, "__name__", "") in _WITH_ATTENTION:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if draws(function, args, kwargs):
+                generator = kwargs.get("generator")
+                assert generator is None or isinstance(generator, torch.Generator)
+                alike = drawn_alike(first.layout, first.communicator, generator)
+                stack.enter_context(alike)
+        if goes_back(function):
+            stack.enter_context(ExplainedRefusals())
+        yield
+
+
+_WITH_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 
 
 def _one_mesh(name: str, tensors: Sequence[Cut]) -> DeviceMesh:
     mesh = tensors[0].layout.mesh
     for tensor in tensors:
         other = tensor.layout.mesh
-        if other != mesh:
+        if other is not mesh and other != mesh:
             raise LayoutError(
                 f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another on mesh {other} "
                 f"of ids {other.ids}; bring them to one mesh first, by redistribute(device_mesh=)"
@@ -149,9 +175,15 @@ def _one_mesh(name: str, tensors: Sequence[Cut]) -> DeviceMesh:
     return mesh
 
 
-def _check_cut(name: str, leaf: object) -> None:
+def _check_cut(name: str, leaf: torch.Tensor, mesh: DeviceMesh, torch_mesh: TorchMesh) -> None:
     """Refuse plain tensors with dims: nobody has said that all ranks hold the same."""
-    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, TorchDTensor) and leaf.dim() > 0:
+    if isinstance(leaf, TorchDTensor):
+        if leaf.device_mesh != torch_mesh:
+            raise LayoutError(
+                f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another is a torch "
+                f"DTensor on {leaf.device_mesh}; bring them to one mesh first, by redistribute"
+            )
+    elif leaf.dim() > 0:
         raise LayoutError(
             f"{name}: a plain tensor of shape {tuple(leaf.shape)} stands beside a cut one; cut "
             "it first, or make it whole on every device, by distribute_tensor"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardspec.comm.communicator import Communicator
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -36,6 +36,7 @@ class TensorMethods:
     __slots__ = ()
 
     layout: Layout
+    communicator: Communicator
 
     def to_torch(self) -> "TorchDTensor":
         """Return the tensor as torch's."""
@@ -50,7 +51,7 @@ class TensorMethods:
         raise NotImplementedError
 
     @classmethod
-    def _wrapped(cls, tensor: "TorchDTensor", mesh: DeviceMesh) -> "TensorMethods":
+    def _wrapped(cls, tensor: "TorchDTensor", like: "TensorMethods") -> "TensorMethods":
         raise NotImplementedError
 
     @classmethod

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
@@ -38,6 +39,7 @@ def distribute_module(
     Parameters become DTensors of torch, which its optimizers, `fully_shard` and distributed
     checkpoints take; so do buffers. What no rule matches is whole on every device. A parameter on
     the meta device stays without data, a DTensor of torch on `device_mesh` is redistributed.
+    Dropout modules draw the same for all devices that hold the same box, and others for others.
 
     Parameters
     ----------
@@ -99,6 +101,13 @@ def distribute_module(
         # As torch's own distribute_module does: a parameter of another class cannot be assigned.
         place = owner._parameters if own_name in owner._parameters else owner._buffers
         place[own_name] = made[id(tensor)]  # type: ignore[assignment]  # both are dicts of tensors
+    for submodule in module.modules():
+        if isinstance(submodule, _DropoutNd):
+            dropout = _DrawnAlike()
+            submodule.register_forward_pre_hook(dropout.before)
+            submodule.register_forward_hook(dropout.after)
+        elif isinstance(submodule, nn.Embedding):
+            submodule.register_forward_hook(_finish_masked)
     for submodule, spec in watched:
         submodule.register_forward_hook(_Redistribute(spec, device_mesh))
     if input_fn is not None:
@@ -146,6 +155,29 @@ def outputs_as(spec: SpecLike) -> OutputFn:
         return _mapped(shard_of, output)
 
     return give
+
+
+class _DrawnAlike:
+    """Hooks around dropout: as a tensor of ours it draws the same for all copies of a box."""
+
+    def __init__(self) -> None:
+        self._was_torchs = False
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self._was_torchs = module.training and isinstance(inputs[0], TorchDTensor)
+        if not self._was_torchs:
+            return None
+        return (DTensor.from_torch(in_our_words(inputs[0])), *inputs[1:])
+
+    def after(self, _: nn.Module, inputs: object, output: object) -> object:
+        del inputs
+        return output.to_torch() if self._was_torchs and isinstance(output, DTensor) else output
+
+
+def _finish_masked(_: nn.Module, inputs: object, output: object) -> object:
+    """Finish the sum of an embedding that is cut by its vocabulary: torch can do so only once."""
+    del inputs
+    return in_our_words(output) if isinstance(output, TorchDTensor) else output
 
 
 class _Redistribute:

@@ -19,6 +19,7 @@ from shardspec.mesh import Axis
 __all__ = [
     "Rules",
     "column_parallel",
+    "gpt2_rules",
     "gpt_rules",
     "llama_rules",
     "only_matching",
@@ -92,23 +93,50 @@ def llama_rules(axis: Axis = "tp") -> Rules:
 
 
 def gpt_rules(axis: Axis = "tp") -> Rules:
-    """Return rules for GPT blocks of linear layers: query, key, value, out, fc_in and fc_out.
+    """Return rules for GPT blocks of linear layers.
 
-    Those are the names of GPT-J and CodeGen style blocks in Hugging Face's models; layers that fuse
-    query, key and value in one weight would be cut across them, and need rules of their own.
+    The names are those of GPT-J, CodeGen and GPT-NeoX in Hugging Face's models, and of nanoGPT.
+    A layer that fuses query, key and value is cut by its outputs like any other, and results stay
+    right. Where its outputs lie head by head, as in GPT-NeoX, attention is cut by heads. Where all
+    queries come first, as in nanoGPT, torch gathers them when the module takes them apart, and each
+    device computes all heads: to cut these too, give the module three layers.
 
     Examples
     --------
-    >>> str(gpt_rules()["*mlp.fc_in.bias"])
-    '[S(tp)]'
+    >>> rules = gpt_rules()
+    >>> str(rules["*mlp.fc_in.bias"]), str(rules["*attn.c_attn.weight"])
+    ('[S(tp)]', '[S(tp),R]')
     """
-    attention = [f"*attn.{name}_proj" for name in "qkv"]
+    attention = [f"*attn.{name}_proj" for name in ("q", "k", "v", "qkv")]
+    columns = ["fc_in", "c_fc", "dense_h_to_4h"]
+    rows = ["fc_out", "c_proj", "dense_4h_to_h"]
+    fused = ["*attn.c_attn", "*attention.query_key_value"]
     return {
         **column_parallel(attention, axis),
-        **column_parallel(["*mlp.fc_in"], axis, bias=True),
-        **row_parallel(["*attn.out_proj", "*mlp.fc_out"], axis),
-        "*wte.weight": ShardingSpec(2, {0: [axis]}),
-        "*lm_head.weight": ShardingSpec(2, {0: [axis]}),
+        **column_parallel([*fused, *(f"*mlp.{name}" for name in columns)], axis, bias=True),
+        **row_parallel(["*attn.out_proj", "*attn.c_proj", "*attention.dense"], axis),
+        **row_parallel([f"*mlp.{name}" for name in rows], axis),
+        **column_parallel(["*wte", "*embed_in", "*embed_out", "*lm_head"], axis),
+    }
+
+
+def gpt2_rules(axis: Axis = "tp") -> Rules:
+    """Return rules for GPT-2 in Hugging Face's models, whose weights have input features first.
+
+    They are those of `gpt_rules`, turned; what is said there of fused layers holds here too.
+
+    Examples
+    --------
+    >>> rules = gpt2_rules()
+    >>> str(rules["*attn.c_attn.weight"]), str(rules["*mlp.c_proj.weight"])
+    ('[R,S(tp)]', '[S(tp),R]')
+    """
+    columns, rows = ["*attn.c_attn", "*mlp.c_fc"], ["*attn.c_proj", "*mlp.c_proj"]
+    return {
+        **{f"{name}.weight": ShardingSpec(2, {1: [axis]}) for name in columns},
+        **{f"{name}.bias": ShardingSpec(1, {0: [axis]}) for name in columns},
+        **{f"{name}.weight": ShardingSpec(2, {0: [axis]}) for name in rows},
+        **column_parallel(["*wte", "*lm_head"], axis),
     }
 
 

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator, init_device_mesh
 from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
 from shardspec.operations.accepted import specs_on
+from shardspec.operations.backward import ExplainedRefusals
 from shardspec.shards import index_of
 from tests.dist.processes import run_ranks
 from tests.operation_table import TABLE
@@ -213,6 +216,74 @@ def with_modules(mesh):
         torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name])
 
 
+def random_numbers(rank, mesh):
+    """Devices that hold the same box draw the same, and others draw others, whatever the seeds."""
+    ones = torch.ones(16, 12)
+    drawing: dict[str, Any] = {
+        "dropout": lambda t: F.dropout(t, 0.5),
+        "dropout in place": lambda t: F.dropout(t.clone(), 0.5, inplace=True),
+        "bernoulli": lambda t: torch.bernoulli(t / 2),
+        "normal": lambda t: t.clone().normal_(),
+        "normal of a generator": lambda t: t.clone().normal_(
+            generator=torch.Generator().manual_seed(rank)
+        ),
+        "rand": torch.rand_like,
+        "randn": lambda t: torch.randn_like(t),
+    }
+    for name, draw in drawing.items():
+        for spec in ("[R,R]", "[S0,R]", "[S1,S0]", "[R,S01]"):
+            for seed in (7, 7 + rank):
+                torch.manual_seed(seed)
+                cut = Cut(ones, mesh, spec)
+                result = draw(cut)
+                assert result.layout.spec == cut.layout.spec, name
+                whole = [torch.empty(16, 12) for _ in range(4)]
+                dist.all_gather(whole, result.to_global())
+                # What is whole comes from copies that agree, and parts of one size differ.
+                here = whole[0][index_of(result.layout, rank)]
+                assert torch.equal(result.to_local(), here), (name, spec, seed)
+                assert all(torch.equal(one, whole[0]) for one in whole), name
+                parts = {
+                    tuple(whole[0][index_of(result.layout, d)].flatten().tolist()) for d in range(4)
+                }
+                assert len(parts) == len({result.layout.box(d) for d in range(4)}), name
+    torch.manual_seed(3)
+    dropout: Any = F.dropout
+    first = dropout(Cut(ones, mesh, "[S0,R]"))
+    following = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(dropout(Cut(ones, mesh, "[S0,R]")).to_local(), first.to_local())
+    assert torch.equal(torch.rand(2), following)
+    assert torch.equal(dropout(Cut(ones, mesh, "[R,R]"), training=False).to_local(), ones)
+    heads = Cut(torch.ones(2, 4, 6, 3), mesh, "[S0,R,R,R]")
+    mixed: Any = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+    assert mixed.layout.labelled_spec == heads.layout.labelled_spec
+    assert mixed.to_global()[0].tolist() != mixed.to_global()[1].tolist()
+
+
+def on_the_way_back(mesh):
+    """What torch refuses when it computes gradients."""
+
+    def normalized():
+        part = WHOLE.clone().requires_grad_()
+        return F.normalize(Cut.from_local(part, mesh, "[R,R|P0]"), dim=1)
+
+    def in_the_context():
+        with ExplainedRefusals():
+            normalized().to_global().sum().backward()
+
+    with pytest.raises(RuntimeError, match="Sharding propagation failed"):
+        normalized().to_global().sum().backward()
+    leaf = Cut(WHOLE.clone().requires_grad_(), mesh, "[S0,S1]")
+    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"):
+        (leaf * leaf).backward()
+    with ExplainedRefusals():
+        (leaf * leaf).to_global().sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad.to_global(), 2 * WHOLE)
+    return [told(lambda: normalized().sum().backward()), told(in_the_context)]
+
+
 def refused(mesh):
     t = Cut(WHOLE, mesh, "[S0,S1]")
     leaf = Cut(WHOLE.clone().requires_grad_(), mesh, "[S0,S1]")
@@ -237,6 +308,7 @@ def refused(mesh):
         told(lambda: pending.exp_()),
         told(lambda: torch.cdist(t, t)),
         told(lambda: list(long.unbind(2))),
+        *on_the_way_back(mesh),
     ]
 
 
@@ -258,6 +330,7 @@ def play(rank):
     mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     like_a_tensor(rank, mesh)
     with_modules(mesh)
+    random_numbers(rank, mesh)
     torchs_own_errors(mesh)
     return the_table(rank, mesh), refused(mesh)
 
@@ -316,6 +389,7 @@ REFUSALS = [
     "LayoutError: exp is not possible on [R,R|P(dp)]: ",
     "LayoutError: cdist: torch ",
     "LayoutError: unbind is not possible on [R,R,S(dp)]: ",
+    *["LayoutError: masked_fill_, on the way back, is not possible on ([R,R|P(dp)], [R,R]): "] * 2,
 ]
 
 
