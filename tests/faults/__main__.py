@@ -26,7 +26,7 @@ def main(args: list[str]) -> int:
     started = time.perf_counter()
     rows = [row for row in ROWS if not chosen or row.name in chosen]
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    prepare(rows, folder)
+    prepare(rows, folder, whole=whole)
     for row in rows:
         found = run_rows([row], folder, whole=whole)[row.name]
         shutil.rmtree(folder / row.name)

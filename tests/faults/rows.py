@@ -11,6 +11,7 @@ from tests.faults import (
     lies,
     paths,
     pickled,
+    rank_forms,
     ranks,
     truncated,
     writers,
@@ -44,6 +45,20 @@ ROWS: Final = (
         prepare="torch_files",
     ),
     Row("rank-files", "rank files missing, doubled or swapped: every subset", ranks.files),
+    Row(
+        "rank-forms",
+        "rank files of the forms of others missing, doubled, swapped or of another mesh",
+        rank_forms.forms,
+        ends="refused or right",
+        prepare="rank_files",
+    ),
+    Row(
+        "lookalikes",
+        "the same where files do not say their rank and are of equal sizes",
+        rank_forms.lookalikes,
+        ends="as the files lie",
+        prepare="rank_files",
+    ),
     Row("meshes", "wrong mesh in the info", ranks.meshes),
     Row(
         "paths",

@@ -14,7 +14,7 @@ from tests.faults.run import run_rows
 def tallies(tmp_path_factory):
     """Run the rows without torch in one process, and those with torch in another."""
     folder = tmp_path_factory.mktemp("faults")
-    prepare(ROWS, folder)
+    prepare(ROWS, folder, whole=False)
     found: dict[str, Tally] = {}
     for torch in (False, True):
         found |= run_rows([row for row in ROWS if row.torch == torch], folder, whole=False)

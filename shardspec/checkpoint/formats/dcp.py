@@ -3,6 +3,10 @@
 The metadata says which chunks make up every tensor and in which file each lies. A chunk is a small
 zip of its own, in which the tensor's bytes are read in place. Source: ``metadata.py``,
 ``filesystem.py`` and ``default_planner.py`` of ``torch/distributed/checkpoint``.
+
+Nothing in a file names its rank, and the metadata has no digests. So a file in the place of another
+is found by the lengths, shapes and dtypes of its chunks. **That files were swapped or copied cannot
+be told where these are equal.**
 """
 
 import re
@@ -150,14 +154,14 @@ def find_dcp(names: frozenset[str]) -> bool:
 
 
 def open_dcp(directory: Path) -> DcpCheckpoint:
-    """Read the metadata, and check that the files it names are there and long enough.
+    """Read the metadata, and check that the files it names are there and of the right length.
 
     Raises
     ------
     CheckpointError
         If the metadata is missing, damaged, contradicts itself or would run code; if a file is
-        missing, too short, or named so that it would lie elsewhere; or if chunks were transformed
-        when they were written, or share bytes.
+        missing, too short or too long, or named so that it would lie elsewhere; or if chunks were
+        transformed when they were written, or share bytes.
     """
     path = file_inside(directory, METADATA_NAME, directory)
     if not is_there(path):
@@ -175,8 +179,10 @@ def open_dcp(directory: Path) -> DcpCheckpoint:
     for item in metadata.items:
         items.setdefault(item.file, []).append(item)
     files = {name: file_inside(directory, name, path) for name in sorted(items)}
+    # Of replicas, which older versions can be told to keep, only one place is listed.
+    exact = not any(entry.repeated for entry in metadata.tensors.values())
     for name, listed in items.items():
-        _check_file(files[name], listed)
+        _check_file(files[name], listed, exact=exact)
     return DcpCheckpoint(directory, metadata, files)
 
 
@@ -189,7 +195,7 @@ def _ranks(files: Mapping[str, Path]) -> dict[str, int]:
     return ranks
 
 
-def _check_file(path: Path, items: list[Item]) -> None:
+def _check_file(path: Path, items: list[Item], *, exact: bool) -> None:
     if not is_there(path):
         raise CheckpointError(
             f"{path}: is missing, but {METADATA_NAME} lists {len(items)} entries in it; restore it "
@@ -209,6 +215,11 @@ def _check_file(path: Path, items: list[Item]) -> None:
         raise CheckpointError(
             f"{path}: has {num_bytes} bytes, but {METADATA_NAME} lists entries up to byte {end}; "
             "it was cut short, restore it"
+        )
+    if exact and end < num_bytes:
+        raise CheckpointError(
+            f"{path}: has {num_bytes} bytes, but {METADATA_NAME} lists none after byte {end}; it "
+            "is of another rank or another save, restore the right one"
         )
 
 

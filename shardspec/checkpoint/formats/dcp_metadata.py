@@ -55,6 +55,8 @@ class TensorEntry:
     """Sizes of the global tensor."""
     chunks: tuple[Chunk, ...]
     """Those that hold any element, no two alike."""
+    repeated: bool
+    """Whether one was listed more often, as older versions do where they keep replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,7 @@ def _tensor(
     if not isinstance(dtype, Global) or not isinstance(chunks, list):
         raise CheckpointError(f"{path}: tensor {name!r} has no dtype or no chunks; it is damaged")
     boxes: dict[Box, Item] = {}
+    repeated = False
     try:
         shape = sizes_of(entry.get("size"))
         for chunk in chunks:
@@ -243,13 +246,14 @@ def _tensor(
             item = items.get((name, offsets))
             if item is None:
                 raise ValueError(f"no file holds its chunk {box_text(box)}")
+            repeated |= box in boxes
             boxes[box] = item
     except (AttributeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: tensor {name!r}: {error}; the metadata contradicts itself, save again"
         ) from None
     parts = tuple(Chunk(box, item) for box, item in boxes.items())
-    return TensorEntry(dtype.name, shape, parts)
+    return TensorEntry(dtype.name, shape, parts, repeated)
 
 
 def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:

@@ -148,6 +148,7 @@ def open_megatron(
     files, tensor_ranks, stages = _read(place)
     keys = _model_keys(files)
     _check_arguments(place, files, tensor_ranks, stages, keys, ranks)
+    _check_iteration(files)
     ordered = _check_order(files)
     chunks = [
         Chunk(
@@ -302,6 +303,18 @@ def _check_arguments(
             "that later ones may be missing without a trace; if there were none, say so: --ranks "
             f"{len(files)} (ranks={len(files)})"
         )
+
+
+def _check_iteration(files: list[_File]) -> None:
+    """Check that all files are of one iteration, where they say it."""
+    first = files[0]
+    for file in files:
+        one, other = (f.state.others.get("iteration") for f in (first, file))
+        if type(one) is int and type(other) is int and one != other:
+            raise CheckpointError(
+                f"{first.state.path}: is of iteration {one}, but {file.state.path} of {other}; the "
+                "files are not of one save, restore those of one"
+            )
 
 
 def _check_order(files: list[_File]) -> bool:

@@ -178,6 +178,12 @@ def past_the_end(metadata):
     return "; it was cut short, restore it"
 
 
+def before_the_end(metadata):
+    last = max(metadata.storage_data.values(), key=lambda info: info.offset)
+    last.length -= 1
+    return "/__0_0.distcp: has "
+
+
 def shared_bytes(metadata):
     moved(metadata, "m.a", offset=metadata.storage_data[index_of(metadata, "m.b")].offset + 3)
     return ".metadata: two entries in __0_0.distcp share byte "
@@ -269,7 +275,8 @@ def negative_size(metadata):
 
 LIES = (
     *(chunk_outside, chunk_of_other_dims, hole, chunk_twice, no_chunks, chunk_without_place),
-    *(other_without_place, negative_offset, huge_offset, past_the_end, shared_bytes, shorter),
+    *(other_without_place, negative_offset, huge_offset, past_the_end, before_the_end),
+    *(shared_bytes, shorter),
     *(swapped_items, tensor_for_object, other_dtype, compressed, parent_folder, absolute_path),
     *(nul_in_a_name, long_file_name, half_a_character, half_a_character_as_name, number_as_name),
     *(own_class, own_function, no_list, negative_size),
@@ -292,6 +299,23 @@ def test_what_is_no_metadata(small):
         assert (
             message == f"{small.path}/.metadata: is no metadata of a torch distributed checkpoint"
         )
+
+
+def test_a_file_with_more_than_is_listed(small):
+    """It is another one's, unless torch was told to leave replicas in the files."""
+    path = small.path / "__0_0.distcp"
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(bytes(7))
+    assert refused(small.path) == (
+        f"{path}: has {size + 7} bytes, but .metadata lists none after byte {size}; it is of "
+        "another rank or another save, restore the right one"
+    )
+    metadata = small.metadata()
+    chunks = of(metadata, "m.a").chunks
+    chunks.append(replace(chunks[0]))
+    small.write(metadata)
+    assert_same(read_whole(small.path), small.tensors)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])

@@ -77,6 +77,70 @@ def test_a_copy_in_place_of_another_rank(ckpt):
     assert "the files are swapped, copied or not of one save, restore their places" in refused(ckpt)
 
 
+UNSAID = [
+    pytest.param({"spoil": lambda *at: setattr(at[2]["args"], "rank", 0)}, id="0"),
+    pytest.param({"args": False}, id="none"),
+]
+OPTIONS = {
+    "ranks": 6,
+    "rules": {
+        "*.linear_fc1.weight": {"spec": "[S(tp),R]", "parts": 2},
+        "*.linear_fc1.bias": {"spec": "[S(tp)]", "parts": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("how", UNSAID)
+def test_ranks_that_are_not_said(tmp_path, how):
+    """Copies are found by their digests; that ranks were swapped cannot be told."""
+    ckpt = write(tmp_path / "ckpt", MODEL, 3, SPLITS, **how) / "iter_0000010"
+    assert_same(read_whole(ckpt, **OPTIONS), MODEL)
+    paths = [ckpt / f"mp_rank_{rank:02d}_001" / "model_optim_rng.pt" for rank in range(3)]
+    first, _, last = (path.read_bytes() for path in paths)
+    paths[2].write_bytes(first)
+    assert refused(ckpt, **OPTIONS) == (
+        f"{paths[0]} and {paths[2]} hold the same parts of the model; one is a copy in the place "
+        "of another rank's file, restore that"
+    )
+    paths[0].write_bytes(last)
+    found = read_whole(ckpt, **OPTIONS)
+    parts = MODEL["output_layer.weight"].chunk(3)
+    assert found["output_layer.weight"].equal(torch.cat([parts[2], parts[1], parts[0]]))
+    assert found["decoder.final_layernorm.weight"].equal(MODEL["decoder.final_layernorm.weight"])
+
+
+def test_all_files_are_those_of_one_rank(ckpt):
+    for rank in range(3):
+        for stage in range(2):
+            if (rank, stage) != (1, 0):
+                shutil.rmtree(ckpt / f"mp_rank_{rank:02d}_{stage:03d}")
+                shutil.copytree(ckpt / "mp_rank_01_000", ckpt / f"mp_rank_{rank:02d}_{stage:03d}")
+    assert "was saved by rank 1, and " in refused(ckpt)
+
+
+def test_a_rank_of_another_iteration(tmp_path):
+    def spoil(rank, stage, state):
+        if (rank, stage) == (2, 0):
+            state["iteration"] = 9
+
+    ckpt = write(tmp_path / "ckpt", MODEL, 3, SPLITS, spoil=spoil) / "iter_0000010"
+    assert refused(ckpt) == (
+        f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: is of iteration 10, but "
+        f"{ckpt}/mp_rank_02_000/model_optim_rng.pt of 9; the files are not of one save, restore "
+        "those of one"
+    )
+
+
+def test_ranks_that_are_alike_are_no_copies(tmp_path):
+    """Where rules cut nothing, all ranks hold the same."""
+    for rank in range(2):
+        path = tmp_path / "ckpt" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        torch.save({"model": {"norm": torch.arange(3.0)}}, path)
+    found = read_whole(tmp_path / "ckpt", ranks=2, rules={"norm": "[R]"})
+    assert_same(found, {"norm": torch.arange(3.0)})
+
+
 NORM = "decoder.layers.0.pre_mlp_layernorm.weight"
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 
