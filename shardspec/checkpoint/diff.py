@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
 from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.numbers import numbers
 from shardspec.checkpoint.open import as_source
+from shardspec.checkpoint.regions import Bytes
 from shardspec.checkpoint.source import CheckpointSource, StoredTensor
 from shardspec.checkpoint.tiling import check_tiling
-from shardspec.dtypes import item_bytes
+from shardspec.dtypes import is_floating, item_bytes, packed
+from shardspec.layout.picture import ids_text
 
 __all__ = ["Difference", "diff_checkpoints"]
 
@@ -51,12 +54,13 @@ def diff_checkpoints(
     *,
     atol: float = 0.0,
     rtol: float = 0.0,
+    progress: Progress | None = None,
 ) -> Iterator[Difference]:
     """Yield every tensor that differs, by name.
 
     Without tolerances, bits are compared: equal NaNs are the same, 0 and -0 are not. With any,
     numbers are: ``|x - y| <= atol + rtol * |y|`` in float64; NaN is the same as any NaN, an
-    infinity only as itself.
+    infinity only as itself. Floating point numbers of two dtypes are then compared too.
 
     Parameters
     ----------
@@ -64,6 +68,8 @@ def diff_checkpoints(
         Checkpoints in any form that `open_checkpoint` knows, or what that has made of them.
     atol, rtol
         Tolerances.
+    progress
+        Called with the bytes of the first that were compared so far, and those of all.
 
     Raises
     ------
@@ -83,61 +89,116 @@ def diff_checkpoints(
     []
     """
     left, right = as_source(a), as_source(b)
-    yield from _diff(left, right, atol, rtol)
-
-
-def _diff(
-    left: CheckpointSource, right: CheckpointSource, atol: float, rtol: float
-) -> Iterator[Difference]:
     names = set(left.names), set(right.names)
+    count = _Count(sum(_num_bytes(left.tensor(name)) for name in left.names), progress)
     buffers = Buffers()
     with OpenFiles() as files:
         for name in sorted(names[0] | names[1]):
             if name not in names[0] or name not in names[1]:
                 only = left if name in names[0] else right
                 yield Difference(name, f"is only in {only.directory}")
+                if only is left:
+                    count.finish(_num_bytes(left.tensor(name)))
                 continue
             x, y = left.tensor(name), right.tensor(name)
             if x.shape != y.shape:
-                yield Difference(name, f"has shape {list(x.shape)}, and {list(y.shape)}")
-            elif x.dtype != y.dtype:
-                yield Difference(name, f"is {x.dtype}, and {y.dtype}")
+                shapes = f"{list(x.shape)} in the first, {list(y.shape)} in the second"
+                yield Difference(name, f"has shape {shapes}")
+            elif not _comparable(x.dtype, y.dtype, atol, rtol):
+                dtypes = f"{x.dtype} in the first, {y.dtype} in the second"
+                yield Difference(name, f"is {dtypes}")
             else:
                 check_tiling(x)
                 check_tiling(y)
-                found = _first(x, y, atol, rtol, files, buffers)
+                found = _first(x, y, atol, rtol, files, buffers, count)
                 if found is not None:
                     yield found
+            count.finish(_num_bytes(x))
+
+
+class _Count:
+    """Tells how many bytes were compared; a tensor that differs is left at its first difference."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total = total
+        self._progress = progress
+        self._done = 0
+        self._start = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count a block of a tensor."""
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def finish(self, num_bytes: int) -> None:
+        """Count what is left of a tensor."""
+        self.add(self._start + num_bytes - self._done)
+        self._start = self._done
+
+
+def _num_bytes(tensor: StoredTensor) -> int:
+    return prod(tensor.shape) * item_bytes(tensor.dtype)
 
 
 def _first(
-    x: StoredTensor, y: StoredTensor, atol: float, rtol: float, files: OpenFiles, buffers: Buffers
+    x: StoredTensor,
+    y: StoredTensor,
+    atol: float,
+    rtol: float,
+    files: OpenFiles,
+    buffers: Buffers,
+    count: _Count,
 ) -> Difference | None:
-    size = item_bytes(x.dtype)
+    sizes = item_bytes(x.dtype), item_bytes(y.dtype)
     rooms = np.empty(_BLOCK_BYTES, np.uint8), np.empty(_BLOCK_BYTES, np.uint8)
-    for box in _blocks(x.shape, _BLOCK_BYTES // size):
-        length = box_size(box) * size
-        one, other = rooms[0][:length], rooms[1][:length]
+    for box in _blocks(x.shape, _BLOCK_BYTES // max(sizes)):
+        one, other = (room[: box_size(box) * size] for room, size in zip(rooms, sizes, strict=True))
         copy_box(x, box, MemorySink(one), files, buffers)
         copy_box(y, box, MemorySink(other), files, buffers)
-        if np.array_equal(one, other):
+        count.add(one.size)
+        if x.dtype == y.dtype and np.array_equal(one, other):
             continue
-        differs = (one != other).reshape(-1, size).any(1)
+        differs = np.ones(box_size(box), np.bool_)
+        if x.dtype == y.dtype:
+            differs = (one != other).reshape(-1, sizes[0]).any(1)
         if atol or rtol:
-            differs &= ~_close(numbers(one, x.dtype), numbers(other, x.dtype), atol, rtol)
+            differs &= ~_close(numbers(one, x.dtype), numbers(other, y.dtype), atol, rtol)
         if differs.any():
             place = int(differs.argmax())
             index = _index(box, place)
-            values = [numbers(raw, x.dtype)[place].item() for raw in (one, other)]
+            values = _values((one, x.dtype), (other, y.dtype), place)
             ranks = _holders(x, index), _holders(y, index)
-            text = f"differs first at index {list(index)}: {values[0]!r} (rank "
-            text += f"{_ranks(ranks[0])}), and {values[1]!r} (rank {_ranks(ranks[1])})"
+            text = f"differs first at index {list(index)}: {values[0]} in the first "
+            text += f"({_who(ranks[0])}), {values[1]} in the second ({_who(ranks[1])})"
             return Difference(x.name, text, index, ranks)
     return None
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _who(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {ids_text(ranks)}"
+
+
+def _values(one: tuple[Bytes, str], other: tuple[Bytes, str], place: int) -> list[str]:
+    """Write an element of both; with its bits, where the numbers look alike."""
+    texts = [repr(numbers(raw, dtype)[place].item()) for raw, dtype in (one, other)]
+    if texts[0] == texts[1]:
+        for at, (raw, dtype) in enumerate((one, other)):
+            size = item_bytes(dtype)
+            bits = raw[place * size :][:size].tobytes()[::-1].hex()
+            texts[at] += f" of bits 0x{bits}"
+    return texts
+
+
+def _comparable(x: str, y: str, atol: float, rtol: float) -> bool:
+    """Whether numbers of two dtypes can be compared: real ones, as near as is asked for."""
+    return x == y or (
+        bool(atol or rtol)
+        and all(
+            is_floating(dtype) and not dtype.startswith("complex") and packed(dtype) == 1
+            for dtype in (x, y)
+        )
+    )
 
 
 def _blocks(shape: Sequence[int], most: int, prefix: Box = ()) -> Iterator[Box]:

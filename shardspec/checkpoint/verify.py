@@ -8,6 +8,7 @@ from typing import Final
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.digests import Checks, stored_bytes
 from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.replicas import check_replicas
 from shardspec.checkpoint.source import CheckpointSource, Digest, StoredBox, StoredTensor
@@ -46,7 +47,10 @@ class VerifyReport:
 
 
 def verify_checkpoint(
-    directory: Path | str | CheckpointSource, *, every: bool = False
+    directory: Path | str | CheckpointSource,
+    *,
+    every: bool = False,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Check that boxes tile every tensor, replicas agree, and digests are right.
 
@@ -58,6 +62,8 @@ def verify_checkpoint(
         A checkpoint in any form that `open_checkpoint` knows, or what that has made of it.
     every
         Go on after a flaw, and list all of them in the report.
+    progress
+        Called with the bytes of the boxes that were read so far, and those of all.
 
     Raises
     ------
@@ -85,7 +91,7 @@ def verify_checkpoint(
             num_bytes += size
             digested += size if stored.digest is not None else 0
     flaws = []
-    for flaw in _flaws(source):
+    for flaw in _flaws(source, num_bytes, progress):
         if not every:
             raise flaw
         flaws.append(str(flaw))
@@ -94,13 +100,17 @@ def verify_checkpoint(
     )
 
 
-def _flaws(source: CheckpointSource) -> Iterator[CheckpointError]:
+def _flaws(
+    source: CheckpointSource, total: int, progress: Progress | None
+) -> Iterator[CheckpointError]:
+    done = 0
     with OpenFiles() as files:
         room = memoryview(bytearray(_PIECE_BYTES))
         for name in source.names:
             tensor = source.tensor(name)
             judged: set[tuple[Path, Digest]] = set()
             for stored in tensor.boxes:
+                done += stored_bytes(tensor, stored)
                 # Several boxes may lie in one digested stretch.
                 if stored.digest is not None and (stored.path, stored.digest) in judged:
                     continue
@@ -112,6 +122,8 @@ def _flaws(source: CheckpointSource) -> Iterator[CheckpointError]:
                         Checks(tensor, [stored]).finish(files)
                 except CheckpointError as error:
                     yield error
+                if progress is not None:
+                    progress(done, total)
             try:
                 groups = check_tiling(tensor)
             except CheckpointError as error:

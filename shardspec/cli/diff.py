@@ -1,12 +1,18 @@
 """The command `shardspec diff`."""
 
 import json
+from math import prod
 from pathlib import Path
 
 import click
 
 from shardspec.checkpoint.diff import diff_checkpoints
+from shardspec.checkpoint.source import CheckpointSource
 from shardspec.cli.paths import CheckpointPath
+from shardspec.cli.source import open_both, source_options
+from shardspec.cli.writing import progress_bar
+from shardspec.dtypes import item_bytes
+from shardspec.text import bytes_text, counted
 
 __all__ = ["command"]
 
@@ -19,27 +25,62 @@ _DIFFERENT = 3
 Examples:
   shardspec diff ckpt model.safetensors
   shardspec diff step-100 step-200 --rtol 1e-3 --json
+  shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
 """,
 )
 @click.argument("a", type=CheckpointPath())
 @click.argument("b", type=CheckpointPath())
-@click.option("--atol", type=click.FloatRange(0), default=0.0, help="Largest absolute difference.")
-@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Largest one relative to B.")
+@click.option(
+    "--atol",
+    type=click.FloatRange(0),
+    default=0.0,
+    metavar="NUMBER",
+    help="Largest absolute difference that is none.",
+)
+@click.option(
+    "--rtol",
+    type=click.FloatRange(0),
+    default=0.0,
+    metavar="NUMBER",
+    help="Largest one relative to B.",
+)
+@source_options
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 @click.pass_context
-def command(ctx: click.Context, a: Path, b: Path, atol: float, rtol: float, as_json: bool) -> None:
-    """Compare two checkpoints or safetensors files tensor by tensor; exits with 3 if they differ.
+def command(
+    ctx: click.Context,
+    a: Path,
+    b: Path,
+    atol: float,
+    rtol: float,
+    ranks: int | None,
+    source_rules: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare two checkpoints of any forms tensor by tensor; exits with 3 if they differ.
 
     Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any, NaN
-    is the same as any NaN.
+    is the same as any NaN, and floating point numbers of two dtypes are compared too.
     """
-    found = list(diff_checkpoints(a, b, atol=atol, rtol=rtol))
+    one, other = open_both(a, b, ranks, source_rules)
+    assert other is not None, "it was named"
+    with progress_bar(not as_json, "diff") as progress:
+        found = list(diff_checkpoints(one, other, atol=atol, rtol=rtol, progress=progress))
     if as_json:
         click.echo(json.dumps([difference.to_json() for difference in found]))
-    else:
+    elif found:
         for difference in found:
             click.echo(f"tensor {difference.name!r} {difference.problem}")
-        if not found:
-            click.echo("no difference")
+        count = counted(len({*one.names, *other.names}), "tensor")
+        verb = "differs" if len(found) == 1 else "differ"
+        click.echo(f"{len(found)} of {count} {verb}")
+    else:
+        count = counted(len(one.names), "tensor")
+        click.echo(f"no difference: {count}, {bytes_text(_num_bytes(one))}")
     if found:
         ctx.exit(_DIFFERENT)
+
+
+def _num_bytes(source: CheckpointSource) -> int:
+    tensors = (source.tensor(name) for name in source.names)
+    return sum(prod(tensor.shape) * item_bytes(tensor.dtype) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The options that say what a checkpoint does not say about itself."""
+"""Opening checkpoints, with options for what they do not say about themselves."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import click
 
-from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.open import open_checkpoint, open_checkpoints
 from shardspec.checkpoint.source import CheckpointSource
 
-__all__ = ["open_source", "source_options"]
+__all__ = ["open_both", "open_source", "source_options"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -21,7 +21,7 @@ def source_options(command: _Command) -> _Command:
             "--ranks",
             type=click.IntRange(1),
             metavar="N",
-            help="How many ranks wrote CKPT, for forms that do not say it.",
+            help="How many ranks wrote the checkpoint, for forms that do not say it.",
         ),
         click.option(
             "--source-rules",
@@ -45,3 +45,18 @@ def open_source(checkpoint: Path, ranks: int | None, source_rules: Path | None) 
         As `open_checkpoint`.
     """
     return open_checkpoint(checkpoint, ranks=ranks, rules=source_rules)
+
+
+def open_both(
+    one: Path, other: Path | None, ranks: int | None, source_rules: Path | None
+) -> tuple[CheckpointSource, CheckpointSource | None]:
+    """Open a checkpoint, and one to hold beside it if there is one; both by `open_checkpoints`.
+
+    Raises
+    ------
+    CheckpointError
+        As `open_checkpoints`.
+    """
+    paths = [one] if other is None else [one, other]
+    found = open_checkpoints(paths, ranks=ranks, rules=source_rules)
+    return found[0], None if other is None else found[1]

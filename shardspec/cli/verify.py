@@ -6,11 +6,12 @@ from pathlib import Path
 import click
 
 from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.verify import VerifyReport, verify_checkpoint
 from shardspec.cli.paths import CheckpointPath
-from shardspec.cli.source import open_source, source_options
+from shardspec.cli.source import open_both, source_options
+from shardspec.cli.writing import progress_bar
 from shardspec.errors import CheckpointError
-from shardspec.text import bytes_text
+from shardspec.text import bytes_text, counted
 
 __all__ = ["command"]
 
@@ -50,23 +51,35 @@ def command(
 
     Boxes tile every tensor, files are whole, replicas agree. Exits with 3 at a flaw.
     """
-    source = open_source(checkpoint, ranks, source_rules)
-    report = verify_checkpoint(source, every=every)
+    source, other = open_both(checkpoint, against, ranks, source_rules)
+    with progress_bar(not as_json, "verify") as progress:
+        report = verify_checkpoint(source, every=every, progress=progress)
     flaws = list(report.flaws)
-    if against is not None:
-        for difference in diff_checkpoints(source, against):
-            flaws.append(f"tensor {difference.name!r} {difference.problem}")
-            if not every:
-                raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
+    if other is not None:
+        with progress_bar(not as_json, "compare") as progress:
+            for difference in diff_checkpoints(source, other, progress=progress):
+                flaws.append(f"tensor {difference.name!r} {difference.problem}")
+                if not every:
+                    raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
     if as_json:
         click.echo(json.dumps({**report.to_json(), "flaws": flaws}))
     else:
         for flaw in flaws:
             click.echo(flaw)
+        same = "" if against is None or flaws else f", and the same as {against}"
         click.echo(
-            f"{checkpoint}: {report.tensors} tensors in {report.boxes} boxes, "
-            f"{bytes_text(report.num_bytes)}, {bytes_text(report.digested_bytes)} of them with "
-            f"digests; {len(flaws) or 'no'} flaw{'' if len(flaws) == 1 else 's'}"
+            f"{checkpoint}: {counted(report.tensors, 'tensor')} in "
+            f"{counted(report.boxes, 'box', 'boxes')}, {bytes_text(report.num_bytes)}, "
+            f"{_digests(report)}; {counted(len(flaws), 'flaw') if flaws else 'no flaws'}{same}"
         )
     if flaws:
         ctx.exit(_FLAWED)
+
+
+def _digests(report: VerifyReport) -> str:
+    """Say how much of what was read could be compared with what was saved."""
+    if report.digested_bytes == report.num_bytes:
+        return "all with digests"
+    if report.digested_bytes:
+        return f"{bytes_text(report.digested_bytes)} of them with digests"
+    return "none with digests, so that changed bytes cannot be told"

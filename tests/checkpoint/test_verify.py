@@ -84,13 +84,14 @@ def test_names_shapes_dtypes_nan_and_zero(tmp_path):
     safetensors.torch.save_file({k: t.clone() for k, t in two.items()}, tmp_path / "b")
     found = {d.name: d.problem for d in diff_checkpoints(tmp_path / "a", tmp_path / "b")}
     assert found == {
-        "d": "is float32, and float64",
-        "n": "differs first at index [0]: nan (rank 0), and nan (rank 0)",
+        "d": "is float32 in the first, float64 in the second",
+        "n": "differs first at index [0]: nan of bits 0x7fc00000 in the first (rank 0), nan of "
+        "bits 0x7fc00001 in the second (rank 0)",
         "only": f"is only in {tmp_path / 'a'}",
-        "s": "has shape [2], and [3]",
+        "s": "has shape [2] in the first, [3] in the second",
     }
     close = diff_checkpoints(tmp_path / "a", tmp_path / "b", atol=1e-9)
-    assert [d.name for d in close] == ["d", "only", "s"]
+    assert [d.name for d in close] == ["only", "s"]
 
 
 def test_tensors_larger_than_a_block(tmp_path):
@@ -130,9 +131,8 @@ def test_the_commands(tmp_path):
     merge(ckpt, tmp_path / "m")
     done = shardspec("verify", ckpt, "--against", tmp_path / "m")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "1 tensors in 3 boxes" in done.stdout
-    assert "no flaws" in done.stdout
-    assert shardspec("diff", ckpt, tmp_path / "m").stdout == "no difference\n"
+    assert "1 tensor in 3 boxes, 28 B, all with digests; no flaws, and the same as" in done.stdout
+    assert shardspec("diff", ckpt, tmp_path / "m").stdout == "no difference: 1 tensor, 28 B\n"
     flip(open_checkpoint(ckpt).tensor("w").boxes[1], 0)
     bad = shardspec("verify", ckpt)
     assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (3, "", 1)
@@ -142,6 +142,58 @@ def test_the_commands(tmp_path):
     differing = shardspec("diff", ckpt, tmp_path / "m", "--json")
     assert differing.returncode == 3
     assert json.loads(differing.stdout)[0]["index"] == [3]
+    assert shardspec("diff", ckpt, tmp_path / "m").stdout.endswith("\n1 of 1 tensor differs\n")
+
+
+def test_what_forms_do_not_say_is_said_of_either(tmp_path):
+    path = tmp_path / "hf" / "shard-00001-model-00001-of-00001.safetensors"
+    path.parent.mkdir()
+    note = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0]}}'}
+    safetensors.torch.save_file({"w": torch.arange(7.0)}, path, note)
+    ckpt = save(tmp_path / "ckpt", w=(torch.arange(7.0), "[S1]"))
+    for first, second in ((ckpt, path), (path.parent, ckpt)):
+        assert shardspec("diff", first, second).returncode == 3
+        done = shardspec("diff", first, second, "--ranks", "1")
+        assert (done.returncode, done.stdout) == (0, "no difference: 1 tensor, 28 B\n")
+        assert shardspec("verify", first, "--against", second, "--ranks", "1").returncode == 0
+    assert "none with digests, so that changed bytes cannot be told; no flaws" in (
+        shardspec("verify", path, "--ranks", "1").stdout
+    )
+    assert "needs none" in shardspec("diff", ckpt, ckpt, "--ranks", "1").stderr
+
+
+def test_numbers_of_two_dtypes_are_compared_as_near_as_asked(tmp_path):
+    w = torch.tensor([[1.0, -2.0, 3.0], [0.1, float("nan"), float("-inf")]])
+    i = torch.tensor([1, 2])
+    safetensors.torch.save_file({"w": w, "i": i}, tmp_path / "a")
+    safetensors.torch.save_file({"w": w.bfloat16(), "i": i.int()}, tmp_path / "b")
+    exact = list(diff_checkpoints(tmp_path / "a", tmp_path / "b"))
+    assert [d.problem for d in exact] == [
+        "is int64 in the first, int32 in the second",
+        "is float32 in the first, bfloat16 in the second",
+    ]
+    for a, b in (("a", "b"), ("b", "a")):
+        close = diff_checkpoints(tmp_path / a, tmp_path / b, rtol=2**-8)
+        assert [d.name for d in close] == ["i"]
+    (_, near) = diff_checkpoints(tmp_path / "a", tmp_path / "b", rtol=1e-4)
+    assert near.index == (1, 0)
+    assert "0.10000000149011612 in the first (rank 0), 0.10009765625 in the second" in near.problem
+
+
+def test_progress_counts_every_byte_once(tmp_path):
+    w = torch.arange(700_001.0)
+    a = save(tmp_path / "a", w=(w, "[S01]"), v=(torch.zeros(5), "[R]"), only=(w, "[R]"))
+    w[3] = -1
+    b = save(tmp_path / "b", w=(w, "[S1]"), v=(torch.zeros(5), "[R]"))
+    for run in (
+        lambda told: list(diff_checkpoints(a, b, progress=told)),
+        lambda told: verify_checkpoint(a, progress=told),
+    ):
+        seen: list[tuple[int, int]] = []
+        run(lambda done, total, seen=seen: seen.append((done, total)))
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert {total for _, total in seen} == {2 * w.nbytes + 20}
+        assert seen[-1][0] == 2 * w.nbytes + 20
 
 
 LEAN = """
