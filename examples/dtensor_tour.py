@@ -4,21 +4,30 @@ torchrun --standalone --nproc_per_node 4 examples/dtensor_tour.py    (2, 4 or 8 
 """
 
 import copy
+import os
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import shardspec
 from shardspec import DTensor, Layout, distribute_tensor, init_device_mesh
 from shardspec.layout.plan_text import step_text
 from shardspec.parallel.distribute import distribute_module, inputs_as, outputs_as
 from shardspec.parallel.rules import column_parallel, row_parallel
+from shardspec.text import bytes_text
 
-dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-device_type = "cuda" if torch.cuda.is_available() else "cpu"
+# A GPU for each process of this machine, or none for any.
+each = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+if each:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+device_type = "cuda" if each else "cpu"
+dist.init_process_group("nccl" if each else "gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 
 
@@ -36,6 +45,32 @@ def everyone(text: object) -> None:
         say(f"  rank {number}: {line}")
 
 
+def places(local: torch.Tensor) -> list[object]:
+    """Return what every rank holds, as lists of numbers."""
+    lists: list[object] = [None] * world
+    dist.all_gather_object(lists, local.tolist())
+    return lists
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say what every step is that is carried out meanwhile, ours and those of torch's operators."""
+    torchs = CommDebugMode()  # type: ignore[no-untyped-call]  # torch's own
+    with shardspec.trace() as trace, torchs:
+        yield
+    ours = [
+        f"{'back: ' if record.backward else ''}{step_text(record.step)} "
+        f"({bytes_text(record.num_bytes)})"
+        for record in trace.records
+    ]
+    theirs = [
+        f"{str(operator).rpartition('.')[2]} by torch" + (f", {count} times" if count > 1 else "")
+        for operator, count in torchs.get_comm_counts().items()
+        if "functional" in str(operator)
+    ]
+    say(f"  {what}: {', then '.join([*ours, *theirs]) or 'nothing moves'}")
+
+
 say(f"== 1. Meshes: {world} processes in a row, and as a grid")
 row = init_device_mesh(device_type, (world,), axis_names=("x",))
 grid = init_device_mesh(device_type, (2, world // 2), axis_names=("dp", "tp"))
@@ -45,33 +80,39 @@ everyone(f"my slice along tp has devices {grid['tp'].ids}")
 say("== 2. Three ways to make a DTensor")
 whole = torch.arange(4.0 * world).view(4, world).to(device_type)
 from_whole = distribute_tensor(whole, row, "[R,S0]")
-from_parts = DTensor.from_local(torch.full((1, 2), float(rank)), row, "[S0,R]")
+from_parts = DTensor.from_local(whole[:1, :2] + rank, row, "[S0,R]")
 made_in_parts = shardspec.zeros(2 * world, 3, device_mesh=row, sharding_spec="[S0,R]")
-say(f"  cut from a whole:     {from_whole.sharding_spec} of {tuple(from_whole.shape)}")
-say(f"  put together of mine: {from_parts.sharding_spec} of {tuple(from_parts.shape)}")
-say(f"  made where it lies:   {made_in_parts.sharding_spec} of {tuple(made_in_parts.shape)}")
+for how, made in (
+    ("cut from a whole:    ", from_whole),
+    ("put together of mine:", from_parts),
+    ("made where it lies:  ", made_in_parts),
+):
+    here = tuple(made.to_local().shape)
+    say(f"  {how} {made.sharding_spec} of {tuple(made.shape)}, {here} here")
 
-say("== 3. Three placements: cut, whole, and a sum that is still to be added up")
-for spec in ("[S0,R]", "[R,R]", "[R,R|P0]"):
-    layout = Layout(row, spec, (world, 2), "float32")
-    say(f"  {spec}: device 1 holds {layout.box(1)}")
+say("== 3. Three placements of one tensor: cut, whole, and addends of a sum to be taken")
+numbers = torch.arange(float(world), device=device_type)
+for spec, local in (
+    ("[S0]", numbers[rank : rank + 1]),
+    ("[R]", numbers),
+    ("[R|P0]", numbers * (numbers == rank)),
+):
+    placed = DTensor.from_local(local, row, spec)
+    zero, one, *_ = places(local)
+    say(f"  {spec}: rank 0 holds {zero}, rank 1 {one}; whole it is {placed.to_global().tolist()}")
 
-say("== 4. Operations find their layouts")
+say("== 4. Operations find their layouts; a sum is taken where one is needed")
 a = shardspec.rand(8, 16, device_mesh=grid, sharding_spec="[S(dp),S(tp)]")
 b = shardspec.rand(16, 4, device_mesh=grid, sharding_spec="[S(tp),R]")
-product = a @ b
-say(f"  {a.sharding_spec} @ {b.sharding_spec} = {product.sharding_spec}: sums wait over tp")
-right = torch.allclose(product.to_global(), a.to_global() @ b.to_global())
-positive: Any = torch.relu(product)
-say(f"  relu of it: {positive.sharding_spec}; right: {right}")
+with naming(f"{a.layout.labelled_spec} @ {b.layout.labelled_spec}"):
+    product = a @ b
+say(f"    = {product.layout.labelled_spec}: sums wait over tp")
+with naming(f"relu of {product.layout.labelled_spec}"):
+    positive: Any = torch.relu(product)
+right = torch.allclose(positive.to_global(), torch.relu(a.to_global() @ b.to_global()))
+say(f"    = {positive.layout.labelled_spec}; as in one process: {right}")
 
-
-def steps_of(trace: shardspec.tracing.Trace) -> str:
-    """Name the steps that were carried out."""
-    return ", then ".join(step_text(record.step) for record in trace.records)
-
-
-say("== 5. Conversions, each step named as it happens")
+say("== 5. Conversions: each collective as it happens, and what a device receives")
 for source, target in (
     ("[S0,R]", "[R,R]"),
     ("[R,R]", "[R,S0]"),
@@ -81,17 +122,15 @@ for source, target in (
 ):
     layout = Layout(row, source, (64, 64), "float32")
     local = torch.ones(layout.local_shape(rank), device=device_type)
-    with shardspec.trace() as trace:
+    with naming(f"{source} → {target}"):
         DTensor.from_shards({rank: local}, layout).redistribute(target)
-    say(f"  {source} → {target}: {steps_of(trace)}")
 
 say("== 6. Two axes of a mesh on one tensor")
 weight = shardspec.rand(12, 12, device_mesh=grid, sharding_spec="[S(dp,tp),R]")
 for spec in ("[S(tp,dp),R]", "[S(dp),S(tp)]", "[R,S(dp,tp)]"):
-    with shardspec.trace() as trace:
+    with naming(f"{weight.layout.labelled_spec} → {spec}"):
         moved = weight.redistribute(spec)
-    same = moved.to_global().equal(weight.to_global())
-    say(f"  {weight.layout.labelled_spec} → {spec}: {steps_of(trace)}; the same tensor: {same}")
+    say(f"    the same tensor: {moved.to_global().equal(weight.to_global())}")
 
 say("== 7. A module, cut by rules, with gradients")
 torch.manual_seed(0)
@@ -102,9 +141,11 @@ alone = copy.deepcopy(block)
 rules = column_parallel(["up"], bias=True) | row_parallel(["down"])
 say(f"  rules: {', '.join(f'{name} {spec}' for name, spec in rules.items())}")
 distribute_module(block, grid, rules, inputs_as("[R,R]"), outputs_as("[R,R]"))
-batch = torch.linspace(-1, 1, 32, device=device_type).view(4, 8)
-loss = block(batch).square().mean()
-loss.backward()
+batch = torch.linspace(-1, 1, 32, device=device_type).view(4, 8).requires_grad_()
+with naming("forward"):
+    loss = block(batch).square().mean()
+with naming("backward"):
+    loss.backward()
 alone(batch).square().mean().backward()
 for name, parameter in block.named_parameters():
     gradient, due = parameter.grad, alone.get_parameter(name).grad
@@ -114,11 +155,17 @@ for name, parameter in block.named_parameters():
     say(f"  {name}: {here} of {tuple(parameter.shape)} here; gradient as in one process: {right}")
 
 say("== 8. Collectives are conversions")
-ones = torch.ones(2, device=device_type)
-total = DTensor.from_shards({rank: ones * rank}, Layout(row, "[R|P0]", (2,), "float32"))
-say(f"  all-reduce, a pending sum made whole: {total.redistribute('[R]').to_local().tolist()}")
-mine = DTensor.from_shards({rank: ones[:1] * rank}, Layout(row, "[S0]", (world,), "float32"))
-say(f"  all-gather, a cut made whole: {mine.redistribute('[R]').to_local().tolist()}")
+mine, ones = numbers[rank : rank + 1], torch.ones_like(numbers)
+for name, local, source, target in (
+    ("all-gather", mine, "[S0]", "[R]"),
+    ("all-reduce", ones * rank, "[R|P0]", "[R]"),
+    ("reduce-scatter", ones * rank, "[R|P0]", "[S0]"),
+    ("all-to-all", 10 * mine[:, None] + numbers, "[S0,R]", "[R,S0]"),
+):
+    before = DTensor.from_local(local, row, source)
+    zero, one, *_ = places(before.redistribute(target).to_local())
+    say(f"  {name}, {source} → {target}: rank 0 has {zero}, rank 1 {one}")
 
+# Nobody leaves while others are still at work.
 dist.barrier()
 dist.destroy_process_group()

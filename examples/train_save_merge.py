@@ -72,7 +72,10 @@ def ask(letters: torch.Tensor) -> torch.Tensor:
 
 torch.manual_seed(0)
 model = NextLetter()
-distribute_module(model, mesh, rules, inputs_as("[S(dp),R]"), outputs_as("[R,R]"))
+# What leaves the embedding is whole over tp, and so is the gradient that comes back to it.
+embedded = {"embed": "[S(dp),R,R]"}
+takes, gives = inputs_as("[S(dp),R]"), outputs_as("[R,R]")
+distribute_module(model, mesh, rules, takes, gives, outputs=embedded)
 adam = torch.optim.Adam(model.parameters(), lr=3e-3)
 for step in range(121):
     letters, following = batch(text, step)

@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,48 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
+from shardspec.text import bytes_text
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(*args, cwd, code=0):
+JOBS = {
+    2: (EXAMPLES / "dtensor_tour.py",),
+    4: (
+        EXAMPLES / "dtensor_tour.py",
+        EXAMPLES / "tensor_parallel_mlp.py",
+        EXAMPLES / "hsdp.py",
+        EXAMPLES / "real_processes.py",
+        EXAMPLES / "train_save_merge.py",
+    ),
+    8: (EXAMPLES / "dtensor_tour.py", EXAMPLES / "hsdp.py"),
+}
+"""Number of processes to the examples that are run with it."""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """Return what an example prints in a job; one job runs all that are tried with its number."""
+
+    @cache
+    def outputs(world):
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world)
+        # Several share the time it takes to start; one alone is run as anybody would run it.
+        together = () if len(JOBS[world]) == 1 else (Path(__file__).with_name("example_job.py"),)
+        folder = tmp_path_factory.mktemp("job")
+        output, errors = run(*torchrun, *together, *JOBS[world], cwd=folder, both=True)
+        assert errors == "", "an example warns"
+        assert list(folder.iterdir()) == []
+        if not together:
+            return {JOBS[world][0].name: output}
+        parts = re.split(r"^## (.*)\n", output, flags=re.MULTILINE)
+        assert parts[0] == ""
+        return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+    return lambda name, world: outputs(world)[name]
+
+
+def run(*args, cwd, code=0, both=False):
     """Run a Python program, all warnings as errors, and return what it printed."""
     # As on a plain terminal: not part of a job, and not wider than usual.
     left_out = ("COLUMNS", "RANK", "WORLD_SIZE")
@@ -25,9 +64,15 @@ def run(*args, cwd, code=0):
         cwd=cwd,
         capture_output=True,
         text=True,
-        env={key: value for key, value in os.environ.items() if key not in left_out},
+        # One thread each; torchrun says so, at length, where nobody has.
+        env={
+            **{key: value for key, value in os.environ.items() if key not in left_out},
+            "OMP_NUM_THREADS": "1",
+        },
     )
     assert done.returncode == code, done.stderr
+    if both:
+        return done.stdout, done.stderr
     return done.stderr if code else done.stdout
 
 
@@ -85,9 +130,8 @@ def test_save_and_merge(tmp_path):
 
 
 @pytest.mark.dist
-def test_real_processes(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4")
-    assert run(*torchrun, EXAMPLES / "real_processes.py", cwd=tmp_path) == (
+def test_real_processes(printed):
+    assert printed("real_processes.py", 4) == (
         "rank 0: [S0,R] (2, 6), whole again: True\n"
         "rank 1: [S0,R] (2, 6), whole again: True\n"
         "rank 2: [S0,R] (2, 6), whole again: True\n"
@@ -131,38 +175,58 @@ def test_other_meshes_in_a_job(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_dtensor_tour(tmp_path, world):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world)
-    output = run(*torchrun, EXAMPLES / "dtensor_tour.py", cwd=tmp_path)
+def test_dtensor_tour(printed, world):
+    output = printed("dtensor_tour.py", world)
     assert "False" not in output
     assert output.count(": True") == 8
     lines = output.splitlines()
     assert [line[:4] for line in lines if line.startswith("==")] == [f"== {n}" for n in range(1, 9)]
+    tp = world // 2
+    whole = [float(number) for number in range(world)]
+    only = [float(number == 1) for number in range(world)]
+    total = world * (world - 1) / 2
+    slices = [(r, tuple(range(r // tp * tp, (r // tp + 1) * tp))) for r in range(world)]
+    # 64 × 64 of float32.
+    size = 64 * 64 * 4
     for line in (
-        f"  x={world} and dp=2,tp={world // 2}; device 1 of the grid is at "
+        f"  x={world} and dp=2,tp={tp}; device 1 of the grid is at "
         f"{(0, 1) if world > 2 else (1, 0)}",
-        f"  put together of mine: [S0,R] of ({world}, 2)",
-        "  [S0,S1] @ [S1,R] = [S0,R|P1]: sums wait over tp",
-        "  [S0,R] → [R,R]: all-gather dim 0",
-        "  [R,R] → [R,S0]: slice dim 1",
-        "  [S0,R] → [R,S0]: all-to-all dim 0 → 1",
-        "  [R,R|P0] → [R,R]: all-reduce sum",
-        "  [R,R|P0] → [S0,R]: reduce-scatter sum dim 0",
-        f"  up.weight: ({16 // (world // 2)}, 8) of (16, 8) here; gradient as in one process: True",
-        f"  all-reduce, a pending sum made whole: [{world * (world - 1) / 2}, "
-        f"{world * (world - 1) / 2}]",
+        *(f"  rank {rank}: my slice along tp has devices {mine}" for rank, mine in slices),
+        f"  cut from a whole:     [R,S0] of (4, {world}), (4, 1) here",
+        f"  put together of mine: [S0,R] of ({world}, 2), (1, 2) here",
+        f"  made where it lies:   [S0,R] of ({2 * world}, 3), (2, 3) here",
+        f"  [S0]: rank 0 holds [0.0], rank 1 [1.0]; whole it is {whole}",
+        f"  [R]: rank 0 holds {whole}, rank 1 {whole}; whole it is {whole}",
+        f"  [R|P0]: rank 0 holds {[0.0] * world}, rank 1 {only}; whole it is {whole}",
+        "  [S(dp),S(tp)] @ [S(tp),R]: nothing moves",
+        "    = [S(dp),R|P(tp)]: sums wait over tp",
+        # Each collective by its name.
+        "  relu of [S(dp),R|P(tp)]: "
+        + ("reduce_scatter_tensor by torch" if tp > 1 else "nothing moves"),
+        f"  [S0,R] → [R,R]: all-gather dim 0 ({bytes_text(size // world * (world - 1))})",
+        "  [R,R] → [R,S0]: slice dim 1 (0 B)",
+        f"  [S0,R] → [R,S0]: all-to-all dim 0 → 1 ({bytes_text(size // world**2 * (world - 1))})",
+        f"  [R,R|P0] → [R,R]: all-reduce sum ({bytes_text(size * 2 // world * (world - 1))})",
+        "  [R,R|P0] → [S0,R]: reduce-scatter sum dim 0 "
+        f"({bytes_text(size // world * (world - 1))})",
+        f"  forward: all-reduce sum ({128 * 2 * (tp - 1) // tp} B)",
+        "  backward: " + ("all_reduce by torch" if tp > 1 else "nothing moves"),
+        f"  up.weight: ({16 // tp}, 8) of (16, 8) here; gradient as in one process: True",
+        f"  all-gather, [S0] → [R]: rank 0 has {whole}, rank 1 {whole}",
+        f"  all-reduce, [R|P0] → [R]: rank 0 has {[total] * world}, rank 1 {[total] * world}",
+        f"  reduce-scatter, [R|P0] → [S0]: rank 0 has {[total]}, rank 1 {[total]}",
+        f"  all-to-all, [S0,R] → [R,S0]: rank 0 has {[[10 * number] for number in whole]}, "
+        f"rank 1 {[[10 * number + 1] for number in whole]}",
     ):
-        assert line in lines
-
-
-def launched(name, world, cwd):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world)
-    return run(*torchrun, name, cwd=cwd)
+        assert line in lines, line
+    axes = [line for line in lines if line.startswith("  [S(dp,tp),R] → ")]
+    assert len(axes) == 3
+    assert all(re.search(r": (permute|exchange|all-to-all|all-gather)", line) for line in axes)
 
 
 @pytest.mark.dist
-def test_tensor_parallel_mlp(tmp_path):
-    output = launched(EXAMPLES / "tensor_parallel_mlp.py", 4, tmp_path)
+def test_tensor_parallel_mlp(printed):
+    output = printed("tensor_parallel_mlp.py", 4)
     *_, alone, cut, held = output.splitlines()
     assert output.startswith("up.weight    [S(tp),R]\n")
     losses = [[float(loss) for loss in line.partition(": ")[2].split()] for line in (alone, cut)]
@@ -175,16 +239,16 @@ def test_tensor_parallel_mlp(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [4, 8])
-def test_hsdp(tmp_path, world):
-    output = launched(EXAMPLES / "hsdp.py", world, tmp_path)
+def test_hsdp(printed, world):
+    output = printed("hsdp.py", world)
     rows = 48 // (world // 2)
     assert output.splitlines()[0] == f"0.weight: [S(gpu),R] of (48, 32), ({rows}, 32) here"
     assert output.count("as trained in one process: True") == 4
 
 
 @pytest.mark.dist
-def test_train_save_merge(tmp_path):
-    output = launched(EXAMPLES / "train_save_merge.py", 4, tmp_path)
+def test_train_save_merge(printed):
+    output = printed("train_save_merge.py", 4)
     losses = [float(loss) for loss in re.findall(r"step +\d+: loss ([\d.]+)", output)]
     assert len(losses) == 4
     assert losses[0] > 4
