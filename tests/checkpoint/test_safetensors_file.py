@@ -144,8 +144,8 @@ def test_names_that_no_header_can_carry():
 
 
 def test_a_header_past_the_limit_is_not_written():
-    slots = (TensorSlot(f"{n:01000d}", "int8", ()) for n in range(100_000))
-    with pytest.raises(CheckpointError, match=r"100000 tensors need a header of 10.* bytes, past"):
+    slots = (TensorSlot(f"{n:0100000d}", "int8", ()) for n in range(1_000))
+    with pytest.raises(CheckpointError, match=r"1000 tensors need a header of 10.* bytes, past"):
         encode_header(slots, {})
 
 

@@ -7,7 +7,9 @@ import pytest
 from shardspec.checkpoint.strict_json import parse_json, parse_members
 from shardspec.errors import CheckpointError
 
-MANY = ",".join(f'"k{n:07}":{{"é":[{n},"}}{{"]}}' for n in range(200_000)).encode()
+# Few enough to be parsed in no time, and long enough to be more than one part.
+LONG = "}{" * 120
+MANY = ",".join(f'"k{n:07}":{{"é":[{n},"{LONG}"]}}' for n in range(20_000)).encode()
 MORE = 5 << 20
 
 
