@@ -1,5 +1,6 @@
 """Merging a checkpoint into whole tensors, in one process and little memory."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,8 @@ def merge(
         The file to write; a directory for the forms ``"huggingface"`` and ``"dcp"``.
     form
         What to write. By default a torch file if the output ends in ``.pt``, ``.pth`` or ``.bin``,
-        ``"huggingface"`` if there is a limit to its files, else one safetensors file.
+        ``"huggingface"`` if there is a limit to its files or the output is text that ends in
+        ``/``, else one safetensors file.
     max_shard_bytes
         Most bytes of tensors in a file of the form ``"huggingface"``; 5 GB by default.
     dtype
@@ -105,8 +107,8 @@ def merge(
     (1, 144)
     """
     place = as_path(output)
-    chosen = _form(place, form, max_shard_bytes)
-
+    directory_named = isinstance(output, str) and output.endswith(("/", os.sep))
+    chosen = _form(place, form, max_shard_bytes, directory=directory_named)
     choice = Choice(include, exclude, rename, dtype)
 
     def build(source: CheckpointSource, _: str | None) -> Plan:
@@ -121,9 +123,11 @@ def merge(
     return produce(directory, place, chosen, build, how)
 
 
-def _form(output: Path, form: MergedForm | None, max_shard_bytes: int | None) -> MergedForm:
+def _form(
+    output: Path, form: MergedForm | None, max_shard_bytes: int | None, *, directory: bool
+) -> MergedForm:
     if form is None:
-        if max_shard_bytes is not None:
+        if max_shard_bytes is not None or directory:
             return "huggingface"
         return "torch" if output.suffix in _TORCH_SUFFIXES else "safetensors"
     if form not in MERGED_FORMS:

@@ -49,8 +49,8 @@ def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
     Raises
     ------
     CheckpointError
-        If a pattern matches nothing, an expression is none, two tensors get the same name, or
-        nothing is left.
+        If a pattern or an expression matches nothing, an expression is none, two tensors get the
+        same name, or nothing is left.
     DTypeError
         If the dtype is unknown or not of floating point numbers.
     """
@@ -66,7 +66,13 @@ def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
     names = [name for name in source.names if choice.wants(name)]
     if not names and source.names:
         raise CheckpointError(f"no tensor of {source.directory} is left to write")
-    renamed = _renamed(names, choice.rename)
+    renamed, idle = _renamed(names, choice.rename)
+    for pattern in idle:
+        if not any(re.search(pattern, name) for name in source.others):
+            raise CheckpointError(
+                f"the expression {pattern!r} matches no name that is to be renamed in "
+                f"{source.directory}; the names start with {', '.join(map(repr, names[:3]))}"
+            )
     wanted = []
     for name in names:
         tensor = source.tensor(name)
@@ -95,9 +101,10 @@ def _float_dtype(dtype: str) -> str:
     return name
 
 
-def _renamed(names: Sequence[str], rename: Renames) -> Mapping[str, str]:
-    """Return the new name of every tensor."""
+def _renamed(names: Sequence[str], rename: Renames) -> tuple[Mapping[str, str], list[str]]:
+    """Return the new name of every tensor, and the expressions that match none."""
     found = dict.fromkeys(names, "")
+    matched: set[str] = set()
     expressions = []
     for pattern, replacement in rename:
         try:
@@ -112,9 +119,11 @@ def _renamed(names: Sequence[str], rename: Renames) -> Mapping[str, str]:
         new = name
         for expression, replacement in expressions:
             try:
-                new = expression.sub(replacement, new, count=1)
+                new, count = expression.subn(replacement, new, count=1)
             except (re.error, IndexError) as error:
                 raise CheckpointError(f"cannot replace by {replacement!r}: {error}") from None
+            if count:
+                matched.add(expression.pattern)
         if new in old:
             raise CheckpointError(
                 f"tensors {old[new]!r} and {name!r} would both be named {new!r}; rename them apart"
@@ -123,7 +132,7 @@ def _renamed(names: Sequence[str], rename: Renames) -> Mapping[str, str]:
             raise CheckpointError(f"tensor {name!r} would have no name left; rename it otherwise")
         old[new] = name
         found[name] = new
-    return found
+    return found, [pattern for pattern, _ in rename if names and pattern not in matched]
 
 
 def plain(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
@@ -141,7 +150,7 @@ def plain(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
     {'x.betas': 'betas'}
     """
     wanted = [name for name, value in others.items() if _is_plain(value) and choice.wants(name)]
-    return dict(_renamed(wanted, choice.rename))
+    return dict(_renamed(wanted, choice.rename)[0])
 
 
 def _is_plain(value: object) -> bool:

@@ -1,15 +1,18 @@
 """The command `shardspec merge`."""
 
 from pathlib import Path
+from typing import Unpack
 
 import click
 
+from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm, merge
+from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.team import Member
 from shardspec.cli.arguments import parse_bytes, parsed
 from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_source, source_options
-from shardspec.cli.writing import output_option, progress_bar, report_written, writing_options
+from shardspec.cli.writing import WritingOptions, output_option, write, writing_options
 
 __all__ = ["command"]
 
@@ -33,8 +36,8 @@ Examples:
     "form",
     type=click.Choice(MERGED_FORMS),
     help="The form of OUT: one safetensors file (default), safetensors files with an index "
-    "(default with --max-shard-size), a file for torch.load (default if OUT ends in .pt, .pth or "
-    ".bin), or a directory for torch.distributed.checkpoint.",
+    "(default with --max-shard-size, or if OUT ends in /), a file for torch.load (default if OUT "
+    "ends in .pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
 )
 @click.option(
     "--max-shard-size",
@@ -47,21 +50,14 @@ Examples:
 @writing_options
 def command(
     checkpoint: Path,
-    output: Path,
+    output: str,
     form: MergedForm | None,
     max_shard_bytes: int | None,
     ranks: int | None,
     source_rules: Path | None,
-    dtype: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    rename: tuple[tuple[str, str], ...],
-    threads: int,
-    force: bool,
-    no_verify: bool,
-    dry_run: bool,
     as_json: bool,
     quiet: bool,
+    **options: Unpack[WritingOptions],
 ) -> None:
     """Write the whole tensors of the checkpoint CKPT into one file, or files of a limited size.
 
@@ -69,23 +65,16 @@ def command(
     files, that the boxes of every tensor tile it and that boxes stored twice agree; finishes
     pending reductions. OUT appears when it is complete and was read again.
     """
-    member = Member.of_environment()
-    quiet = quiet or (member is not None and member.rank > 0)
-    with progress_bar(not (quiet or as_json), "merge") as progress:
-        report = merge(
+
+    def written(progress: Progress | None, member: Member | None) -> WriteReport:
+        return merge(
             open_source(checkpoint, ranks, source_rules),
             output,
             form=form,
             max_shard_bytes=max_shard_bytes,
-            dtype=dtype,
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            threads=threads,
-            force=force,
-            verify=not no_verify,
-            dry_run=dry_run,
             progress=progress,
             member=member,
+            **options,
         )
-    report_written(report, as_json=as_json and not quiet, quiet=quiet)
+
+    write("merge", written, as_json=as_json, quiet=quiet)

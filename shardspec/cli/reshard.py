@@ -1,15 +1,18 @@
 """The command `shardspec reshard`."""
 
 from pathlib import Path
+from typing import Unpack
 
 import click
 
+from shardspec.checkpoint.fill import Progress
+from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.reshard import RESHARDED_FORMS, ReshardedForm, read_rules, reshard
 from shardspec.checkpoint.team import Member
 from shardspec.cli.arguments import MeshShape, build_mesh, parse_mesh, parsed
 from shardspec.cli.paths import CheckpointPath
-from shardspec.cli.source import open_source, source_options
-from shardspec.cli.writing import output_option, progress_bar, report_written, writing_options
+from shardspec.cli.source import open_both, source_options
+from shardspec.cli.writing import WritingOptions, output_option, write, writing_options
 
 __all__ = ["command"]
 
@@ -21,6 +24,7 @@ Examples:
   shardspec reshard ckpt -o cut --mesh 4x2 --rules rules.toml
   shardspec reshard model.safetensors -o cut --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
   shardspec reshard ckpt -o cut --like other_ckpt
+
 \b
 A file of rules has a line for each pattern of names:
   "*.up.weight" = "[S1,R]"
@@ -69,7 +73,7 @@ What no rule matches is kept whole on every device.
 @writing_options
 def command(
     checkpoint: Path,
-    output: Path,
+    output: str,
     mesh: MeshShape | None,
     rules_file: Path | None,
     rule_pairs: tuple[tuple[str, str], ...],
@@ -77,16 +81,9 @@ def command(
     form: ReshardedForm,
     ranks: int | None,
     source_rules: Path | None,
-    dtype: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    rename: tuple[tuple[str, str], ...],
-    threads: int,
-    force: bool,
-    no_verify: bool,
-    dry_run: bool,
     as_json: bool,
     quiet: bool,
+    **options: Unpack[WritingOptions],
 ) -> None:
     """Write the checkpoint CKPT as the ranks of another mesh would have saved it.
 
@@ -100,25 +97,19 @@ def command(
     rules = dict(rule_pairs)
     if rules_file is not None:
         rules = {**read_rules(rules_file), **rules}
-    member = Member.of_environment()
-    quiet = quiet or (member is not None and member.rank > 0)
-    with progress_bar(not (quiet or as_json), "reshard") as progress:
-        report = reshard(
-            open_source(checkpoint, ranks, source_rules),
+
+    def written(progress: Progress | None, member: Member | None) -> WriteReport:
+        source, pattern = open_both(checkpoint, like, ranks, source_rules)
+        return reshard(
+            source,
             output,
             mesh=None if mesh is None else build_mesh(mesh, None, None, None, None),
             rules=None if like is not None else rules,
-            like=like,
+            like=pattern,
             form=form,
-            dtype=dtype,
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            threads=threads,
-            force=force,
-            verify=not no_verify,
-            dry_run=dry_run,
             progress=progress,
             member=member,
+            **options,
         )
-    report_written(report, as_json=as_json and not quiet, quiet=quiet)
+
+    write("reshard", written, as_json=as_json, quiet=quiet)

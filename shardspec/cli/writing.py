@@ -1,26 +1,44 @@
-"""What the commands share that write a checkpoint: options, progress, and the line in the end."""
+"""What the commands share that write a checkpoint: options, progress, and the line in the end.
+
+A command takes what `writing_options` adds as ``**options``, and hands it on as it is: the names
+are those that `merge` and `reshard` give their parameters.
+"""
 
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypedDict, TypeVar
 
 import click
 
 from shardspec.checkpoint.digests import crc_text
 from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.report import WriteReport
-from shardspec.cli.paths import CheckpointPath
-from shardspec.text import bytes_text, seconds_text
+from shardspec.checkpoint.team import Member
+from shardspec.text import bytes_text, counted, rate_text, seconds_text
 
-__all__ = ["progress_bar", "report_written", "writing_options"]
+__all__ = ["WritingOptions", "output_option", "progress_bar", "write", "writing_options"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_SHOWN: Final = 3
+
+
+class WritingOptions(TypedDict):
+    """What `writing_options` adds."""
+
+    dtype: str | None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    rename: tuple[tuple[str, str], ...]
+    threads: int
+    force: bool
+    verify: bool
+    dry_run: bool
 
 
 def writing_options(command: _Command) -> _Command:
-    """Add the options that say what is written of a checkpoint, and how."""
+    """Add the options of `WritingOptions`, and those of `write`."""
     options = (
         click.option(
             "--dtype", metavar="DTYPE", help="Cast floating point tensors to this dtype, as bf16."
@@ -55,7 +73,9 @@ def writing_options(command: _Command) -> _Command:
         click.option("--force", is_flag=True, help="Replace OUT if it exists."),
         click.option(
             "--no-verify",
-            is_flag=True,
+            "verify",
+            flag_value=False,
+            default=True,
             help="Do not compare bytes with the digests that were saved, nor read OUT again.",
         ),
         click.option(
@@ -69,29 +89,51 @@ def writing_options(command: _Command) -> _Command:
     return command
 
 
-def report_written(report: WriteReport, *, as_json: bool, quiet: bool) -> None:
-    """Say what was written, or would be."""
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-        return
-    if quiet:
-        return
-    files = f" in {len(report.files)} files" if len(report.files) > 1 else ""
-    what = f"{report.tensors} tensors, {bytes_text(report.num_bytes)}{files}"
-    if not report.written:
-        source = f"{report.read_files} file{'' if report.read_files == 1 else 's'}"
-        click.echo(
-            f"{report.path}: would hold {what}; {bytes_text(report.read_bytes)} of {source} in "
-            f"the form of {report.read} would be read"
-        )
-    else:
-        rate = bytes_text(report.num_bytes / max(report.seconds, 1e-9))
+def write(
+    title: str,
+    written: Callable[[Progress | None, Member | None], WriteReport],
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Have something written, with a bar while that takes time, and say what was written.
+
+    Parameters
+    ----------
+    title
+        Stands beside the bar.
+    written
+        Writes, given whom to tell how far it is, and which of several processes this one is.
+    as_json, quiet
+        How to say it, if at all; of several processes the first one does.
+    """
+    member = Member.of_environment()
+    quiet = quiet or (member is not None and member.rank > 0)
+    with progress_bar(not (quiet or as_json), title) as progress:
+        report = written(progress, member)
+    if not quiet:
+        click.echo(json.dumps(report.to_json()) if as_json else _text(report))
+
+
+def _text(report: WriteReport) -> str:
+    what = f"{counted(report.tensors, 'tensor')}, {bytes_text(report.num_bytes)}"
+    if len(report.files) > 1:
+        what += f" in {len(report.files)} files"
+    if report.written:
+        rate = rate_text(report.num_bytes / max(report.seconds, 1e-9))
         digest = "" if report.crc32 is None else f", CRC-32 {crc_text(report.crc32)}"
-        click.echo(f"{report.path}: {what} in {seconds_text(report.seconds)} ({rate}/s){digest}")
+        line = f"{report.path}: {what} in {seconds_text(report.seconds)} ({rate}){digest}"
+    else:
+        line = (
+            f"{report.path}: would hold {what}; {bytes_text(report.read_bytes)} of "
+            f"{counted(report.read_files, 'file')} in the form of {report.read} would be read"
+        )
     if report.left_out:
-        shown = ", ".join(map(repr, report.left_out[:3]))
-        more = f" and {len(report.left_out) - 3} more" if len(report.left_out) > 3 else ""
-        click.echo(f"left out, as they are no tensors: {shown}{more}")
+        shown = ", ".join(map(repr, report.left_out[:_SHOWN]))
+        rest = len(report.left_out) - _SHOWN
+        more = f" and {rest} more" if rest > 0 else ""
+        line += f"\nleft out: {shown}{more}; 'shardspec inspect' says what they are"
+    return line
 
 
 @contextmanager
@@ -111,7 +153,14 @@ def progress_bar(shown: bool, title: str) -> Iterator[Progress | None]:
         rich.TransferSpeedColumn(),
         rich.TimeRemainingColumn(),
     )
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    bars = rich.Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    with bars as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -121,7 +170,6 @@ def output_option(what: str) -> Callable[[_Command], _Command]:
     return click.option(
         "-o",
         "--output",
-        type=CheckpointPath(),
         required=True,
         metavar="OUT",
         help=what,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from shardspec.errors import LayoutError
+from shardspec.errors import AxisError, LayoutError, SpecSyntaxError
 from shardspec.layout.layout import SpecLike
 from shardspec.layout.spec import ShardingSpec
 
@@ -34,14 +34,14 @@ def match_rules(
         If two rules match one tensor, a rule matches nothing, or a spec is for another number of
         dims than the tensor has.
     SpecSyntaxError, AxisError
-        If a spec is given as text that is not one.
+        If a spec is given as text that is not one; names the rule.
 
     Examples
     --------
     >>> match_rules({"*.weight": "[S0,R]", "*.bias": "[S0]"}, {"up.weight": 2, "up.bias": 1})
     {'up.weight': ShardingSpec.parse('[S0,R]'), 'up.bias': ShardingSpec.parse('[S0]')}
     """
-    specs = {pattern: ShardingSpec.of(spec) for pattern, spec in rules.items()}
+    specs = {pattern: _spec(pattern, spec) for pattern, spec in rules.items()}
     unused = set(specs)
     matched: dict[str, ShardingSpec] = {}
     for name, dims in tensors.items():
@@ -65,3 +65,13 @@ def match_rules(
             f"{', '.join(map(repr, list(tensors)[:3])) or '(there are none)'}"
         )
     return matched
+
+
+def _spec(pattern: str, spec: SpecLike) -> ShardingSpec:
+    try:
+        return ShardingSpec.of(spec)
+    except SpecSyntaxError as error:
+        problem = f"rule {pattern!r}: {error.problem}"
+        raise SpecSyntaxError(problem, error.text, error.position) from None
+    except AxisError as error:
+        raise AxisError(f"rule {pattern!r}: {error}") from None

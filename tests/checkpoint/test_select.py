@@ -46,6 +46,16 @@ def test_names(source):
     assert found["a/b"].equal(STATE["model.a.bias"])
 
 
+def test_expressions_that_match_nothing(source):
+    with pytest.raises(CheckpointError, match=r"'\^module' matches no name .* 'model.a.bias'"):
+        merged(source, rename=[("^model", "m"), ("^module", "")])
+    # One may be about the names that another has made.
+    found = merged(source, include=["rope"], rename=[("rope", "freqs"), ("freqs", "f")])
+    assert found.keys() == {"f"}
+    with pytest.raises(CheckpointError, match="matches no name"):
+        merged(source, include=["rope"], rename=[("^model", "m")])
+
+
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 )

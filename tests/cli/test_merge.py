@@ -9,8 +9,10 @@ import zlib
 
 import numpy as np
 import safetensors.numpy
+import torch
 from click.testing import CliRunner
 
+from shardspec import save_sharded
 from shardspec.cli.main import cli
 from tests.checkpoint.handmade import handmade, sample
 
@@ -36,7 +38,7 @@ def test_says_what_it_has_written(tmp_path):
     assert (result.exit_code, result.stderr) == (0, "")
     size = out.stat().st_size
     assert re.fullmatch(
-        rf"{out}: 2 tensors, {size} B in [^ ]+ m?s \([^ ]+ [KM]iB/s\), CRC-32 {crc_of(out)}\n",
+        rf"{out}: 2 tensors, {size} B in [^ ]+ m?s \([^ ]+ [kM]B/s\), CRC-32 {crc_of(out)}\n",
         result.stdout,
     )
     check(out)
@@ -79,6 +81,38 @@ def test_an_existing_output_is_kept_unless_forced(tmp_path):
     assert out.read_text() == "precious"
     assert run(ckpt, "-o", out, "--force").exit_code == 0
     check(out)
+
+
+def test_a_name_that_ends_in_a_slash_is_a_directory(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    assert run(f"{ckpt}/", "-o", f"{tmp_path}/out/").exit_code == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    check(tmp_path / "out" / "model.safetensors")
+    # What was asked for comes first.
+    assert run(ckpt, "-o", f"{tmp_path}/file/", "--to", "safetensors").exit_code == 0
+    check(tmp_path / "file")
+
+
+def test_no_verify_leaves_digests_alone(tmp_path):
+    ckpt = tmp_path / "ckpt"
+    save_sharded({"w": torch.arange(6.0)}, ckpt)
+    (shard,) = ckpt.glob("*.safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    assert run(ckpt, "-o", tmp_path / "a").exit_code == 3
+    assert run(ckpt, "-o", tmp_path / "a", "--no-verify").exit_code == 0
+
+
+def test_what_is_left_out_is_named(tmp_path):
+    state = {"w": torch.ones(1), **{f"n{i}": i for i in range(5)}, "one tensor": torch.ones(())}
+    torch.save(state, tmp_path / "in.pt")
+    lines = run(tmp_path / "in.pt", "-o", tmp_path / "out").stdout.splitlines()
+    assert lines[1:] == [
+        "left out: 'n0', 'n1', 'n2' and 2 more; 'shardspec inspect' says what they are"
+    ]
+    lines = run(tmp_path / "in.pt", "-o", tmp_path / "out.pt", "--include", "w").stdout
+    assert lines.startswith(f"{tmp_path}/out.pt: 1 tensor, ")
 
 
 def test_a_bar_on_a_terminal(tmp_path):

@@ -47,8 +47,8 @@ def test_no_rules_match_nothing():
             ["'layers.0.up.bias'", "'*.bias'", "'layers.0*s'", "narrow"],
         ),
         ({"*.weight": "[S0]"}, LayoutError, ["'*.weight'", "[S0]", "1 dims", "has 2"]),
-        ({"Norm": "[Q]"}, SpecSyntaxError, ["expected R or S", "[Q]", "^"]),
-        ({"Norm": "[S00]"}, AxisError, ["axis 0 is used twice"]),
+        ({"Norm": "[Q]"}, SpecSyntaxError, ["rule 'Norm': expected R or S", "[Q]", "^"]),
+        ({"Norm": "[S00]"}, AxisError, ["rule 'Norm': ", "axis 0 is used twice"]),
     ],
 )
 def test_bad_rules(rules, error, words):
