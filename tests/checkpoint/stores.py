@@ -2,13 +2,32 @@
 
 import logging
 import os
+import warnings
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from urllib.request import Request, urlopen
 
 import fsspec
 import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from shardspec import DeviceMesh, DTensor, merge, save_sharded
+from shardspec.cli.main import cli
+
+STATE = {
+    "a.w": torch.randn(37, 11, generator=torch.Generator().manual_seed(1)),
+    "b.w": torch.arange(15.0).view(5, 3).half(),
+    "n": torch.arange(4),
+    "s": torch.tensor(2.5),
+}
+MESH = DeviceMesh(range(6), (2, 3))
+RULES = {"*.w": "[S10,R]"}
+ROOTS = ("memory://models", "s3://models")
 
 
 class CountingStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -20,7 +39,9 @@ class CountingStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
     requests: ClassVar[list[int]] = []
     """Size of every range that was read."""
     spoil: ClassVar[set[str]] = set()
-    """Names of files whose last byte is given back with a bit flipped."""
+    """What the names of files contain whose last byte is given back with a bit flipped."""
+    copies: ClassVar[list[bool]] = [True]
+    """Whether it copies files."""
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -29,9 +50,15 @@ class CountingStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
     def cat_file(self, path, start=None, end=None, **kwargs):
         data = super().cat_file(path, start, end, **kwargs)
         self.requests.append(len(data))
-        if path.rpartition("/")[2] in self.spoil and end == self.info(path)["size"]:
+        spoiled = any(name in path for name in self.spoil)
+        if spoiled and end == self.info(path)["size"]:
             data = data[:-1] + bytes([data[-1] ^ 4])
         return data
+
+    def cp_file(self, path1, path2, **kwargs):
+        if not self.copies[0]:
+            raise NotImplementedError("this store copies nothing")
+        super().cp_file(path1, path2, **kwargs)
 
 
 fsspec.register_implementation("counted", CountingStore, clobber=True)
@@ -63,6 +90,8 @@ def s3_server():
             yield
         finally:
             store.clear_instance_cache()
+            # What it holds outlives it.
+            urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
             server.stop()
 
 
@@ -82,3 +111,58 @@ def names(url):
     store, root = fsspec.core.url_to_fs(url)
     store.invalidate_cache()
     return sorted(name.removeprefix(root).lstrip("/") for name in store.find(url))
+
+
+def write_forms(at):
+    """Write one checkpoint in every form."""
+    cut = {name: DTensor(v, MESH, "[S10,R]") if v.dim() == 2 else v for name, v in STATE.items()}
+    save_sharded(cut, at / "own")
+    merge(at / "own", at / "whole.safetensors")
+    merge(at / "own", at / "hub", max_shard_bytes=100)
+    torch.save({**STATE, "step": 7}, at / "whole.pt")
+    with warnings.catch_warnings():
+        # That there is no process group.
+        warnings.simplefilter("ignore")
+        dcp_save(dict(STATE), checkpoint_id=at / "dcp", no_dist=True)
+    (at / "ranks").mkdir()
+    (at / "bin").mkdir()
+    (at / "sharded").mkdir()
+    for rank in range(2):
+        torch.save({**STATE, "step": 7}, at / "ranks" / f"model_world_size_2_rank_{rank}.pt")
+        place = at / "megatron" / "iter_0000003" / f"mp_rank_{rank:02d}"
+        place.mkdir(parents=True)
+        torch.save({"model": {"w": STATE["n"]}}, place / "model_optim_rng.pt")
+    (at / "megatron" / "latest_checkpointed_iteration.txt").write_text("3")
+    torch.save(STATE, at / "bin" / "pytorch_model.bin")
+    offsets = {name: {"saved_offsets": [0] * v.dim()} for name, v in STATE.items()}
+    safetensors.torch.save_file(
+        STATE,
+        at / "sharded" / "shard-00001-model-00001-of-00001.safetensors",
+        {"DCP_SHARDING_INFO": str(offsets).replace("'", '"'), "DCP_VERSION": "1.0"},
+    )
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "whole.safetensors": {},
+    "hub": {},
+    "hub/model.safetensors.index.json": {},
+    "whole.pt": {},
+    "dcp": {},
+    "ranks": {},
+    "ranks/model_world_size_2_rank_1.pt": {},
+    "bin": {},
+    "sharded": {"ranks": 1},
+    "megatron": {"ranks": 2, "rules": {"w": "[R]"}},
+}
+"""Folder or file name to what has to be said to open it."""
+
+
+def failed(*args):
+    """Return the one line with which a command ends."""
+    result = CliRunner().invoke(cli, [*map(str, args)], prog_name="shardspec")
+    assert result.exit_code == 3, result.output
+    lines = result.output.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("Error: ")
+    return lines[0]

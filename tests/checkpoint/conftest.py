@@ -1,0 +1,36 @@
+"""Stores for tests, and a checkpoint in every form."""
+
+import pytest
+
+from tests.checkpoint.stores import CountingStore, s3_server, write_forms
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A real S3 server with a bucket of the name `models`."""
+    with s3_server():
+        yield
+
+
+@pytest.fixture
+def root(request, tmp_path):
+    """A place of its own in a store, empty."""
+    return f"{request.param}/{tmp_path.name}"
+
+
+@pytest.fixture
+def counted(tmp_path):
+    """A place in memory where requests are counted."""
+    CountingStore.requests.clear()
+    yield f"counted://{tmp_path.name}"
+    CountingStore.store.clear()
+    CountingStore.spoil.clear()
+    CountingStore.copies[:] = [True]
+
+
+@pytest.fixture(scope="session")
+def forms(tmp_path_factory):
+    """A directory that `write_forms` has filled."""
+    at = tmp_path_factory.mktemp("forms")
+    write_forms(at)
+    return at

@@ -1,0 +1,181 @@
+"""Several processes write to a store: the same files as one, one commit, and they fail together."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from shardspec import merge, reshard, save_sharded
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.remote import RemotePath
+from shardspec.checkpoint.team import Member, together
+from shardspec.errors import CheckpointError
+from tests.checkpoint.formats.reading import assert_same, read_whole
+from tests.checkpoint.stores import MESH, RULES, STATE, names, upload
+
+pytestmark = pytest.mark.usefixtures("s3")
+
+PROGRAM = """
+import json, sys
+from shardspec import DeviceMesh
+from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.team import Member
+from shardspec.errors import ShardSpecError
+source, out, options, rank, size = sys.argv[1:]
+options = json.loads(options)
+act = merge
+if "mesh" in options:
+    act, options["mesh"] = reshard, DeviceMesh(range(6), tuple(options["mesh"]))
+try:
+    report = act(source, out, member=Member(int(rank), int(size)), **options)
+    said = [None, report.crc32, list(report.files)]
+except ShardSpecError as error:
+    said = [type(error).__name__, str(error), []]
+print(json.dumps(said + ["torch" in sys.modules]))
+"""
+
+
+def in_processes(source, out, size=2, **options):
+    """Merge or reshard in several processes; return what each has to say, in their order."""
+    words = [str(source), str(out), json.dumps(options)]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words, str(rank), str(size)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    return [json.loads(run.communicate(timeout=100)[0]) for run in runs]
+
+
+def contents(url):
+    store = fsspec.filesystem("s3")
+    return {name: store.cat_file(f"{url}/{name}") for name in names(url)}
+
+
+OUTPUTS: dict[str, dict[str, Any]] = {
+    "x.pt": {"verify": False},
+    "hub": {"max_shard_bytes": 50},
+    "dcp": {"form": "dcp", "mesh": [2, 3], "rules": RULES},
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_the_same_bytes_as_alone(forms, kind):
+    options = OUTPUTS[kind]
+    alone = dict(options)
+    if "mesh" in alone:
+        alone["mesh"] = MESH
+    act = reshard if "mesh" in alone else merge
+    report = act(forms / "own", f"s3://models/alone/{kind}", **alone)
+    size = 3 if kind == "hub" else 2
+    answers = in_processes(forms / "own", f"s3://models/out/{kind}", size, **options)
+    # A process of its own imports no torch, whatever it writes.
+    assert answers == [[None, report.crc32, list(report.files), False]] * size
+    due = {name: data for name, data in contents("s3://models/alone").items() if kind in name}
+    assert {k: v for k, v in contents("s3://models/out").items() if kind in k} == due
+    assert not [name for name in names("s3://models") if "shardspec-" in name]
+    assert fsspec.filesystem("s3").list_multipart_uploads("models") == []
+
+
+def test_what_is_there_is_replaced_in_the_end(forms):
+    out = "s3://models/replaced/hub"
+    merge(forms / "own", out, max_shard_bytes=100, dtype="bf16")
+    before = contents(out)
+    answers = in_processes(forms / "own", out, max_shard_bytes=100)
+    assert answers[0][0] == "OutputExistsError"
+    assert "exists; choose another name, or overwrite it with --force" in answers[0][1]
+    assert answers[0][1] == answers[1][1]
+    assert contents(out) == before
+    answers = in_processes(forms / "own", out, max_shard_bytes=100, force=True)
+    assert [answer[0] for answer in answers] == [None, None]
+    assert_same(read_whole(out), STATE)
+    assert names("s3://models/replaced") == [f"hub/{name}" for name in sorted(before)]
+
+
+def test_a_changed_byte_fails_all_and_nothing_stays(tmp_path):
+    tensors = {name: torch.arange(70_000.0) + ord(name) for name in "abc"}
+    save_sharded(tensors, tmp_path / "own")
+    out = "s3://models/failed/cut"
+    merge(tmp_path / "own", out, form="dcp")
+    before = contents(out)
+    for stored in (open_checkpoint(tmp_path / "own").tensor(name).boxes[0] for name in "ac"):
+        data = bytearray(stored.path.read_bytes())
+        data[stored.offset + 5] ^= 1
+        stored.path.write_bytes(data)
+        options = {"max_shard_bytes": 300_000, "force": True}
+        answers = in_processes(tmp_path / "own", out, **options)
+        assert {answer[0] for answer in answers} == {"CheckpointError"}
+        assert len({answer[1] for answer in answers}) == 1
+        assert answers[0][1].startswith("rank ")
+        assert "its bytes were changed" in answers[0][1]
+        assert contents(out) == before
+        assert len(names("s3://models/failed")) == len(before)
+        data[stored.offset + 5] ^= 1
+        stored.path.write_bytes(data)
+    assert fsspec.filesystem("s3").list_multipart_uploads("models") == []
+
+
+def test_where_others_do_not_see_it(forms):
+    with pytest.raises(CheckpointError, match="memory:// is the memory of one process"):
+        merge(forms / "own", "memory://models/x", member=Member(0, 2))
+    with pytest.raises(CheckpointError, match="is a bucket; name a file or a directory in it"):
+        merge(forms / "own", "s3://models", member=Member(0, 2), max_shard_bytes=100)
+
+
+def test_of_two_runs_the_later_one_goes_on():
+    path = RemotePath("s3://models/twice/out")
+    store = fsspec.filesystem("s3")
+    # What a killed run has left.
+    store.pipe_file("s3://models/twice/.out.shardspec-team/hello.b.1.0123", b"")
+    store.pipe_file("s3://models/twice/.out.shardspec-team/0a.welcome", b'{"words": {"1": "0123"}}')
+
+    def act(rank, job, says):
+        try:
+            with together(Member(rank, 2, job), path) as team:
+                team.say("here", rank)
+                if says:
+                    team.say("done", rank)
+                    return team.gather("done")
+                return team.hear("never", 0)
+        except CheckpointError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        earlier = [pool.submit(act, rank, "a", False) for rank in (1, 0)]
+        while sum(".here." in name for name in names(str(path.parent))) < 2:
+            pass
+        later = [pool.submit(act, rank, "b", True) for rank in (1, 0)]
+        assert [run.result(60) for run in later] == [[0, 1], [0, 1]]
+        for run in earlier:
+            assert "has ended, or another run has begun" in str(run.result(60))
+    assert names(str(path.parent)) == []
+
+
+@pytest.mark.dist
+def test_under_torchrun(forms, tmp_path):
+    upload(forms / "own", "s3://models/own")
+    merge(forms / "own", tmp_path / "alone", max_shard_bytes=50)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    args = ["merge", "s3://models/own", "-o", "s3://models/run", "--max-shard-size", "50"]
+    done = subprocess.run(
+        [*command, "-m", "shardspec", *args],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("s3://models/run: 4 tensors, ")
+    assert done.stdout.count("\n") == 1
+    due = {file.name: file.read_bytes() for file in (tmp_path / "alone").iterdir()}
+    assert contents("s3://models/run") == due
