@@ -105,7 +105,7 @@ def command(
 
     The page holds every pair of layouts of the meshes and tensors, planned here: sums that are
     pending, the next best plans and the naive one included. It opens in any browser, by itself,
-    without a network.
+    without a network. Up to 32 devices a mesh, 3 dims a tensor and 50,000 conversions can be shown.
     """
     for sizes, _ in meshes:
         # Before the mesh is made: its ids alone may be a million.

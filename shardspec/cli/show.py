@@ -1,5 +1,8 @@
 """The command `shardspec show`."""
 
+import os
+import shutil
+import sys
 from math import prod
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from shardspec.cli.arguments import (
     tensor_options,
 )
 from shardspec.layout.layout import Layout
-from shardspec.layout.picture import picture
+from shardspec.layout.picture import Paint, picture, title
 from shardspec.layout.svg import box_rgb, layout_html, layout_svg
 from shardspec.mesh import DeviceMesh
 
@@ -70,7 +73,8 @@ def command(
     devices = DeviceMesh(range(prod(sizes)) if ids is None else ids, sizes, axis_names=names)
     layout = Layout(devices, spec, shape, dtype)
     if output is None:
-        click.echo(picture(layout, _paint))
+        click.echo(picture(layout, _paint()))
+        _say_if_too_wide(picture(layout))
         return
     draw = {".svg": layout_svg, ".html": layout_html}.get(output.suffix)
     if draw is None:
@@ -82,9 +86,45 @@ def command(
             file.write(content)
 
     write_atomically(output, len(content), fill, overwrite=force)
-    click.echo(f"{output}: {layout}")
+    click.echo(f"{output}: {title(layout)}")
 
 
-def _paint(box: int, text: str) -> str:
-    """Colour a piece of a cell; click leaves colours out where nobody sees them."""
-    return click.style(text, fg="black", bg=box_rgb(box))
+def _paint() -> Paint:
+    """Return what colours a piece of a cell as this terminal can.
+
+    Click leaves colours out where nobody sees them; people who want none say so in ``NO_COLOR``.
+    """
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return lambda _box, text: text
+    # Terminals that know more than 256 colours say so; the others would show anything.
+    every = os.environ.get("COLORTERM", "") in ("truecolor", "24bit")
+    return lambda box, text: click.style(
+        text, fg="black" if every else 16, bg=box_rgb(box) if every else _nearest(box_rgb(box))
+    )
+
+
+def _nearest(rgb: tuple[int, int, int]) -> int:
+    """Return the nearest colour of the 6×6×6 that terminals have from number 16 on.
+
+    Examples
+    --------
+    >>> _nearest((255, 255, 255)), _nearest((0, 0, 0)), _nearest((172, 209, 246))
+    (231, 16, 153)
+    """
+    red, green, blue = (
+        min(range(6), key=lambda level: abs((0, 95, 135, 175, 215, 255)[level] - part))
+        for part in rgb
+    )
+    return 16 + 36 * red + 6 * green + blue
+
+
+def _say_if_too_wide(text: str) -> None:
+    if not sys.stdout.isatty():
+        return
+    wide, here = max(map(len, text.splitlines())), shutil.get_terminal_size().columns
+    if wide > here:
+        click.echo(
+            f"the picture is {wide} columns wide, this terminal {here}: give -o layout.svg, or "
+            "pipe it to 'less -S'",
+            err=True,
+        )

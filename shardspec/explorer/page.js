@@ -220,31 +220,67 @@ function renderMatrix() {
   times.forEach((row, source) => {
     if (named) {
       const middle = margin + source * size + size / 2;
-      parts.push(`<text x="${margin - 6}" y="${middle + 4}" text-anchor="end">${escaped(specs[source])}</text>`);
-      parts.push(`<text transform="translate(${middle + 4} ${margin - 6}) rotate(-90)">${escaped(specs[source])}</text>`);
+      parts.push(`<text aria-hidden="true" x="${margin - 6}" y="${middle + 4}" text-anchor="end">${escaped(specs[source])}</text>`);
+      parts.push(`<text aria-hidden="true" transform="translate(${middle + 4} ${margin - 6}) rotate(-90)">${escaped(specs[source])}</text>`);
     }
+    parts.push(`<g role="row" aria-label="from ${escaped(specs[source])}">`);
     row.forEach((time, target) => {
       if (time === null) return;
       const share = time === 0 ? 0 : most === least ? 0.5 : 0.12 + (0.88 * (Math.log(time) - least)) / (most - least);
       const colour =
         `light-dark(oklch(${0.955 - 0.6 * share} ${0.13 * share} 255), oklch(${0.27 + 0.5 * share} ${0.13 * share} 255))`;
+      const here = source === state.source && target === state.target;
+      const says = `${escaped(specs[source])} → ${escaped(specs[target])}: ${secondsText(time)}`;
       parts.push(
-        `<rect data-pair="${source},${target}" x="${margin + target * size}" y="${margin + source * size}" ` +
-        `width="${size - 1}" height="${size - 1}" style="fill:${colour}"><title>${escaped(specs[source])} → ` +
-        `${escaped(specs[target])}: ${secondsText(time)}</title></rect>`,
+        `<rect role="gridcell" tabindex="${here ? 0 : -1}" aria-selected="${here}" aria-label="${says}" ` +
+        `data-pair="${source},${target}" x="${margin + target * size}" y="${margin + source * size}" ` +
+        `width="${size - 1}" height="${size - 1}" style="fill:${colour}"><title>${says}</title></rect>`,
       );
     });
+    parts.push("</g>");
   });
-  parts.push(
-    `<rect class="here" x="${margin + state.target * size - 1}" y="${margin + state.source * size - 1}" ` +
-    `width="${size + 1}" height="${size + 1}"/>`,
-  );
+  const frame = (name) => `<rect class="${name}" width="${size + 1}" height="${size + 1}"/>`;
+  parts.push(frame("here"), frame("looked"));
   const side = margin + specs.length * size + 4;
   const svg = element("matrix");
   svg.setAttribute("viewBox", `0 0 ${side} ${side}`);
   svg.setAttribute("width", side);
   svg.setAttribute("height", side);
   svg.innerHTML = parts.join("");
+  put(".here", cellOf(state.source, state.target));
+  look(null);
+}
+
+const cellOf = (source, target) => document.querySelector(`#matrix [data-pair="${source},${target}"]`);
+
+function put(name, cell) {
+  // A frame around a cell, drawn above all cells.
+  const frame = document.querySelector(`#matrix ${name}`);
+  frame.style.display = cell === null ? "none" : "";
+  if (cell !== null) for (const side of ["x", "y"]) frame.setAttribute(side, cell.getAttribute(side) - 1);
+}
+
+function look(cell) {
+  // Say which conversion the mouse or the focus is on.
+  put(".looked", cell === document.activeElement ? cell : null);
+  element("looked").textContent = cell === null ? "" : cell.getAttribute("aria-label");
+}
+
+function wander(cell, key) {
+  // To the next cell in a direction; where layouts cannot be reached there is none, and it is passed.
+  const [source, target] = cell.dataset.pair.split(",").map(Number);
+  const last = tensor().specs.length - 1;
+  const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[key] ?? [0, 0];
+  if (key === "Home" || key === "End") {
+    const row = [...cell.parentNode.children];
+    return row[key === "Home" ? 0 : row.length - 1];
+  }
+  if (down === 0 && right === 0) return null;
+  for (let [i, j] = [source + down, target + right]; Math.min(i, j) >= 0 && Math.max(i, j) <= last; i += down, j += right) {
+    const found = cellOf(i, j);
+    if (found !== null) return found;
+  }
+  return cell;
 }
 
 // ---------------------------------------------------------------- hands on
@@ -265,12 +301,37 @@ element("plans").addEventListener("change", (event) => {
   pickPlan(number);
   document.querySelector(`#plans input[value="${number}"]`).focus();
 });
-element("matrix").addEventListener("click", (event) => {
-  const cell = event.target.closest("[data-pair]");
+const matrix = element("matrix");
+const cellAt = (event) => event.target.closest("[data-pair]");
+matrix.addEventListener("click", (event) => pickCell(cellAt(event)));
+matrix.addEventListener("pointerover", (event) => look(cellAt(event)));
+matrix.addEventListener("pointerleave", () => look(null));
+matrix.addEventListener("focusin", (event) => look(cellAt(event)));
+matrix.addEventListener("focusout", () => look(null));
+matrix.addEventListener("keydown", (event) => {
+  const cell = cellAt(event);
+  if (cell === null || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Enter" || event.key === " ") pickCell(cell);
+  else {
+    const next = wander(cell, event.key);
+    if (next === null) return;
+    // The tab key comes back to where one was.
+    cell.tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
+  }
+  event.preventDefault();
+  event.stopPropagation();
+});
+
+function pickCell(cell) {
   if (cell === null) return;
+  const focused = cell === document.activeElement;
   [state.source, state.target] = cell.dataset.pair.split(",").map(Number);
   pickPlan(0);
-});
+  if (focused) cellOf(state.source, state.target).focus({ preventScroll: true });
+}
+
 element("route").addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (button === null) return;

@@ -5,6 +5,7 @@
 // ---------------------------------------------------------------- the picture
 
 let geometry = null;
+const MOST_ARROWS = 120;
 
 function sidesOf(box) {
   return Array.from({ length: box.length / 2 }, (_, dim) => [box[2 * dim], box[2 * dim + 1]]);
@@ -41,11 +42,12 @@ function setUpPicture() {
   const height = flat ? 34 : unit / Math.sqrt(ratio);
   const slabWidth = slabs.length > 1 ? width * 0.62 : width;
   const across = slabs.length * slabWidth + (slabs.length - 1) * 5;
-  geometry = { cuts, flat, rows, columns, slabs, slabWidth, height, across, cards: cardsOf(devices, across, height) };
+  geometry = { cells: cellsOf(cuts, slabs), flat, rows, columns, slabs, slabWidth, height, across, cards: cardsOf(devices, across, height) };
   const right = Math.max(...geometry.cards.map((card) => card.x)) + Math.max(across, 130) + 30;
   const zoom = Math.min(1.6, (Math.max(...geometry.cards.map((card) => card.y)) + height - 26) / height);
   geometry.whole = { x: right + 24, y: 26, zoom };
-  const across2 = right + 24 + across * zoom + 16;
+  const longest = Math.max(...plan().specs.map((spec) => tensor().specs[spec].length));
+  const across2 = right + 24 + Math.max(across * zoom, 7.3 * (longest + 14)) + 16;
   const down = Math.max(...geometry.cards.map((card) => card.y + height + 34), 26 + height * zoom + 34);
   const svg = element("picture");
   svg.setAttribute("viewBox", `0 0 ${across2} ${down}`);
@@ -55,7 +57,7 @@ function setUpPicture() {
     `<defs><pattern id="stripes" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">` +
     `<line class="hatch" x1="0" y1="0" x2="0" y2="7"/></pattern>` +
     `<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">` +
-    `<path class="head" d="M0 0 8 4 0 8z"/></marker><g id="field">${field()}</g></defs>` +
+    `<path class="head" d="M0 0 8 4 0 8z"/></marker><g id="field">${coloured(geometry.cells)}</g></defs>` +
     `<line class="rule" x1="${right}" y1="12" x2="${right}" y2="${down - 12}"/>` +
     `<g id="together"></g><g id="still"></g><g id="moving"></g><g id="arrows"></g>`;
   element("position").max = String(Math.max(plan().moves.length, 0.01));
@@ -99,31 +101,33 @@ function rectsOf(box) {
     .filter(({ w, h }) => w > 0 && h > 0);
 }
 
-function field() {
+function cellsOf(cuts, slabs) {
   // Hue by the row, lightness by the column.
-  const { cuts, flat, slabs } = geometry;
-  const down = flat ? [0, 1] : cuts[cuts.length - 2];
-  const right = cuts[cuts.length - 1];
-  const parts = [];
+  const flat = cuts.length === 1;
   const spans = (ends) => ends.slice(0, -1).map((lo, at) => [lo, ends[at + 1]]);
-  const [rows, columns] = [spans(down), spans(right)];
-  slabs.forEach((slab, depth) => rows.forEach((row, i) => columns.forEach((column, j) => {
-    const box = [...(cuts.length === 3 ? slab : []), ...(flat ? [] : row), ...column];
+  const [rows, columns] = [flat ? [[0, 1]] : spans(cuts[cuts.length - 2]), spans(cuts[cuts.length - 1])];
+  return slabs.flatMap((slab, depth) => rows.flatMap((row, i) => columns.map((column, j) => {
     const along = flat ? j / columns.length : (i + depth / slabs.length) / rows.length;
     const beside = flat || columns.length === 1 ? 0.5 : j / (columns.length - 1);
     const hue = (25 + 330 * along) % 360;
-    const colour =
-      `light-dark(oklch(${0.9 - 0.26 * beside} 0.115 ${hue}), oklch(${0.78 - 0.3 * beside} 0.11 ${hue}))`;
-    rectsOf(box).forEach(({ x, y, w, h }) =>
-      parts.push(`<rect x="${x}" y="${y}" width="${w}" height="${h}" style="fill:${colour};stroke:var(--card);stroke-width:.6"/>`));
+    return {
+      box: [...(cuts.length === 3 ? slab : []), ...(flat ? [] : row), ...column],
+      colour: `light-dark(oklch(${0.9 - 0.26 * beside} 0.115 ${hue}), oklch(${0.78 - 0.3 * beside} 0.11 ${hue}))`,
+    };
   })));
-  return parts.join("");
+}
+
+function coloured(cells) {
+  return cells.flatMap(({ box, colour }) => rectsOf(box).map(({ x, y, w, h }) =>
+    `<rect x="${x}" y="${y}" width="${w}" height="${h}" style="fill:${colour};stroke:var(--card);stroke-width:.6"/>`))
+    .join("");
 }
 
 function piece(box, pending) {
-  return rectsOf(box)
+  // Boxes of a plan end where cells do, so that a cell lies in a box or beside it.
+  const inside = (cell) => cell.box.every((end, at) => (at % 2 ? end <= box[at] : end >= box[at]));
+  return coloured(geometry.cells.filter(inside)) + rectsOf(box)
     .map(({ x, y, w, h }) =>
-      `<svg x="${x}" y="${y}" width="${w}" height="${h}" viewBox="${x} ${y} ${w} ${h}"><use href="#field"/></svg>` +
       (pending ? `<rect x="${x}" y="${y}" width="${w}" height="${h}" fill="url(#stripes)"/>` : "") +
       `<rect class="edge" x="${x}" y="${y}" width="${w}" height="${h}"/>`)
     .join("");
@@ -139,12 +143,12 @@ function piecesOf(move) {
   const { boxes } = tensor();
   const pieces = [];
   move[MOVE.senders].forEach((senders, to) => {
-    for (let from = 0; senders >> from; from += 1) {
-      if ((senders >> from) & 1) {
-        const box = shared(boxes[move[MOVE.from]][from], boxes[move[MOVE.to]][to]);
-        if (box !== null) pieces.push({ from, to, box });
-      }
-    }
+    boxes[move[MOVE.from]].forEach((held, from) => {
+      // A bit for each sender; shifts of this language would take that of device 31 for a sign.
+      if (Math.floor(senders / 2 ** from) % 2 === 0) return;
+      const box = shared(held, boxes[move[MOVE.to]][to]);
+      if (box !== null) pieces.push({ from, to, box });
+    });
   });
   return pieces;
 }
@@ -215,10 +219,13 @@ function together(spec) {
   const parts = [...holders.values()].flatMap(({ box, devices }) => rectsOf(box).map(({ x: left, y: top, w, h }) => {
     const followed = devices.includes(state.follow);
     const text = idsText(devices, pending[spec].length ? "+" : ",");
-    const size = Math.max(6, Math.min(13, (w * zoom) / (0.62 * text.length), (h * zoom) / 1.15)) / zoom;
-    return (
-      `<rect class="${followed ? "edge bold" : "edge"}" x="${left}" y="${top}" width="${w}" height="${h}"/>` +
-      `<text class="ids" style="font-size:${size}px" x="${left + w / 2}" y="${top + h / 2 + size * 0.35}" ` +
+    const room = Math.min(13, (w * zoom) / (0.62 * text.length), (h * zoom) / 1.15);
+    const size = Math.max(6, room) / zoom;
+    const frame =
+      `<rect class="${followed ? "edge bold" : "edge"}" x="${left}" y="${top}" width="${w}" height="${h}"/>`;
+    // Rows too low for letters have none: which device holds them stands below each card.
+    return room < 5 ? frame : (
+      `${frame}<text class="ids" style="font-size:${size}px" x="${left + w / 2}" y="${top + h / 2 + size * 0.35}" ` +
       `text-anchor="middle">${text}</text>`
     );
   }));
@@ -240,13 +247,22 @@ function idsText(ids, sign) {
   return runs.map((each) => (each.length > 2 ? `${each[0]}${far}${each[each.length - 1]}` : each.join(sign))).join(sign);
 }
 
+function shownPieces(move) {
+  // What has an arrow: all that moves, or what one device sends and gets; of too many the first
+  // device's alone, since nobody could follow the others.
+  const travelling = piecesOf(move).filter(({ from, to }) => from !== to);
+  const crowded = state.follow < 0 && travelling.length > MOST_ARROWS;
+  const one = crowded ? 0 : state.follow;
+  const shown = travelling.filter(({ from, to }) => one < 0 || [from, to].includes(one));
+  return { shown, crowded, count: travelling.length };
+}
+
 function arrows(move) {
   const centre = (device, box) => {
     const { x, y, w, h } = rectsOf(box)[0];
     return [geometry.cards[device].x + x + w / 2, geometry.cards[device].y + y + h / 2];
   };
-  const travelling = piecesOf(move).filter(({ from, to }) => from !== to);
-  const shown = travelling.filter(({ from, to }) => state.follow < 0 || [from, to].includes(state.follow));
+  const { shown } = shownPieces(move);
   const faint = shown.length > 24 ? 0.28 : 0.8;
   return shown
     .map(({ from, to, box }) => {
@@ -267,7 +283,10 @@ function describe(now, step, move) {
       `to ${code(specs[move[MOVE.to]])}; dashed is what a device will hold.${hatched}`
     : `${now.moves.length ? "Arrived: " : ""}this is ${code(specs[spec])}.${hatched}`;
   if (!move || state.follow < 0) {
-    element("moved").textContent = move ? "Pick a device to see what it sends and receives alone." : "";
+    const { crowded, count } = move ? shownPieces(move) : {};
+    element("moved").textContent = !move ? ""
+      : crowded ? `${count} boxes move; arrows are those of device 0 alone. Pick another to see its own.`
+      : "Pick a device to see what it sends and receives alone.";
     return;
   }
   const parts = piecesOf(move);

@@ -9,7 +9,16 @@ from shardspec.boxes import Box, box_size
 if TYPE_CHECKING:
     from shardspec.layout.layout import Layout
 
-__all__ = ["Paint", "block_title", "cells_of", "cells_text", "ids_text", "notes", "picture"]
+__all__ = [
+    "Paint",
+    "block_title",
+    "cells_of",
+    "cells_text",
+    "ids_text",
+    "notes",
+    "picture",
+    "title",
+]
 
 _Interval: TypeAlias = tuple[int, int]
 Paint: TypeAlias = Callable[[int, str], str]
@@ -59,7 +68,7 @@ def picture(layout: "Layout", paint: Paint = _plain) -> str:
         │               │
         └───────────────┘
     """
-    return "\n".join([str(layout), *cells_text(cells_of(layout), paint), *notes(layout)])
+    return "\n".join([title(layout), *cells_text(cells_of(layout), paint), *notes(layout)])
 
 
 def cells_text(cells: Mapping[Box, Sequence[int]], paint: Paint = _plain) -> list[str]:
@@ -108,6 +117,20 @@ def cells_of(layout: "Layout") -> dict[Box, list[int]]:
         if box_size(box):
             holders.setdefault(box, []).append(device)
     return holders
+
+
+def title(layout: "Layout") -> str:
+    """Say what is drawn, with axes by name where the mesh has names.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh, Layout
+    >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
+    >>> title(Layout(mesh, "[S10,R]", (4, 4), "f32"))
+    '[S(tp,dp),R] of [4, 4] float32 on dp=2,tp=2'
+    """
+    shape = list(layout.global_shape)
+    return f"{layout.labelled_spec} of {shape} {layout.dtype} on {layout.mesh}"
 
 
 def block_title(outer: Box) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardspec.boxes import Box
 from shardspec.errors import LayoutError
-from shardspec.layout.picture import block_title, cells_of, ids_text, notes
+from shardspec.layout.picture import block_title, cells_of, ids_text, notes, title
 
 if TYPE_CHECKING:
     from shardspec.layout.layout import Layout
@@ -27,10 +27,12 @@ _MARGIN: Final = 12
 _LETTER: Final = 7
 """Width of a letter of the font, about."""
 _STYLE: Final = (
-    "text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}"
-    ".side{fill:#59636e}.title{font-weight:600}"
-    "rect.cell{stroke:#1f2328;stroke-width:1}"
+    ".shardspec-layout{background:#fff}"
+    ".shardspec-layout text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}"
+    ".shardspec-layout .side{fill:#59636e}.shardspec-layout .title{font-weight:600}"
+    ".shardspec-layout rect.cell{stroke:#1f2328;stroke-width:1}"
 )
+"""Holds for these drawings alone: in a notebook a style is in force on the whole page."""
 
 
 def box_color(number: int) -> str:
@@ -85,8 +87,8 @@ def layout_svg(layout: "Layout") -> str:
     left = _MARGIN + max((len(f"{lo}:{hi}") for lo, hi in rows), default=-1) * _LETTER + _LETTER
     parts: list[str] = []
     y = _MARGIN + _LINE
-    width = max(left + sum(widths) + _MARGIN, 2 * _MARGIN + len(str(layout)) * _LETTER)
-    parts.append(_text(_MARGIN, y - 4, str(layout), "title", "start"))
+    width = max(left + sum(widths) + _MARGIN, 2 * _MARGIN + len(title(layout)) * _LETTER)
+    parts.append(_text(_MARGIN, y - 4, title(layout), "title", "start"))
     for outer in product(*sides[:-2]) if cells else ():
         if outer:
             y += _LINE + 6
@@ -120,8 +122,8 @@ def layout_svg(layout: "Layout") -> str:
     size = f'width="{width}" height="{y + _MARGIN}" viewBox="0 0 {width} {y + _MARGIN}"'
     body = "\n".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" '
-        f'aria-label="{escape(str(layout))}">\n<style>{_STYLE}</style>\n{body}\n</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="shardspec-layout" {size} role="img" '
+        f'aria-label="{escape(title(layout))}">\n<style>{_STYLE}</style>\n{body}\n</svg>'
     )
 
 
@@ -135,9 +137,10 @@ def layout_html(layout: "Layout") -> str:
     >>> page.splitlines()[0], "</html>" in page
     ('<!DOCTYPE html>', True)
     """
+    head = f'<meta charset="utf-8"><title>{escape(title(layout))}</title>'
     return (
         "<!DOCTYPE html>\n"
-        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(str(layout))}</title></head>\n'
+        f'<html lang="en"><head>{head}</head>\n'
         f"<body>\n{layout_svg(layout)}\n</body></html>\n"
     )
 

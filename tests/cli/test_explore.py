@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from shardspec.cli.main import cli
-from shardspec.explorer.page import explorer_page
-from shardspec.explorer.tables import count_conversions, layouts_of
+from shardspec.explorer.page import MAX_CONVERSIONS, MAX_DEVICES, explorer_page
+from shardspec.explorer.tables import MAX_DIMS, count_conversions, layouts_of
 from shardspec.mesh import DeviceMesh
 
 SMALL = ("--mesh", "2", "--shape", "4x4", "--links", "unit")
@@ -47,6 +47,12 @@ def test_without_options_there_is_something_to_pick(tmp_path):
         for plans in row
     )
     assert pairs == 3 * (2 * 13 + 3 * 223 + 3 * 223)
+
+
+def test_help_says_the_limits():
+    text = " ".join(run("-h").output.split())
+    assert f"Up to {MAX_DEVICES} devices a mesh, {MAX_DIMS} dims a tensor and" in text
+    assert f"{MAX_CONVERSIONS:,} conversions" in text
 
 
 def test_nothing_comes_from_outside(tmp_path):

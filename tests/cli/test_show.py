@@ -1,5 +1,12 @@
 """`shardspec show`: pictures of layouts in the terminal, as SVG and as HTML."""
 
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
 import xml.etree.ElementTree as ET
 from math import prod
 
@@ -12,20 +19,58 @@ from shardspec.cli.main import cli
 ROWS = ("[S01,R]", "--mesh", "2x2", "--shape", "4x4")
 
 
-def run(*args, color=False):
-    return CliRunner().invoke(cli, ["show", *args], color=color)
+def run(*args, color=False, **env):
+    return CliRunner().invoke(cli, ["show", *args], color=color, env=env)
 
 
 def test_piped_it_is_the_plain_picture():
-    done = run(*ROWS)
+    done = run(*ROWS, COLORTERM="truecolor")
     layout = Layout(DeviceMesh(range(4), (2, 2)), "[S01,R]", (4, 4), "float32")
     assert (done.output, done.exit_code) == (f"{layout.picture()}\n", 0)
 
 
-def test_in_the_terminal_every_box_has_its_colour():
-    done = run(*ROWS, color=True)
+@pytest.mark.parametrize(("terminal", "start"), [("truecolor", "48;2;"), ("", "48;5;")])
+def test_in_the_terminal_every_box_has_its_colour(terminal, start):
+    done = run(*ROWS, color=True, COLORTERM=terminal, NO_COLOR=None, TERM="xterm")
     colours = {part.split("m")[0] for part in done.output.split("\x1b[")[1:]}
-    assert len({colour for colour in colours if colour.startswith("48;2;")}) == 4
+    assert len({colour for colour in colours if colour.startswith(start)}) == 4
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_colours_can_be_refused(env):
+    assert run(*ROWS, color=True, **env).output == run(*ROWS).output
+
+
+def test_axes_are_called_by_their_names():
+    done = run("[S1,S0|P2]", "--mesh", "dp=2,tp=3,pp=1", "--shape", "4x6")
+    first, *_, last = done.output.splitlines()
+    assert first == "[S(tp),S(dp)|P(pp)] of [4, 6] float32 on dp=2,tp=3,pp=1"
+    assert last == "pending over axis pp: the sum of what its devices hold"
+
+
+def test_a_terminal_too_narrow_is_told():
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    command = [
+        sys.executable,
+        "-m",
+        "shardspec",
+        "show",
+        "[R,S0]",
+        "--mesh",
+        "8",
+        "--shape",
+        "9x99",
+    ]
+    env = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    done = subprocess.run(command, stdout=follower, stderr=subprocess.PIPE, env=env)
+    os.close(follower)
+    os.close(leader)
+    assert (done.returncode, done.stderr.decode()) == (
+        0,
+        "the picture is 53 columns wide, this terminal 40: give -o layout.svg, or pipe it to "
+        "'less -S'\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,6 +123,11 @@ def test_html_is_one_page_without_anything_from_outside(tmp_path):
 
 def test_notebooks_show_the_picture():
     layout = Layout(DeviceMesh(range(4), (2, 2)), "[S01,R]", (4, 4), "float32")
+    # What it says of text and rectangles holds for itself alone, not for the page around it.
+    style = layout._repr_html_().partition("<style>")[2].partition("</style>")[0]
+    rules = [rule for rule in style.split("}") if rule]
+    assert len(rules) == 5
+    assert all(rule.startswith(".shardspec-layout") for rule in rules)
     assert layout._repr_html_().count('class="cell"') == 4
     many = Layout(DeviceMesh(range(5000), (5000,)), "[S0]", (5000,), "float32")
     assert many._repr_html_() == "<code>[S0] of [5000] float32 on 5000</code>"

@@ -287,6 +287,81 @@ def test_hands_on_keys_alone(page):
     page("Emulation.setEmulatedMedia", features=[])
 
 
+def test_every_conversion_is_reached_by_keys(page):
+    pick(page, "mesh", "2x3")
+    pick(page, "shape", f"7×5 {DTYPE}")
+    specs = page.ask("tensor().specs")
+    focused = "document.activeElement.dataset.pair"
+    label = "document.activeElement.getAttribute('aria-label')"
+    pick(page, "source", "[S01,R]")
+    pick(page, "target", "[R,R]")
+    # One cell is on the way of the tab key: that of what is picked.
+    assert page.ask("document.querySelectorAll('#matrix [tabindex=\"0\"]').length") == 1
+    page.ask("document.querySelector('#matrix [tabindex=\"0\"]').focus()")
+    row, column = specs.index("[S01,R]"), 0
+    assert page.ask(focused) == f"{row},{column}"
+    for key, down, right in (("ArrowRight", 0, 1), ("ArrowRight", 0, 1), ("ArrowUp", -1, 0)):
+        page.press(key)
+        row, column = row + down, column + right
+        assert page.ask(focused) == f"{row},{column}"
+        time = page.ask(f"secondsText(plansOf({row}, {column})[0].time)")
+        assert page.ask(label) == f"{specs[row]} → {specs[column]}: {time}" == text(page, "#looked")
+        # The ring around it lies where the cell does.
+        ring = page.ask(
+            """(() => {
+                const [a, b] = [document.activeElement, document.querySelector("#matrix .looked")]
+                    .map((each) => each.getBoundingClientRect());
+                return [b.x <= a.x, b.y <= a.y, b.right >= a.right, b.bottom >= a.bottom,
+                    getComputedStyle(document.querySelector("#matrix .looked")).display];
+            })()"""
+        )
+        assert ring == [True, True, True, True, "inline"]
+    # Nothing is picked by looking; steps of the plan do not move meanwhile.
+    assert page.ask("[state.source, state.target, state.at]") == [specs.index("[S01,R]"), 0, 0]
+    page.press("Enter")
+    assert page.ask("[state.source, state.target]") == [row, column]
+    assert page.ask(focused) == f"{row},{column}"
+    assert page.ask("document.activeElement.getAttribute('aria-selected')") == "true"
+    # Ways that do not exist are passed over, and the edges hold.
+    page.press("Home")
+    assert page.ask(focused) == f"{row},0"
+    page.press("ArrowLeft")
+    assert page.ask(focused) == f"{row},0"
+    page.press("End")
+    end = page.ask(focused)
+    assert int(end.split(",")[1]) == max(
+        at for at in range(len(specs)) if page.ask(f"entry({row}, {at}) !== null")
+    )
+    cells = page.ask("[...document.querySelectorAll('#matrix [role=gridcell]')].length")
+    pairs = page.ask("tensor().plans[0].flat().filter((each) => each !== null).length")
+    assert cells == pairs
+    page.ask("document.activeElement.blur()")
+    assert text(page, "#looked") == ""
+
+
+def test_the_largest_mesh(browser, tmp_path):
+    """As many devices as there may be; their arrows are too many to show all."""
+    path = tmp_path / "large.html"
+    args = ["explore", "-o", str(path), "--mesh", "32", "--shape", "64x64", "--links", "unit"]
+    assert CliRunner().invoke(cli, args).exit_code == 0
+    browser.requests.clear()
+    browser.open(path.as_uri())
+    assert browser.complaints == []
+    pick(browser, "source", "[S0,R]")
+    pick(browser, "target", "[R,S0]")
+    assert browser.ask("document.querySelectorAll('#still .device').length") == 32
+    assert browser.ask("piecesOf(plan().moves[0]).length") == 32 * 32
+    assert browser.ask("document.querySelectorAll('#arrows path').length") == 2 * 31
+    assert text(browser, "#moved").startswith("992 boxes move; arrows are those of device 0 alone.")
+    browser.ask("jump(0.5)")
+    assert browser.ask("document.querySelectorAll('#moving > g').length") == 32 * 32
+    pick(browser, "follow", "device 31")
+    browser.ask("jump(0)")
+    assert browser.ask("document.querySelectorAll('#arrows path').length") == 2 * 31
+    assert text(browser, "#moved").startswith("Device 31 holds [62:64, 0:64]; it gets [0:2, 62:64]")
+    assert browser.complaints == []
+
+
 def test_it_moves(page):
     page("Emulation.setEmulatedMedia", features=[])
     steps = page.ask("plan().moves.length")
