@@ -42,9 +42,12 @@ def run_ranks(
 
     A process that fails or hangs ends them all, with its traceback in the error.
     """
-    # One process imports torch, and the ranks are forks of it.
+    # One process imports torch, and the ranks are forks of it. Their first operation on torch's
+    # DTensors imports torch._dynamo, which takes longest of all.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.dtensor"])
+    context.set_forkserver_preload(
+        ["torch.distributed.tensor", "torch._dynamo", "shardspec.dtensor", "pytest"]
+    )
     out = context.Queue()
     rendezvous = str(tmp_path / "rendezvous")
     processes = [

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # ranks would import it one by one, at their first operation
 import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
