@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from shardspec.boxes import box_shape, box_size
+from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.files import file_inside
 from shardspec.checkpoint.formats.listed import ListedCheckpoint
 from shardspec.checkpoint.holders import part_of, pending_of
@@ -232,8 +232,10 @@ def _tensors(
     layouts: dict[_Placed, Layout] = {}
     tensors: dict[str, StoredTensor] = {}
     mesh_of: dict[str, DeviceMesh | None] = {}
+    slices: dict[str, DeviceMesh | None] = {}
     for name in sorted(first.tensors):
         kind, _, mesh_of[name] = _box(name, first.tensors[name], first_rank, first.path, layouts)
+        slices[name] = mesh_of[name]
         boxes = []
         for rank, state in states.items():
             other, box, mesh = _box(name, state.tensors[name], rank, state.path, layouts)
@@ -253,8 +255,38 @@ def _tensors(
     # A spec counts axes, so that it says nothing beside another mesh, such as a slice of this one.
     for name, tensor in tensors.items():
         if mesh_of[name] != mesh:
-            tensors[name] = replace(tensor, spec=None)
+            spec = None if mesh is None else _spec_on(mesh, tensor, slices[name])
+            tensors[name] = replace(tensor, spec=spec)
     return mesh, tensors
+
+
+def _spec_on(
+    mesh: DeviceMesh, tensor: StoredTensor, part: DeviceMesh | None
+) -> ShardingSpec | None:
+    """Return how a tensor is cut over the mesh of all ranks, though it was saved on a part of it.
+
+    A plain tensor is whole on all ranks; what lies on a slice, as on the axis ``dp`` of a mesh of
+    ``dp`` and ``tp``, is cut over the axes of the same names. That counts if it gives every rank
+    just the box that it has stored.
+    """
+    cuts: dict[int, list[int]] = {}
+    if tensor.pending or (part is not None and None in (part.axis_names, mesh.axis_names)):
+        return None
+    if part is not None and tensor.spec is not None:
+        labels = {
+            dim: [part.axis_label(part.axis(axis)) for axis in axes]
+            for dim, axes in tensor.spec.dim_partition_dict.items()
+        }
+        if not {label for axes in labels.values() for label in axes} <= set(mesh.axis_names or ()):
+            return None
+        cuts = {dim: [mesh.axis(label) for label in axes] for dim, axes in labels.items()}
+    spec = ShardingSpec(len(tensor.shape), cuts)
+    whole = tuple((0, size) for size in tensor.shape)
+    boxes: Mapping[int, Box] = dict.fromkeys(mesh.ids, whole)
+    if cuts:
+        boxes = Layout(mesh, spec, tensor.shape, tensor.dtype).boxes()
+    held = {rank: box for rank, box in boxes.items() if box_size(box)}
+    return spec if held == {stored.rank: stored.box for stored in tensor.boxes} else None
 
 
 def _box(

@@ -10,8 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardspec.checkpoint.diff import diff_checkpoints
+from shardspec.checkpoint.load import load_sharded
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.reshard import reshard
 from shardspec.checkpoint.source import Described
 from shardspec.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.formats.reading import (
@@ -155,8 +158,8 @@ def test_what_is_said_of_it(saved):
     specs = {name: str(source.tensor(name).spec) for name in source.names}
     assert specs["nested"] == "[S10,R]"
     assert specs["turned"] == "[S1,S0]"
-    # On a slice of the mesh, whose axes have other numbers.
-    assert (specs["slice"], specs["buffer"]) == ("None", "None")
+    # On a slice of the mesh, whose axes have other numbers; and plain, but whole on all ranks.
+    assert (specs["slice"], specs["buffer"]) == ("[S0]", "[R,R]")
     assert [box.rank for box in source.tensor("few").boxes] == [0, 1, 2]
 
 
@@ -170,6 +173,19 @@ def test_a_model_trained_with_fsdp_and_tensor_parallel(saved, tmp_path):
     assert groups[0]["lr"] == 0.1
     assert_merged_without_torch(ckpt, tmp_path / "out.safetensors")
     assert_same(read_whole(tmp_path / "out.safetensors"), whole)
+
+
+def test_others_are_cut_like_it_and_it_is_loaded_as_it_was(saved, tmp_path):
+    ckpt = saved / "verl"
+    merge(ckpt, tmp_path / "whole.safetensors")
+    reshard(tmp_path / "whole.safetensors", tmp_path / "cut", like=ckpt)
+    assert not list(diff_checkpoints(tmp_path / "cut", ckpt))
+    loaded = load_sharded(ckpt)
+    for source in (open_checkpoint(ckpt), open_checkpoint(tmp_path / "cut")):
+        for name in source.names:
+            assert str(source.tensor(name).spec) == str(loaded[name].layout.spec)
+            for stored in source.tensor(name).boxes:
+                assert loaded[name].layout.box(stored.rank) == stored.box
 
 
 def test_pending_sums_are_finished(saved):
