@@ -59,6 +59,7 @@ WITH_TENSORS = {
     "shardspec.operations.accepted",
     "shardspec.operations.apply",
     "shardspec.operations.backward",
+    "shardspec.operations.descending",
     "shardspec.operations.drawing",
     "shardspec.operations.methods",
     "shardspec.operations.storage",

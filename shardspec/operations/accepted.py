@@ -9,6 +9,7 @@ from itertools import islice, product
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -60,10 +61,11 @@ class _Call:
 
     def is_possible(self, layouts: Sequence[Layout]) -> bool:
         """Try it on tensors of these layouts."""
-        tried = list(self.leaves)
+        # Of this rank: where a dim is cut, views are of other shapes on other ranks.
+        rank, tried = dist.get_rank(), list(self.leaves)
         for place, layout in zip(self.places, layouts, strict=True):
             given = self.leaves[place]
-            shape = layout.local_shape(layout.mesh.ids[0])
+            shape = layout.local_shape(rank if rank in layout.mesh else layout.mesh.ids[0])
             empty = torch.empty(shape, dtype=given.dtype, device="meta")
             tried[place] = torch_dtensor(empty, layout, given.device_mesh)
         args, kwargs = tree_unflatten(tried, self.structure)

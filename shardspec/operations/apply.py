@@ -1,7 +1,7 @@
 """One torch operation on cut tensors, done by torch's own DTensor."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import LayoutError, ShardSpecError
-from shardspec.interop.torch_dtensor import in_our_words
+from shardspec.interop.torch_dtensor import in_our_words, is_strided
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.operations.accepted import REFUSALS, reads_values, refusal
 from shardspec.operations.backward import ExplainedRefusals, goes_back
+from shardspec.operations.descending import NoViewsOfDescending
 from shardspec.operations.drawing import drawn_alike, draws
 
 __all__ = ["Cut", "apply"]
@@ -98,7 +99,10 @@ def apply(
         torch_args = tuple(map(in_torch, args))
         torch_kwargs = {word: in_torch(leaf) for word, leaf in kwargs.items()}
     try:
-        with _rules(function, torch_args, torch_kwargs, first, torch_mesh.device_type):
+        with ExitStack() as stack:
+            _enter_rules(stack, function, torch_args, torch_kwargs, first)
+            if any(map(is_strided, known.values())):
+                stack.enter_context(NoViewsOfDescending(name))
             result = function(*torch_args, **torch_kwargs)
     except ShardSpecError:
         raise
@@ -132,32 +136,28 @@ def _whole(leaf: object) -> object:
     return leaf.full_tensor().detach() if isinstance(leaf, TorchDTensor) else leaf
 
 
-@contextmanager
-def _rules(
+def _enter_rules(
+    stack: ExitStack,
     function: Callable[..., Any],
     args: Sequence[object],
     kwargs: Mapping[str, object],
     first: Cut,
-    device_type: str,
-) -> Iterator[None]:
+) -> None:
     """Let torch make do with the rules that it has.
 
     No plain tensor has come in; those that torch makes on the way are whole everywhere. Of its
     kernels for attention, the one for the CPU has no rule, but the products it consists of have.
     """
-    with ExitStack() as stack:
-        stack.enter_context(implicit_replication())
-        if device_type == "cpu":
-            if getattr(function, "__name__", "") in _WITH_ATTENTION:
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if draws(function, args, kwargs):
-                generator = kwargs.get("generator")
-                assert generator is None or isinstance(generator, torch.Generator)
-                alike = drawn_alike(first.layout, first.communicator, generator)
-                stack.enter_context(alike)
-        if goes_back(function):
-            stack.enter_context(ExplainedRefusals())
-        yield
+    stack.enter_context(implicit_replication())
+    if first.to_torch().device_mesh.device_type == "cpu":
+        if getattr(function, "__name__", "") in _WITH_ATTENTION:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if draws(function, args, kwargs):
+            generator = kwargs.get("generator")
+            assert generator is None or isinstance(generator, torch.Generator)
+            stack.enter_context(drawn_alike(first.layout, first.communicator, generator))
+    if goes_back(function):
+        stack.enter_context(ExplainedRefusals())
 
 
 _WITH_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")

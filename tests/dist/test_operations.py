@@ -309,6 +309,9 @@ def refused(mesh):
         told(lambda: torch.cdist(t, t)),
         told(lambda: list(long.unbind(2))),
         *on_the_way_back(mesh),
+        told(lambda: Cut(WHOLE[:, :4], mesh, "[R,S10]").reshape(32)),
+        told(lambda: Cut(WHOLE[:5], mesh, "[R,S10]").flatten()),
+        told(lambda: Cut(WHOLE.view(2, 4, 6), mesh, "[R,S10,R]") @ Cut(WHOLE.T, mesh, "[R,R]")),
     ]
 
 
@@ -373,6 +376,7 @@ def test_as_on_one_whole_tensor(outcomes, operation):
 MIXED = "on mesh dp=2,tp=2 of ids (0, 1, 2, 3), another "
 PLAIN = "LayoutError: {}: a plain tensor of shape (8, 6) stands beside a cut one; cut it first, or"
 LEAF = "would write to a leaf that requires a gradient; do it under torch.no_grad()"
+DESCENDING = "whose axes split a dim in descending order, as S10 does, and torch mixes up its parts"
 REFUSALS = [
     f"LayoutError: add: one tensor is {MIXED}on mesh 4 of ids (0, 1, 2, 3); bring them to one",
     f"LayoutError: cat: one tensor is {MIXED}on mesh 4",
@@ -390,6 +394,9 @@ REFUSALS = [
     "LayoutError: cdist: torch ",
     "LayoutError: unbind is not possible on [R,R,S(dp)]: ",
     *["LayoutError: masked_fill_, on the way back, is not possible on ([R,R|P(dp)], [R,R]): "] * 2,
+    f"LayoutError: reshape: it takes a view of a tensor of shape (8, 4) {DESCENDING}",
+    f"LayoutError: flatten: it takes a view of a tensor of shape (5, 6) {DESCENDING}",
+    f"LayoutError: matmul: it takes a view of a tensor of shape (2, 4, 6) {DESCENDING}",
 ]
 
 
