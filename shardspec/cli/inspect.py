@@ -234,7 +234,8 @@ def _remarks(tensor: TensorSummary) -> list[str]:
 
 def _facts(tensor: TensorSummary) -> list[str]:
     stored = tensor.stored
-    return [_plain(stored.name), "" if stored.spec is None else str(stored.spec), stored.dtype]
+    spec = stored.spec if tensor.layout is None else tensor.layout.labelled_spec
+    return [_plain(stored.name), "" if spec is None else str(spec), stored.dtype]
 
 
 def _title(tensor: TensorSummary) -> str:

@@ -35,8 +35,8 @@ def test_tensors_and_ranks(ckpt):
     assert result.stdout.splitlines()[0] == (
         f"{ckpt}: 5 tensors, 279 B, in the form of shardspec, saved on mesh dp=2,tp=3 (6 devices)"
     )
-    assert ["w", "[S0,S1]", "int32", "8×7", "224", "B", "uneven"] in lines
-    assert ["p", "[S0|P1]", "float32", "4", "16", "B", "replicated"] in lines
+    assert ["w", "[S(dp),S(tp)]", "int32", "8×7", "224", "B", "uneven"] in lines
+    assert ["p", "[S(dp)|P(tp)]", "float32", "4", "16", "B", "replicated"] in lines
     assert ["step", "[]", "int64", "scalar", "8", "B", "replicated"] in lines
     # What a terminal would take amiss is escaped, and nothing is cut off.
     assert [ascii("a.[very].long\tname" * 6), "[R]", "uint8", "3", "3", "B", "replicated"] in lines
@@ -134,7 +134,7 @@ def test_one_tensor_with_its_boxes(ckpt):
     assert result.exit_code == 0
     assert result.stdout.count("\n\n") == 1
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert lines[0] == ["p", "[S0|P1]", "float32", "[4]:", "16", "B,", "48", "B", "stored"]
+    assert lines[0] == ["p", "[S(dp)|P(tp)]", "float32", "[4]:", "16", "B,", "48", "B", "stored"]
     assert ["[0:2]", "addend", "[1]", "1", "8", "B"] in [line[:6] for line in lines]
     assert ["[4:8,", "6:7]", "2", "16", "B"] in [line[:5] for line in lines]
     assert not any(line[:1] == ["step"] for line in lines)

@@ -27,7 +27,7 @@ def test_to_another_mesh_and_back(tmp_path):
     assert (report["form"], report["tensors"], len(report["files"])) == ("shardspec", 2, 6)
     shown = run("inspect", tmp_path / "cut").stdout
     assert "saved on mesh dp=2,tp=4 (8 devices)" in shown
-    assert "[S1,R]" in shown
+    assert "[S(tp),R]" in shown
     assert run("verify", tmp_path / "cut", "--against", ckpt).exit_code == 0
     assert run("merge", tmp_path / "cut", "-o", tmp_path / "out").exit_code == 0
     merged = safetensors.numpy.load_file(tmp_path / "out")
