@@ -77,7 +77,7 @@ def test_who_holds_a_row(ckpt):
 
 def test_a_picture_of_the_cut(ckpt, tmp_path):
     drawn = run(ckpt, "--tensor", "w", "--picture").stdout
-    assert drawn.startswith("w\n[S0,S1] of [8, 7] int32 on dp=2,tp=3\n")
+    assert drawn.startswith("w\n[S(dp),S(tp)] of [8, 7] int32 on dp=2,tp=3\n")
     assert "│     4     │     1     │ 0 │" in drawn
     # A form without a mesh is drawn from its boxes.
     merge(ckpt, tmp_path / "whole.safetensors")
@@ -97,7 +97,7 @@ def test_only_some_as_a_table_or_drawn(ckpt, tmp_path):
     lines = run(ckpt, "--only", "uneven").stdout.splitlines()
     assert lines[0] == f"{ckpt}: 2 of 5 tensors are uneven"
     assert [line.split()[0] for line in lines[4:]] == ["b", "w"]
-    assert run(ckpt, "--only", "uneven", "--picture").stdout.startswith("b\n[S1] of [7]")
+    assert run(ckpt, "--only", "uneven", "--picture").stdout.startswith("b\n[S(tp)] of [7]")
     merge(ckpt, tmp_path / "whole.safetensors")
     assert run(tmp_path / "whole.safetensors", "--only", "replicated").stdout == (
         f"{tmp_path}/whole.safetensors: none of 5 tensors is replicated, as far as safetensors "
