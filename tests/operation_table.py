@@ -23,7 +23,8 @@ class Operation:
     layouts: tuple[tuple[str, ...], ...] = ()
     """Layouts to try, where not any will do."""
     refused: bool = False
-    """Whether torch refuses some layouts: those that cut what it makes a view of, mostly."""
+    """Whether torch refuses some layouts: those that cut what it makes a view of, and sums pending
+    in what it writes to, forwards or backwards."""
 
 
 def _of(name: str, function: Callable[..., Any], *shapes: Shape, **more: Any) -> Operation:
@@ -94,8 +95,8 @@ REDUCTIONS = [
     _of("argmax", lambda a: a.argmax(1), ODD, gradient=False),
     _of("var", lambda a: a.var(0), EVEN),
     _of("logsumexp", lambda a: a.logsumexp(1), ODD),
-    _of("norm", lambda a: a.norm(), EVEN),
-    _of("vector norm", lambda a: torch.linalg.vector_norm(a, dim=1), EVEN),
+    _of("norm", lambda a: a.norm(), EVEN, refused=True),
+    _of("vector norm", lambda a: torch.linalg.vector_norm(a, dim=1), EVEN, refused=True),
     _of("cumsum", lambda a: a.cumsum(0), EVEN),
     _of("any", lambda a: (a > 1).any(), ODD, gradient=False),
     _of("topk", lambda a: a.topk(2, 1), EVEN),
@@ -113,13 +114,7 @@ NORMALISATIONS = [
         layouts=(("[S0,R]", "[R]"), ("[S01,R]", "[S0]"), ("[R,S1]", "[R]")),
         refused=True,
     ),
-    # Not with a sum pending: torch refuses the way back.
-    _of(
-        "normalize",
-        lambda a: F.normalize(a, dim=1),
-        EVEN,
-        layouts=(("[S0,S1]",), ("[R,S01]",), ("[R,R]",)),
-    ),
+    _of("normalize", lambda a: F.normalize(a, dim=1), EVEN, refused=True),
     _of("cross_entropy", lambda a, i: F.cross_entropy(a, i), (8, 5), (8,), integers=(1,)),
     # In place of F.mse_loss, whose gradient torch 2.13 gets wrong wherever it is cut.
     _of("mean square", lambda a, b: ((a - b) ** 2).mean(), EVEN, EVEN),
@@ -134,7 +129,7 @@ VIEWS = [
     _of("view", lambda a: a.view(2, 4, 6), EVEN, refused=True),
     _of("reshape", lambda a: a.reshape(48), EVEN),
     _of("flatten", lambda a: a.flatten(1), (4, 2, 6)),
-    _of("unflatten", lambda a: a.unflatten(1, (2, 3)), EVEN),
+    _of("unflatten", lambda a: a.unflatten(1, (2, 3)), EVEN, refused=True),
     _of("transpose", lambda a: a.transpose(0, 1), ODD),
     _of("permute", lambda a: a.permute(2, 0, 1), (4, 2, 6)),
     _of("T", lambda a: a.T, ODD),
@@ -179,8 +174,8 @@ def _copy(a: Any, b: Any) -> Any:
 
 IN_PLACE = [
     _of("in place", _in_place, ODD, ODD),
-    _of("relu in place", lambda a: F.relu(a * 2, inplace=True), ODD),
-    _of("clamp in place", lambda a: (a * 1).clamp_(min=0), ODD),
+    _of("relu in place", lambda a: F.relu(a * 2, inplace=True), ODD, refused=True),
+    _of("clamp in place", lambda a: (a * 1).clamp_(min=0), ODD, refused=True),
     _of("through a view", _through_a_view, EVEN, refused=True),
     _of("copy in place", _copy, ODD, ODD),
     _of("zero in place", lambda a: a.clone().zero_() + a, ODD),
