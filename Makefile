@@ -83,8 +83,9 @@ lint: setup
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# All pages anew (-E): those that did not change have the others in their navigation.
 docs: setup
-	$(PY) -m sphinx -q -W --keep-going -b html -d build/doctrees docs build/docs
+	$(PY) -m sphinx -q -W --keep-going -E -b html -d build/doctrees docs build/docs
 	$(PY) -m shardspec explore --force -o build/docs/page.html
 
 test: lint docs

@@ -16,6 +16,8 @@ html_theme = "furo"
 html_title = "shardspec"
 html_show_copyright = False
 html_copy_source = False
+html_static_path = ["style"]
+html_css_files = ["site.css"]
 myst_heading_anchors = 3
 # Links out of docs/ are to files of the checkout; they are checked by the tests, as are those
 # of the README, and are left as they are.
@@ -32,9 +34,30 @@ _TITLES = {
     "layout": "Layouts and plans",
     "comm": "Costs and communicators",
     "dtensor": "Tensors",
+    "factories": "Tensors from nothing",
+    "torch_dtensors": "DTensors of torch",
+    "parallel": "Modules",
     "checkpoint": "Checkpoints",
+    "tracing": "Traces",
     "errors": "Errors",
 }
+
+_BESIDE = {
+    "Ready rules for modules": ("parallel.distribute", "parallel.rules"),
+    "Steps of plans": ("comm.steps",),
+    "Words of others": (
+        "interop.torch_placements",
+        "interop.torch_dtensor",
+        "interop.jax_specs",
+        "interop.shardy",
+        "interop.oneflow",
+        "interop.colossal",
+        "interop.dcp_chunks",
+    ),
+    "What a trace holds": ("tracing",),
+    "Kinds of errors": ("errors",),
+}
+"""What else is there, by the modules it is imported from."""
 
 
 def _public_names() -> str:
@@ -49,11 +72,30 @@ def _public_names() -> str:
     for (_, part), names in groupby(sorted(shardspec.__all__, key=place), key=place):
         lines += [f"## {_TITLES.get(part, part.replace('_', ' ').capitalize())}", ""]
         for name in names:
-            home = shardspec._HOME[name]
-            kind = "class" if isclass(getattr(import_module(home), name)) else "function"
-            members = ["   :members:"] if kind == "class" else []
-            lines += ["```{eval-rst}", f".. auto{kind}:: {home}.{name}", *members, "```", ""]
+            lines += _entry(shardspec._HOME[name], name)
     return "\n".join(lines)
+
+
+def _names_beside() -> str:
+    """Return sections for what is imported from modules of the package."""
+    lines = []
+    for title, parts in _BESIDE.items():
+        lines += [f"## {title}", ""]
+        for part in parts:
+            module = import_module(f"shardspec.{part}")
+            lines += [f"From `shardspec.{part}`:", ""]
+            for name in module.__all__:
+                described = getattr(module, name)
+                own = getattr(described, "__module__", "") == module.__name__
+                if own and name not in shardspec._HOME and callable(described):
+                    lines += _entry(module.__name__, name)
+    return "\n".join(lines)
+
+
+def _entry(home: str, name: str) -> list[str]:
+    kind = "class" if isclass(getattr(import_module(home), name)) else "function"
+    members = ["   :members:"] if kind == "class" else []
+    return ["```{eval-rst}", f".. auto{kind}:: {home}.{name}", *members, "```", ""]
 
 
 def setup(app: Sphinx) -> None:
@@ -62,5 +104,6 @@ def setup(app: Sphinx) -> None:
     def fill(_app: Sphinx, name: str, source: list[str]) -> None:
         if name == "reference":
             source[0] = source[0].replace("<!-- public names -->", _public_names())
+            source[0] = source[0].replace("<!-- names beside -->", _names_beside())
 
     app.connect("source-read", fill)

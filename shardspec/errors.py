@@ -18,7 +18,17 @@ __all__ = [
 
 
 class ShardSpecError(Exception):
-    """Root of every error that shardspec raises on purpose."""
+    """Root of every error that shardspec raises on purpose.
+
+    Examples
+    --------
+    >>> from shardspec import ShardingSpec
+    >>> try:
+    ...     ShardingSpec.parse("[S0,S0]")
+    ... except ShardSpecError as error:
+    ...     print(type(error).__name__, isinstance(error, ValueError))
+    AxisError True
+    """
 
 
 class SpecSyntaxError(ShardSpecError, ValueError):

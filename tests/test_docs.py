@@ -5,6 +5,7 @@
 
 import re
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.test_readme import BLOCK, ROOT, rewritten, steady
 
 DOCS = ROOT / "docs"
 # Pages whose blocks run one after another; docs/checkpoints.md is run with the README.
-RUN = ("tutorial", "notation", "plans", "explore", "comparison")
+RUN = ("index", "tutorial", "notation", "plans", "explore", "comparison")
 
 
 def of_any_size(text):
@@ -61,6 +62,13 @@ def test_every_public_name_has_its_place_in_the_reference():
     assert "<!-- public names -->" in (DOCS / "reference.md").read_text("utf-8")
     for name, home in shardspec._HOME.items():
         assert re.search(rf"\.\. auto(class|function):: {home}\.{name}$", text, re.MULTILINE)
+        assert "\n    Examples\n    --------\n" in (getattr(shardspec, name).__doc__ or ""), name
+    assert "<!-- names beside -->" in (DOCS / "reference.md").read_text("utf-8")
+    beside = conf._names_beside()
+    for name in ("parallel.rules.llama_rules", "comm.steps.AllToAll", "errors.LayoutError"):
+        assert f":: shardspec.{name}\n" in beside
+    for home, name in re.findall(r"\.\. auto\w+:: (.*)\.(\w+)$", beside, re.MULTILINE):
+        assert getattr(import_module(home), name).__doc__, name
 
 
 if __name__ == "__main__":

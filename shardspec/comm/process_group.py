@@ -62,6 +62,13 @@ class ProcessGroupCommunicator:
     ------
     CommunicatorError
         If `torch.distributed` is not initialised, or the mesh has ids that the job lacks.
+
+    Examples
+    --------
+    In a job of four, started by torchrun::
+
+        mesh = DeviceMesh(range(4), (2, 2), init_process_group=True)
+        ProcessGroupCommunicator.of(mesh).addressable  # this rank's own id, alone
     """
 
     def __init__(self, mesh: DeviceMesh, *, reads_peers: bool = True) -> None:
