@@ -1,19 +1,17 @@
 """Saving and loading by real processes over gloo; every failure reaches every rank."""
 
 import os
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
 from shardspec.checkpoint.info import read_info
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
+from tests.dist.processes import run_ranks
 
 IDS, SHAPE = [3, 1, 0, 2], (2, 2)
 
@@ -162,27 +160,19 @@ SCENES = [
 
 def play(rank, directory):
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/rendezvous",
-        rank=rank,
-        world_size=4,
-        timeout=timedelta(seconds=60),
-    )
     mesh = DeviceMesh(IDS, SHAPE)
     for scene in SCENES:
-        place = Path(directory, scene.__name__)
+        place = directory / scene.__name__
         place.mkdir(exist_ok=True)
         scene(place, mesh)
         dist.barrier()
         (place / f"done-{rank}").touch()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
-    spawn(play, (str(directory),), nprocs=4)
+    run_ranks(4, directory, play, directory)
     return directory
 
 
