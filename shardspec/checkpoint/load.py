@@ -45,6 +45,8 @@ def load_sharded(
     specs
         Name pattern to spec, as `match_rules` takes them. What no pattern matches is cut as it was
         saved: over axes of the same names where both meshes name theirs, else of the same numbers.
+        If there are patterns, what none matches is whole on every device where the checkpoint does
+        not say how it was cut.
     communicator
         Who moves shards; as for `DTensor`.
 
@@ -100,7 +102,11 @@ def _layouts(
     layouts = {}
     for name, tensor in tensors.items():
         if name not in matched:
-            layouts[name] = _as_saved(tensor, source.mesh, mesh)
+            if specs and (tensor.spec is None or source.mesh is None):
+                whole = ShardingSpec(len(tensor.shape), {})
+                layouts[name] = Layout(mesh, whole, tensor.shape, tensor.dtype)
+            else:
+                layouts[name] = _as_saved(tensor, source.mesh, mesh)
             continue
         layouts[name] = Layout(mesh, matched[name], tensor.shape, tensor.dtype)
         if layouts[name].spec.partials:
@@ -114,7 +120,10 @@ def _layouts(
 def _as_saved(tensor: StoredTensor, saved: DeviceMesh | None, mesh: DeviceMesh) -> Layout:
     """Return the layout with the cuts that were saved."""
     if tensor.spec is None or saved is None:
-        raise LayoutError(f"tensor {tensor.name!r} was saved without a spec; give one in specs")
+        raise LayoutError(
+            f"tensor {tensor.name!r} was saved without a spec; say in specs how to cut tensors; "
+            "what matches none of them is then whole on every device"
+        )
     spec = tensor.spec.without_partial()
     by_name = saved.axis_names is not None and mesh.axis_names is not None
 

@@ -10,7 +10,7 @@ from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.produce import How, Plan, produce
 from shardspec.checkpoint.remote import as_path
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Choice, Renames, plain, select, tied
+from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select, tied
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Target, Wanted
 from shardspec.checkpoint.team import Member
@@ -37,8 +37,8 @@ def merge(
     form: MergedForm | None = None,
     max_shard_bytes: int | None = None,
     dtype: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: Patterns = (),
+    exclude: Patterns = (),
     rename: Renames = (),
     threads: int = 1,
     force: bool = False,
@@ -69,8 +69,12 @@ def merge(
         Most bytes of tensors in a file of the form ``"huggingface"``; 5 GB by default.
     dtype
         What floating point tensors are cast to; by default none is.
-    include, exclude, rename
-        Which tensors, and their names; as for `select`.
+    include, exclude
+        Patterns as in a shell, one or several: what matches any of `include`, all if there is
+        none, and none of `exclude`, is written.
+    rename
+        Regular expressions, and what the first match of each in every name is replaced with, one
+        after the other: ``{"^model[.]": ""}``, or pairs.
     threads
         How many files are written at once.
     force

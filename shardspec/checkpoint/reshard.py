@@ -12,7 +12,7 @@ from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.produce import How, Plan, produce
 from shardspec.checkpoint.remote import as_path
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Choice, Renames, plain, select
+from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Wanted
 from shardspec.checkpoint.team import Member
@@ -39,8 +39,8 @@ def reshard(
     like: Path | str | CheckpointSource | None = None,
     form: ReshardedForm = "shardspec",
     dtype: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: Patterns = (),
+    exclude: Patterns = (),
     rename: Renames = (),
     threads: int = 1,
     force: bool = False,

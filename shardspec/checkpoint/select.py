@@ -12,20 +12,22 @@ from shardspec.checkpoint.targets import Wanted
 from shardspec.dtypes import dtype_name, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError
 
-__all__ = ["Choice", "Renames", "plain", "select", "tied"]
+__all__ = ["Choice", "Patterns", "Renames", "plain", "select", "tied"]
 
-Renames: TypeAlias = Sequence[tuple[str, str]]
-"""Pairs of a regular expression and what its first match in a name is replaced with."""
+Patterns: TypeAlias = str | Sequence[str]
+"""One pattern of names, or several."""
+Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
+"""Regular expressions, each with what its first match in a name is replaced with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What is wanted of a checkpoint."""
 
-    include: Sequence[str] = ()
+    include: Patterns = ()
     """Name patterns as in a shell (``*``, ``?``, ``[abc]``): what matches any of them, all if there
     is none,"""
-    exclude: Sequence[str] = ()
+    exclude: Patterns = ()
     """and none of these, is wanted."""
     rename: Renames = ()
     """Regular expressions and their replacements, one after the other; see `re.sub`."""
@@ -40,7 +42,8 @@ class Choice:
         >>> Choice(include=("model.*",), exclude=("*.bias",)).wants("model.up.bias")
         False
         """
-        return (not self.include or _any(name, self.include)) and not _any(name, self.exclude)
+        wanted = not self.include or _any(name, _several(self.include))
+        return wanted and not _any(name, _several(self.exclude))
 
 
 def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
@@ -55,7 +58,7 @@ def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
         If the dtype is unknown or not of floating point numbers.
     """
     target = None if choice.dtype is None else _float_dtype(choice.dtype)
-    for pattern in (*choice.include, *choice.exclude):
+    for pattern in (*_several(choice.include), *_several(choice.exclude)):
         matched = _any_of(source.names, pattern) or _any_of(source.others, pattern)
         if not matched:
             shown = ", ".join(map(repr, source.names[:3])) or "(there are none)"
@@ -83,6 +86,10 @@ def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
     return sorted(wanted, key=lambda tensor: tensor.name)
 
 
+def _several(patterns: Patterns) -> Sequence[str]:
+    return (patterns,) if isinstance(patterns, str) else patterns
+
+
 def _any_of(names: Iterable[str], pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
 
@@ -101,8 +108,9 @@ def _float_dtype(dtype: str) -> str:
     return name
 
 
-def _renamed(names: Sequence[str], rename: Renames) -> tuple[Mapping[str, str], list[str]]:
+def _renamed(names: Sequence[str], renames: Renames) -> tuple[Mapping[str, str], list[str]]:
     """Return the new name of every tensor, and the expressions that match none."""
+    rename = list(renames.items()) if isinstance(renames, Mapping) else renames
     found = dict.fromkeys(names, "")
     matched: set[str] = set()
     expressions = []

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from shardspec import (
@@ -164,3 +165,16 @@ def test_a_rank_reads_no_more_than_its_part_from_any_form(tmp_path, monkeypatch,
         assert least <= read <= least + 12_000
         loaded = load_sharded(source, one, {"w": spec}, communicator=here)["w"]
         assert out.tobytes() == loaded.to_local(3).numpy().tobytes()
+
+
+def test_what_says_no_cut_is_whole_where_no_pattern_matches(tmp_path):
+    state = {"up.weight": torch.arange(14.0).view(7, 2), "up.bias": torch.arange(7.0)}
+    safetensors.torch.save_file(state, tmp_path / "m.safetensors")
+    mesh = DeviceMesh(range(3), (3,))
+    loaded = load_sharded(tmp_path / "m.safetensors", mesh, {"*.weight": "[S0,R]"})
+    for name, spec in (("up.weight", "[S0,R]"), ("up.bias", "[R]")):
+        assert str(loaded[name].layout.spec) == spec
+        assert torch.equal(loaded[name].to_global(), state[name])
+    # Without any pattern nobody has thought about it.
+    with pytest.raises(CheckpointError, match=r"'up\.bias' was saved without a spec"):
+        load_sharded(tmp_path / "m.safetensors", mesh)

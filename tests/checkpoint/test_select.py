@@ -46,6 +46,11 @@ def test_names(source):
     assert found["a/b"].equal(STATE["model.a.bias"])
 
 
+def test_one_pattern_and_a_table_of_names(source):
+    found = merged(source, include="model.*", exclude="*.bias", rename={"^model": "m", "a": "b"})
+    assert found.keys() == {"m.b.weight", "m.steps"}
+
+
 def test_expressions_that_match_nothing(source):
     with pytest.raises(CheckpointError, match=r"'\^module' matches no name .* 'model.a.bias'"):
         merged(source, rename=[("^model", "m"), ("^module", "")])
