@@ -2,15 +2,10 @@
 
 import logging
 import os
-import subprocess
-import sys
 import warnings
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # ranks would import it one by one, at their first operation
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,7 +21,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.multiprocessing.spawn import start_processes
+
+from tests.dist.processes import run_ranks
 
 __all__ = ["JOBS", "Net", "probe", "run_jobs", "save_alone"]
 
@@ -132,42 +128,23 @@ def play(rank, directory, world):
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/rendezvous-{world}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        for cut, (ranks, _) in JOBS.items():
-            if ranks == world:
-                place = os.path.join(directory, cut.__name__)
-                os.makedirs(place, exist_ok=True)
-                train(rank, world, cut, place)
-                dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    for cut, (ranks, _) in JOBS.items():
+        if ranks == world:
+            place = directory / cut.__name__
+            place.mkdir(exist_ok=True)
+            train(rank, world, cut, place)
+            dist.barrier()
 
 
 def run_jobs(directory):
     """Save with each way to cut, into folders of their names."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, str(directory)],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    for world in sorted({ranks for ranks, _ in JOBS.values()}):
+        place = directory / f"ranks-{world}"
+        place.mkdir()
+        run_ranks(world, place, play, directory, world)
 
 
 def save_alone(state, path):
     """Save from one process, of which torch warns."""
     with pytest.warns(UserWarning, match="single process"):
         save(state, checkpoint_id=path)
-
-
-if __name__ == "__main__":
-    # Importing torch takes most of the time; forked ranks share one import.
-    for count in sorted({ranks for ranks, _ in JOBS.values()}):
-        start_processes(play, (sys.argv[1], count), nprocs=count, start_method="fork")
