@@ -37,6 +37,7 @@ from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.text import counted
 
 __all__ = ["FORMAT", "find_rank_files", "is_rank_file", "open_family", "open_rank_files"]
 
@@ -157,7 +158,7 @@ def _open(
     for other, beside in families.items():
         if other != family:
             others[f"({beside[0].name})"] = Described(
-                f"{len(beside)} files of another family, not read; name one of them to read it"
+                f"{counted(len(beside), 'file')} of another family; name one to read it"
             )
     paths = tuple(state.path for state in states.values())
     return ListedCheckpoint(FORMAT, directory, tensors, paths, mesh, others)

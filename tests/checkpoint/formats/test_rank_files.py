@@ -286,7 +286,7 @@ def test_other_families_are_listed_or_chosen(ckpt):
     assert open_checkpoint(ckpt).files[0].name == NAME.format(0)
     assert open_checkpoint(ckpt).others == {
         "(optim_world_size_4_rank_0.pt)": Described(
-            "4 files of another family, not read; name one of them to read it"
+            "4 files of another family; name one to read it"
         )
     }
     chosen = open_checkpoint(ckpt / "optim_world_size_4_rank_1.pt")
