@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import fsspec
@@ -77,6 +78,32 @@ def test_a_shard_is_read_and_not_the_whole(counted):
     assert (out.view(np.int32).reshape(rows, 7) == whole[:, 2:9]).all()
     assert len(CountingStore.requests) < 20
     assert max(CountingStore.requests) <= MOST_AHEAD
+
+
+def test_what_comes_next_is_asked_for_ahead(counted):
+    store = fsspec.filesystem("counted")
+    data = np.random.default_rng(0).bytes(30 << 20)
+    path = as_path(f"{counted}/x")
+    store.pipe_file(str(path), data)
+    first, last, step = 1 << 20, 24 << 20, 1 << 20
+    with SourceFile(path) as file:
+        file.expect(first, last)
+        assert file.read(first, step) == data[first : first + step]
+        deadline = time.monotonic() + 60
+        while len(CountingStore.requests) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # No more is asked for until some of it is taken.
+        assert CountingStore.requests == [MOST_AHEAD] * 4
+        for at in range(first + step, last, step):
+            assert file.read(at, step) == data[at : at + step]
+        assert sum(CountingStore.requests) == last - first
+        # What is on its way and not wanted is let go; an error comes when its bytes are wanted.
+        file.expect(0, last)
+        assert file.read(0, step) == data[:step]
+        assert file.read(last, 7) == data[last : last + 7]
+        store.rm_file(str(path))
+        with pytest.raises(CheckpointError, match="x: cannot be read"):
+            file.read(last, 6 << 20)
 
 
 def test_many_files_keep_little(counted):
