@@ -69,6 +69,7 @@ def run_plan(
                 seconds,
                 plan.step_seconds[number],
                 plan.step_bytes[number],
+                _priced_by(plan, before, after),
                 backward=False,
             ),
             watched,
@@ -112,6 +113,7 @@ def undo_plan(
                     _elapsed(started, held),
                     step_seconds(undo, after, plain, model),
                     step_bytes(undo, after, plain),
+                    _priced_by(plan, after, before),
                     backward=True,
                 ),
                 watched,
@@ -125,6 +127,14 @@ def _elapsed(started: float, held: Mapping[int, torch.Tensor]) -> float:
         if shard.is_cuda:
             torch.cuda.synchronize(shard.device)
     return time.perf_counter() - started
+
+
+def _priced_by(plan: ConversionPlan, before: Layout, after: Layout) -> str:
+    """Say which links a step was priced by."""
+    crossing = plan.target_model is not None
+    model = plan.model_between(before, after) if crossing else plan.model
+    mesh = common_mesh(before.mesh, after.mesh)
+    return model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
 
 
 def agree_on(plan: ConversionPlan, communicator: Communicator, note: str = "") -> None:

@@ -47,6 +47,8 @@ class StepRecord:
     """What the cost model says."""
     num_bytes: int
     """Bytes that the busiest device receives."""
+    links: str
+    """Which links the model has."""
     backward: bool
     """Whether it carried a gradient back."""
 
@@ -67,6 +69,7 @@ class Trace:
         """In the order in which they began."""
         self.opened = time.perf_counter()
         """When the trace was opened, on the clock of `time.perf_counter`."""
+        self._clock = time.time()
 
     def add(self, record: StepRecord) -> None:
         """Take a record."""
@@ -76,7 +79,7 @@ class Trace:
         return self.table()
 
     def table(self) -> str:
-        """Return a table: a row per step, then the totals."""
+        """Return a table: a row per step, the totals, and which links predictions are for."""
         if not self.records:
             return "no step was carried out"
         rows = [
@@ -99,38 +102,67 @@ class Trace:
             seconds_text(sum(record.predicted_seconds for record in self.records)),
         ]
         header = ["step", "from", "to", "receives", "measured", "predicted"]
-        return table_text(header, rows, footer=footer, numbers_from=3)
+        table = table_text(header, rows, footer=footer, numbers_from=3)
+        links = dict.fromkeys(record.links for record in self.records)
+        return "\n".join([table, *(f"predicted for {each}" for each in links)])
 
     def as_chrome(self) -> dict[str, object]:
-        """Return the trace in the form that Perfetto and Chrome's about:tracing read.
+        """Return the trace in the form that Perfetto and the tracing page of Chrome read.
 
-        One process a rank, or a simulated mesh; times in microseconds. The form is that of the
-        "Trace Event Format", complete events (``ph: X``).
+        One process a rank, or a simulated mesh; times in microseconds of the host's clock, so that
+        the files of several ranks lie beside each other. The form is that of the "Trace Event
+        Format": complete events (``ph: X``) after the names of processes (``ph: M``).
+
+        Examples
+        --------
+        >>> import torch
+        >>> from shardspec import DeviceMesh, DTensor
+        >>> tensor = DTensor(torch.ones(4), DeviceMesh(range(2), (2,)), "[S0]")
+        >>> with trace() as steps:
+        ...     _ = tensor.redistribute("[R]")
+        >>> [(event["ph"], event["name"]) for event in steps.as_chrome()["traceEvents"]]
+        [('M', 'process_name'), ('X', 'all-gather dim 0')]
         """
+        names = {_process(record): _devices_text(record.devices) for record in self.records}
         return {
             "displayTimeUnit": "ms",
             "traceEvents": [
-                {
-                    "name": step_text(record.step),
-                    "cat": "gradient" if record.backward else "conversion",
-                    "ph": "X",
-                    "ts": (record.started_s - self.opened) * 1e6,
-                    "dur": record.seconds * 1e6,
-                    "pid": record.devices[0] if record.devices else -1,
-                    "tid": 0,
-                    "args": {
-                        "from": str(record.before.labelled_spec),
-                        "to": str(record.after.labelled_spec),
-                        "shape": list(record.before.global_shape),
-                        "dtype": record.before.dtype,
-                        "mesh": str(record.before.mesh),
-                        "bytes_received": record.num_bytes,
-                        "predicted_us": record.predicted_seconds * 1e6,
-                    },
-                }
-                for record in self.records
+                *(
+                    {
+                        "name": "process_name",
+                        "ph": "M",
+                        "pid": process,
+                        "tid": 0,
+                        "args": {"name": f"rank {name}"},
+                    }
+                    for process, name in names.items()
+                ),
+                *self._events(),
             ],
         }
+
+    def _events(self) -> list[dict[str, object]]:
+        return [
+            {
+                "name": step_text(record.step),
+                "cat": "gradient" if record.backward else "conversion",
+                "ph": "X",
+                "ts": (record.started_s - self.opened + self._clock) * 1e6,
+                "dur": record.seconds * 1e6,
+                "pid": _process(record),
+                "tid": 0,
+                "args": {
+                    "from": str(record.before.labelled_spec),
+                    "to": str(record.after.labelled_spec),
+                    "shape": list(record.before.global_shape),
+                    "dtype": record.before.dtype,
+                    "mesh": str(record.before.mesh),
+                    "bytes_received": record.num_bytes,
+                    "predicted_us": record.predicted_seconds * 1e6,
+                },
+            }
+            for record in self.records
+        ]
 
     def save(self, path: Path | str) -> None:
         """Write `as_chrome` as JSON; in a job, each rank names a file of its own.
@@ -190,8 +222,15 @@ def report(record: StepRecord, traces: Sequence[Trace]) -> None:
     for opened in traces:
         opened.add(record)
     if LOGGER.isEnabledFor(logging.DEBUG):
-        rank = ",".join(map(str, record.devices[:4])) + (",…" if len(record.devices) > 4 else "")
-        LOGGER.debug("rank %s: %s", rank or "none", record)
+        LOGGER.debug("rank %s: %s", _devices_text(record.devices), record)
+
+
+def _process(record: StepRecord) -> int:
+    return record.devices[0] if record.devices else -1
+
+
+def _devices_text(devices: Sequence[int]) -> str:
+    return (",".join(map(str, devices[:4])) + (",…" if len(devices) > 4 else "")) or "none"
 
 
 def log_from_environment() -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -91,7 +92,22 @@ def test_table_lists_steps_and_totals():
     assert lines[0].split() == ["step", "from", "to", "receives", "measured", "predicted"]
     assert lines[2].startswith("all-to-all dim 0 → 1   [S(dp),R]   [R,S(dp)]")
     assert lines[3].startswith("all-gather dim 0       [S(dp),R]   [R,R]")
-    assert lines[-1].split()[:4] == ["2", "steps", "216", "B"]
+    assert lines[-2].split()[:4] == ["2", "steps", "216", "B"]
+    assert lines[-1] == "predicted for axes dp,tp assumed h100-nvswitch: 3.4 µs, 362 GB/s"
+
+
+def test_table_says_by_which_links_all_is_predicted():
+    mesh = DeviceMesh(range(2), (2,), mesh_alpha=(1e-5,), mesh_beta=(2e-11,))
+    tensor = DTensor(torch.ones(4, requires_grad=True), mesh, "[S0]")
+    with shardspec.trace() as trace:
+        tensor.redistribute("[R]").shards[0].sum().backward()
+        halves().redistribute("[S0,R]", device_mesh=DeviceMesh(range(6, 9), (3,)))
+    assert [record.backward for record in trace.records] == [False, True, False]
+    assert trace.table().splitlines()[-2:] == [
+        "predicted for axis 0 given: 10 µs, 50 GB/s",
+        f"predicted for {trace.records[2].links}",
+    ]
+    assert trace.records[2].links == "axis 0 slowest of both meshes: 3.4 µs, 362 GB/s"
 
 
 def test_chrome_trace(tmp_path):
@@ -99,14 +115,17 @@ def test_chrome_trace(tmp_path):
         halves().redistribute("[R,S(dp)]")
     trace.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
-    (event,) = events
+    process, event = events
+    assert (process["ph"], process["name"]) == ("M", "process_name")
+    assert (process["pid"], process["args"]) == (0, {"name": "rank 0,1,2,3,…"})
     assert (event["name"], event["ph"], event["cat"]) == (
         "all-to-all dim 0 → 1",
         "X",
         "conversion",
     )
     assert event["dur"] == pytest.approx(trace.records[0].seconds * 1e6)
-    assert event["ts"] >= 0
+    # Times are those of the clock on the wall, as on every other rank.
+    assert time.time() - 60 < event["ts"] / 1e6 < time.time()
     assert event["args"]["from"] == "[S(dp),R]"
     assert event["args"]["bytes_received"] == trace.records[0].num_bytes == 72
     with pytest.raises(ShardSpecError, match="cannot be written: No such file or directory"):
