@@ -119,6 +119,11 @@ def merge(
         wanted = select(source, choice)
         # The other forms have no room for what is no tensor.
         names = plain(source.others, choice) if chosen in ("torch", "dcp") else {}
+        if source.others and not (wanted or names):
+            raise CheckpointError(
+                f"{source.directory}: holds no tensor that could be written, but "
+                f"{min(source.others)!r} and the like; name the checkpoint of the model"
+            )
         others = {new: source.others[name] for name, new in names.items()}
         target = _target(chosen, place, source, wanted, others, max_shard_bytes)
         return wanted, replace(target, carried=frozenset(names))

@@ -115,6 +115,15 @@ def test_what_is_left_out_is_named(tmp_path):
     assert lines.startswith(f"{tmp_path}/out.pt: 1 tensor, ")
 
 
+def test_what_holds_no_tensor_is_not_merged_into_nothing(tmp_path):
+    torch.save({"seed": 3}, tmp_path / "rng_state.pth")
+    result = run(tmp_path / "rng_state.pth", "-o", tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "holds no tensor that could be written, but 'seed' and the like" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert run(tmp_path / "rng_state.pth", "-o", tmp_path / "out.pt").exit_code == 0
+
+
 def test_a_bar_on_a_terminal(tmp_path):
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
     command = [sys.executable, "-m", "shardspec", "merge", ckpt, "-o"]
