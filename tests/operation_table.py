@@ -116,7 +116,7 @@ NORMALISATIONS = [
     ),
     _of("normalize", lambda a: F.normalize(a, dim=1), EVEN, refused=True),
     _of("cross_entropy", lambda a, i: F.cross_entropy(a, i), (8, 5), (8,), integers=(1,)),
-    # In place of F.mse_loss, whose gradient torch 2.13 gets wrong wherever it is cut.
+    # F.mse_loss is refused: its gradient torch 2.13 gets wrong wherever it is cut.
     _of("mean square", lambda a, b: ((a - b) ** 2).mean(), EVEN, EVEN),
 ]
 LOOK_UPS = [

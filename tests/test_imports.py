@@ -63,6 +63,7 @@ WITH_TENSORS = {
     "shardspec.operations.drawing",
     "shardspec.operations.methods",
     "shardspec.operations.storage",
+    "shardspec.operations.wrong",
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",
     "shardspec.profiling.measure",

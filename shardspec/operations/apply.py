@@ -20,6 +20,7 @@ from shardspec.operations.accepted import REFUSALS, reads_values, refusal
 from shardspec.operations.backward import ExplainedRefusals, goes_back
 from shardspec.operations.descending import NoViewsOfDescending
 from shardspec.operations.drawing import drawn_alike, draws
+from shardspec.operations.wrong import check_gradient
 
 __all__ = ["Cut", "apply"]
 
@@ -83,6 +84,8 @@ def apply(
     if torch.is_grad_enabled() and _writes(function, kwargs):
         _check_no_leaf(name, (args[:1], kwargs.get("out")), kind)
     known = {id(tensor): tensor.to_torch() for tensor in cut}
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in known.values()):
+        check_gradient(name, args, kwargs)
     torch_mesh = known[id(first)].device_mesh
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):

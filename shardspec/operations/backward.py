@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +32,8 @@ class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Where torch refuses an operation on cut tensors, say which layouts it would take.
 
     ``backward()`` of a `DTensor` does so by itself. Where the loss is a plain tensor, made by
-    `DTensor.to_local` or `DTensor.to_global`, the call goes into this context.
+    `DTensor.to_local` or `DTensor.to_global`, the call goes into this context. Plain tensors that
+    torch makes on the way are taken to be whole everywhere.
 
     Raises
     ------
@@ -60,7 +62,8 @@ class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del types
         given = kwargs or {}
         try:
-            return func(*args, **given)
+            with implicit_replication():
+                return func(*args, **given)
         except REFUSALS as error:
             found = _explained(func, args, given, error)
             if found is None:
@@ -80,7 +83,7 @@ def _explained(
         return None
     try:
         mesh = from_torch(cut[0].device_mesh)
-        name = f"{str(function).removeprefix('aten.').split('.')[0]}, on the way back,"
+        name = f"{str(function).removeprefix('aten.').split('.')[0]} on the way back"
         return refusal(name, function, args, kwargs, mesh, error)
     except ShardSpecError:
         return None  # torch's layouts are none of ours, and torch's error says what it can
