@@ -133,14 +133,21 @@ def test_distribute_tensor_in_default_order(meshes):
         check_data(layout, result.to_local())
 
 
+def on_all(tensor, torch_mesh):
+    """Return torch's DTensor of which every device has all."""
+    placements = [Replicate()] * torch_mesh.ndim
+    return distribute_tensor(tensor, torch_mesh, placements, src_data_rank=None)
+
+
 def test_redistribute_to_every_shard_order(meshes):
     mesh, torch_mesh = meshes
+    copied = {}
     for layout in layouts(mesh):
         tensor = whole(layout)
         meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-        copies = distribute_tensor(
-            tensor, torch_mesh, [Replicate()] * mesh.ndim, src_data_rank=None
-        )
+        if tensor.shape not in copied:
+            copied[tensor.shape] = on_all(tensor, torch_mesh)
+        copies = copied[tensor.shape]
         order = tuple(
             ShardOrderEntry(dim, tuple(axes))
             for dim, axes in sorted(layout.spec.dim_partition_dict.items())
@@ -152,11 +159,11 @@ def test_redistribute_to_every_shard_order(meshes):
 
 def test_redistribute_to_strided_shards(meshes):
     mesh, torch_mesh = meshes
+    copied = {}
     for layout in filterfalse(in_default_order, layouts(mesh)):
-        copies = distribute_tensor(
-            whole(layout), torch_mesh, [Replicate()] * mesh.ndim, src_data_rank=None
-        )
-        result = copies.redistribute(placements=strided_shards(layout))
+        if layout.global_shape not in copied:
+            copied[layout.global_shape] = on_all(whole(layout), torch_mesh)
+        result = copied[layout.global_shape].redistribute(placements=strided_shards(layout))
         check_data(layout, result.to_local())
 
 
