@@ -249,7 +249,7 @@ def _check_ascending(mesh: DeviceMesh) -> None:
                 raise MeshError(
                     f"mesh {mesh} has the ids {members} along axis {axis}, but torch numbers the "
                     "ranks of a group upwards, and mixes up shards there; use a mesh of ascending "
-                    "ids, as redistribute(device_mesh=) does"
+                    "ids, where redistribute(spec, device_mesh=) takes a tensor"
                 )
 
 

@@ -341,7 +341,8 @@ REFUSALS = [
     "LayoutError: tensor 'layers.0.self_attn.q_proj.weight' is matched by the rules [",
     "LayoutError: rule 'norm.weight' has spec [S(tp),R] for 2 dims, but tensor 'norm.weight' has 1",
     "LayoutError: tensor 'norm.weight' cannot be cut as [R|P(tp)]: a parameter has no reduction",
-    "AxisError: pending reductions ['max', 'sum'] do not commute, so their result depends on",
+    "AxisError: rule 'norm.weight': pending reductions ['max', 'sum'] do not commute, so their "
+    "result depends on the order; finish one",
     "AxisError: spec [S(pp)]: mesh dp=2,tp=4 has no axis named 'pp'; its names: dp, tp",
     "SpecSyntaxError: ",
     "LayoutError: 'embed_tokens.weight' and 'lm_head.weight' are one tensor, but the rules cut it",
