@@ -141,7 +141,7 @@ ERRORS = {
     "s3://models": "has no sharding_info.json",
     "s3://b d/x": "cannot be read: Parameter validation failed: Invalid bucket name",
     "memory://none": "memory://none: there is no such checkpoint; check the path",
-    "gs://models/x": "gs:// needs a package that is not there: Please install gcsfs",
+    "abfs://models/x": "abfs:// needs a package that is not there: Install adlfs",
     "nope://models/x": "Protocol not known: nope; URLs start with s3://, gs:// or another name",
     "https://models/x": "a web server does not list its files; download them",
 }
