@@ -17,7 +17,7 @@ import torch.distributed as dist
 def main():
     make, end = dist.init_process_group, dist.destroy_process_group
     dist.init_process_group = lambda *args: None if dist.is_initialized() else make(*args)
-    dist.destroy_process_group = lambda _group=None: None
+    dist.destroy_process_group = lambda group=None: None  # noqa: ARG005  # torch's name for it
     for path in sys.argv[1:]:
         if os.environ["RANK"] == "0":
             print(f"## {Path(path).name}", flush=True)
