@@ -5,6 +5,7 @@ and what was written before is flushed to the disk, read again and compared.
 """
 
 import os
+import time
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -28,8 +29,13 @@ _WRITE_BYTES: Final = 64 << 10
 """Bytes written by one call. For longer ones Linux takes large pages into its cache, and on a
 virtual machine, whose host has to find memory for them first, this can take several times as
 long."""
-_FLUSH_BYTES: Final = 64 << 20
-"""Bytes flushed to the disk at a time: the disk is at work from then on, not at the end only."""
+_CACHED_BYTES: Final = 4 << 20
+"""Bytes flushed and read again at a time where flushing takes no time, as in memory: few enough to
+be in the CPU's cache still."""
+_FLUSHED_BYTES: Final = 64 << 20
+"""Bytes flushed to a disk at a time: it is at work from then on, not at the end only."""
+_FLUSH_SECONDS: Final = 1e-3
+"""A flush that takes longer is one to a disk."""
 
 
 def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
@@ -181,16 +187,18 @@ class Behind:
     def _check(self) -> None:
         room = memoryview(bytearray(self.block_bytes))
         waiting: list[ReadBack] = []
-        num_bytes = 0
+        num_bytes, enough = 0, _CACHED_BYTES
         check: ReadBack | None
         while True:
             check = self._checks.get()
             if check is not None:
                 waiting.append(check)
                 num_bytes += check.num_bytes
-            if (check is None or num_bytes >= _FLUSH_BYTES) and self._failure is None:
+            if (check is None or num_bytes >= enough) and self._failure is None:
                 try:
                     if waiting:
+                        slow = self._flush() > _FLUSH_SECONDS
+                        enough = _FLUSHED_BYTES if slow else _CACHED_BYTES
                         self._compare(waiting, room)
                 except BaseException as error:
                     self._failure = error
@@ -198,11 +206,16 @@ class Behind:
             if check is None:
                 return
 
-    def _compare(self, waiting: list[ReadBack], room: memoryview) -> None:
+    def _flush(self) -> float:
+        """Return how many seconds it took."""
+        started = time.monotonic()
         try:
             os.fsync(self._fd)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {reason(error)}") from None
+        return time.monotonic() - started
+
+    def _compare(self, waiting: list[ReadBack], room: memoryview) -> None:
         for name, offset, num_bytes, expected in waiting:
             if self._failure is not None:
                 return

@@ -14,10 +14,6 @@ from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Target, Wanted
 from shardspec.checkpoint.team import Member
-from shardspec.checkpoint.writers.dcp import dcp_target
-from shardspec.checkpoint.writers.huggingface import huggingface_target
-from shardspec.checkpoint.writers.safetensors_file import safetensors_target
-from shardspec.checkpoint.writers.torch_file import torch_target
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -161,17 +157,26 @@ def _target(
     others: Mapping[str, object],
     max_shard_bytes: int | None,
 ) -> Target:
+    # One of them is needed, and starting is a tenth of merging a gigabyte.
     match form:
         case "safetensors":
+            from shardspec.checkpoint.writers.safetensors_file import safetensors_target
+
             return safetensors_target(output.name, wanted)
         case "huggingface":
+            from shardspec.checkpoint.writers.huggingface import huggingface_target
+
             limit = _SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
             if limit < 1:
                 raise CheckpointError(f"a file of at most {limit} bytes holds nothing")
             return huggingface_target(wanted, limit)
         case "torch":
+            from shardspec.checkpoint.writers.torch_file import torch_target
+
             return torch_target(output.name, wanted, others, tied(source, wanted))
         case "dcp":
+            from shardspec.checkpoint.writers.dcp import dcp_target
+
             alone = DeviceMesh((0,), (1,))
             whole = {
                 tensor.name: Layout(

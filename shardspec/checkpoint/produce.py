@@ -19,9 +19,6 @@ from shardspec.checkpoint.targets import Target, Wanted
 from shardspec.checkpoint.team import Member, Team, together
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.checkpoint.write import Written, write_target
-from shardspec.checkpoint.write_remote import write_remote
-from shardspec.checkpoint.write_remote_together import write_remote_together
-from shardspec.checkpoint.write_together import write_together
 from shardspec.errors import CheckpointError
 
 __all__ = ["Build", "How", "Plan", "produce"]
@@ -106,8 +103,11 @@ def _produce(
 def _write(
     source: CheckpointSource, target: Target, path: Path, how: How, team: Team | None
 ) -> Written:
+    # What few runs need is imported where it is: starting is a tenth of merging a gigabyte.
     if isinstance(path, RemotePath):
         if team is not None:
+            from shardspec.checkpoint.write_remote_together import write_remote_together
+
             return write_remote_together(
                 team,
                 source,
@@ -118,6 +118,8 @@ def _write(
                 threads=how.threads,
                 progress=how.progress,
             )
+        from shardspec.checkpoint.write_remote import write_remote
+
         return write_remote(
             source,
             target,
@@ -128,6 +130,8 @@ def _write(
             progress=how.progress,
         )
     if team is not None:
+        from shardspec.checkpoint.write_together import write_together
+
         return write_together(
             team,
             source,

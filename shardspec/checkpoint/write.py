@@ -1,7 +1,6 @@
 """Carrying out what is to be written: filled, flushed, read again and compared, and then named."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,6 +150,9 @@ def do_together(work: Sequence[Callable[[], _Found]], threads: int, meter: Meter
     """Do every piece of work, several at once; the first failure stops the others."""
     if threads == 1 or len(work) < 2:
         return [act() for act in work]
+
+    # It takes its time to be imported, and most outputs are one file.
+    from concurrent.futures import ThreadPoolExecutor
 
     def watched(act: Callable[[], _Found]) -> _Found:
         try:

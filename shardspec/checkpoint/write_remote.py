@@ -5,7 +5,7 @@ complete, and what makes a directory count (an index, a sharding info) is writte
 were read again.
 """
 
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -93,7 +93,7 @@ def write_remote(
     """
     job = Job(source, path, verify, verify or target.digested, Meter(target.num_bytes, progress))
     places = Places.found(
-        path, secrets.token_hex(8), directory=target.directory, overwrite=overwrite
+        path, os.urandom(8).hex(), directory=target.directory, overwrite=overwrite
     )
     uploads = Uploads(job, target, places, overwrite, [])
     try:

@@ -181,6 +181,15 @@ def test_an_error_of_the_one_who_reads_stops_the_writing(file, tmp_path, monkeyp
     assert (tmp_path / "out").read_bytes() == bytes([1]) * BLOCK
 
 
+@pytest.fixture
+def _interruptible():
+    """A shell tells what it starts in the background to ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_at_the_end_waits_for_the_threads(file, tmp_path, monkeypatch):
     ended = []
     real = os.pwrite

@@ -129,6 +129,8 @@ def test_source_bytes_that_were_changed_are_found(forms):
 KILLED = """
 import os, signal, sys
 from shardspec.checkpoint.merge import merge
+# What is started in the background by a shell is told to ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def progress(done, total):
     if done >= total * 3 // 4:
         os.kill(os.getpid(), getattr(signal, sys.argv[3]))
@@ -159,9 +161,9 @@ def test_killed_runs_leave_the_old_or_none(tmp_path):
             ("cut", "SIGKILL", "4000000"),
         )
     }
-    for (name, how), run in runs.items():
-        said = run.communicate()[1]
-        assert run.returncode == -getattr(signal, how), (name, said)
+    ended = {key: run.communicate()[1] for key, run in runs.items()}
+    for (name, how), said in ended.items():
+        assert runs[name, how].returncode == -getattr(signal, how), (name, said)
     left = [name for name in names(root) if not name.startswith("cut/")]
     assert left == ["kept", "replaced"]
     for name in left:
