@@ -1,5 +1,7 @@
 """What belongs to a running job: its communicators, its groups, and torch's meshes of it."""
 
+import atexit
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -59,11 +61,19 @@ is ours.
 """
 
 
+_LETTING_GO_SECONDS: Final = 0.05
+
+
 def current_job() -> Job:
     """Return what belongs to the running job; `torch.distributed` is initialised."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    return _JOBS.setdefault(world, Job())
+    if world not in _JOBS:
+        _JOBS[world] = Job()
+        # A thread of gloo lets go of a tensor some time after its collective has ended, and needs
+        # the interpreter for it; where that has begun to end, torch aborts the process.
+        atexit.register(time.sleep, _LETTING_GO_SECONDS)
+    return _JOBS[world]
 
 
 def check_members(mesh: DeviceMesh) -> None:
