@@ -202,7 +202,7 @@ def main() -> None:
     chosen.at.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as temporary:
         meet = f"{temporary}/meet"
-        start: Any = mp.start_processes  # type: ignore[attr-defined]  # of torch, not declared
+        start: Any = mp.start_processes  # type: ignore[attr-defined]  # torch.multiprocessing does not declare it
         start(
             _rank,
             (chosen.form, chosen.at, model, cut, world, meet),

@@ -64,7 +64,7 @@ def merge_weights(source: Path, out: Path) -> None:
     _load_state_dict(
         state,
         storage_reader=FileSystemReader(str(source)),
-        planner=_EmptyStateDictLoadPlanner(),  # type: ignore[no-untyped-call]  # of torch
+        planner=_EmptyStateDictLoadPlanner(),  # type: ignore[no-untyped-call]  # untyped in torch
         no_dist=True,
     )
     if len(state) == 1:
@@ -114,7 +114,7 @@ def load_and_cat(source: Path, out: Path) -> None:
 def _joined(parts: list[torch.Tensor], placement: Placement) -> torch.Tensor:
     if isinstance(placement, Replicate):
         return parts[0].contiguous()
-    return torch.cat(parts, placement.dim)  # type: ignore[attr-defined]  # Shard or _StridedShard
+    return torch.cat(parts, placement.dim)  # type: ignore[attr-defined]  # both that cut have it, their base has not
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,7 @@ def compare(shape: tuple[int, ...], rank: int, every: int) -> list[Compared]:
         for (a, b), plan in ours.items():
             try:
                 seconds, infos = torch_first_plan(theirs[a], theirs[b], graph)
+            # torch has no error of its own for what it cannot plan; such pairs are counted.
             except (AssertionError, RuntimeError, ValueError, KeyError, NotImplementedError):
                 refused += 1
                 continue

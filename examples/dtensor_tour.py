@@ -55,7 +55,7 @@ def places(local: torch.Tensor) -> list[object]:
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Say what every step is that is carried out meanwhile, ours and those of torch's operators."""
-    torchs = CommDebugMode()  # type: ignore[no-untyped-call]  # torch's own
+    torchs = CommDebugMode()  # type: ignore[no-untyped-call]  # untyped in torch
     with shardspec.trace() as trace, torchs:
         yield
     ours = [

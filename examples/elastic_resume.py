@@ -61,7 +61,7 @@ def stage(directory: Path, first: int) -> None:
     for step in range(first, first + STEPS):
         cut = {name: state[name].requires_grad_() for name in SIZES}
         loss = loss_of({name: tensor.to_global() for name, tensor in cut.items()}, step)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         losses.append(float(loss.item()).hex())
         with torch.no_grad():
             for name, tensor in cut.items():

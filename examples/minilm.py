@@ -187,7 +187,7 @@ def save_in_processes(
     with tempfile.TemporaryDirectory(prefix="shardspec-meet-") as meeting:
         arguments = (mesh, str(Path(meeting) / "store"), original, dict(specs), checkpoint)
         try:
-            spawn(save_rank, arguments, mesh.size)  # type: ignore[no-untyped-call]  # torch's own
+            spawn(save_rank, arguments, mesh.size)  # type: ignore[no-untyped-call]  # untyped in torch
         except ProcessException as error:
             reason = str(error).strip().splitlines()[-1]
             raise DemoError(f"process {error.error_index} failed: {reason}") from None

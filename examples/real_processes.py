@@ -39,7 +39,7 @@ say(f"{columns.sharding_spec} {columns.to_local()[0].tolist()} in row 0")
 # Gradients flow back through the conversion. Every rank computes the same loss from the whole
 # tensor, and finds in `grad` the gradient of its own shard: 2a, as in one process.
 loss = columns.to_global().square().sum()
-loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
 assert d_tensor.grad is not None
 say(f"gradient {d_tensor.grad.to_local()[0].tolist()} in its first row")
 

@@ -35,7 +35,7 @@ class NextLetter(nn.Module):
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
         """Return the scores of every letter, for each row of letters."""
-        return self.down(torch.relu(self.up(self.embed(letters).flatten(1))))  # type: ignore[no-any-return]  # torch's
+        return self.down(torch.relu(self.up(self.embed(letters).flatten(1))))  # type: ignore[no-any-return]  # a module's call is untyped
 
 
 def batch(text: torch.Tensor, step: int, size: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ row = mesh.coordinates(rank)[0]
 def ask(letters: torch.Tensor) -> torch.Tensor:
     """Return the scores of all rows; this rank puts in those of its half of the batch."""
     half = len(letters) // 2
-    return model(letters[half * row : half * (row + 1)])  # type: ignore[no-any-return]  # torch's
+    return model(letters[half * row : half * (row + 1)])  # type: ignore[no-any-return]  # a module's call is untyped
 
 
 torch.manual_seed(0)
@@ -80,7 +80,7 @@ adam = torch.optim.Adam(model.parameters(), lr=3e-3)
 for step in range(121):
     letters, following = batch(text, step)
     loss = nn.functional.cross_entropy(ask(letters), following)
-    loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+    loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     adam.step()
     adam.zero_grad()
     if rank == 0 and step % 40 == 0:

@@ -199,7 +199,7 @@ class RemotePath(PosixPath):
             raise CheckpointError(f"{self}: is not a regular file")
         return int(info["size"])
 
-    def replace(self, target: "RemotePath") -> "RemotePath":  # type: ignore[override]  # no other
+    def replace(self, target: "RemotePath") -> "RemotePath":  # type: ignore[override]  # Path takes names on the disk
         """Give a file another name, in place of any of that name; return the new name.
 
         The store copies it in one step. What has the other name is the old file or the new one.
@@ -277,6 +277,7 @@ class StoreErrors:
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, ShardSpecError):
             return
+        # Stores have errors of their packages, or raise these; any other is a fault of ours.
         foreign = type(error).__module__ != "builtins"
         if foreign or isinstance(error, OSError | ValueError | NotImplementedError):
             raise CheckpointError(f"{self._path}: cannot be {self._done}: {_text(error)}") from None

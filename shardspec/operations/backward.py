@@ -49,7 +49,7 @@ class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __torch_dispatch__(
         self,

@@ -40,7 +40,7 @@ class NoViewsOfDescending(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._name = name
 
     def __torch_dispatch__(
