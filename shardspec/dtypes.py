@@ -13,6 +13,7 @@ from shardspec.text import shown
 __all__ = [
     "dtype_name",
     "from_safetensors",
+    "is_cast",
     "is_floating",
     "item_bytes",
     "packed",
@@ -134,3 +135,18 @@ def from_safetensors(code: str) -> str:
             f"unknown safetensors dtype {shown(code)}; known: {', '.join(_SAFETENSORS)}"
         )
     return _SAFETENSORS[code]
+
+
+def is_cast(source: str, target: str) -> bool:
+    """Return whether a cast to `target` changes a tensor: if it has floating point numbers.
+
+    Complex numbers, and those of four bits, which belong with scales of their own, stay as they
+    are.
+
+    Examples
+    --------
+    >>> is_cast("float32", "bfloat16"), is_cast("int64", "bfloat16"), is_cast("float16", "float16")
+    (True, False, False)
+    """
+    apart = source.startswith("complex") or packed(source) > 1
+    return source != target and is_floating(source) and not apart

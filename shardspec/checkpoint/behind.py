@@ -1,30 +1,25 @@
-"""Writing a file on a thread beside the one that reads, and reading it again on one more.
+"""Writing a file, and reading it again behind the place that has been come to.
 
-Reading ahead, writing and checking overlap: while one block is written, the next is put together,
-and what was written before is flushed to the disk, read again and compared.
+What was written is flushed to the disk, read again and compared while the rest is still on its way:
+by a thread beside the one that writes, or by that one itself where other files keep the CPU busy.
 """
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
-import numpy as np
-
+from shardspec.checkpoint.buffers import BLOCK_BYTES
 from shardspec.checkpoint.digests import crc32, crc_text
 from shardspec.checkpoint.files import reason
-from shardspec.checkpoint.regions import Bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "Behind", "ReadBack", "different", "write_all"]
+__all__ = ["Behind", "ReadBack", "different", "write_all"]
 
-BLOCK_BYTES: Final = 1 << 20
-"""Most bytes of a block: it fits the L2 cache of common CPUs; smaller ones mean more calls."""
-_BLOCKS: Final = 4
-"""Blocks on their way: one being put together, one being written, and some slack between."""
 _WRITE_BYTES: Final = 64 << 10
 """Bytes written by one call. For longer ones Linux takes large pages into its cache, and on a
 virtual machine, whose host has to find memory for them first, this can take several times as
@@ -74,41 +69,41 @@ class ReadBack(NamedTuple):
     """What it should have."""
 
 
-class _Write(NamedTuple):
-    room: Bytes
-    """The buffer to give back."""
-    data: Bytes
-    offset: int
-    check: ReadBack | None
-
-
 class Behind:
-    """Writes blocks of a file in the background, in the order in which they are put.
+    """Writes blocks of a file, and has them read again.
 
-    For one thread that calls `room` and `put` in turns, inside a ``with`` block; at its end all is
-    written, and what was to be checked has been flushed, read again and compared. An exception in
-    the block stops the writing.
+    For one thread that calls `room` and `put` in turns, inside a ``with`` block; at its end what
+    was to be checked has been flushed, read again and compared. An exception in the block stops
+    the checks.
 
     Parameters
     ----------
     fd, path
         The file, open for writing and reading; the path is for errors.
+    beside
+        Whether a thread of its own checks; otherwise `put` does from time to time.
     block_bytes
         Most bytes of a block.
     """
 
-    def __init__(self, fd: int, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(
+        self, fd: int, path: Path, *, beside: bool = True, block_bytes: int = BLOCK_BYTES
+    ) -> None:
         self._fd = fd
         self._path = path
+        self._beside = beside
         self.block_bytes = block_bytes
+        self._room = memoryview(bytearray(block_bytes))
+        self._again = memoryview(bytearray(block_bytes))
         self._failure: BaseException | None = None
-        self._free: SimpleQueue[Bytes] = SimpleQueue()
-        self._writes: SimpleQueue[_Write | None] = SimpleQueue()
-        self._checks: SimpleQueue[ReadBack | None] = SimpleQueue()
-        self._taken: Bytes | None = None
-        self._threads: list[Thread] = []
-        for _ in range(_BLOCKS):
-            self._free.put(np.empty(block_bytes, np.uint8))
+        self._thread: Thread | None = None
+        self._ended = Event()
+        self._handed: SimpleQueue[Sequence[ReadBack]] = SimpleQueue()
+        """Stretches for the thread; none are its end."""
+        self._waiting: list[ReadBack] = []
+        self._num_bytes = 0
+        """Of what waits."""
+        self._enough = _CACHED_BYTES
 
     def __enter__(self) -> Self:
         return self
@@ -119,38 +114,44 @@ class Behind:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self._failure = self._failure or error
-        self._writes.put(None)
+        self._failure = self._failure or error
         interrupt = None
-        for thread in self._threads:
-            while thread.is_alive():
-                try:
-                    thread.join()
-                except KeyboardInterrupt as again:
-                    # The file must not be closed before the threads have let go of it.
-                    self._failure = interrupt = again
+        while True:
+            try:
+                if self._failure is None:
+                    self._check()
+                self._end()
+                break
+            except KeyboardInterrupt as again:
+                # The file must not be closed before the thread has let go of it.
+                self._failure = interrupt = again
         if interrupt is not None:
             raise interrupt
         if error is None and self._failure is not None:
             raise self._failure
 
-    def room(self, num_bytes: int) -> Bytes:
-        """Return flat memory for the next block, once there is some; the last is given back.
+    def _end(self) -> None:
+        """Wait for the thread."""
+        if self._thread is not None:
+            self._handed.put(())
+            # An interrupted join takes the thread for ended (bpo-45274), so it is not enough.
+            self._ended.wait()
+            self._thread.join()
+
+    def room(self, num_bytes: int) -> memoryview:
+        """Return memory for the next block.
 
         Raises
         ------
         CheckpointError
-            If a block before could not be written, or was read back differently.
+            If a block before was read back differently.
         """
-        if self._taken is None:
-            self._taken = self._free.get()
         if self._failure is not None:
             raise self._failure
-        return self._taken[:num_bytes]
+        return self._room[:num_bytes]
 
-    def put(self, data: Bytes, offset: int, name: str, crc: int | None) -> None:
-        """Write a block: the memory that `room` gave, or other memory that nobody changes.
+    def put(self, data: memoryview, offset: int, name: str, crc: int | None) -> None:
+        """Write a block: what `room` gave, or other memory.
 
         Parameters
         ----------
@@ -162,49 +163,53 @@ class Behind:
             What it is, for errors.
         crc
             Its CRC-32, if it is to be read again and compared.
-        """
-        assert self._taken is not None, "room was asked for"
-        if not self._threads:
-            self._threads = [Thread(target=self._write), Thread(target=self._check)]
-            for thread in self._threads:
-                thread.start()
-        check = None if crc is None else ReadBack(name, offset, data.nbytes, crc)
-        self._writes.put(_Write(self._taken, data, offset, check))
-        self._taken = None
 
-    def _write(self) -> None:
-        while (write := self._writes.get()) is not None:
-            if self._failure is None:
-                try:
-                    write_all(self._fd, write.data.data, write.offset, self._path)
-                except BaseException as error:
-                    self._failure = error
-            self._free.put(write.room)
-            if write.check is not None:
-                self._checks.put(write.check)
-        self._checks.put(None)
+        Raises
+        ------
+        CheckpointError
+            If the system refuses, or blocks before were read back differently.
+        """
+        write_all(self._fd, data, offset, self._path)
+        if crc is not None:
+            self._waiting.append(ReadBack(name, offset, data.nbytes, crc))
+            self._num_bytes += data.nbytes
+            if self._num_bytes >= self._enough:
+                self._check()
 
     def _check(self) -> None:
-        room = memoryview(bytearray(self.block_bytes))
-        waiting: list[ReadBack] = []
-        num_bytes, enough = 0, _CACHED_BYTES
-        check: ReadBack | None
-        while True:
-            check = self._checks.get()
-            if check is not None:
-                waiting.append(check)
-                num_bytes += check.num_bytes
-            if (check is None or num_bytes >= enough) and self._failure is None:
+        """Have what waits compared."""
+        waiting, self._waiting, self._num_bytes = self._waiting, [], 0
+        if not waiting:
+            return
+        if not self._beside:
+            self._compare(waiting)
+            return
+        if self._thread is None:
+            self._thread = Thread(target=self._compare_handed, daemon=True)
+            self._thread.start()
+        self._handed.put(waiting)
+
+    def _compare_handed(self) -> None:
+        while waiting := self._handed.get():
+            if self._failure is None:
                 try:
-                    if waiting:
-                        slow = self._flush() > _FLUSH_SECONDS
-                        enough = _FLUSHED_BYTES if slow else _CACHED_BYTES
-                        self._compare(waiting, room)
+                    self._compare(waiting)
                 except BaseException as error:
                     self._failure = error
-                waiting, num_bytes = [], 0
-            if check is None:
+        self._ended.set()
+
+    def _compare(self, waiting: Sequence[ReadBack]) -> None:
+        slow = self._flush() > _FLUSH_SECONDS
+        self._enough = _FLUSHED_BYTES if slow else _CACHED_BYTES
+        for name, offset, num_bytes, expected in waiting:
+            if self._failure is not None:
                 return
+            value = 0
+            for at in range(0, num_bytes, self.block_bytes):
+                part = self._again[: num_bytes - at]
+                value = crc32(self._read(part, offset + at), value)
+            if value != expected:
+                raise different(self._path, name, value, expected)
 
     def _flush(self) -> float:
         """Return how many seconds it took."""
@@ -214,17 +219,6 @@ class Behind:
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {reason(error)}") from None
         return time.monotonic() - started
-
-    def _compare(self, waiting: list[ReadBack], room: memoryview) -> None:
-        for name, offset, num_bytes, expected in waiting:
-            if self._failure is not None:
-                return
-            value = 0
-            for at in range(0, num_bytes, len(room)):
-                part = room[: num_bytes - at]
-                value = crc32(self._read(part, offset + at), value)
-            if value != expected:
-                raise different(self._path, name, value, expected)
 
     def _read(self, part: memoryview, offset: int) -> memoryview:
         done = 0

@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
+from shardspec.checkpoint.buffers import Buffers
+from shardspec.checkpoint.copy import copy_box
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.fill import Progress
 from shardspec.checkpoint.numbers import numbers
 from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.regions import Bytes
+from shardspec.checkpoint.sinks import MemorySink
 from shardspec.checkpoint.source import CheckpointSource, StoredTensor
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import is_floating, item_bytes, packed
@@ -154,8 +156,8 @@ def _first(
     rooms = np.empty(_BLOCK_BYTES, np.uint8), np.empty(_BLOCK_BYTES, np.uint8)
     for box in _blocks(x.shape, _BLOCK_BYTES // max(sizes)):
         one, other = (room[: box_size(box) * size] for room, size in zip(rooms, sizes, strict=True))
-        copy_box(x, box, MemorySink(one), files, buffers)
-        copy_box(y, box, MemorySink(other), files, buffers)
+        copy_box(x, box, MemorySink(one.data), files, buffers)
+        copy_box(y, box, MemorySink(other.data), files, buffers)
         count.add(one.size)
         if x.dtype == y.dtype and np.array_equal(one, other):
             continue

@@ -8,13 +8,15 @@ from threading import Event, Lock
 from typing import Final, Protocol, TypeAlias
 
 from shardspec.checkpoint.behind import Behind, different
-from shardspec.checkpoint.copy import Buffers, FileSink, Sink, copy_box
+from shardspec.checkpoint.buffers import Buffers
+from shardspec.checkpoint.copy import copy_box
 from shardspec.checkpoint.digests import Checks, crc32, crc32_combine
 from shardspec.checkpoint.files import OpenFiles, SourceFile, reason
-from shardspec.checkpoint.numbers import is_cast
 from shardspec.checkpoint.output import reserve
+from shardspec.checkpoint.sinks import FileSink, Sink
 from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
 from shardspec.checkpoint.targets import OutputFile, Piece, Slot
+from shardspec.dtypes import is_cast
 from shardspec.errors import CheckpointError
 
 __all__ = [
@@ -72,6 +74,8 @@ class Job:
     verify: bool
     digested: bool
     meter: Meter
+    beside: bool = True
+    """Whether what is written is read again by a thread of its own."""
 
 
 class NewFile:

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.agree import agree
-from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
+from shardspec.checkpoint.buffers import Buffers
+from shardspec.checkpoint.copy import copy_box
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.open import as_source
+from shardspec.checkpoint.sinks import MemorySink
 from shardspec.checkpoint.source import CheckpointSource, StoredTensor
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
@@ -168,6 +170,6 @@ def _read_box(tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers
 
     result = torch.empty(box_shape(box), dtype=getattr(torch, tensor.dtype))
     if box_size(box):
-        out = result.view(-1).view(torch.uint8).numpy()
+        out = result.view(-1).view(torch.uint8).numpy().data
         copy_box(tensor, box, MemorySink(out), files, buffers, checks=Checks(tensor))
     return result

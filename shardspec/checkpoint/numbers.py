@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.checkpoint.regions import Bytes
-from shardspec.dtypes import is_floating, packed
+from shardspec.dtypes import packed
 
-__all__ = ["cast", "is_cast", "narrow", "numbers"]
+__all__ = ["cast", "narrow", "numbers"]
 
 # dtype: (bits of the fraction, bias, whether its only NaN is what would be -0)
 _EIGHT_BITS: Final = {
@@ -98,36 +98,22 @@ def narrow(values: NDArray[Any], dtype: str) -> Bytes:
     return half.astype(np.uint16).view(np.uint8)
 
 
-def is_cast(source: str, target: str) -> bool:
-    """Return whether a cast to `target` changes a tensor: if it has floating point numbers.
-
-    Complex numbers, and those of four bits, which belong with scales of their own, stay as they
-    are.
-
-    Examples
-    --------
-    >>> is_cast("float32", "bfloat16"), is_cast("int64", "bfloat16"), is_cast("float16", "float16")
-    (True, False, False)
-    """
-    apart = source.startswith("complex") or packed(source) > 1
-    return source != target and is_floating(source) and not apart
-
-
-def cast(raw: Bytes, source: str, target: str) -> Bytes:
+def cast(data: memoryview, source: str, target: str) -> memoryview:
     """Return bytes of floating point numbers in another dtype, as torch would cast them.
 
     Examples
     --------
-    >>> cast(np.float32([1.0]).view(np.uint8), "float32", "bfloat16").tolist()
+    >>> cast(memoryview(bytes.fromhex("0000803f")), "float32", "bfloat16").tolist()
     [128, 63]
     """
+    raw = np.frombuffer(data, np.uint8)
     if target.startswith("float8"):
-        return _cast_by_torch(raw, source, target)
+        return _cast_by_torch(raw, source, target).data
     values = numbers(raw, source)
     with np.errstate(all="ignore"):
         if target in ("bfloat16", "float16"):
             values = values.astype(np.float32, copy=False)
-        return narrow(values, target)
+        return narrow(values, target).data
 
 
 def _cast_by_torch(raw: Bytes, source: str, target: str) -> Bytes:

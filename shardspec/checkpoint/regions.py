@@ -27,7 +27,7 @@ def read_region(
     outer: Box,
     region: Box,
     out: Bytes,
-    scratch: Bytes,
+    scratch: memoryview,
     seen: Seen | None = None,
 ) -> None:
     """Read the part `region` of the box `outer` that lies row-major at `offset` of a file.
@@ -65,7 +65,7 @@ def read_strided_region(
     outer: Box,
     region: Box,
     out: Bytes,
-    scratch: Bytes,
+    scratch: memoryview,
     seen: Seen | None = None,
 ) -> None:
     """Read the part `region` of the box `outer` whose elements lie `strides` bytes apart.
@@ -97,7 +97,7 @@ def _read(
     start: int,
     strides: tuple[int, ...],
     out: Bytes,
-    scratch: Bytes,
+    scratch: memoryview,
     seen: Seen | None,
 ) -> None:
     span, gap = 1, 0
@@ -112,16 +112,16 @@ def _read(
         file.read_into(out.reshape(-1).data, start)
         if seen is not None:
             seen(start, out.reshape(-1).data)
-    elif span <= scratch.size and gap < _PAGE:
-        file.read_into(scratch[:span].data, start)
+    elif span <= len(scratch) and gap < _PAGE:
+        file.read_into(scratch[:span], start)
         if seen is not None:
-            seen(start, scratch[:span].data)
-        _copy(np.ndarray(out.shape, np.uint8, scratch.data, strides=strides), out)
+            seen(start, scratch[:span])
+        _copy(np.ndarray(out.shape, np.uint8, scratch, strides=strides), out)
     else:
         # A single row is contiguous on both sides, so there is a dim left to go along.
         step = 1
         if gap < _PAGE:
-            step = max(1, min(scratch.size // strides[0], out.shape[0] - 1))
+            step = max(1, min(len(scratch) // strides[0], out.shape[0] - 1))
         for at in range(0, out.shape[0], step):
             part = out[at] if step == 1 else out[at : at + step]
             rest = strides[1:] if step == 1 else strides

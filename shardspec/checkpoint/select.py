@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from shardspec.checkpoint.numbers import is_cast
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Wanted
-from shardspec.dtypes import dtype_name, is_floating, packed
+from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError
 
 __all__ = ["Choice", "Patterns", "Renames", "plain", "select", "tied"]

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from shardspec.checkpoint.behind import Behind, write_all
+from shardspec.checkpoint.buffers import Buffers
 from shardspec.checkpoint.claim import claimed
-from shardspec.checkpoint.copy import Buffers
 from shardspec.checkpoint.digests import crc32, crc32_combine
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.fill import (
@@ -94,7 +94,10 @@ def write_target(
     CheckpointError
         If another run is at work on it, a digest is wrong, or the system refuses.
     """
-    job = Job(source, path, verify, verify or target.digested, Meter(target.num_bytes, progress))
+    meter = Meter(target.num_bytes, progress)
+    # With several files at once the CPU is busy enough.
+    beside = threads == 1 or len(target.files) == 1
+    job = Job(source, path, verify, verify or target.digested, meter, beside)
     with claimed(path, directory=target.directory, overwrite=overwrite) as place:
         work = [
             partial(_write, job, file, place / file.name if target.directory else place)
@@ -182,7 +185,7 @@ def _write(job: Job, file: OutputFile, place: Path) -> _Found:
     with NewFile(place, job.path, file.num_bytes) as fd, OpenFiles() as files:
         buffers = Buffers()
         put_pieces(job, fd, file.pieces)
-        with Behind(fd, job.path) as behind:
+        with Behind(fd, job.path, beside=job.beside) as behind:
             for slot in file.slots:
                 crc, boxes = fill_slot(job, slot, fd, behind, files, buffers)
                 crcs.append(crc)

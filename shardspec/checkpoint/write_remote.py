@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardspec.checkpoint.copy import Buffers
+from shardspec.checkpoint.buffers import Buffers
 from shardspec.checkpoint.digests import crc32, crc32_combine
 from shardspec.checkpoint.files import OpenFiles, SourceFile
 from shardspec.checkpoint.fill import (
@@ -24,9 +24,7 @@ from shardspec.checkpoint.fill import (
     fill_by,
     parts_of,
 )
-from shardspec.checkpoint.numbers import cast
 from shardspec.checkpoint.pieces import Block, Run
-from shardspec.checkpoint.regions import Bytes
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.replacing import Places
 from shardspec.checkpoint.source import CheckpointSource, StoredBox
@@ -172,27 +170,29 @@ class _Stream:
 
     def copy(self, run: Run, file: SourceFile) -> None:
         """Write a run, a block at a time."""
-        for at in range(0, run.num_bytes, self._buffers.block.size):
+        for at in range(0, run.num_bytes, len(self._buffers.block)):
             block = self._buffers.block[: run.num_bytes - at]
-            file.read_into(block.data, run.source_offset + at)
+            file.read_into(block, run.source_offset + at)
             self._write(block)
 
-    def room(self, block: Block) -> Bytes:
+    def room(self, block: Block) -> memoryview:
         """Return the start of the buffer."""
         return self._buffers.block[: block.num_bytes]
 
     # Sink names the parameters.
-    def put(self, block: Block, room: Bytes, crc: int | None = None) -> None:  # noqa: ARG002
+    def put(self, block: Block, room: memoryview, crc: int | None = None) -> None:  # noqa: ARG002
         """Write the block."""
         self._write(room, crc)
 
-    def _write(self, room: Bytes, crc: int | None = None) -> None:
+    def _write(self, room: memoryview, crc: int | None = None) -> None:
         if self._dtypes is not None:
+            from shardspec.checkpoint.numbers import cast
+
             room, crc = cast(room, *self._dtypes), None
         if self._job.digested:
             if crc is None:
-                self.crc32 = crc32(room.data, self.crc32)
+                self.crc32 = crc32(room, self.crc32)
             else:
                 self.crc32 = int(crc32_combine(self.crc32, crc, len(room)))
-        self._upload.write(room.data)
+        self._upload.write(room)
         self._job.meter.advance(len(room))

@@ -9,8 +9,8 @@ from typing import Any
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.behind import Behind
+from shardspec.checkpoint.buffers import Buffers
 from shardspec.checkpoint.claim import claimed
-from shardspec.checkpoint.copy import Buffers
 from shardspec.checkpoint.digests import crc32_combine
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.fill import (
@@ -159,7 +159,11 @@ def _fill(job: Job, target: Target, shares: Sequence[Share], place: Path) -> obj
     with OpenFiles() as files:
         for number, of_file in groupby(shares, lambda share: share.file):
             at = _place(place, target, target.files[number])
-            with NewFile(at, job.path, None) as fd, Behind(fd, job.path) as behind:
+            # The other processes keep the CPU busy enough.
+            with (
+                NewFile(at, job.path, None) as fd,
+                Behind(fd, job.path, beside=False) as behind,
+            ):
                 for share in of_file:
                     crc, boxes = fill_slot(job, share.part, fd, behind, files, buffers)
                     digests.append((number, share.slot, crc, share.part.num_bytes))

@@ -1,4 +1,4 @@
-"""Writing behind the one who reads: all is written, checked, and a failure anywhere is heard."""
+"""Writing, and reading again behind it: all is written, checked, and a failure is heard."""
 
 import os
 import signal
@@ -22,45 +22,51 @@ def file(tmp_path):
         yield opened
 
 
+@pytest.fixture(params=[True, False], ids=["beside", "by-itself"])
+def behind(request, file, tmp_path):
+    """Who writes it in small blocks: with a thread that checks, and without."""
+    return Behind(file.fileno(), tmp_path / "out", beside=request.param, block_bytes=BLOCK)
+
+
 def blocks(number):
     """Blocks of a file, each with its place in it, of all lengths up to the most."""
     rng = np.random.default_rng(0)
     at = 3
     for _ in range(number):
-        data = rng.integers(0, 256, rng.integers(1, BLOCK + 1), np.uint8)
+        data = rng.bytes(int(rng.integers(1, BLOCK + 1)))
         yield at, data
-        at += data.size
+        at += len(data)
 
 
 def put_all(behind, parts, checked=True):
     """Put blocks as one who reads does."""
-    for at, data in parts:
-        room = behind.room(data.size)
-        room[:] = data
-        behind.put(room, at, f"block at {at}", crc32(data.data) if checked else None)
+    with behind:
+        for at, data in parts:
+            room = behind.room(len(data))
+            room[:] = data
+            behind.put(room, at, f"block at {at}", crc32(data) if checked else None)
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_many_blocks_are_written_in_few_buffers(file, tmp_path, checked):
+def test_many_blocks_are_written_from_one_buffer(behind, tmp_path, checked):
     parts = list(blocks(500))
-    with Behind(file.fileno(), tmp_path / "out", BLOCK) as behind:
-        put_all(behind, parts, checked)
-    expected = b"\0" * 3 + b"".join(data.tobytes() for _, data in parts)
+    put_all(behind, parts, checked)
+    expected = b"\0" * 3 + b"".join(data for _, data in parts)
     assert (tmp_path / "out").read_bytes() == expected
     assert threading.active_count() == 1
 
 
-def test_other_memory_longer_than_a_block_may_be_put(file, tmp_path):
-    data = np.arange(10 * BLOCK, dtype=np.uint8)
-    with Behind(file.fileno(), tmp_path / "out", BLOCK) as behind:
-        behind.room(BLOCK)
-        behind.put(data, 0, "all", crc32(data.data))
-    assert (tmp_path / "out").read_bytes() == data.tobytes()
+def test_other_memory_longer_than_a_block_may_be_put(behind, tmp_path):
+    data = bytes(range(250)) * 10
+    with behind:
+        behind.put(memoryview(data), 0, "all", crc32(data))
+    assert (tmp_path / "out").read_bytes() == data
 
 
-def test_nothing_put_starts_nothing(file, tmp_path):
-    with Behind(file.fileno(), tmp_path / "out", BLOCK) as behind:
-        behind.room(BLOCK)
+def test_nothing_to_check_starts_no_thread_and_flushes_nothing(behind, monkeypatch):
+    monkeypatch.setattr(os, "fsync", None)
+    with behind:
+        behind.put(behind.room(BLOCK), 0, "x", None)
         assert threading.active_count() == 1
 
 
@@ -74,16 +80,39 @@ def noted(called, real):
     return call
 
 
-def test_what_was_checked_has_been_flushed_before(file, tmp_path, monkeypatch):
+def test_what_was_checked_has_been_flushed_before(behind, monkeypatch):
     called: list[str] = []
-    monkeypatch.setattr(os, "fsync", noted(called, os.fsync))
-    monkeypatch.setattr(os, "preadv", noted(called, os.preadv))
-    with Behind(file.fileno(), tmp_path / "out", BLOCK) as behind:
-        put_all(behind, blocks(5))
-    assert called == ["fsync"] + ["preadv"] * 5
+    for name in ("fsync", "preadv", "pwrite"):
+        monkeypatch.setattr(os, name, noted(called, getattr(os, name)))
+    put_all(behind, blocks(5))
+    assert called == ["pwrite"] * 5 + ["fsync"] + ["preadv"] * 5
 
 
-def test_what_a_disk_changes_is_found_and_named(file, tmp_path, monkeypatch):
+MIB = bytes(range(256)) * 4096
+
+
+@pytest.mark.parametrize(
+    ("seconds", "due"),
+    [(0, [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 42]), (0.01, [4, 42])],
+    ids=["memory", "disk"],
+)
+def test_flushing_goes_along_in_short_stretches_where_it_is_free(
+    file, tmp_path, monkeypatch, seconds, due
+):
+    sizes: list[int] = []
+
+    def flush(fd):
+        sizes.append(os.fstat(fd).st_size >> 20)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    with Behind(file.fileno(), tmp_path / "out", beside=False) as behind:
+        for at in range(42):
+            behind.put(memoryview(MIB), at << 20, "x", crc32(MIB))
+    assert sizes == due
+
+
+def test_what_a_disk_changes_is_found_and_named(behind, monkeypatch):
     parts = list(blocks(40))
     at, data = parts[30]
     real = os.fsync
@@ -93,92 +122,74 @@ def test_what_a_disk_changes_is_found_and_named(file, tmp_path, monkeypatch):
         os.pwrite(fd, bytes([data[0] ^ 1]), at)
 
     monkeypatch.setattr(os, "fsync", change)
-    with (
-        pytest.raises(CheckpointError, match=f"out: block at {at} was read back differently"),
-        Behind(file.fileno(), tmp_path / "out", BLOCK) as behind,
-    ):
+    with pytest.raises(CheckpointError, match=f"out: block at {at} was read back differently"):
         put_all(behind, parts)
-
-
-def test_what_a_disk_loses_is_found(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda fd: os.ftruncate(fd, 20))
-    with (
-        pytest.raises(CheckpointError, match="out: ends at byte 20 when read again"),
-        Behind(file.fileno(), tmp_path / "out", BLOCK) as behind,
-    ):
-        put_all(behind, blocks(40))
-
-
-def test_a_refusal_stops_the_one_who_reads(tmp_path):
-    (tmp_path / "out").touch()
-    done: list[int] = []
-
-    def put_until_it_fails(behind):
-        while len(done) < 1000:
-            behind.room(BLOCK)
-            behind.put(np.zeros(BLOCK, np.uint8), 0, "x", None)
-            time.sleep(0.001)
-            done.append(BLOCK)
-
-    with (
-        (tmp_path / "out").open("rb") as file,
-        pytest.raises(CheckpointError, match="out: cannot be written: Bad file descriptor"),
-        Behind(file.fileno(), tmp_path / "out", BLOCK) as behind,
-    ):
-        put_until_it_fails(behind)
-    assert len(done) < 1000
     assert threading.active_count() == 1
 
 
-def test_a_refusal_of_the_last_block_is_heard_at_the_end(tmp_path):
+def test_what_a_disk_loses_is_found(behind, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: os.ftruncate(fd, 20))
+    with pytest.raises(CheckpointError, match="out: ends at byte 20 when read again"):
+        put_all(behind, blocks(40))
+
+
+def test_what_was_read_back_differently_stops_the_one_who_writes(file, tmp_path, monkeypatch):
+    behind = Behind(file.fileno(), tmp_path / "out")
+    found = threading.Event()
+    real = os.preadv
+
+    def change(fd, rooms, at):
+        count = real(fd, rooms, at)
+        rooms[0][0] ^= 1
+        found.set()
+        return count
+
+    monkeypatch.setattr(os, "preadv", change)
+
+    def put_until_it_is_heard():
+        for at in range(1000):
+            behind.room(len(MIB))
+            behind.put(memoryview(MIB), 0, f"block {at}", crc32(MIB))
+            if at == 8:
+                assert found.wait(10)
+                time.sleep(0.05)
+        pytest.fail("nobody has heard of it")
+
+    with pytest.raises(CheckpointError, match="out: block 0 was read back differently"), behind:
+        put_until_it_is_heard()
+    assert threading.active_count() == 1
+
+
+def test_a_refusal_is_heard_at_once(tmp_path):
     (tmp_path / "out").touch()
     with (
         (tmp_path / "out").open("rb") as file,
+        Behind(file.fileno(), tmp_path / "out") as behind,
         pytest.raises(CheckpointError, match="out: cannot be written: Bad file descriptor"),
-        Behind(file.fileno(), tmp_path / "out", BLOCK) as behind,
     ):
-        put_all(behind, blocks(1))
+        behind.put(behind.room(BLOCK), 0, "x", None)
 
 
-def test_a_disk_that_cannot_flush_is_heard(file, tmp_path, monkeypatch):
+def test_a_disk_that_cannot_flush_is_heard(behind, monkeypatch):
     def refuse(_fd):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with (
-        pytest.raises(CheckpointError, match="out: cannot be written: Input/output error"),
-        Behind(file.fileno(), tmp_path / "out", BLOCK) as behind,
-    ):
+    with pytest.raises(CheckpointError, match="out: cannot be written: Input/output error"):
         put_all(behind, blocks(3))
 
 
-def test_an_error_of_the_one_who_reads_stops_the_writing(file, tmp_path, monkeypatch):
-    started, go = threading.Event(), threading.Event()
-    real = os.pwrite
+def test_an_error_of_the_one_who_reads_is_his(behind, monkeypatch):
+    monkeypatch.setattr(os, "fsync", None)
 
-    def slow(*args):
-        started.set()
-        assert go.wait(10)
-        return real(*args)
-
-    monkeypatch.setattr(os, "pwrite", slow)
-
-    def put_some_and_fail(behind):
-        for at in range(4):
-            room = behind.room(BLOCK)
-            room[:] = at + 1
-            behind.put(room, at * BLOCK, "x", None)
-        assert started.wait(10)
-        # The first block is being written: it ends, and the others are not begun.
-        threading.Timer(0.05, go.set).start()
+    def put_one_and_fail():
+        behind.put(memoryview(b"x"), 0, "x", 0)
         raise ValueError("mine")
 
-    with (
-        pytest.raises(ValueError, match="mine"),
-        Behind(file.fileno(), tmp_path / "out", BLOCK) as behind,
-    ):
-        put_some_and_fail(behind)
-    assert (tmp_path / "out").read_bytes() == bytes([1]) * BLOCK
+    # What he has written is not checked any more.
+    with pytest.raises(ValueError, match="mine"), behind:
+        put_one_and_fail()
+    assert threading.active_count() == 1
 
 
 @pytest.fixture
@@ -190,22 +201,19 @@ def _interruptible():
 
 
 @pytest.mark.usefixtures("_interruptible")
-def test_an_interrupt_at_the_end_waits_for_the_threads(file, tmp_path, monkeypatch):
+def test_an_interrupt_at_the_end_waits_for_the_thread(file, tmp_path, monkeypatch):
     ended = []
-    real = os.pwrite
+    real = os.fsync
 
-    def interrupted(*args):
+    def interrupted(fd):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
-        written = real(*args)
-        ended.append(written)
-        return written
+        real(fd)
+        ended.append(fd)
 
-    monkeypatch.setattr(os, "pwrite", interrupted)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        Behind(file.fileno(), tmp_path / "out", BLOCK) as behind,
-    ):
-        put_all(behind, [(0, np.zeros(BLOCK, np.uint8))])
-    assert ended == [BLOCK]
+    monkeypatch.setattr(os, "fsync", interrupted)
+    behind = Behind(file.fileno(), tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        put_all(behind, [(0, b"x" * BLOCK)])
+    assert ended == [file.fileno()]
     assert threading.active_count() == 1

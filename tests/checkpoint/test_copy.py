@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from shardspec.boxes import slices_within
 from shardspec.checkpoint.behind import Behind
-from shardspec.checkpoint.copy import Buffers, FileSink, MemorySink, copy_box
+from shardspec.checkpoint.buffers import Buffers
+from shardspec.checkpoint.copy import copy_box
 from shardspec.checkpoint.files import OpenFiles, SourceFile
 from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, offset_in, pieces
 from shardspec.checkpoint.regions import read_region
+from shardspec.checkpoint.sinks import FileSink, MemorySink
 from shardspec.checkpoint.source import StoredBox, StoredTensor
 from shardspec.errors import CheckpointError
 
@@ -73,8 +75,11 @@ def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
     written: list[int] = []
     copied = path.with_name("out")
     with OpenFiles() as files:
-        copy_box(tensor, target, MemorySink(out), files, buffers)
-        with copied.open("w+b") as file, Behind(file.fileno(), copied, num_bytes) as behind:
+        copy_box(tensor, target, MemorySink(out.data), files, buffers)
+        with (
+            copied.open("w+b") as file,
+            Behind(file.fileno(), copied, block_bytes=num_bytes) as behind,
+        ):
             sink = FileSink(file.fileno(), copied, "w", 3, behind, written.append)
             copy_box(tensor, target, sink, files, buffers)
     assert out.tobytes() == expected
@@ -129,7 +134,7 @@ def test_reading_skips_gaps_of_a_page_and_reads_shorter_ones_along(tmp_path, mon
 
     # Counts what is asked of the system; the reading itself is real.
     monkeypatch.setattr(os, "preadv", counting)
-    scratch = np.empty(1 << 20, np.uint8)
+    scratch = memoryview(bytearray(1 << 20))
     out = np.empty((4, 16), np.uint8)
     with SourceFile(path) as file:
         read_region(file, 0, ((0, 64), (0, 8192)), ((2, 6), (256, 272)), out, scratch)
@@ -205,7 +210,7 @@ def test_boxes_that_are_not_row_major(tmp_path, dtype):
                 buffers = Buffers()
                 buffers.scratch = buffers.scratch[:4096]
                 buffers.block = buffers.block[:8192]
-                copy_box(tensor, target, MemorySink(out), files, buffers)
+                copy_box(tensor, target, MemorySink(out.data), files, buffers)
                 assert out.tobytes() == wanted.tobytes()
 
 
@@ -220,7 +225,7 @@ def test_more_files_than_are_kept_open(tmp_path):
     out = np.zeros(300, np.uint8)
     before = len(os.listdir("/dev/fd"))
     with OpenFiles() as files:
-        copy_box(tensor, ((0, 300),), MemorySink(out), files, Buffers())
+        copy_box(tensor, ((0, 300),), MemorySink(out.data), files, Buffers())
         assert len(os.listdir("/dev/fd")) - before <= 128
     assert len(os.listdir("/dev/fd")) == before
     assert (out == array).all()

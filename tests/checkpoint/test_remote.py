@@ -12,12 +12,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
+from shardspec.checkpoint.buffers import Buffers
+from shardspec.checkpoint.copy import copy_box
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.files import OpenFiles, SourceFile
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.ranges import MOST_AHEAD
 from shardspec.checkpoint.remote import RemotePath, as_path
+from shardspec.checkpoint.sinks import MemorySink
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
@@ -67,14 +69,14 @@ def test_a_shard_is_read_and_not_the_whole(counted):
     out = np.zeros(size, np.uint8)
     with OpenFiles() as files:
         box = ((3 * rows // 8, 4 * rows // 8), (0, columns))
-        copy_box(tensor, box, MemorySink(out), files, Buffers())
+        copy_box(tensor, box, MemorySink(out.data), files, Buffers())
     assert (out.view(np.int32).reshape(-1, columns) == whole[3 * rows // 8 : rows // 2]).all()
     assert size <= sum(CountingStore.requests) <= 2 * size < len(data) // 3
     # Columns with little between them come in few requests.
     CountingStore.requests.clear()
     out = np.zeros(rows * 7 * 4, np.uint8)
     with OpenFiles() as files:
-        copy_box(tensor, ((0, rows), (2, 9)), MemorySink(out), files, Buffers())
+        copy_box(tensor, ((0, rows), (2, 9)), MemorySink(out.data), files, Buffers())
     assert (out.view(np.int32).reshape(rows, 7) == whole[:, 2:9]).all()
     assert len(CountingStore.requests) < 20
     assert max(CountingStore.requests) <= MOST_AHEAD

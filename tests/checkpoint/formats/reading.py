@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.copy import Buffers, MemorySink, copy_box
+from shardspec.checkpoint.buffers import Buffers
+from shardspec.checkpoint.copy import copy_box
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.replicas import check_replicas
+from shardspec.checkpoint.sinks import MemorySink
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -31,7 +33,7 @@ def read_whole(path, **options):
                 check_replicas(tensor, group, files)
             flat = np.zeros(prod(tensor.shape) * item_bytes(tensor.dtype), np.uint8)
             box = tuple((0, size) for size in tensor.shape)
-            copy_box(tensor, box, MemorySink(flat), files, buffers, checks=Checks(tensor))
+            copy_box(tensor, box, MemorySink(flat.data), files, buffers, checks=Checks(tensor))
             dtype = getattr(torch, tensor.dtype)
             found = torch.from_numpy(flat).view(dtype) if flat.size else torch.empty(0, dtype=dtype)
             whole[name] = found.view(tensor.shape)
