@@ -8,6 +8,7 @@ from typing import Final
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.files import SourceFile, file_inside, reason
+from shardspec.checkpoint.form_names import INFO_NAME
 from shardspec.checkpoint.safetensors_file import MAX_DIMS
 from shardspec.checkpoint.strict_json import (
     as_list,
@@ -24,7 +25,6 @@ from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
-    "INFO_NAME",
     "SAVE_KEY",
     "VERSION",
     "BoxEntry",
@@ -35,7 +35,6 @@ __all__ = [
     "read_info",
 ]
 
-INFO_NAME: Final = "sharding_info.json"
 SAVE_KEY: Final = "shardspec.save"
 """By which the metadata of every file says which save it is of."""
 VERSION: Final = 1

@@ -5,22 +5,37 @@ A format is one module of `shardspec.checkpoint.formats` and one line in `FORMAT
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.files import SourceFile, reason
-from shardspec.checkpoint.formats import (
-    dcp,
-    dcp_hf,
-    hf_index,
-    megatron,
-    native,
-    rank_files,
-    single_file,
-    torch_file,
+from shardspec.checkpoint.form_names import (
+    BIN_INDEX,
+    BIN_NAME,
+    DCP,
+    DCP_HF,
+    INDEX_SUFFIX,
+    INFO_NAME,
+    MEGATRON,
+    MEGATRON_FILE,
+    METADATA_NAME,
+    NATIVE,
+    RANK_FILES,
+    SAFETENSORS,
+    TORCH_FILE,
+    find_bin,
+    find_dcp,
+    find_dcp_hf,
+    find_index,
+    find_megatron,
+    find_native,
+    find_plain,
+    find_rank_files,
+    is_data_file,
+    is_rank_file,
+    is_torch_file,
 )
-from shardspec.checkpoint.formats.dcp_metadata import METADATA_NAME
-from shardspec.checkpoint.info import INFO_NAME
 from shardspec.checkpoint.nearby import nearby
 from shardspec.checkpoint.remote import as_path
 from shardspec.checkpoint.source import CheckpointSource
@@ -43,53 +58,45 @@ class Format:
     """What lies in its directories, for errors."""
     finds: Callable[[frozenset[str]], bool]
     """Whether a directory with entries of these names is one."""
-    opens: Callable[..., CheckpointSource]
-    """Reads what describes it; not its data. Called with the directory and what `takes` names."""
+    reader: str
+    """Module of `shardspec.checkpoint.formats` and the function in it that reads what describes a
+    checkpoint, not its data. It is called with the directory and what `takes` names."""
     takes: frozenset[str] = frozenset()
     """What the caller may add of his own: options of `open_checkpoint`."""
     in_parts: bool = False
     """Whether no file that `finds` knows is a checkpoint by itself, so that it means all of it."""
 
+    def opens(self, place: Path, **added: object) -> CheckpointSource:
+        """Import the reader, and read."""
+        module, function = self.reader.split(":")
+        opens = getattr(import_module(f"shardspec.checkpoint.formats.{module}"), function)
+        opened: CheckpointSource = opens(place, **added)
+        return opened
+
 
 FORMATS: Final = (
+    Format(NATIVE, INFO_NAME, find_native, "native:open_native", in_parts=True),
+    Format(DCP, METADATA_NAME, find_dcp, "dcp:open_dcp", in_parts=True),
     Format(
-        native.FORMAT,
-        INFO_NAME,
-        lambda names: INFO_NAME in names,
-        native.open_native,
-        in_parts=True,
-    ),
-    Format(dcp.FORMAT, METADATA_NAME, dcp.find_dcp, dcp.open_dcp, in_parts=True),
-    Format(
-        megatron.FORMAT,
+        MEGATRON,
         "mp_rank_00",
-        megatron.find_megatron,
-        megatron.open_megatron,
+        find_megatron,
+        "megatron:open_megatron",
         frozenset(("ranks", "rules")),
         in_parts=True,
     ),
     Format(
-        dcp_hf.FORMAT,
+        DCP_HF,
         "shard-00001-model-….safetensors",
-        dcp_hf.find_dcp_hf,
-        dcp_hf.open_dcp_hf,
+        find_dcp_hf,
+        "dcp_hf:open_dcp_hf",
         frozenset(("ranks",)),
         in_parts=True,
     ),
-    Format(hf_index.FORMAT, "an index", hf_index.find_index, hf_index.open_index_directory),
-    Format(hf_index.FORMAT, "*.safetensors", hf_index.find_plain, hf_index.open_plain),
-    Format(
-        rank_files.FORMAT,
-        "…_rank_0.pt",
-        rank_files.find_rank_files,
-        rank_files.open_rank_files,
-    ),
-    Format(
-        torch_file.FORMAT,
-        torch_file.BIN_NAME,
-        torch_file.find_bin,
-        torch_file.open_bin_directory,
-    ),
+    Format(SAFETENSORS, "an index", find_index, "hf_index:open_index_directory"),
+    Format(SAFETENSORS, "*.safetensors", find_plain, "hf_index:open_plain"),
+    Format(RANK_FILES, "…_rank_0.pt", find_rank_files, "rank_files:open_rank_files"),
+    Format(TORCH_FILE, BIN_NAME, find_bin, "torch_file:open_bin_directory"),
 )
 """Asked in this order."""
 
@@ -205,7 +212,7 @@ def _form_of(names: frozenset[str]) -> str | None:
 def _find_file(place: Path) -> _Found:
     """Find out what a file is, or is a part of."""
     part = place
-    if place.name == megatron.FILE_NAME and megatron.find_megatron(frozenset((place.parent.name,))):
+    if place.name == MEGATRON_FILE and find_megatron(frozenset((place.parent.name,))):
         part = place.parent
     for form in FORMATS:
         if form.in_parts and form.finds(frozenset((part.name,))):
@@ -215,21 +222,31 @@ def _find_file(place: Path) -> _Found:
 
 def _open_file(place: Path) -> CheckpointSource:
     """Open what is a checkpoint by itself."""
-    if place.name.endswith(hf_index.INDEX_SUFFIX):
-        return hf_index.open_index_file(place)
-    if place.name == torch_file.BIN_INDEX:
-        return torch_file.open_bin_index(place)
+    if place.name.endswith(INDEX_SUFFIX):
+        from shardspec.checkpoint.formats.hf_index import open_index_file
+
+        return open_index_file(place)
+    if place.name == BIN_INDEX:
+        from shardspec.checkpoint.formats.torch_file import open_bin_index
+
+        return open_bin_index(place)
     with SourceFile(place) as file:
         size = file.num_bytes
         head = file.read(0, min(size, 16))
-    if torch_file.is_torch_file(head):
-        if rank_files.is_rank_file(place.name):
-            return rank_files.open_family(place)
-        return torch_file.open_torch_file(place)
+    if is_torch_file(head):
+        if is_rank_file(place.name):
+            from shardspec.checkpoint.formats.rank_files import open_family
+
+            return open_family(place)
+        from shardspec.checkpoint.formats.torch_file import open_torch_file
+
+        return open_torch_file(place)
     wrong = _no_safetensors(place, head, size)
     if wrong is not None:
         raise CheckpointError(f"{place}: {wrong}")
-    return single_file.SingleFile(place)
+    from shardspec.checkpoint.formats.single_file import SingleFile
+
+    return SingleFile(place)
 
 
 def _no_safetensors(place: Path, head: bytes, num_bytes: int) -> str | None:
@@ -239,7 +256,7 @@ def _no_safetensors(place: Path, head: bytes, num_bytes: int) -> str | None:
             "is in the form that torch.save had before torch 1.6, which cannot be read in place; "
             "load it with torch.load(weights_only=True) and save it again"
         )
-    if hf_index.is_data_file(place.name) or int.from_bytes(head[:8], "little") < num_bytes:
+    if is_data_file(place.name) or int.from_bytes(head[:8], "little") < num_bytes:
         return None
     return (
         "is neither a safetensors file nor one of torch.save; name one of these, or the directory "

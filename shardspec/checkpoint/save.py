@@ -14,9 +14,9 @@ from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.assign import assign_boxes
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.files import reason
+from shardspec.checkpoint.form_names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
 from shardspec.checkpoint.info import (
-    INFO_NAME,
     BoxEntry,
     FileEntry,
     ShardingInfo,

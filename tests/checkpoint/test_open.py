@@ -1,5 +1,8 @@
 """What a path may mean, and what is said where it means nothing."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -30,6 +33,26 @@ def refused(path, **options):
         open_checkpoint(path, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+OPENED = """
+import sys
+from shardspec.checkpoint.open import open_checkpoint
+source = open_checkpoint(sys.argv[1])
+for name in source.names:
+    source.tensor(name)
+formats = "shardspec.checkpoint.formats."
+print(*(m.removeprefix(formats) for m in sorted(sys.modules) if m.startswith(formats)))
+print("numpy" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("form", "due"), [("ckpt", "native"), ("dcp", "dcp dcp_metadata")])
+def test_only_what_a_form_needs_is_imported(request, form, due):
+    place = request.getfixturevalue(form)
+    command = [sys.executable, "-c", OPENED, str(place)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert said == f"{due}\nFalse\n"
 
 
 def test_a_file_of_a_checkpoint_means_all_of_it(ckpt, dcp):

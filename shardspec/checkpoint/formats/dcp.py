@@ -9,15 +9,19 @@ is found by the lengths, shapes and dtypes of its chunks. **That files were swap
 be told where these are equal.**
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint.files import SourceFile, file_inside, is_there
-from shardspec.checkpoint.formats.dcp_metadata import (
+from shardspec.checkpoint.form_names import (
+    DCP,
+    DCP_OF_A_RANK,
+    DCP_OWN_METADATA,
     METADATA_NAME,
+)
+from shardspec.checkpoint.formats.dcp_metadata import (
     Chunk,
     DcpMetadata,
     Item,
@@ -28,17 +32,18 @@ from shardspec.checkpoint.pickles import UnlistedNameError
 from shardspec.checkpoint.plain import plain_value
 from shardspec.checkpoint.source import Described, StoredBox, StoredTensor, box_text
 from shardspec.checkpoint.torch_dtensors import read_dtensors
-from shardspec.checkpoint.torch_values import TorchTensor, read_torch, tensor_place
+from shardspec.checkpoint.torch_values import TorchTensor, read_torch_pickle, tensor_place
 from shardspec.checkpoint.torch_zip import read_torch_zip
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["FORMAT", "DcpCheckpoint", "find_dcp", "open_dcp"]
+__all__ = ["DcpCheckpoint", "open_dcp"]
 
-FORMAT: Final = "torch distributed checkpoint"
-_OF_A_RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
-_OWN_METADATA: Final = re.compile(r"__\d+\.metadata")
+_MOST_KEPT: Final = 1024
+"""Pickles of chunks whose meaning is kept: they differ only where shapes or dtypes do."""
+_MOST_KEPT_BYTES: Final = 1024
+"""Of each; torch writes some 200."""
 
 
 class DcpCheckpoint:
@@ -50,12 +55,13 @@ class DcpCheckpoint:
         self._files = files
         self._ranks = _ranks(files)
         self._known: dict[str, StoredTensor] = {}
+        self._meant: dict[bytes, TorchTensor] = {}
         self._others: dict[str, object] | None = None
 
     @property
     def format(self) -> str:
         """What wrote it."""
-        return FORMAT
+        return DCP
 
     @property
     def directory(self) -> Path:
@@ -125,16 +131,26 @@ class DcpCheckpoint:
         what = f"{path}: tensor {name!r}, box {box_text(chunk.box)}"
         with SourceFile(path) as file:
             found = read_torch_zip(file, chunk.item.offset, chunk.item.num_bytes, what)
-            value = read_torch(file, found)
-            if not isinstance(value, TorchTensor):
-                raise CheckpointError(
-                    f"{what}: holds a {type(value).__name__}, not a tensor; the file is damaged or "
-                    "from another save"
-                )
+            value = self._value(found.pickle(file), what)
             _check(value, dtype, chunk.box, what)
             place = tensor_place(value, file, found)
         rank = self._ranks[chunk.item.file]
         return StoredBox(chunk.box, (), rank, path, place.offset, place.digest, place.strides)
+
+    def _value(self, data: bytes, what: str) -> TorchTensor:
+        """Return what the pickle of a chunk says; pickles of the same bytes say the same."""
+        known = self._meant.get(data)
+        if known is not None:
+            return known
+        value = read_torch_pickle(data, what)
+        if not isinstance(value, TorchTensor):
+            raise CheckpointError(
+                f"{what}: holds a {type(value).__name__}, not a tensor; the file is damaged or "
+                "from another save"
+            )
+        if len(data) <= _MOST_KEPT_BYTES and len(self._meant) < _MOST_KEPT:
+            self._meant[data] = value
+        return value
 
     def _other(self, name: str, item: Item) -> object:
         path = self._files[item.file]
@@ -144,13 +160,6 @@ class DcpCheckpoint:
                 return plain_value(read_dtensors(file, found))
             except UnlistedNameError as error:
                 return Described(f"an object that is not read: {error}")
-
-
-def find_dcp(names: frozenset[str]) -> bool:
-    """Say whether a directory with entries of these names is torch's, or was to become one."""
-    return METADATA_NAME in names or any(
-        _OF_A_RANK.fullmatch(name) or _OWN_METADATA.fullmatch(name) for name in names
-    )
 
 
 def open_dcp(directory: Path) -> DcpCheckpoint:
@@ -165,7 +174,7 @@ def open_dcp(directory: Path) -> DcpCheckpoint:
     """
     path = file_inside(directory, METADATA_NAME, directory)
     if not is_there(path):
-        own = any(_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir())
+        own = any(DCP_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir())
         raise CheckpointError(
             f"{directory}: has no {METADATA_NAME}, "
             + (
@@ -190,7 +199,7 @@ def _ranks(files: Mapping[str, Path]) -> dict[str, int]:
     """Return the rank that wrote each file, as its name says; else its place among the files."""
     ranks = {}
     for place, name in enumerate(files):
-        match = _OF_A_RANK.fullmatch(name)
+        match = DCP_OF_A_RANK.fullmatch(name)
         ranks[name] = place if match is None else int(match[1])
     return ranks
 

@@ -22,7 +22,6 @@ What stays undetectable: a wrong `ranks`; files of another save with the same na
 form has no mark of a save); changed bytes (it has no digests).
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +29,8 @@ from typing import Final
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.files import SourceFile, file_inside
+from shardspec.checkpoint.form_names import DCP_HF, DCP_HF_SHARD, find_index, is_data_file
 from shardspec.checkpoint.formats.hf_index import (
-    find_index,
-    is_data_file,
     open_index_directory,
     open_plain,
 )
@@ -42,10 +40,8 @@ from shardspec.checkpoint.safetensors_file import Header, read_header
 from shardspec.checkpoint.source import StoredBox, StoredTensor, box_text
 from shardspec.errors import CheckpointError
 
-__all__ = ["FORMAT", "find_dcp_hf", "open_dcp_hf"]
+__all__ = ["open_dcp_hf"]
 
-FORMAT: Final = "torch DCP, Hugging Face form"
-_NAME: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _MERGED_ABOVE: Final = "sharded"
 
 
@@ -60,11 +56,6 @@ class _Shard:
     """Which file of the merged model its tensors belong to, from 1."""
     models: int
     """How many files the merged model has."""
-
-
-def find_dcp_hf(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names has shards."""
-    return any(_NAME.fullmatch(name) for name in names)
 
 
 def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCheckpoint:
@@ -88,7 +79,7 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCheckpoin
     shards = [
         _Shard(file_inside(directory, name, directory), *map(int, match.groups()))
         for name in names
-        if (match := _NAME.fullmatch(name)) is not None
+        if (match := DCP_HF_SHARD.fullmatch(name)) is not None
     ]
     _check_names(directory, shards)
     tensors = _read(shards)
@@ -101,7 +92,7 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCheckpoin
         _check_ranks(directory, shards, ranks)
     if whole is None:
         _check_grid(directory, shards)
-    return ListedCheckpoint(FORMAT, directory, tensors, tuple(shard.path for shard in shards))
+    return ListedCheckpoint(DCP_HF, directory, tensors, tuple(shard.path for shard in shards))
 
 
 def _check_names(directory: Path, shards: list[_Shard]) -> None:
@@ -172,7 +163,7 @@ def _header(path: Path) -> tuple[Header, Mapping[str, tuple[int, ...]]]:
 
 def _whole_tensors(directory: Path, names: list[str]) -> Mapping[str, StoredTensor] | None:
     """Return the merged model that torch has written beside the shards, if it has."""
-    if any(_NAME.fullmatch(name) is None for name in names):
+    if any(DCP_HF_SHARD.fullmatch(name) is None for name in names):
         raise CheckpointError(
             f"{directory}: holds shards and other safetensors files; name the file to read, or "
             "move the shards into a folder of their own, called 'sharded' if the others are the "

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.files import SourceFile
@@ -19,14 +19,12 @@ from shardspec.checkpoint.source import box_text
 from shardspec.checkpoint.torch_values import TORCH_NAMES, sizes_of
 from shardspec.errors import CheckpointError
 
-__all__ = ["METADATA_NAME", "Chunk", "DcpMetadata", "Item", "TensorEntry", "read_metadata"]
+__all__ = ["Chunk", "DcpMetadata", "Item", "TensorEntry", "read_metadata"]
 
-METADATA_NAME: Final = ".metadata"
 _MOST: Final = 2**63
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """Where something was written."""
 
     file: str
@@ -36,8 +34,7 @@ class Item:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A part of a tensor."""
 
     box: Box

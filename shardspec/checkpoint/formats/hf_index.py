@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.files import SourceFile, file_inside, is_there
+from shardspec.checkpoint.form_names import INDEX_SUFFIX, INFO_NAME, SAFETENSORS, is_data_file
 from shardspec.checkpoint.formats.listed import ListedCheckpoint, whole_tensor
 from shardspec.checkpoint.formats.saved_offsets import saved_offsets
-from shardspec.checkpoint.info import INFO_NAME, SAVE_KEY
+from shardspec.checkpoint.info import SAVE_KEY
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.safetensors_file import Header, read_header
 from shardspec.checkpoint.source import StoredTensor
@@ -32,40 +33,17 @@ from shardspec.checkpoint.strict_json import as_object, as_text, member, parse_j
 from shardspec.errors import CheckpointError
 
 __all__ = [
-    "FORMAT",
-    "INDEX_SUFFIX",
     "by_file",
     "check_listed",
     "check_numbering",
-    "find_index",
-    "find_plain",
-    "is_data_file",
     "open_index_directory",
     "open_index_file",
     "open_plain",
     "whole_header",
 ]
 
-FORMAT: Final = "safetensors"
-SUFFIX: Final = ".safetensors"
-INDEX_SUFFIX: Final = ".safetensors.index.json"
 _NUMBERED: Final = re.compile(r"(.*)-(\d+)-of-(\d+)(\.[a-z]+)", re.DOTALL)
 _MOST_INDEX_BYTES: Final = 256 << 20
-
-
-def is_data_file(name: str) -> bool:
-    """Say whether a file name is that of a finished safetensors file."""
-    return name.endswith(SUFFIX) and not name.startswith(".")
-
-
-def find_index(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names has an index."""
-    return any(name.endswith(INDEX_SUFFIX) for name in names)
-
-
-def find_plain(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names has safetensors files."""
-    return any(map(is_data_file, names))
 
 
 def open_index_directory(directory: Path) -> ListedCheckpoint:
@@ -101,7 +79,7 @@ def open_index_file(index: Path) -> ListedCheckpoint:
         check_listed(path, entries, names, index)
         for name, entry in entries.items():
             tensors[name] = whole_tensor(name, entry.shape, entry.dtype, path, entry.offset)
-    return ListedCheckpoint(FORMAT, index.parent, tensors, (index, *files))
+    return ListedCheckpoint(SAFETENSORS, index.parent, tensors, (index, *files))
 
 
 def by_file(index: Path) -> dict[Path, set[str]]:
@@ -180,7 +158,7 @@ def open_plain(directory: Path) -> ListedCheckpoint:
             tensors[entry.name] = whole_tensor(
                 entry.name, entry.shape, entry.dtype, path, entry.offset
             )
-    return ListedCheckpoint(FORMAT, directory, tensors, tuple(paths))
+    return ListedCheckpoint(SAFETENSORS, directory, tensors, tuple(paths))
 
 
 def check_numbering(directory: Path, names: Iterable[str]) -> None:

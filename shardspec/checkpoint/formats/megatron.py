@@ -36,6 +36,13 @@ from typing import Final
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.cut_rules import CutRule, parse_rules, read_cut_rules, shipped_rules
 from shardspec.checkpoint.files import SourceFile, file_inside
+from shardspec.checkpoint.form_names import (
+    MEGATRON,
+    MEGATRON_FILE,
+    MEGATRON_ITERATION,
+    MEGATRON_RANK,
+    MEGATRON_TRACKER,
+)
 from shardspec.checkpoint.formats.listed import ListedCheckpoint
 from shardspec.checkpoint.formats.megatron_model import Chunk, Rules, merged_tensors
 from shardspec.checkpoint.pickles import Allowed, Record, as_record
@@ -46,14 +53,8 @@ from shardspec.checkpoint.torch_state import StateTensor, TorchState, read_torch
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["FILE_NAME", "FORMAT", "find_megatron", "open_megatron"]
+__all__ = ["open_megatron"]
 
-FORMAT: Final = "Megatron-LM"
-FILE_NAME: Final = "model_optim_rng.pt"
-_TRACKER: Final = "latest_checkpointed_iteration.txt"
-_RANK: Final = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
-_RELEASE: Final = "release"
-_ITERATION: Final = re.compile(r"iter_\d{7,12}|release")
 _EXTRA: Final = "._extra_state"
 _MOST_TRACKER_BYTES: Final = 32
 _MODEL: Final = re.compile(r"(model\d{0,4})\.(.*)", re.DOTALL)
@@ -113,13 +114,6 @@ class _File:
         }
 
 
-def find_megatron(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names is one of Megatron, or the one above."""
-    return _TRACKER in names or any(
-        _RANK.fullmatch(name) or (name != _RELEASE and _ITERATION.fullmatch(name)) for name in names
-    )
-
-
 def open_megatron(
     directory: Path,
     *,
@@ -169,17 +163,17 @@ def open_megatron(
         # A spec counts the axes of a mesh on which all ranks hold something of a tensor.
         tensors = {name: replace(tensor, spec=None) for name, tensor in tensors.items()}
     paths = tuple(file.state.path for file in files)
-    return ListedCheckpoint(FORMAT, place, tensors, paths, mesh, _others(files))
+    return ListedCheckpoint(MEGATRON, place, tensors, paths, mesh, _others(files))
 
 
 def _iteration(directory: Path) -> Path:
     """Return the directory with the files of the ranks."""
     names = sorted(path.name for path in directory.iterdir())
-    if any(map(_RANK.fullmatch, names)):
+    if any(map(MEGATRON_RANK.fullmatch, names)):
         return directory
-    found = [name for name in names if _ITERATION.fullmatch(name)]
-    if _TRACKER in names:
-        path = file_inside(directory, _TRACKER, directory)
+    found = [name for name in names if MEGATRON_ITERATION.fullmatch(name)]
+    if MEGATRON_TRACKER in names:
+        path = file_inside(directory, MEGATRON_TRACKER, directory)
         with SourceFile(path) as file:
             said = file.read(0, min(file.num_bytes, _MOST_TRACKER_BYTES)).strip().decode("latin1")
         name = f"iter_{int(said):07d}" if said.isdecimal() and said.isascii() else said
@@ -192,11 +186,11 @@ def _iteration(directory: Path) -> Path:
         name = found[0]
     else:
         raise CheckpointError(
-            f"{directory}: has the iterations {', '.join(found)} and no {_TRACKER} that says which "
-            "counts; name the directory of one"
+            f"{directory}: has the iterations {', '.join(found)} and no "
+            f"{MEGATRON_TRACKER} that says which counts; name the directory of one"
         )
     place = file_inside(directory, name, directory)
-    if not place.is_dir() or not any(_RANK.fullmatch(path.name) for path in place.iterdir()):
+    if not place.is_dir() or not any(MEGATRON_RANK.fullmatch(at.name) for at in place.iterdir()):
         raise CheckpointError(
             f"{place}: has no directories mp_rank_00 and so on; if it is a checkpoint of another "
             "form, name it itself"
@@ -209,7 +203,7 @@ def _read(place: Path) -> tuple[list[_File], int, int]:
     found: dict[tuple[int, int], str] = {}
     staged: dict[bool, str] = {}
     for name in sorted(path.name for path in place.iterdir()):
-        match = _RANK.fullmatch(name)
+        match = MEGATRON_RANK.fullmatch(name)
         if match is None:
             continue
         rank, stage, expert = match.groups()
@@ -237,7 +231,7 @@ def _read(place: Path) -> tuple[list[_File], int, int]:
                 "wrote; restore it"
             )
         inside = file_inside(place, folder, place)
-        path = file_inside(inside, FILE_NAME, inside)
+        path = file_inside(inside, MEGATRON_FILE, inside)
         if not path.exists():
             raise CheckpointError(f"{path}: is missing; restore it")
         files.append(_File(rank, stage, read_torch_state(path, more=_NAMES)))

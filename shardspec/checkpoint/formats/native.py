@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.files import SourceFile, file_inside, is_there
+from shardspec.checkpoint.form_names import INFO_NAME, NATIVE
 from shardspec.checkpoint.holders import Part, holders, part_of, pending_of
 from shardspec.checkpoint.info import (
-    INFO_NAME,
     SAVE_KEY,
     BoxEntry,
     FileEntry,
@@ -28,9 +28,8 @@ from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.text import shown
 
-__all__ = ["FORMAT", "NativeCheckpoint", "open_native", "shard_metadata"]
+__all__ = ["NativeCheckpoint", "open_native", "shard_metadata"]
 
-FORMAT: Final = "shardspec"
 
 _Due: TypeAlias = Callable[[Layout, int], Part]
 """Which part a device holds by a layout."""
@@ -54,7 +53,7 @@ class NativeCheckpoint:
     @property
     def format(self) -> str:
         """What wrote it."""
-        return FORMAT
+        return NATIVE
 
     @property
     def directory(self) -> Path:

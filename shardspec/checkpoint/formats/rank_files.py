@@ -17,38 +17,41 @@ placements, and every copy is kept, to be compared. torch notes in each mesh whi
 so that swapped files are found out; where only plain tensors were saved, nothing depends on it.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import lru_cache
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.files import file_inside
+from shardspec.checkpoint.form_names import RANK_FILE, RANK_FILES, is_rank_file
 from shardspec.checkpoint.formats.listed import ListedCheckpoint
-from shardspec.checkpoint.holders import part_of, pending_of
+from shardspec.checkpoint.holders import Part, part_of, pending_of
 from shardspec.checkpoint.plain import plain_value
 from shardspec.checkpoint.source import Described, Pending, StoredBox, StoredTensor
-from shardspec.checkpoint.torch_dtensors import TorchDTensor, dtensor_spec
+from shardspec.checkpoint.torch_dtensors import ShardOrder, TorchDTensor, dtensor_spec
 from shardspec.checkpoint.torch_state import StateTensor, TorchState, read_torch_state
 from shardspec.checkpoint.torch_values import TorchTensor
 from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.layout.layout import Layout
+from shardspec.layout.placements import Placement
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import counted
 
-__all__ = ["FORMAT", "find_rank_files", "is_rank_file", "open_family", "open_rank_files"]
+__all__ = ["open_family", "open_rank_files"]
 
-FORMAT: Final = "torch files per rank"
-_NAME: Final = re.compile(
-    r"(|.*?[_.-])(?:world_size_(\d{1,9})_)?rank[_-]?(\d{1,9})\.(?:pt|pth|bin)", re.DOTALL
-)
 _PREFERRED: Final = "model"
 _SHOWN: Final = 8
 
-_Placed: TypeAlias = tuple[DeviceMesh, ShardingSpec, tuple[int, ...], str]
+_Placed: TypeAlias = tuple[
+    DeviceMesh, tuple[Placement, ...], ShardOrder | None, tuple[int, ...], str
+]
+"""What the layout of a DTensor follows from."""
+_MOST_KEPT: Final = 1 << 16
+"""What ranks hold under layouts, kept while tensors are put together: many are cut alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +78,6 @@ class _Kind:
     def __str__(self) -> str:
         how = "plain" if self.spec is None else f"{self.spec} on {list(self.mesh_shape)} devices"
         return f"{self.dtype} of shape {list(self.shape)}, {how}"
-
-
-def is_rank_file(name: str) -> bool:
-    """Say whether a file name is that of one rank.
-
-    Examples
-    --------
-    >>> [is_rank_file(name) for name in ("model_world_size_2_rank_0.pt", "rank-1.pt", "frank3.pt")]
-    [True, True, False]
-    """
-    return _parse(name) is not None
-
-
-def find_rank_files(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names has files of ranks."""
-    return any(map(is_rank_file, names))
 
 
 def open_rank_files(directory: Path) -> ListedCheckpoint:
@@ -127,8 +114,8 @@ def open_family(path: Path) -> ListedCheckpoint:
 
 
 def _parse(name: str) -> _RankFile | None:
-    match = _NAME.fullmatch(name)
-    if match is None or name.startswith("."):
+    match = RANK_FILE.fullmatch(name)
+    if match is None or not is_rank_file(name):
         return None
     family, world, rank = match.groups()
     return _RankFile(name, family.rstrip("_.-"), None if world is None else int(world), int(rank))
@@ -161,7 +148,7 @@ def _open(
                 f"{counted(len(beside), 'file')} of another family; name one to read it"
             )
     paths = tuple(state.path for state in states.values())
-    return ListedCheckpoint(FORMAT, directory, tensors, paths, mesh, others)
+    return ListedCheckpoint(RANK_FILES, directory, tensors, paths, mesh, others)
 
 
 def _world(directory: Path, files: list[_RankFile]) -> int:
@@ -230,22 +217,23 @@ def _tensors(
                     f"{b.path}: lacks tensor {min(lacking)!r}, which {a.path} holds; the files are "
                     "not of one save"
                 )
-    layouts: dict[_Placed, Layout] = {}
+    layouts = _Layouts()
     tensors: dict[str, StoredTensor] = {}
     mesh_of: dict[str, DeviceMesh | None] = {}
     slices: dict[str, DeviceMesh | None] = {}
     for name in sorted(first.tensors):
-        kind, _, mesh_of[name] = _box(name, first.tensors[name], first_rank, first.path, layouts)
+        found = first.tensors[name]
+        kind, first_box, mesh_of[name] = _box(name, found, first_rank, first.path, layouts)
         slices[name] = mesh_of[name]
-        boxes = []
-        for rank, state in states.items():
+        boxes = [] if first_box is None else [first_box]
+        for rank, state in islice(states.items(), 1, None):
             other, box, mesh = _box(name, state.tensors[name], rank, state.path, layouts)
-            if other != kind:
+            if other is not kind and other != kind:
                 raise CheckpointError(
                     f"tensor {name!r} is {kind} in {first.path}, but {other} in {state.path}; the "
                     "files are not of one save"
                 )
-            if mesh != mesh_of[name]:
+            if mesh is not mesh_of[name] and mesh != mesh_of[name]:
                 mesh_of[name] = None
             if box is not None:
                 boxes.append(box)
@@ -295,7 +283,7 @@ def _box(
     found: StateTensor,
     rank: int,
     path: Path,
-    layouts: dict[_Placed, Layout],
+    layouts: "_Layouts",
 ) -> tuple[_Kind, StoredBox | None, DeviceMesh | None]:
     """Return what a rank holds of a tensor."""
     tensor, place = found.tensor, found.place
@@ -304,31 +292,57 @@ def _box(
         stored = StoredBox(whole, (), rank, path, place.offset, place.digest, place.strides)
         kind = _Kind(tensor.shape, tensor.dtype, None, (), ())
         return kind, None if 0 in tensor.shape else stored, None
-    mesh, dtype = tensor.mesh, tensor.local.dtype
-    if rank not in mesh.ids or tensor.rank not in (None, rank):
+    mesh = tensor.mesh
+    if rank not in mesh or tensor.rank not in (None, rank):
         wrote = f"rank {tensor.rank}" if tensor.rank is not None else f"ranks {list(mesh.ids)}"
         raise CheckpointError(
             f"{path}: tensor {name!r} was saved by {wrote}, not by rank {rank} as the name of the "
             "file says; the file belongs elsewhere, restore its name"
         )
     try:
-        spec = dtensor_spec(tensor)
-        key = mesh, spec, tensor.shape, dtype
-        if key not in layouts:
-            layouts[key] = Layout(mesh, spec, tensor.shape, dtype)
+        kind, layout = layouts.of(tensor)
     except ShardSpecError as error:
         raise CheckpointError(f"{path}: tensor {name!r}: {error}") from None
-    layout = layouts[key]
-    box, addend = part_of(layout, rank)
-    if box_shape(box) != tensor.local.shape:
+    (box, addend), shape = layouts.part(layout, rank)
+    if shape != tensor.local.shape:
         raise CheckpointError(
             f"{path}: rank {rank} holds a part of shape {list(tensor.local.shape)} of tensor "
-            f"{name!r}, but of shape {list(tensor.shape)} under {spec} on {list(mesh.shape)} "
-            f"devices it has {list(box_shape(box))}; the file contradicts itself"
+            f"{name!r}, but of shape {list(tensor.shape)} under {layout.spec} on "
+            f"{list(mesh.shape)} devices it has {list(shape)}; the file contradicts itself"
         )
-    kind = _Kind(tensor.shape, dtype, spec, mesh.shape, pending_of(layout))
     stored = StoredBox(box, addend, rank, path, place.offset, place.digest, place.strides)
-    return kind, stored if box_size(box) else None, mesh
+    return kind, None if 0 in shape else stored, layout.mesh
+
+
+class _Layouts:
+    """Layouts of DTensors and what ranks hold under them, made once for those that are alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[_Placed, tuple[_Kind, Layout]] = {}
+        self.part = lru_cache(_MOST_KEPT)(_part)
+        """What a rank holds under a layout, and its shape."""
+
+    def of(self, tensor: TorchDTensor) -> tuple[_Kind, Layout]:
+        """Return what ranks agree on about a tensor, and how it is cut.
+
+        Raises
+        ------
+        ShardSpecError
+            If there is no such layout.
+        """
+        mesh, shape, dtype = tensor.mesh, tensor.shape, tensor.local.dtype
+        key = mesh, tensor.placements, tensor.shard_order, shape, dtype
+        found = self._known.get(key)
+        if found is None:
+            layout = Layout(mesh, dtensor_spec(tensor), shape, dtype)
+            kind = _Kind(shape, dtype, layout.spec, mesh.shape, pending_of(layout))
+            found = self._known[key] = kind, layout
+        return found
+
+
+def _part(layout: Layout, rank: int) -> tuple[Part, tuple[int, ...]]:
+    part = part_of(layout, rank)
+    return part, box_shape(part[0])
 
 
 def _others(states: Mapping[int, TorchState]) -> dict[str, object]:

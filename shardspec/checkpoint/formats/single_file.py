@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
+from shardspec.checkpoint.form_names import SAFETENSORS
 from shardspec.checkpoint.formats.hf_index import whole_header
 from shardspec.checkpoint.info import SAVE_KEY
 from shardspec.checkpoint.source import StoredBox, StoredTensor
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["FORMAT", "SingleFile"]
-
-FORMAT: Final = "safetensors"
+__all__ = ["SingleFile"]
 
 
 class SingleFile:
@@ -37,7 +35,7 @@ class SingleFile:
     @property
     def format(self) -> str:
         """What wrote it."""
-        return FORMAT
+        return SAFETENSORS
 
     @property
     def directory(self) -> Path:

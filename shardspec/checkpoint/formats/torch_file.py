@@ -7,8 +7,8 @@ part is the whole, as on a mesh of one device.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
+from shardspec.checkpoint.form_names import BIN_INDEX, BIN_NAME, TORCH_FILE
 from shardspec.checkpoint.formats.hf_index import by_file, check_listed
 from shardspec.checkpoint.formats.listed import ListedCheckpoint
 from shardspec.checkpoint.plain import plain_value
@@ -17,36 +17,10 @@ from shardspec.checkpoint.torch_state import TorchState, read_torch_state
 from shardspec.errors import CheckpointError
 
 __all__ = [
-    "BIN_INDEX",
-    "BIN_NAME",
-    "FORMAT",
-    "find_bin",
-    "is_torch_file",
     "open_bin_directory",
     "open_bin_index",
     "open_torch_file",
 ]
-
-FORMAT: Final = "torch file"
-BIN_NAME: Final = "pytorch_model.bin"
-BIN_INDEX: Final = "pytorch_model.bin.index.json"
-_ZIP: Final = b"PK"
-
-
-def is_torch_file(head: bytes) -> bool:
-    """Say whether a file that starts with these bytes may be one of `torch.save`.
-
-    Examples
-    --------
-    >>> is_torch_file(bytes.fromhex("504b0304")), is_torch_file(bytes(8))
-    (True, False)
-    """
-    return head.startswith(_ZIP)
-
-
-def find_bin(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names has ``pytorch_model.bin`` or its index."""
-    return BIN_INDEX in names or BIN_NAME in names
 
 
 def open_torch_file(path: Path) -> ListedCheckpoint:
@@ -59,7 +33,7 @@ def open_torch_file(path: Path) -> ListedCheckpoint:
     """
     state = read_torch_state(path)
     others = {name: plain_value(value) for name, value in state.others.items()}
-    return ListedCheckpoint(FORMAT, path, _whole(state), (path,), None, others)
+    return ListedCheckpoint(TORCH_FILE, path, _whole(state), (path,), None, others)
 
 
 def open_bin_directory(directory: Path) -> ListedCheckpoint:
@@ -90,7 +64,7 @@ def open_bin_index(index: Path) -> ListedCheckpoint:
         check_listed(path, state.tensors, names, index)
         tensors.update(_whole(state))
         others.update((name, plain_value(value)) for name, value in state.others.items())
-    return ListedCheckpoint(FORMAT, index.parent, tensors, (index, *files), None, others)
+    return ListedCheckpoint(TORCH_FILE, index.parent, tensors, (index, *files), None, others)
 
 
 def _whole(state: TorchState) -> Mapping[str, StoredTensor]:

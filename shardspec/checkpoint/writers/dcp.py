@@ -8,6 +8,7 @@ from typing import Final
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.assign import assign_boxes
+from shardspec.checkpoint.form_names import METADATA_NAME
 from shardspec.checkpoint.targets import OutputFile, Piece, Slot, Target, Wanted
 from shardspec.checkpoint.writers.pickles import Call, Made, Name, Pairs, pickled
 from shardspec.checkpoint.writers.torch_file import add_state, tensor_value
@@ -16,9 +17,8 @@ from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["METADATA_NAME", "dcp_target"]
+__all__ = ["dcp_target"]
 
-METADATA_NAME: Final = ".metadata"
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.assign import assign_boxes
+from shardspec.checkpoint.form_names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
-from shardspec.checkpoint.info import INFO_NAME, FileEntry, ShardingInfo, format_info
+from shardspec.checkpoint.info import FileEntry, ShardingInfo, format_info
 from shardspec.checkpoint.safetensors_file import TensorSlot, encode_header
 from shardspec.checkpoint.targets import OutputFile, Piece, Slot, Target, Wanted
 from shardspec.layout.layout import Layout

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.formats.dcp import FORMAT, find_dcp, open_dcp
+from shardspec.checkpoint.form_names import DCP, find_dcp
+from shardspec.checkpoint.formats.dcp import open_dcp
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.source import Described
@@ -115,7 +116,7 @@ def test_boxes_are_of_the_ranks_that_wrote_them(saved, way, name, placements, ra
     assert shown[name.removeprefix("model.")] == placements
     source = open_checkpoint(saved / way / "ckpt")
     tensor = source.tensor(name)
-    assert source.format == FORMAT
+    assert source.format == DCP
     assert (source.mesh, tensor.spec, tensor.pending) == (None, None, ())
     for stored in tensor.boxes:
         assert stored.path.name == f"__{stored.rank}_0.distcp"
