@@ -6,7 +6,6 @@ names as in instructions, is refused. Source: Lib/pickletools.py of CPython, whi
 instruction.
 """
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Never
@@ -93,7 +92,7 @@ state dict of tensors and plain values
         raise UnlistedNameError(f"{path}: the {what} {error}") from None
     except RefusedError as error:
         problem = str(error)
-    except (IndexError, struct.error):
+    except IndexError:
         problem = "ends too early, or takes away what is not there; it is damaged"
     except UnicodeDecodeError:
         problem = "holds text that is not UTF-8; it is damaged"

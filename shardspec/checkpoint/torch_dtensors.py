@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Final, Never
+from typing import Final, Never, TypeAlias
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.files import SourceFile
@@ -28,7 +28,10 @@ from shardspec.layout.placements import Pending, Placement, Split, Whole, spec_o
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["TorchDTensor", "dtensor_spec", "read_dtensors"]
+__all__ = ["ShardOrder", "TorchDTensor", "dtensor_spec", "read_dtensors"]
+
+ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+"""Per dim the axes that split it, the major one first."""
 
 _MOST_DEVICES: Final = 1 << 20
 _MOST_NESTED: Final = 256
@@ -47,8 +50,8 @@ class TorchDTensor:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     """One per mesh axis."""
-    shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
-    """Per dim the axes that split it, the major one first, where torch says so."""
+    shard_order: ShardOrder | None
+    """Where torch says so."""
     rank: int | None = None
     """The rank that saved it, where its mesh says so."""
 
@@ -252,24 +255,27 @@ def _members(state: object) -> Mapping[object, object]:
 def _placement(value: object) -> Placement:
     if not isinstance(value, Record):
         _refuse(f"a placement is a {type(value).__name__}")
-    match value.name, value.get("dim"), value.get("split_factor"), value.get("reduce_op"):
-        case "Replicate", _, _, _:
+    match value.name:
+        case "Replicate":
             return Whole()
-        case "Shard", int() as dim, _, _:
-            return Split(dim)
-        case "_StridedShard", int() as dim, int() as factor, _:
-            return Split(dim, factor)
-        case (("Partial" | "_Partial"), _, _, ("sum" | "avg" | "min" | "max") as op):
-            return Pending(op)
-        case (("Partial" | "_Partial"), _, _, ("product" | "prod")):
-            return Pending("prod")
+        case "Shard" | "_StridedShard":
+            dim = value.get("dim")
+            factor = 1 if value.name == "Shard" else value.get("split_factor")
+            if isinstance(dim, int) and isinstance(factor, int):
+                return Split(dim, factor)
+        case "Partial" | "_Partial":
+            match value.get("reduce_op"):
+                case "sum" | "avg" | "min" | "max" as op:
+                    return Pending(op)
+                case "product" | "prod":
+                    return Pending("prod")
     _refuse(
         f"placement {value.name} is not known, or not with its members; redistribute to Shard, "
         "Replicate or Partial of a named operation before saving"
     )
 
 
-def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _shard_order(value: object) -> ShardOrder:
     order = []
     for entry in value if isinstance(value, tuple | list) else _refuse("a shard order"):
         match entry.args if isinstance(entry, Record) else entry:

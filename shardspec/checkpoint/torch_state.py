@@ -7,7 +7,7 @@ torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -126,7 +126,7 @@ def _once(tensor: TorchTensor, place: TensorPlace, seen: set[str]) -> TensorPlac
     if digest is None or prod(tensor.shape) * item_bytes(tensor.dtype) >= digest.num_bytes:
         return place
     if key in seen:
-        return replace(place, digest=None)
+        return place._replace(digest=None)
     seen.add(key)
     return place
 

@@ -7,7 +7,8 @@ nothing is imported or called. Source: ``torch/_utils.py`` (``_rebuild_*``), ``t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from math import prod
+from typing import Final, NamedTuple
 
 from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.pickles import Allowed, Builder, Global, as_record, unpickle
@@ -22,6 +23,7 @@ __all__ = [
     "TorchStorage",
     "TorchTensor",
     "read_torch",
+    "read_torch_pickle",
     "row_major",
     "sizes_of",
     "tensor_place",
@@ -57,8 +59,7 @@ class TorchTensor:
     storage: TorchStorage
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
+class TensorPlace(NamedTuple):
     """Where a tensor's bytes lie in its file: what a `StoredBox` needs to know."""
 
     offset: int
@@ -112,16 +113,18 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> Tens
         )
     size = item_bytes(tensor.dtype)
     start = tensor.start * size
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
+    strides = None
+    if row_major(tensor.shape, tensor.strides):
+        last = prod(tensor.shape) - 1
+    else:
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
+        strides = tuple(step * size for step in tensor.strides)
     if 0 not in tensor.shape and start + (last + 1) * size > record.num_bytes:
         raise CheckpointError(
             f"{found.what}: a tensor of shape {list(tensor.shape)} and strides "
             f"{list(tensor.strides)} from element {tensor.start} reaches past its storage of "
             f"{record.num_bytes} bytes; the file is damaged"
         )
-    strides = None
-    if not row_major(tensor.shape, tensor.strides):
-        strides = tuple(step * size for step in tensor.strides)
     value = record.crc32
     digest = None if value is None else Digest(value, record.offset, record.num_bytes)
     return TensorPlace(record.offset + start, strides, digest)
@@ -164,8 +167,28 @@ def read_torch(file: SourceFile, found: TorchZip, more: Allowed | None = None) -
     >>> state["step"], state["w"].shape, state["w"].dtype, place.strides, place.digest.num_bytes
     (7, (2, 3), 'float32', None, 24)
     """
+    return read_torch_pickle(found.pickle(file), found.what, more)
+
+
+def read_torch_pickle(data: bytes, what: str, more: Allowed | None = None) -> object:
+    """Read the pickle of what `torch.save` wrote; what it says depends on nothing else.
+
+    Parameters
+    ----------
+    data
+        The pickle, by `TorchZip.pickle`.
+    what
+        For errors: the file.
+    more
+        As for `read_torch`.
+
+    Raises
+    ------
+    CheckpointError
+        As `read_torch`.
+    """
     allowed = TORCH_NAMES if more is None else {**TORCH_NAMES, **more}
-    return unpickle(found.pickle(file), allowed, found.what, "pickle", _storage)
+    return unpickle(data, allowed, what, "pickle", _storage)
 
 
 # --- what the names on the list make
@@ -179,13 +202,13 @@ def sizes_of(value: object) -> tuple[int, ...]:
     ValueError
         If it is anything else.
     """
-    if (
-        not isinstance(value, tuple | list)
-        or len(value) > _MOST_DIMS
-        or not all(type(size) is int and 0 <= size <= _MOST_SIZE for size in value)
-    ):
-        raise ValueError("sizes are whole numbers from 0, at most 64 of them")
-    return tuple(value)
+    if isinstance(value, (tuple, list)) and len(value) <= _MOST_DIMS:
+        for size in value:
+            if type(size) is not int or not 0 <= size <= _MOST_SIZE:
+                break
+        else:
+            return tuple(value)
+    raise ValueError("sizes are whole numbers from 0, at most 64 of them")
 
 
 def _dtype_of(value: object) -> str:
@@ -200,7 +223,7 @@ def _dtype_of(value: object) -> str:
 def _storage(value: object) -> TorchStorage:
     """Return what a reference to a record stands for."""
     match value:
-        case ("storage", Global(name), str() as key, str(), int() as size) if size >= 0:
+        case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
             dtype = _STORAGES.get(name)
             if dtype is None:
                 raise ValueError(

@@ -8,9 +8,7 @@ Source: PKWARE's APPNOTE.TXT 6.3.10, and ``caffe2/serialize/inline_container.cc`
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.files import SourceFile
@@ -22,8 +20,11 @@ __all__ = ["TorchRecord", "TorchZip", "read_torch_zip"]
 _END: Final = struct.Struct("<4s4H2LH")
 _END_64: Final = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR: Final = struct.Struct("<4sLQL")
-_ENTRY: Final = struct.Struct("<4s6H3L5H2L")
-_LOCAL: Final = struct.Struct("<4s5H3L2H")
+# Without versions, times and attributes, which say nothing here.
+_ENTRY: Final = struct.Struct("<4s4x2H4x3L4H6xL")
+_ENTRY_BYTES: Final = _ENTRY.size
+_LOCAL: Final = struct.Struct("<4s2x2H16x2H")
+_LOCAL_BYTES: Final = _LOCAL.size
 _FULL_16: Final = 0xFFFF
 _FULL_32: Final = 0xFFFFFFFF
 _ENCRYPTED: Final = 1 | 1 << 6 | 1 << 13
@@ -40,8 +41,7 @@ _OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
 """A pickle of the number 0x1950a86a20f9469cfc6c: what torch wrote before version 1.6."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchRecord:
+class TorchRecord(NamedTuple):
     """A record of the zip: one storage."""
 
     offset: int
@@ -51,8 +51,7 @@ class TorchRecord:
     """Of all its bytes; None where torch was told not to take it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A line of the directory."""
 
     name: bytes
@@ -105,7 +104,7 @@ class TorchZip:
             If there is no such storage, or the two disagree.
         """
         entry = self._entry(f"data/{key}")
-        start = self._start(entry, file.read(entry.header, _LOCAL.size + len(entry.name)))
+        start = self._start(entry, file.read(entry.header, _LOCAL_BYTES + len(entry.name)))
         known = entry.crc32 != 0 or entry.num_bytes == 0
         return TorchRecord(start, entry.num_bytes, entry.crc32 if known else None)
 
@@ -133,16 +132,14 @@ class TorchZip:
 
     def _start(self, entry: _Entry, head: bytes) -> int:
         """Return where the bytes of a record start, given its own header."""
-        signature, _, flags, method, _, _, _, _, _, name_bytes, extra_bytes = _LOCAL.unpack_from(
-            head
-        )
-        start: int = entry.header + _LOCAL.size + name_bytes + extra_bytes
+        signature, flags, method, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
+        start: int = entry.header + _LOCAL_BYTES + name_bytes + extra_bytes
         if (
             signature != b"PK\3\4"
             or method != 0
             or flags & _ENCRYPTED
             or name_bytes != len(entry.name)
-            or head[_LOCAL.size : _LOCAL.size + name_bytes] != entry.name
+            or head[_LOCAL_BYTES : _LOCAL_BYTES + name_bytes] != entry.name
             or start + entry.num_bytes > entry.limit
         ):
             raise CheckpointError(
@@ -155,7 +152,7 @@ class TorchZip:
         """Return the bytes of a record, in one read where the padding is as torch's."""
         ahead = entry.limit - entry.header
         if ahead > entry.num_bytes + _SLACK_BYTES:
-            ahead = _LOCAL.size + len(entry.name)
+            ahead = _LOCAL_BYTES + len(entry.name)
         head = file.read(entry.header, ahead)
         start = self._start(entry, head)
         at = start - entry.header
@@ -300,16 +297,17 @@ def _entries(data: bytes, count: int, offset: int, end: int, what: str) -> dict[
     try:
         while at < len(data):
             # fmt: off
-            (signature, _, _, flags, method, _, _, value, packed, size, name_bytes, extra_bytes,
-             comment_bytes, disk, _, _, header) = _ENTRY.unpack_from(data, at)
+            (signature, flags, method, value, packed, size, name_bytes, extra_bytes, comment_bytes,
+             disk, header) = _ENTRY.unpack_from(data, at)
             # fmt: on
-            name = data[at + _ENTRY.size : at + _ENTRY.size + name_bytes]
-            at += _ENTRY.size + name_bytes
-            extra = data[at : at + extra_bytes]
-            at += extra_bytes + comment_bytes
+            named = at + _ENTRY_BYTES
+            after = named + name_bytes
+            name = data[named:after]
+            at = after + extra_bytes + comment_bytes
             if signature != b"PK\1\2" or at > len(data) or disk:
                 raise ValueError
             if _FULL_32 in (size, packed, header):
+                extra = data[after : after + extra_bytes]
                 size, packed, header = _from_extra(extra, size, packed, header)
             if method != 0:
                 compressed = compressed or (name, method)
@@ -360,8 +358,9 @@ def _checked(
     lines.sort()
     archive = lines[0][1].partition(b"/")[0]
     entries: dict[str, _Entry] = {}
-    for (header, name, size, value), (limit, *_) in pairwise([*lines, (end, b"", 0, 0)]):
-        if header + _LOCAL.size + len(name) + size > limit:
+    limits = [line[0] for line in lines[1:]]
+    for (header, name, size, value), limit in zip(lines, (*limits, end), strict=True):
+        if header + _LOCAL_BYTES + len(name) + size > limit:
             raise CheckpointError(
                 f"{what}: record {name!r:.100} of {size} bytes at byte {header} runs into what "
                 f"follows at {limit}; the file is damaged"
