@@ -317,8 +317,12 @@ class _Machine:
         if not isinstance(target, dict) or len(items) % 2:
             raise RefusedError("sets items of what is no dict; it is damaged")
         pairs = len(items) // 2
-        first = 0 if target else _FIRST_PAIRS
-        self.take_memory(first + (_PAIR * pairs if len(target) + pairs > _FEW_PAIRS else 0))
+        if not target:
+            self.left -= _FIRST_PAIRS
+        if len(target) + pairs > _FEW_PAIRS:
+            self.left -= _PAIR * pairs
+        if self.left < 0:
+            self.refuse_memory()
         rest = iter(items)
         for key in rest:
             if type(key) is not str:

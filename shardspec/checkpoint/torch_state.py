@@ -7,10 +7,9 @@ torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.pickles import Allowed, as_record
@@ -44,8 +43,7 @@ ARGUMENT_NAMES: Final[Allowed] = {
 made; a record of its name stands for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateTensor:
+class StateTensor(NamedTuple):
     """A tensor of a file and where its bytes, or those of its local part, lie."""
 
     tensor: TorchTensor | TorchDTensor
@@ -57,8 +55,7 @@ class StateTensor:
         return self.tensor.local if isinstance(self.tensor, TorchDTensor) else self.tensor
 
 
-@dataclass(frozen=True, slots=True)
-class TorchState:
+class TorchState(NamedTuple):
     """What one file holds."""
 
     path: Path

@@ -96,6 +96,34 @@ def test_protocol_2_as_torch_writes_it():
     assert read(pickle.dumps(value, 2)) == value
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("count", [1, 127, 128, 255, 256, 257, 65537])
+def test_values_that_are_numbered_and_taken_up_again(protocol, count):
+    """Numbers of one byte and of four; Python's own reader says what is due."""
+    parts = [[n] for n in range(count)]
+    data = pickle.dumps([parts, parts[::-1]], protocol)
+    there, back = read(data)
+    assert there == parts
+    assert all(part is again for part, again in zip(there, reversed(back), strict=True))
+
+
+@pytest.mark.parametrize("code", [b"r", b"j", b"M", b"J", b"X"])
+def test_numbers_that_are_cut(code):
+    """Instructions with numbers of two and four bytes, at the end of what is there."""
+    size = 2 if code == b"M" else 4
+    for left in range(size):
+        data = b"\x80\x02]" + code + bytes(left)
+        assert refused(data) == "ends too early; it is truncated"
+    whole = b"\x80\x02]q\x00" + code + bytes(size)
+    assert refused(whole) == "ends too early, or takes away what is not there; it is damaged"
+
+
+@pytest.mark.parametrize("put", [b"q\x00", b"r\x00\x00\x00\x00"])
+@pytest.mark.parametrize("get", [b"h\x00", b"j\x00\x00\x00\x00"])
+def test_a_number_given_again_means_the_later_value(put, get):
+    assert read(b"\x80\x02K\x07" + put + b"K\x08" + put + get + b"\x87.") == (7, 8, 8)
+
+
 def test_names_and_calls():
     thing = raw(b"ca\nThing\n)\x81}X\1\0\0\0kK\7sb")
     found = read(thing)

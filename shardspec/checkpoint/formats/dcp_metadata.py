@@ -1,7 +1,6 @@
 """The ``.metadata`` of a torch distributed checkpoint: a pickle, read by a list of names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -42,8 +41,7 @@ class Chunk(NamedTuple):
     item: Item
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor as the metadata lists it."""
 
     dtype: str
@@ -56,8 +54,7 @@ class TensorEntry:
     """Whether one was listed more often, as older versions do where they keep replicas."""
 
 
-@dataclass(frozen=True, slots=True)
-class DcpMetadata:
+class DcpMetadata(NamedTuple):
     """What the metadata says."""
 
     tensors: Mapping[str, TensorEntry]

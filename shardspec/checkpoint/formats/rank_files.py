@@ -18,11 +18,11 @@ so that swapped files are found out; where only plain tensors were saved, nothin
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.files import file_inside
@@ -54,8 +54,7 @@ _MOST_KEPT: Final = 1 << 16
 """What ranks hold under layouts, kept while tensors are put together: many are cut alike."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RankFile:
+class _RankFile(NamedTuple):
     """What the name of a file says."""
 
     name: str
@@ -64,8 +63,7 @@ class _RankFile:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     """What all ranks have to agree on about a tensor."""
 
     shape: tuple[int, ...]
