@@ -24,6 +24,8 @@ class Row:
     aim: float | None
     """Most times as long as `cat`."""
     ours: bool
+    by_median: bool = False
+    """Whether the aim is for the medians: a disk can be fast until its credit is used up."""
 
     def cells(self) -> list[str]:
         """Return the columns of the table."""
@@ -32,7 +34,8 @@ class Row:
         median = statistics.median(run.seconds for run in self.series.runs)
         seconds, work = self.series.best, self.series.inside
         missed = []
-        if self.aim is not None and seconds > self.aim * best:
+        ratio = median / middle if self.by_median else seconds / best
+        if self.aim is not None and ratio > self.aim:
             missed.append("time")
         if self.ours and self.series.peak_mib > MOST_MIB:
             missed.append("memory")

@@ -15,7 +15,7 @@ from shardspec.checkpoint.files import OpenFiles, SourceFile, reason
 from shardspec.checkpoint.output import reserve
 from shardspec.checkpoint.sinks import FileSink, Sink
 from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
-from shardspec.checkpoint.targets import OutputFile, Piece, Slot
+from shardspec.checkpoint.targets import OutputFile, Piece, Slot, Target
 from shardspec.dtypes import is_cast
 from shardspec.errors import CheckpointError
 
@@ -24,6 +24,7 @@ __all__ = [
     "Job",
     "Meter",
     "NewFile",
+    "Order",
     "Progress",
     "check_again",
     "check_the_rest",
@@ -65,6 +66,32 @@ class Meter:
 
 
 @dataclass(frozen=True, slots=True)
+class Order:
+    """An output that is to be written."""
+
+    source: CheckpointSource
+    """Where tensors come from; their boxes tile them, as `check_tiling` makes sure."""
+    target: Target
+    """What is to be written."""
+    path: Path
+    """Its final name."""
+    overwrite: bool
+    """Whether what has that name is replaced."""
+    verify: bool
+    """Compare what is read with the digests of the source, and what was written, read again, with
+    what should be there."""
+    threads: int
+    """How many files are written at once."""
+    progress: Progress | None
+    """Called with the bytes written so far and in all."""
+
+    def job(self, meter: "Meter", *, beside: bool = True) -> "Job":
+        """Return what the writing of every file has in common."""
+        digested = self.verify or self.target.digested
+        return Job(self.source, self.path, self.verify, digested, meter, beside)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """What the writing of every file has in common."""
 
@@ -74,7 +101,7 @@ class Job:
     verify: bool
     digested: bool
     meter: Meter
-    beside: bool = True
+    beside: bool
     """Whether what is written is read again by a thread of its own."""
 
 

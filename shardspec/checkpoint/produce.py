@@ -9,7 +9,7 @@ from typing import TypeAlias
 from shardspec.checkpoint.destination import check_destination
 from shardspec.checkpoint.digests import stored_bytes
 from shardspec.checkpoint.files import OpenFiles
-from shardspec.checkpoint.fill import Progress
+from shardspec.checkpoint.fill import Order, Progress
 from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.replicas import check_replicas
@@ -94,62 +94,29 @@ def _produce(
     )
     if how.dry_run:
         return report
-    done = _write(source, target, path, how, team)
+    order = Order(source, target, path, how.force, how.verify, how.threads, how.progress)
+    done = _write(order, team)
     return replace(
         report, files=done.files, num_bytes=done.num_bytes, crc32=done.crc32, written=True
     )
 
 
-def _write(
-    source: CheckpointSource, target: Target, path: Path, how: How, team: Team | None
-) -> Written:
+def _write(order: Order, team: Team | None) -> Written:
     # What few runs need is imported where it is: starting is a tenth of merging a gigabyte.
-    if isinstance(path, RemotePath):
-        if team is not None:
-            from shardspec.checkpoint.write_remote_together import write_remote_together
+    remote = isinstance(order.path, RemotePath)
+    if remote and team is not None:
+        from shardspec.checkpoint.write_remote_together import write_remote_together
 
-            return write_remote_together(
-                team,
-                source,
-                target,
-                path,
-                overwrite=how.force,
-                verify=how.verify,
-                threads=how.threads,
-                progress=how.progress,
-            )
+        return write_remote_together(team, order)
+    if remote:
         from shardspec.checkpoint.write_remote import write_remote
 
-        return write_remote(
-            source,
-            target,
-            path,
-            overwrite=how.force,
-            verify=how.verify,
-            threads=how.threads,
-            progress=how.progress,
-        )
+        return write_remote(order)
     if team is not None:
         from shardspec.checkpoint.write_together import write_together
 
-        return write_together(
-            team,
-            source,
-            target,
-            path,
-            overwrite=how.force,
-            verify=how.verify,
-            progress=how.progress,
-        )
-    return write_target(
-        source,
-        target,
-        path,
-        overwrite=how.force,
-        verify=how.verify,
-        threads=how.threads,
-        progress=how.progress,
-    )
+        return write_together(team, order)
+    return write_target(order)
 
 
 def _check_tensors(

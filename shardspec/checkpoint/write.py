@@ -15,7 +15,7 @@ from shardspec.checkpoint.fill import (
     Job,
     Meter,
     NewFile,
-    Progress,
+    Order,
     check_again,
     check_the_rest,
     digest_of_file,
@@ -23,7 +23,7 @@ from shardspec.checkpoint.fill import (
     parts_of,
 )
 from shardspec.checkpoint.output import sync_directory
-from shardspec.checkpoint.source import CheckpointSource, StoredBox
+from shardspec.checkpoint.source import StoredBox
 from shardspec.checkpoint.targets import OutputFile, Piece, Target
 
 __all__ = [
@@ -57,54 +57,27 @@ class FileDigest:
     num_bytes: int
 
 
-def write_target(
-    source: CheckpointSource,
-    target: Target,
-    path: Path,
-    *,
-    overwrite: bool,
-    verify: bool,
-    threads: int,
-    progress: Progress | None,
-) -> Written:
+def write_target(order: Order) -> Written:
     """Write an output whole or not at all.
-
-    Parameters
-    ----------
-    source
-        Where tensors come from; their boxes tile them, as `check_tiling` makes sure.
-    target
-        What is to be written.
-    path
-        Its final name.
-    overwrite
-        Whether what has that name is replaced.
-    verify
-        Compare what is read with the digests of the source, and what was written, read again, with
-        what should be there.
-    threads
-        How many files are written at once.
-    progress
-        Called with the bytes written so far and in all.
 
     Raises
     ------
     OutputExistsError
-        If there is something of that name and `overwrite` is not set.
+        If there is something of that name and it is not to be replaced.
     CheckpointError
         If another run is at work on it, a digest is wrong, or the system refuses.
     """
-    meter = Meter(target.num_bytes, progress)
+    target, path, threads = order.target, order.path, order.threads
     # With several files at once the CPU is busy enough.
     beside = threads == 1 or len(target.files) == 1
-    job = Job(source, path, verify, verify or target.digested, meter, beside)
-    with claimed(path, directory=target.directory, overwrite=overwrite) as place:
+    job = order.job(Meter(target.num_bytes, order.progress), beside=beside)
+    with claimed(path, directory=target.directory, overwrite=order.overwrite) as place:
         work = [
             partial(_write, job, file, place / file.name if target.directory else place)
             for file in target.files
         ]
         found = do_together(work, threads, job.meter)
-        if verify:
+        if order.verify:
             slots = (slot for file in target.files for slot in file.slots)
             check_the_rest(job, slots, {box for _, judged in found for box in judged})
         return finish(job, target, place, [digest for digest, _ in found])

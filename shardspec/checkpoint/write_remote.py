@@ -16,7 +16,7 @@ from shardspec.checkpoint.files import OpenFiles, SourceFile
 from shardspec.checkpoint.fill import (
     Job,
     Meter,
-    Progress,
+    Order,
     check_again,
     check_the_rest,
     digest_of_file,
@@ -27,7 +27,7 @@ from shardspec.checkpoint.fill import (
 from shardspec.checkpoint.pieces import Block, Run
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.replacing import Places
-from shardspec.checkpoint.source import CheckpointSource, StoredBox
+from shardspec.checkpoint.source import StoredBox
 from shardspec.checkpoint.targets import OutputFile, Piece, Slot, Target
 from shardspec.checkpoint.upload import Upload
 from shardspec.checkpoint.write import FileDigest, Written, do_together, summed
@@ -64,39 +64,27 @@ class Uploads:
         return summed(self.job, every)
 
 
-def write_remote(
-    source: CheckpointSource,
-    target: Target,
-    path: RemotePath,
-    *,
-    overwrite: bool,
-    verify: bool,
-    threads: int,
-    progress: Progress | None,
-) -> Written:
+def write_remote(order: Order) -> Written:
     """Write an output so that it counts when it is whole, or not at all.
 
     What is replaced stays until the new files were read again; see `Places`. On failure what was
     written is removed.
-
-    Parameters
-    ----------
-    source, target, path, overwrite, verify, threads, progress
-        As for `write_target`.
 
     Raises
     ------
     OutputExistsError, CheckpointError
         As `write_target`.
     """
-    job = Job(source, path, verify, verify or target.digested, Meter(target.num_bytes, progress))
+    target, path, overwrite = order.target, order.path, order.overwrite
+    assert isinstance(path, RemotePath), "it is to be written to a store"
+    job = order.job(Meter(target.num_bytes, order.progress))
     places = Places.found(
         path, os.urandom(8).hex(), directory=target.directory, overwrite=overwrite
     )
     uploads = Uploads(job, target, places, overwrite, [])
     try:
-        found = uploads.write(target.files, threads)
-        if verify:
+        found = uploads.write(target.files, order.threads)
+        if order.verify:
             slots = (slot for file in target.files for slot in file.slots)
             check_the_rest(job, slots, {box for _, judged in found for box in judged})
         names = (file.name for file in target.files)

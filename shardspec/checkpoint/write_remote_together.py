@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from shardspec.checkpoint.fill import Job, Meter, Progress, check_the_rest
+from shardspec.checkpoint.fill import Meter, Order, Progress, check_the_rest
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.replacing import Places
 from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
@@ -43,40 +43,32 @@ def files_of(target: Target, member: Member) -> list[OutputFile]:
     return [file for file in target.files if file.name in mine]
 
 
-def write_remote_together(
-    team: Team,
-    source: CheckpointSource,
-    target: Target,
-    path: RemotePath,
-    *,
-    overwrite: bool,
-    verify: bool,
-    threads: int,
-    progress: Progress | None,
-) -> Written:
+def write_remote_together(team: Team, order: Order) -> Written:
     """Write an output so that it counts when it is whole, or not at all, as one of several.
 
     Parameters
     ----------
     team
         The processes; all call this for the same source, target and path.
-    source, target, path, overwrite, verify, threads, progress
-        As for `write_remote`; the target of the first process counts.
+    order
+        What to write; the target of the first process counts.
 
     Raises
     ------
     OutputExistsError, CheckpointError
         As `write_remote`, in every process.
     """
+    source, target, path, overwrite = order.source, order.target, order.path, order.overwrite
+    assert isinstance(path, RemotePath), "it is to be written to a store"
     mine = files_of(target, team.member)
-    meter = Meter(sum(file.num_bytes for file in mine), _listening(team, progress))
-    job = Job(source, path, verify, verify or target.digested, meter)
+    total = sum(file.num_bytes for file in mine)
+    job = order.job(Meter(total, _listening(team, order.progress)))
     if team.member.rank:
         old = frozenset(map(str, _list(team.hear("old", 0))))
         places = Places(path, target.directory, old, team.token)
         uploads = Uploads(job, target, places, overwrite, [])
         try:
-            team.say("share", _share(uploads, mine, threads))
+            team.say("share", _share(uploads, mine, order.threads))
         except BaseException:
             places.discard(uploads.made)
             raise
@@ -85,9 +77,9 @@ def write_remote_together(
     uploads = Uploads(job, target, places, overwrite, [])
     team.say("old", sorted(places.old))
     try:
-        team.say("share", _share(uploads, mine, threads))
+        team.say("share", _share(uploads, mine, order.threads))
         digests, judged = _joined(source, team)
-        if verify:
+        if order.verify:
             slots = (slot for file in target.files for slot in file.slots)
             check_the_rest(job, slots, judged)
         written = uploads.finish({file.name: digests[file.name] for file in target.files})

@@ -17,7 +17,7 @@ from shardspec.checkpoint.fill import (
     Job,
     Meter,
     NewFile,
-    Progress,
+    Order,
     check_again,
     check_the_rest,
     digest_of_file,
@@ -83,33 +83,27 @@ def _rows(slot: Slot, low: int, high: int) -> Iterator[Slot]:
         yield Slot(slot.tensor, box, slot.offset + start * row)
 
 
-def write_together(
-    team: Team,
-    source: CheckpointSource,
-    target: Target,
-    path: Path,
-    *,
-    overwrite: bool,
-    verify: bool,
-    progress: Progress | None,
-) -> Written:
+def write_together(team: Team, order: Order) -> Written:
     """Write an output whole or not at all, as one of several processes.
 
     Parameters
     ----------
     team
         The processes; all call this for the same source, target and path.
-    source, target, path, overwrite, verify, progress
-        As for `write_target`; the target of the first process counts.
+    order
+        What to write; the target of the first process counts. Every process writes one file at a
+        time.
 
     Raises
     ------
     OutputExistsError, CheckpointError
         As `write_target`, in every process.
     """
+    source, target, path = order.source, order.target, order.path
     shares = share_of(target, team.member)
     total = sum(share.part.num_bytes for share in shares)
-    job = Job(source, path, verify, verify or target.digested, Meter(total, progress))
+    # The other processes keep the CPU busy enough.
+    job = order.job(Meter(total, order.progress), beside=False)
     if team.member.rank:
         place = Path(str(team.hear("place", 0)))
         team.say("share", _fill(job, target, shares, place))
@@ -117,7 +111,7 @@ def write_together(
         return Written(tuple(files), num_bytes, value)
     # The others hear of a failure before their files go away.
     with (
-        claimed(path, directory=target.directory, overwrite=overwrite) as place,
+        claimed(path, directory=target.directory, overwrite=order.overwrite) as place,
         failing_together(team),
     ):
         for file in target.files:
@@ -126,7 +120,7 @@ def write_together(
         team.say("place", str(place))
         team.say("share", _fill(job, target, shares, place))
         crcs, judged = _joined(source, target, team)
-        if verify:
+        if order.verify:
             every = (
                 share.part
                 for rank in range(team.member.size)
@@ -159,10 +153,9 @@ def _fill(job: Job, target: Target, shares: Sequence[Share], place: Path) -> obj
     with OpenFiles() as files:
         for number, of_file in groupby(shares, lambda share: share.file):
             at = _place(place, target, target.files[number])
-            # The other processes keep the CPU busy enough.
             with (
                 NewFile(at, job.path, None) as fd,
-                Behind(fd, job.path, beside=False) as behind,
+                Behind(fd, job.path, beside=job.beside) as behind,
             ):
                 for share in of_file:
                     crc, boxes = fill_slot(job, share.part, fd, behind, files, buffers)
