@@ -262,6 +262,8 @@ def main() -> None:
     parser.add_argument("--most-gib", type=float, default=16, help="largest for peaks of memory")
     chosen = parser.parse_args()
     parts: Sequence[str] = chosen.parts.split(",")
+    if chosen.at is not None:
+        chosen.at.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=chosen.at) as temporary, small():
         bench = _Bench(Path(temporary), model_of(chosen.gib, big=chosen.big), chosen.rounds)
         # The first start compiles what it imports.
