@@ -28,8 +28,8 @@ _CACHED_BYTES: Final = 4 << 20
 """Bytes flushed and read again at a time where flushing takes no time, as in memory: few enough to
 be in the CPU's cache still."""
 _FLUSHED_BYTES: Final = 256 << 20
-"""Bytes flushed to a disk at a time: it is at work from then on, not at the end only. Each flush waits
-for the journal of the file system, so that shorter stretches take longer."""
+"""Bytes flushed to a disk at a time: it is at work from then on, not at the end only. Each flush
+waits for the journal of the file system, so that shorter stretches take longer."""
 _FLUSH_SECONDS: Final = 1e-3
 """A flush that takes longer is one to a disk."""
 

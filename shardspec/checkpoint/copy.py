@@ -1,7 +1,8 @@
 """Moving the bytes of a tensor from where its boxes are stored to where they are wanted.
 
-What is contiguous on both sides goes from file to file; what is cut along rows is gathered in a
-buffer that fits the CPU's cache. Memory does not grow with the size of a tensor.
+All goes through a buffer that fits the CPU's cache: for files in memory this is faster than having
+the system copy by itself (copy_file_range), and what passes by can be checked. Memory does not grow
+with the size of a tensor.
 """
 
 from itertools import product
@@ -41,7 +42,7 @@ def copy_box(
     files, buffers
         Open files and memory to work with.
     checks
-        Digests to compare on the way; None leaves them alone, and lets the system copy by itself.
+        Digests to compare on the way; None leaves them alone.
 
     Raises
     ------
@@ -63,10 +64,7 @@ def copy_box(
     for piece in pieces(wanted, parts[()], len(buffers.block)):
         match piece:
             case Run():
-                if sink.direct and (checks is None or piece.source not in checks):
-                    sink.copy(piece, files.file(piece.source.path))
-                else:
-                    _copy_blocks(piece, sink, files, buffers, checks)
+                _copy_run(piece, sink, files, buffers, checks)
             case Block():
                 room = sink.room(piece)
                 # Importing numpy takes its time, and copying whole rows needs none.
@@ -78,7 +76,7 @@ def copy_box(
                 assert_never(piece)
 
 
-def _copy_blocks(
+def _copy_run(
     run: Run, sink: Sink, files: OpenFiles, buffers: Buffers, checks: Checks | None
 ) -> None:
     """Move a run a block at a time: its digest is taken while the bytes are in the cache."""

@@ -103,11 +103,6 @@ class SourceFile:
             self._fd = open_regular(path)
             self.num_bytes = os.fstat(self._fd).st_size
 
-    @property
-    def descriptor(self) -> int | None:
-        """What the system knows the file by; None if it cannot copy from it by itself."""
-        return None if self.remote is not None else self._fd
-
     def expect(self, start: int, end: int) -> None:
         """Take note that all bytes of a stretch will be wanted, one after the other."""
         if self.remote is not None:

@@ -154,12 +154,10 @@ class NewFile:
 
 
 def fill_slot(
-    job: Job, slot: Slot, fd: int, behind: Behind, files: OpenFiles, buffers: Buffers
+    job: Job, slot: Slot, behind: Behind, files: OpenFiles, buffers: Buffers
 ) -> tuple[int, Iterable[StoredBox]]:
     """Fill a slot of a file, and have it read again; return what `fill_by` does."""
     sink = FileSink(
-        fd,
-        job.path,
         f"tensor {slot.tensor.name!r}",
         slot.offset,
         behind,

@@ -160,7 +160,7 @@ def _write(job: Job, file: OutputFile, place: Path) -> _Found:
         put_pieces(job, fd, file.pieces)
         with Behind(fd, job.path, beside=job.beside) as behind:
             for slot in file.slots:
-                crc, boxes = fill_slot(job, slot, fd, behind, files, buffers)
+                crc, boxes = fill_slot(job, slot, behind, files, buffers)
                 crcs.append(crc)
                 judged += boxes
         late = tuple(file.late(crcs)) if file.late is not None else ()

@@ -12,7 +12,7 @@ from functools import partial
 
 from shardspec.checkpoint.buffers import Buffers
 from shardspec.checkpoint.digests import crc32, crc32_combine
-from shardspec.checkpoint.files import OpenFiles, SourceFile
+from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.fill import (
     Job,
     Meter,
@@ -24,7 +24,7 @@ from shardspec.checkpoint.fill import (
     fill_by,
     parts_of,
 )
-from shardspec.checkpoint.pieces import Block, Run
+from shardspec.checkpoint.pieces import Block
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.replacing import Places
 from shardspec.checkpoint.source import StoredBox
@@ -150,18 +150,6 @@ class _Stream:
         self._job = job
         self._dtypes = dtypes_of(job, slot)
         self.crc32 = 0
-
-    @property
-    def direct(self) -> bool:
-        """False: all bytes pass through memory."""
-        return False
-
-    def copy(self, run: Run, file: SourceFile) -> None:
-        """Write a run, a block at a time."""
-        for at in range(0, run.num_bytes, len(self._buffers.block)):
-            block = self._buffers.block[: run.num_bytes - at]
-            file.read_into(block, run.source_offset + at)
-            self._write(block)
 
     def room(self, block: Block) -> memoryview:
         """Return the start of the buffer."""

@@ -158,7 +158,7 @@ def _fill(job: Job, target: Target, shares: Sequence[Share], place: Path) -> obj
                 Behind(fd, job.path, beside=job.beside) as behind,
             ):
                 for share in of_file:
-                    crc, boxes = fill_slot(job, share.part, fd, behind, files, buffers)
+                    crc, boxes = fill_slot(job, share.part, behind, files, buffers)
                     digests.append((number, share.slot, crc, share.part.num_bytes))
                     name = share.part.tensor.source
                     order = {b: n for n, b in enumerate(distinct(job.source.tensor(name)))}

@@ -1,6 +1,5 @@
 """Any box out of any grid of stored boxes, against numpy's own slices."""
 
-import errno
 import os
 from dataclasses import replace
 from itertools import pairwise, product
@@ -80,7 +79,7 @@ def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
             copied.open("w+b") as file,
             Behind(file.fileno(), copied, block_bytes=num_bytes) as behind,
         ):
-            sink = FileSink(file.fileno(), copied, "w", 3, behind, written.append)
+            sink = FileSink("w", 3, behind, written.append)
             copy_box(tensor, target, sink, files, buffers)
     assert out.tobytes() == expected
     assert sum(written) == len(expected)
@@ -146,25 +145,6 @@ def test_reading_skips_gaps_of_a_page_and_reads_shorter_ones_along(tmp_path, mon
         assert out.tolist() == [list(range(16))] * 4
 
 
-@pytest.mark.parametrize("refusal", [errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP])
-def test_where_the_system_cannot_copy_between_files(tmp_path, monkeypatch, refusal):
-    array = np.random.default_rng(0).integers(0, 256, (3000, 1000), np.uint8)
-    boxes = store(tmp_path / "data", array, [[0, 1100, 3000], [0, 1000]])
-    tensor = StoredTensor("w", array.shape, "uint8", None, (), boxes)
-
-    def refuse(*_):
-        raise OSError(refusal, "no")
-
-    monkeypatch.setattr(os, "copy_file_range", refuse)
-    out = tmp_path / "out"
-    written: list[int] = []
-    with OpenFiles() as files, out.open("w+b") as file, Behind(file.fileno(), out) as behind:
-        sink = FileSink(file.fileno(), out, "w", 0, behind, written.append)
-        copy_box(tensor, ((0, 3000), (0, 1000)), sink, files, Buffers())
-    assert out.read_bytes() == array.tobytes()
-    assert sum(written) == array.nbytes
-
-
 def test_a_file_that_is_cut_short_meanwhile(tmp_path):
     array = np.zeros((10, 10), np.uint8)
     path = tmp_path / "data"
@@ -173,7 +153,7 @@ def test_a_file_that_is_cut_short_meanwhile(tmp_path):
     tensor = StoredTensor("w", array.shape, "uint8", None, (), boxes)
     out = tmp_path / "out"
     with OpenFiles() as files, out.open("w+b") as file, Behind(file.fileno(), out) as behind:
-        sink = FileSink(file.fileno(), out, "w", 0, behind, lambda _: None)
+        sink = FileSink("w", 0, behind, lambda _: None)
         with pytest.raises(CheckpointError, match=r"data: ends at byte 50, but bytes up to 105"):
             copy_box(tensor, ((0, 10), (0, 10)), sink, files, Buffers())
 

@@ -17,10 +17,10 @@ from tests.faults.operations import ALL, SAVE, Operation, Stage
 __all__ = ["reads", "saves", "writes"]
 
 _WRITES: Final = (
-    *("open", "mkdir", "ftruncate", "fstatvfs", "pwrite", "write", "copy_file_range"),
+    *("open", "mkdir", "ftruncate", "fstatvfs", "pwrite", "write"),
     *("fsync", "link", "rename", "replace", "unlink", "rmdir"),
 )
-_READS: Final = ("open", "preadv", "pread", "read", "copy_file_range", "listdir", "scandir")
+_READS: Final = ("open", "preadv", "pread", "read", "listdir", "scandir")
 _GROWS: Final = ("open", "mkdir", "ftruncate", "pwrite", "write", "link")
 """What needs room on a disk."""
 _REMOVES: Final = ("unlink", "rmdir")
@@ -63,15 +63,11 @@ def _half(
     name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Do less than was asked for, as the system may."""
-    match name:
-        case "pwrite" | "write" | "preadv":
-            fd, data, *rest = args
-            part = data[0] if name == "preadv" else data
-            part = part[: max(1, len(part) // 2)]
-            return call(fd, [part] if name == "preadv" else part, *rest)
-        case "copy_file_range":
-            source, target, num_bytes, *rest = args
-            return call(source, target, max(1, num_bytes // 2), *rest)
+    if name in ("pwrite", "write", "preadv"):
+        fd, data, *rest = args
+        part = data[0] if name == "preadv" else data
+        part = part[: max(1, len(part) // 2)]
+        return call(fd, [part] if name == "preadv" else part, *rest)
     return call(*args, **kwargs)
 
 
@@ -203,12 +199,12 @@ _WRITE_FAULTS: Final = (
     ("no space from", partial(_fail, errno.ENOSPC), _GROWS, True, ("error", DONE)),
     ("I/O error at", partial(_fail, errno.EIO), _WRITES, False, ("error", DONE)),
     ("no permission at", partial(_fail, errno.EACCES), _WRITES, False, ("error", DONE)),
-    ("half done at", _half, ("pwrite", "write", "copy_file_range"), False, (DONE,)),
+    ("half done at", _half, ("pwrite", "write"), False, (DONE,)),
 )
 _READ_FAULTS: Final = (
     ("I/O error at", partial(_fail, errno.EIO), _READS, False, ("error", DONE)),
     ("stale handle at", partial(_fail, errno.ESTALE), _READS, False, ("error", DONE)),
-    ("half done at", _half, ("preadv", "copy_file_range"), False, (DONE,)),
+    ("half done at", _half, ("preadv"), False, (DONE,)),
 )
 
 
