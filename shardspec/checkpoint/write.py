@@ -45,7 +45,7 @@ class Written:
     """Names in the output, the one that makes it count last."""
     num_bytes: int
     crc32: int | None
-    """CRC-32 of all files one after the other; None if bytes were moved without being seen."""
+    """CRC-32 of all files one after the other; None if it was not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
