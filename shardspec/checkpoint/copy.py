@@ -13,6 +13,7 @@ from shardspec.checkpoint.buffers import Buffers
 from shardspec.checkpoint.digests import Checks, crc32
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, pieces
+from shardspec.checkpoint.rows import read_rows, rows_of
 from shardspec.checkpoint.sinks import Sink
 from shardspec.checkpoint.source import StoredTensor, distinct
 from shardspec.dtypes import item_bytes
@@ -67,10 +68,14 @@ def copy_box(
                 _copy_run(piece, sink, files, buffers, checks)
             case Block():
                 room = sink.room(piece)
-                # Importing numpy takes its time, and copying whole rows needs none.
-                from shardspec.checkpoint.gather import gather
+                rows = rows_of(piece, buffers.row_bytes)
+                if rows is not None:
+                    read_rows(rows, room, files, checks)
+                else:
+                    # Importing numpy takes its time, and long rows need none.
+                    from shardspec.checkpoint.gather import gather
 
-                gather(piece, piece.sources, room, size, files, buffers, checks)
+                    gather(piece, piece.sources, room, size, files, buffers, checks)
                 sink.put(piece, room)
             case _:
                 assert_never(piece)
@@ -90,7 +95,7 @@ def _copy_run(
         file.read_into(room, start)
         if checks is not None and run.source in checks:
             crc = crc32(room)
-            checks.add(run.source, start, room, crc)
+            checks.add_known(run.source, start, length, crc)
             sink.put(block, room, crc)
         else:
             sink.put(block, room)

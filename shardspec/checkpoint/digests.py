@@ -90,35 +90,40 @@ class Checks:
     def __contains__(self, stored: StoredBox) -> bool:
         return stored.digest is not None and (stored.path, stored.digest) in self._open
 
-    def add(self, stored: StoredBox, start: int, data: Buffer, value: int | None = None) -> None:
+    def add(self, stored: StoredBox, start: int, data: Buffer) -> None:
         """Take in bytes of a box that lie at position `start` of its file.
-
-        Parameters
-        ----------
-        stored, start, data
-            The box, and the bytes that were read.
-        value
-            Their CRC-32, if it is known already.
 
         Raises
         ------
         CheckpointError
             If they complete the box and its digest is another.
         """
-        if stored.digest is None:
-            return
-        key = stored.path, stored.digest
-        follow = self._open.get(key)
-        if follow is None or follow.spans is None:
-            return
-        spans = follow.spans
         length = memoryview(data).nbytes
-        end = start + length
-        if any(at < end and start < stop for at, (stop, _) in spans.items()):
-            # Gaps between the rows of one box are read as the rows of another.
-            return
-        value = crc32(data) if value is None else value
-        first = start
+        if self._wants(stored, start, start + length):
+            self._join(stored, start, length, crc32(data))
+
+    def add_known(self, stored: StoredBox, start: int, num_bytes: int, value: int) -> None:
+        """Take in bytes whose CRC-32 is `value`; otherwise like `add`."""
+        if self._wants(stored, start, start + num_bytes):
+            self._join(stored, start, num_bytes, value)
+
+    def _wants(self, stored: StoredBox, start: int, end: int) -> bool:
+        """Return whether bytes say something new."""
+        if stored.digest is None:
+            return False
+        follow = self._open.get((stored.path, stored.digest))
+        if follow is None or follow.spans is None:
+            return False
+        # Gaps between the rows of one box are read as the rows of another.
+        return not any(at < end and start < stop for at, (stop, _) in follow.spans.items())
+
+    def _join(self, stored: StoredBox, start: int, length: int, value: int) -> None:
+        digest = stored.digest
+        assert digest is not None, "its bytes are wanted"
+        follow = self._open[stored.path, digest]
+        spans = follow.spans
+        assert spans is not None, "its bytes are wanted"
+        first, end = start, start + length
         before = next((at for at, (stop, _) in spans.items() if stop == start), None)
         if before is not None:
             first, value = before, int(crc32_combine(spans.pop(before)[1], value, length))
@@ -127,10 +132,9 @@ class Checks:
             value = int(crc32_combine(value, tail, stop - end))
             end = stop
         spans[first] = (end, value)
-        digest = follow.digest
         if first == digest.start and end == first + digest.num_bytes:
             # Judged; what is read of it again adds nothing.
-            del self._open[key]
+            del self._open[stored.path, digest]
             self._compare(stored, digest, value)
         elif len(spans) > _STRETCHES:
             follow.spans = None

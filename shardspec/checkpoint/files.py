@@ -3,6 +3,7 @@
 import os
 import stat
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -15,6 +16,8 @@ __all__ = ["OpenFiles", "SourceFile", "file_inside", "is_there", "open_regular",
 
 _OPEN_AT_ONCE: Final = 128
 """Files kept open: far below the usual limit of 1024 for a process."""
+_ROWS_AT_ONCE: Final = 1024
+"""Stretches of memory filled by one call, which is as many as Linux takes."""
 _KEPT_BYTES: Final = 32 << 20
 """Bytes kept of all files in stores together."""
 
@@ -131,6 +134,34 @@ class SourceFile:
                     f"{offset + len(buffer)} are needed; it was cut short while being read"
                 )
             done += count
+
+    def read_rows(self, rows: Sequence[memoryview], offset: int) -> None:
+        """Fill stretches of memory, one after the other, from a stretch of the file.
+
+        Raises
+        ------
+        CheckpointError
+            As by `read_into`.
+        """
+        if self.remote is None:
+            for first in range(0, len(rows), _ROWS_AT_ONCE):
+                some = rows[first : first + _ROWS_AT_ONCE]
+                wanted = sum(map(len, some))
+                try:
+                    count = os.preadv(self._fd, some, offset)
+                except OSError as error:
+                    raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
+                if count != wanted:
+                    # Rare: a signal came, or the file ends.
+                    self._read_each(some, offset)
+                offset += wanted
+        else:
+            self._read_each(rows, offset)
+
+    def _read_each(self, rows: Iterable[memoryview], offset: int) -> None:
+        for row in rows:
+            self.read_into(row, offset)
+            offset += len(row)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return a stretch of the file; for headers and other small things."""

@@ -2,10 +2,9 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from shardspec.checkpoint.behind import Behind, different
 from shardspec.checkpoint.buffers import Buffers
@@ -65,8 +64,7 @@ class Meter:
                 self._progress(self._done, self._total)
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(NamedTuple):
     """An output that is to be written."""
 
     source: CheckpointSource
@@ -91,8 +89,7 @@ class Order:
         return Job(self.source, self.path, self.verify, digested, meter, beside)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """What the writing of every file has in common."""
 
     source: CheckpointSource

@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.files import SourceFile, file_inside, reason
@@ -42,8 +41,7 @@ VERSION: Final = 1
 _FORMAT: Final = "shardspec"
 
 
-@dataclass(frozen=True, slots=True)
-class BoxEntry:
+class BoxEntry(NamedTuple):
     """One box in a file, stored under the name of its tensor."""
 
     tensor: str
@@ -55,8 +53,7 @@ class BoxEntry:
     """CRC-32 of its bytes; None where it was saved without."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileEntry:
+class FileEntry(NamedTuple):
     """One file and the boxes it holds, at most one of each tensor."""
 
     name: str
@@ -68,8 +65,7 @@ class FileEntry:
     boxes: tuple[BoxEntry, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardingInfo:
+class ShardingInfo(NamedTuple):
     """A whole checkpoint: the mesh, how each tensor is cut, and which file holds which boxes."""
 
     save: str

@@ -2,18 +2,17 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.fill import Progress
+from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.produce import How, Plan, produce
 from shardspec.checkpoint.remote import as_path
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select, tied
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Target, Wanted
-from shardspec.checkpoint.team import Member
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -122,7 +121,7 @@ def merge(
             )
         others = {new: source.others[name] for name, new in names.items()}
         target = _target(chosen, place, source, wanted, others, max_shard_bytes)
-        return wanted, replace(target, carried=frozenset(names))
+        return wanted, target._replace(carried=frozenset(names))
 
     how = How(threads, force, verify, dry_run, progress, member)
     return produce(directory, place, chosen, build, how)

@@ -4,10 +4,9 @@ A format is one module of `shardspec.checkpoint.formats` and one line in `FORMAT
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardspec.checkpoint.files import SourceFile, reason
 from shardspec.checkpoint.form_names import (
@@ -48,8 +47,7 @@ _OLD_TORCH: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 """How a file of torch.save starts that is no zip: a number in a pickle."""
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """A way to write checkpoints that can be read here."""
 
     name: str
@@ -101,8 +99,7 @@ FORMATS: Final = (
 """Asked in this order."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(NamedTuple):
     """A checkpoint that is there, but not open yet."""
 
     place: Path

@@ -5,9 +5,9 @@ later step needs to know a dtype. The target is laid out row-major.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size, intersect
 from shardspec.checkpoint.source import StoredBox
@@ -15,8 +15,7 @@ from shardspec.checkpoint.source import StoredBox
 __all__ = ["Block", "Place", "Run", "byte_box", "offset_in", "pieces"]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A stored box by the bytes it covers."""
 
     box: Box
@@ -24,8 +23,7 @@ class Place:
     stored: StoredBox
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Bytes that are contiguous both in a file and in the target."""
 
     source: StoredBox
@@ -36,8 +34,7 @@ class Run:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A stretch of the target that has to be gathered from several places."""
 
     box: Box

@@ -2,24 +2,27 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.destination import check_destination
 from shardspec.checkpoint.digests import stored_bytes
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.fill import Order, Progress
+from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.replicas import check_replicas
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
 from shardspec.checkpoint.targets import Target, Wanted
-from shardspec.checkpoint.team import Member, Team, together
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.checkpoint.write import Written, write_target
 from shardspec.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardspec.checkpoint.team import Team
 
 __all__ = ["Build", "How", "Plan", "produce"]
 
@@ -29,8 +32,7 @@ Build: TypeAlias = Callable[[CheckpointSource, str | None], Plan]
 """Makes a plan for a source, given a word to name the output by, if it is to be a certain one."""
 
 
-@dataclass(frozen=True, slots=True)
-class How:
+class How(NamedTuple):
     """How an output is written; see `merge`."""
 
     threads: int
@@ -59,6 +61,9 @@ def produce(
     else:
         if "\0" in str(output):
             raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL")
+        # What few runs need is imported where it is: starting is a tenth of merging a gigabyte.
+        from shardspec.checkpoint.team import together
+
         with together(how.member, output.absolute()) as team:
             report = _produce(checkpoint, output, form, build, how, team)
     return replace(report, seconds=time.monotonic() - started)
@@ -70,7 +75,7 @@ def _produce(
     form: str,
     build: Build,
     how: How,
-    team: Team | None,
+    team: "Team | None",
 ) -> WriteReport:
     source = as_source(checkpoint)
     wanted, target = build(source, None if team is None else team.token)
@@ -101,8 +106,7 @@ def _produce(
     )
 
 
-def _write(order: Order, team: Team | None) -> Written:
-    # What few runs need is imported where it is: starting is a tenth of merging a gigabyte.
+def _write(order: Order, team: "Team | None") -> Written:
     remote = isinstance(order.path, RemotePath)
     if remote and team is not None:
         from shardspec.checkpoint.write_remote_together import write_remote_together
@@ -120,7 +124,7 @@ def _write(order: Order, team: Team | None) -> Written:
 
 
 def _check_tensors(
-    source: CheckpointSource, wanted: Sequence[Wanted], verify: bool, team: Team | None
+    source: CheckpointSource, wanted: Sequence[Wanted], verify: bool, team: "Team | None"
 ) -> list[tuple[StoredBox, int]]:
     """Check that the boxes of every tensor tile it, and that those stored twice agree.
 

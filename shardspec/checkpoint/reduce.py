@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shardspec.checkpoint.numbers import narrow, numbers
 from shardspec.checkpoint.regions import Bytes
 from shardspec.checkpoint.source import Pending
-from shardspec.comm.steps import ReduceOp
+from shardspec.comm.reduce_op import ReduceOp
 
 __all__ = ["Reduction"]
 

@@ -4,7 +4,6 @@ Linux can rename only if the new name is free, and can exchange two names (renam
 link does the first for files; what is left is a check just before.
 """
 
-import ctypes
 import errno
 import os
 import shutil
@@ -90,6 +89,8 @@ def _rename(source: Path, target: Path, flag: int) -> bool:
     """Rename by a flag of Linux; return whether the system and its file system know it."""
     if sys.platform != "linux":
         return False
+    import ctypes
+
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):

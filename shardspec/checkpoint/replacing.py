@@ -6,8 +6,7 @@ read again, and then copied over it by the store itself, in one step.
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.errors import CheckpointError
@@ -20,8 +19,7 @@ _LISTS: Final = (".json", ".metadata")
 """How the names of files end that say what the others are: without them, none counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(NamedTuple):
     """Where the files of an output go."""
 
     path: RemotePath

@@ -2,12 +2,12 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.fill import Progress
+from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.produce import How, Plan, produce
 from shardspec.checkpoint.remote import as_path
@@ -15,7 +15,6 @@ from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Wanted
-from shardspec.checkpoint.team import Member
 from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writers.sharded import sharded_target
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
@@ -109,7 +108,7 @@ def reshard(
             names = plain(source.others, choice)
             others = {new: source.others[name] for name, new in names.items()}
             target = dcp_target(onto, wanted, layouts, others)
-            return wanted, replace(target, carried=frozenset(names))
+            return wanted, target._replace(carried=frozenset(names))
         return wanted, sharded_target(onto, wanted, layouts, save)
 
     how = How(threads, force, verify, dry_run, progress, member)

@@ -6,10 +6,9 @@ of the tensors. Source: README of https://github.com/huggingface/safetensors, se
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardspec.checkpoint.files import SourceFile
 from shardspec.checkpoint.strict_json import as_object, as_sizes, as_text, parse_members
@@ -35,8 +34,7 @@ tensor starts at a multiple of its item size; by name within a dtype."""
 _RANK: Final = {code: place for place, code in enumerate(_ORDER)}
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """One tensor of a file."""
 
     name: str
@@ -49,8 +47,7 @@ class HeaderEntry:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What a file holds; the entries are in the order of their bytes."""
 
     entries: tuple[HeaderEntry, ...]
@@ -167,8 +164,7 @@ def _packed(slot: "TensorSlot") -> list[int]:
     return [*slot.shape[:-1], slot.shape[-1] * numbers] if slot.shape else []
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlot:
+class TensorSlot(NamedTuple):
     """A tensor to be written: what the header says about it."""
 
     name: str

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -123,7 +123,7 @@ def save_sharded(
             written = agree(chosen, lambda: _write_shards(path, mine, state_dict))
             digests = chosen.gather({rank: written.get(rank, {}) for rank in chosen.addressable})
             digested = {
-                rank: [replace(entry, crc32=digests[rank][entry.tensor]) for entry in entries]
+                rank: [entry._replace(crc32=digests[rank][entry.tensor]) for entry in entries]
                 for rank, entries in boxes.items()
             }
             replaced = agree(

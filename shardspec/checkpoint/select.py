@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from shardspec.checkpoint.source import CheckpointSource
 from shardspec.checkpoint.targets import Wanted
@@ -19,8 +18,7 @@ Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 """Regular expressions, each with what its first match in a name is replaced with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """What is wanted of a checkpoint."""
 
     include: Patterns = ()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shardspec.boxes import Box
-from shardspec.comm.steps import ReduceOp
+from shardspec.comm.reduce_op import ReduceOp
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 

@@ -5,8 +5,7 @@ is the same for all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardspec.boxes import Box, box_size
 from shardspec.dtypes import item_bytes
@@ -14,8 +13,7 @@ from shardspec.dtypes import item_bytes
 __all__ = ["Late", "OutputFile", "Piece", "Slot", "Target", "Wanted"]
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A tensor to be written."""
 
     name: str
@@ -32,8 +30,7 @@ class Wanted:
         return box_size(tuple((0, size) for size in self.shape)) * item_bytes(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Room in a file for a box of a tensor, row-major."""
 
     tensor: Wanted
@@ -52,8 +49,7 @@ class Slot:
         return box_size(self.box) * item_bytes(self.tensor.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes that are no tensor's, such as a header."""
 
     offset: int
@@ -72,8 +68,7 @@ class Late(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
+class OutputFile(NamedTuple):
     """A file to be written."""
 
     name: str
@@ -85,8 +80,7 @@ class OutputFile:
     late: Late | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A whole output: one file, or a directory of files."""
 
     files: tuple[OutputFile, ...]

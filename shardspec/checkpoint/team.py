@@ -8,19 +8,18 @@ only they know, so that nothing that an earlier run has left is mistaken for an 
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
-from zlib import crc32
 
 from shardspec.checkpoint.board import Board, DirectoryBoard, StoreBoard
 from shardspec.checkpoint.claim import claimed_beside
+from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.errors import CheckpointError, ShardSpecError
 
-__all__ = ["Member", "Team", "failing_together", "together"]
+__all__ = ["Team", "failing_together", "together"]
 
 _PAUSE_S: Final = 0.02
 """How long to wait before looking again, at first."""
@@ -28,35 +27,6 @@ _PATIENCE_S: Final = 600.0
 """How long the others may take to appear, and to end."""
 _FAREWELL_S: Final = 5.0
 """How long they may take to hear of a failure."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One of the processes."""
-
-    rank: int
-    size: int
-    job: str = field(default="", compare=False, repr=False)
-    """A word that tells the processes of one torchrun from those of another."""
-
-    @classmethod
-    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Member | None":
-        """Return which of the processes of torchrun this is; None if it is alone.
-
-        Examples
-        --------
-        >>> Member.of_environment({"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "WORLD_SIZE": "4"})
-        Member(rank=1, size=4)
-        """
-        if "TORCHELASTIC_RUN_ID" not in environment:
-            return None
-        try:
-            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        except (KeyError, ValueError):
-            return None
-        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-        job = "/".join(environment.get(name, "") for name in names)
-        return cls(rank, size, f"{crc32(job.encode()):08x}") if size > 1 else None
 
 
 class Team:

@@ -1,8 +1,8 @@
 """Do stored boxes make up a whole tensor? Checked before anything is written."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import NamedTuple
 
 from shardspec.boxes import Box, contains
 from shardspec.checkpoint.source import StoredBox, StoredTensor, box_text
@@ -11,15 +11,13 @@ from shardspec.errors import CheckpointError
 __all__ = ["Hole", "Overlap", "check_tiling", "find_flaw"]
 
 
-@dataclass(frozen=True, slots=True)
-class Hole:
+class Hole(NamedTuple):
     """A part of the tensor that no box covers."""
 
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(NamedTuple):
     """Two boxes, by their places in the sequence, that share some element."""
 
     first: int

@@ -1,9 +1,9 @@
 """Carrying out what is to be written: filled, flushed, read again and compared, and then named."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from shardspec.checkpoint.behind import Behind, write_all
 from shardspec.checkpoint.buffers import Buffers
@@ -37,8 +37,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """What has been written."""
 
     files: tuple[str, ...]
@@ -48,8 +47,7 @@ class Written:
     """CRC-32 of all files one after the other; None if it was not asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileDigest:
+class FileDigest(NamedTuple):
     """CRC-32 of what was written into a file."""
 
     slots: tuple[int, ...]

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from shardspec.checkpoint.fill import Meter, Order, Progress, check_the_rest
+from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.remote import RemotePath
 from shardspec.checkpoint.replacing import Places
 from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
 from shardspec.checkpoint.targets import OutputFile, Target
-from shardspec.checkpoint.team import Member, Team
+from shardspec.checkpoint.team import Team
 from shardspec.checkpoint.write import FileDigest, Written
 from shardspec.checkpoint.write_remote import Uploads
 

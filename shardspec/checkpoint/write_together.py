@@ -24,9 +24,10 @@ from shardspec.checkpoint.fill import (
     fill_slot,
     parts_of,
 )
+from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.source import CheckpointSource, StoredBox, distinct
 from shardspec.checkpoint.targets import OutputFile, Slot, Target
-from shardspec.checkpoint.team import Member, Team, failing_together
+from shardspec.checkpoint.team import Team, failing_together
 from shardspec.checkpoint.write import FileDigest, Written, finish, put_pieces
 from shardspec.dtypes import item_bytes
 

@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardspec.cli.arguments import (
-    MeshShape,
-    build_mesh,
-    build_model,
-    mesh_options,
-    tensor_options,
-)
+from shardspec.cli.arguments import MeshShape, tensor_options
+from shardspec.cli.cluster import build_mesh, build_model, mesh_options
 from shardspec.comm.cost import CostModel
 from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.layout.converter import LayoutConverter

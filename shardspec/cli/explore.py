@@ -9,7 +9,8 @@ from typing import Final, TypeVar
 import click
 
 from shardspec.checkpoint.output import write_atomically
-from shardspec.cli.arguments import parse_links, parse_mesh, parse_shape, parsed
+from shardspec.cli.arguments import parse_mesh, parse_shape, parsed
+from shardspec.cli.cluster import parse_links
 from shardspec.dtypes import dtype_name
 from shardspec.explorer.page import MAX_DEVICES, explorer_page
 from shardspec.mesh import DeviceMesh

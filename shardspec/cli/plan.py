@@ -9,15 +9,13 @@ import click
 
 from shardspec.cli.arguments import (
     MeshShape,
-    build_mesh,
-    build_model,
-    mesh_options,
     parse_bytes,
     parse_ids,
     parse_mesh,
     parsed,
     tensor_options,
 )
+from shardspec.cli.cluster import build_mesh, build_model, mesh_options
 from shardspec.comm.cost import CostModel, Link
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout

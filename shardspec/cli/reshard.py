@@ -6,10 +6,11 @@ from typing import Unpack
 import click
 
 from shardspec.checkpoint.fill import Progress
+from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.reshard import RESHARDED_FORMS, ReshardedForm, read_rules, reshard
-from shardspec.checkpoint.team import Member
-from shardspec.cli.arguments import MeshShape, build_mesh, parse_mesh, parsed
+from shardspec.cli.arguments import MeshShape, parse_mesh, parsed
+from shardspec.cli.cluster import build_mesh
 from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_both, source_options
 from shardspec.cli.writing import WritingOptions, output_option, write, writing_options

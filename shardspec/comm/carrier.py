@@ -5,8 +5,8 @@ from typing import Protocol
 import torch
 
 from shardspec.boxes import slices_within
+from shardspec.comm.reduce_op import ReduceOp
 from shardspec.comm.role import Role
-from shardspec.comm.steps import ReduceOp
 
 __all__ = ["Carrier", "keep_own_part"]
 

@@ -24,8 +24,8 @@ from shardspec.comm.failures import ranks
 from shardspec.comm.host_links import Address, HostLink, Listener, readable
 from shardspec.comm.host_memory import Region, read
 from shardspec.comm.reduce import combine_into
+from shardspec.comm.reduce_op import ReduceOp
 from shardspec.comm.role import Incoming, Role
-from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CommunicatorError
 
 __all__ = ["BUFFER_BYTES", "Direct", "join_host"]

@@ -20,8 +20,8 @@ from shardspec.comm.carrier import keep_own_part
 from shardspec.comm.chunks import chunks
 from shardspec.comm.failures import failing
 from shardspec.comm.reduce import combine_into
+from shardspec.comm.reduce_op import ReduceOp
 from shardspec.comm.role import Role
-from shardspec.comm.steps import ReduceOp
 
 __all__ = ["STAGED_BYTES", "Addressed", "Messages", "exchange"]
 

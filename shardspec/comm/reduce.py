@@ -5,7 +5,7 @@ from typing import Final, assert_never
 
 import torch
 
-from shardspec.comm.steps import ReduceOp
+from shardspec.comm.reduce_op import ReduceOp
 
 __all__ = ["combine", "combine_into"]
 

@@ -21,7 +21,9 @@ gradient. For a mean the result is scaled; see `shardspec.dtensor`.
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
+
+from shardspec.comm.reduce_op import ReduceOp
 
 __all__ = [
     "AllGather",
@@ -35,8 +37,6 @@ __all__ = [
     "Step",
     "backward",
 ]
-
-ReduceOp = Literal["sum", "avg", "min", "max", "prod"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from operator import index
 from typing import TypeAlias
 
 from shardspec.boxes import Box, box_shape, split_interval
-from shardspec.comm.steps import ReduceOp
+from shardspec.comm.reduce_op import ReduceOp
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.spec import ShardingSpec

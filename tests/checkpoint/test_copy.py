@@ -1,6 +1,9 @@
 """Any box out of any grid of stored boxes, against numpy's own slices."""
 
 import os
+import subprocess
+import sys
+import zlib
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -14,11 +17,13 @@ from shardspec.boxes import slices_within
 from shardspec.checkpoint.behind import Behind
 from shardspec.checkpoint.buffers import Buffers
 from shardspec.checkpoint.copy import copy_box
+from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.files import OpenFiles, SourceFile
 from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, offset_in, pieces
 from shardspec.checkpoint.regions import read_region
+from shardspec.checkpoint.rows import rows_of
 from shardspec.checkpoint.sinks import FileSink, MemorySink
-from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.checkpoint.source import Digest, StoredBox, StoredTensor
 from shardspec.errors import CheckpointError
 
 DTYPES = {"uint8": 1, "int16": 2, "float32": 4, "complex64": 8}
@@ -27,15 +32,16 @@ DTYPES = {"uint8": 1, "int16": 2, "float32": 4, "complex64": 8}
 class SmallBuffers(Buffers):
     """Buffers of a few bytes, so that small tensors take every path that large ones do."""
 
-    def __init__(self, num_bytes):
+    def __init__(self, num_bytes, row_bytes):
         super().__init__()
+        self.row_bytes = row_bytes
         self.block = self.block[:num_bytes]
         self.scratch = self.scratch[:num_bytes]
 
 
 @st.composite
 def cut_tensors(draw):
-    """A tensor, cuts along its dims, a box of it, and the size of the buffers."""
+    """A tensor, cuts along its dims, a box of it, sizes of buffers and of rows that are long."""
     shape = tuple(draw(st.lists(st.integers(1, 9), max_size=4)))
     cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
     target = []
@@ -43,7 +49,8 @@ def cut_tensors(draw):
         a, b = draw(st.integers(0, size)), draw(st.integers(0, size))
         target.append((min(a, b), max(a, b)))
     dtype = draw(st.sampled_from(list(DTYPES)))
-    return shape, cuts, tuple(target), dtype, draw(st.sampled_from([8, 16, 64, 4096]))
+    sizes = draw(st.sampled_from([8, 16, 64, 4096])), draw(st.sampled_from([1, 8, 2048]))
+    return shape, cuts, tuple(target), dtype, sizes
 
 
 def store(path, array, cuts):
@@ -54,7 +61,8 @@ def store(path, array, cuts):
         file.write(b"-" * offset)
         for box in product(*(list(pairwise(sides)) for sides in cuts)):
             data = np.ascontiguousarray(array[slices_within(box, whole)]).tobytes()
-            boxes.append(StoredBox(box, (), 0, path, offset))
+            digest = Digest(zlib.crc32(data), offset, len(data))
+            boxes.append(StoredBox(box, (), 0, path, offset, digest))
             offset += file.write(data)
     return tuple(boxes)
 
@@ -62,14 +70,14 @@ def store(path, array, cuts):
 @settings(max_examples=500)
 @given(cut_tensors())
 def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
-    shape, cuts, target, dtype, num_bytes = drawn
+    shape, cuts, target, dtype, (num_bytes, row_bytes) = drawn
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (*shape, DTYPES[dtype]), np.uint8)
     array = raw.view(f"V{DTYPES[dtype]}").reshape(shape)
     path = tmp_path_factory.mktemp("copy") / "data"
     tensor = StoredTensor("w", shape, dtype, None, (), store(path, array, cuts))
     expected = array[tuple(slice(lo, hi) for lo, hi in target)].tobytes()
-    buffers = SmallBuffers(num_bytes)
+    buffers = SmallBuffers(num_bytes, row_bytes)
     out = np.zeros(len(expected), np.uint8)
     written: list[int] = []
     copied = path.with_name("out")
@@ -79,8 +87,12 @@ def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
             copied.open("w+b") as file,
             Behind(file.fileno(), copied, block_bytes=num_bytes) as behind,
         ):
-            sink = FileSink("w", 3, behind, written.append)
-            copy_box(tensor, target, sink, files, buffers)
+            sink = FileSink("w", 3, behind, written.append, digested=True, checked=True)
+            checks = Checks(tensor)
+            copy_box(tensor, target, sink, files, buffers, checks=checks)
+        assert sink.crc32 == zlib.crc32(expected)
+        checks.finish(files)
+    assert not any(stored in checks for stored in tensor.boxes)
     assert out.tobytes() == expected
     assert sum(written) == len(expected)
     assert copied.read_bytes()[3:] == expected
@@ -156,6 +168,116 @@ def test_a_file_that_is_cut_short_meanwhile(tmp_path):
         sink = FileSink("w", 0, behind, lambda _: None)
         with pytest.raises(CheckpointError, match=r"data: ends at byte 50, but bytes up to 105"):
             copy_box(tensor, ((0, 10), (0, 10)), sink, files, Buffers())
+
+
+WIDE = [[0, 3000], [0, 100, 300]]
+"""Two boxes of columns, with more rows than one call reads."""
+
+
+def read_wide(path, array, row_bytes, target=((0, 3000), (0, 300))):
+    """Store an array in `WIDE` boxes; return them, and what reads a part and checks digests."""
+    tensor = StoredTensor("w", array.shape, "uint8", None, (), store(path, array, WIDE))
+    return tensor, lambda: _read(tensor, target, row_bytes)
+
+
+def _read(tensor, target, row_bytes):
+    buffers, checks = Buffers(), Checks(tensor)
+    buffers.row_bytes = row_bytes
+    out = bytearray((target[0][1] - target[0][0]) * (target[1][1] - target[1][0]))
+    with OpenFiles() as files:
+        copy_box(tensor, target, MemorySink(memoryview(out)), files, buffers, checks=checks)
+    return out, [stored in checks for stored in tensor.boxes]
+
+
+@pytest.mark.parametrize("row_bytes", [1, 150, 2048])
+def test_rows_read_to_their_places(tmp_path, row_bytes):
+    array = np.random.default_rng(1).integers(0, 256, (3000, 300), np.uint8)
+    _, read = read_wide(tmp_path / "data", array, row_bytes)
+    assert read() == (array.tobytes(), [False, False])
+    part = ((1000, 2900), (50, 300))
+    _, read = read_wide(tmp_path / "data", array, row_bytes, part)
+    # Of the first box only some columns were read, of the second not all rows.
+    assert read() == (array[1000:2900, 50:].tobytes(), [True, True])
+
+
+@pytest.mark.parametrize("row_bytes", [1, 2048])
+def test_a_flipped_bit_in_columns(tmp_path, row_bytes):
+    array = np.zeros((3000, 300), np.uint8)
+    tensor, read = read_wide(tmp_path / "data", array, row_bytes)
+    for stored in tensor.boxes:
+        for at in (0, 123_456, stored.digest.num_bytes - 1):
+            with stored.path.open("r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), b"\x04", stored.offset + at)
+                with pytest.raises(CheckpointError, match=r"tensor 'w': rank 0's box .* CRC-32"):
+                    read()
+                os.pwrite(file.fileno(), b"\0", stored.offset + at)
+    assert read()[1] == [False, False]
+
+
+def test_a_system_that_reads_little_at_a_time(tmp_path, monkeypatch):
+    """As it does when a signal comes; and a file that ends too early is still named."""
+    array = np.random.default_rng(1).integers(0, 256, (3000, 300), np.uint8)
+    tensor, read = read_wide(tmp_path / "data", array, 1)
+    preadv, counts = os.preadv, iter([0, *range(1, 10**6)])
+
+    def little(fd, parts, offset):
+        return preadv(fd, [parts[0][: 1 + next(counts) % 250]], offset)
+
+    monkeypatch.setattr(os, "preadv", little)
+    assert read() == (array.tobytes(), [False, False])
+    os.truncate(tensor.boxes[1].path, 500_000)
+    with pytest.raises(CheckpointError, match="data: ends at byte 500000, but bytes up to"):
+        read()
+
+
+def test_what_is_read_as_rows():
+    """Long rows that follow one another in every file; all others are for numpy."""
+    halves = (place(((0, 8), (0, 4))), place(((0, 8), (4, 12)), 100))
+    block = Block(((2, 5), (0, 12)), halves, 24, 36)
+    found = rows_of(block, 4) or []
+    assert [(rows.start, rows.num_bytes) for rows in found] == [(8, 12), (116, 24)]
+    assert [(s.start, s.stop) for s in found[1].places] == [(4, 12), (16, 24), (28, 36)]
+    assert rows_of(block, 5) is None
+    assert rows_of(Block(((2, 5), (1, 12)), halves, 0, 33), 1) is None
+    assert rows_of(Block(((2, 3), (1, 12)), halves, 0, 11), 1) is not None
+    columns = StoredBox(((0, 8), (4, 12)), (), 0, Path("x"), 0, strides=(1, 8))
+    assert rows_of(Block(block.box, (halves[0], Place(columns.box, columns)), 24, 36), 1) is None
+    cube = Block(
+        ((1, 3), (2, 4), (0, 5)),
+        (place(((0, 4), (2, 4), (0, 3))), place(((0, 4), (2, 4), (3, 5)))),
+        0,
+        20,
+    )
+    assert [s.start for s in (rows_of(cube, 1) or [])[0].places] == [0, 5, 10, 15]
+
+
+def test_long_rows_need_no_numpy(tmp_path):
+    """Its import takes as long as a tenth of a GiB."""
+    array = np.zeros((3000, 300), np.uint8)
+    store(tmp_path / "data", array, WIDE)
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from shardspec.checkpoint.buffers import Buffers\n"
+        "from shardspec.checkpoint.copy import copy_box\n"
+        "from shardspec.checkpoint.files import OpenFiles\n"
+        "from shardspec.checkpoint.sinks import MemorySink\n"
+        "from shardspec.checkpoint.source import StoredBox, StoredTensor\n"
+        f"path = Path({str(tmp_path / 'data')!r})\n"
+        "boxes = [((0, 3000), (0, 100)), ((0, 3000), (100, 300))]\n"
+        "stored = [StoredBox(b, (), 0, path, 5 + o) for b, o in zip(boxes, (0, 300000))]\n"
+        "tensor = StoredTensor('w', (3000, 300), 'uint8', None, (), tuple(stored))\n"
+        "buffers = Buffers()\n"
+        "buffers.row_bytes = int(sys.argv[1])\n"
+        "with OpenFiles() as files:\n"
+        "    out = MemorySink(memoryview(bytearray(900000)))\n"
+        "    copy_box(tensor, ((0, 3000), (0, 300)), out, files, buffers)\n"
+        "print('numpy' in sys.modules)\n"
+    )
+    for row_bytes, needed in (("100", "False\n"), ("101", "True\n")):
+        command = [sys.executable, "-c", program, row_bytes]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout == needed
 
 
 def strided(path, base, view):

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from shardspec import merge, reshard, save_sharded
+from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.remote import RemotePath
-from shardspec.checkpoint.team import Member, together
+from shardspec.checkpoint.team import together
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
 from tests.checkpoint.stores import MESH, RULES, STATE, names, upload
@@ -27,7 +28,7 @@ import json, sys
 from shardspec import DeviceMesh
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.reshard import reshard
-from shardspec.checkpoint.team import Member
+from shardspec.checkpoint.member import Member
 from shardspec.errors import ShardSpecError
 source, out, options, rank, size = sys.argv[1:]
 options = json.loads(options)

@@ -4,14 +4,8 @@ import re
 
 import pytest
 
-from shardspec.cli.arguments import (
-    MAX_DEVICES,
-    build_mesh,
-    parse_ids,
-    parse_mesh,
-    parse_numbers,
-    parse_shape,
-)
+from shardspec.cli.arguments import MAX_DEVICES, parse_ids, parse_mesh, parse_numbers, parse_shape
+from shardspec.cli.cluster import build_mesh
 from shardspec.errors import MeshError
 from shardspec.mesh import DeviceMesh
 

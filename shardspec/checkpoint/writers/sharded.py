@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.assign import assign_boxes
@@ -69,8 +68,8 @@ def sharded_target(
         for file, entry in zip(files, stated, strict=True):
             slots = zip(file.slots, crcs[file.name], strict=True)
             crc_of = {slot.tensor.name: crc for slot, crc in slots}
-            digested = (replace(box, crc32=crc_of[box.tensor]) for box in entry.boxes)
-            entries.append(replace(entry, boxes=tuple(digested)))
+            digested = (box._replace(crc32=crc_of[box.tensor]) for box in entry.boxes)
+            entries.append(entry._replace(boxes=tuple(digested)))
         info = ShardingInfo(save, mesh, dict(sorted(layouts.items())), tuple(entries))
         return [(INFO_NAME, format_info(info).encode())]
 
