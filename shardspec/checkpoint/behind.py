@@ -20,10 +20,9 @@ from shardspec.errors import CheckpointError
 
 __all__ = ["Behind", "ReadBack", "different", "write_all"]
 
-_WRITE_BYTES: Final = 64 << 10
-"""Bytes written by one call. For longer ones Linux takes large pages into its cache, and on a
-virtual machine, whose host has to find memory for them first, this can take several times as
-long."""
+_WRITE_BYTES: Final = 32 << 10
+"""Bytes written to a disk by one call. For longer ones Linux takes large pages into its cache, and
+on a virtual machine, whose host has to find memory for them, this can take five times as long."""
 _CACHED_BYTES: Final = 4 << 20
 """Bytes flushed and read again at a time where flushing takes no time, as in memory: few enough to
 be in the CPU's cache still."""
@@ -34,8 +33,10 @@ _FLUSH_SECONDS: Final = 1e-3
 """A flush that takes longer is one to a disk."""
 
 
-def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
-    """Write bytes at a place in a file.
+def write_all(
+    fd: int, data: memoryview, offset: int, path: Path, at_once: int = _WRITE_BYTES
+) -> None:
+    """Write bytes at a place in a file, so many by one call.
 
     Raises
     ------
@@ -45,7 +46,7 @@ def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(data):
         try:
-            done += os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
+            done += os.pwrite(fd, data[done : done + at_once], offset + done)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
 
@@ -105,6 +106,10 @@ class Behind:
         self._num_bytes = 0
         """Of what waits."""
         self._enough = _CACHED_BYTES
+        self._at_once = _WRITE_BYTES
+        """Bytes to write by one call: for a disk, until a flush was quick."""
+        self._unflushed = 0
+        """Bytes that were not to be checked; only the first are counted."""
 
     def __enter__(self) -> Self:
         return self
@@ -170,8 +175,13 @@ class Behind:
         CheckpointError
             If the system refuses, or blocks before were read back differently.
         """
-        write_all(self._fd, data, offset, self._path)
-        if crc is not None:
+        write_all(self._fd, data, offset, self._path, self._at_once)
+        if crc is None:
+            if self._unflushed < _CACHED_BYTES:
+                self._unflushed += data.nbytes
+                if self._unflushed >= _CACHED_BYTES:
+                    self._flush()
+        else:
             self._waiting.append(ReadBack(name, offset, data.nbytes, crc))
             self._num_bytes += data.nbytes
             if self._num_bytes >= self._enough:
@@ -200,8 +210,7 @@ class Behind:
         self._ended.set()
 
     def _compare(self, waiting: Sequence[ReadBack]) -> None:
-        slow = self._flush() > _FLUSH_SECONDS
-        self._enough = _FLUSHED_BYTES if slow else _CACHED_BYTES
+        self._flush()
         for name, offset, num_bytes, expected in waiting:
             if self._failure is not None:
                 return
@@ -212,14 +221,16 @@ class Behind:
             if value != expected:
                 raise different(self._path, name, value, expected)
 
-    def _flush(self) -> float:
-        """Return how many seconds it took."""
+    def _flush(self) -> None:
+        """Flush what was written, and learn whether that takes time."""
         started = time.monotonic()
         try:
             os.fsync(self._fd)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {reason(error)}") from None
-        return time.monotonic() - started
+        slow = time.monotonic() - started > _FLUSH_SECONDS
+        self._enough = _FLUSHED_BYTES if slow else _CACHED_BYTES
+        self._at_once = _WRITE_BYTES if slow else self.block_bytes
 
     def _read(self, part: memoryview, offset: int) -> memoryview:
         done = 0

@@ -16,7 +16,15 @@ from shardspec.errors import CheckpointError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-__all__ = ["Buffer", "Checks", "crc32", "crc32_combine", "crc_text", "stored_bytes"]
+__all__ = [
+    "Buffer",
+    "Checks",
+    "crc32",
+    "crc32_combine",
+    "crc32_of_rows",
+    "crc_text",
+    "stored_bytes",
+]
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
@@ -28,6 +36,20 @@ def crc32(data: Buffer, value: int = 0) -> int:
     True
     """
     return int(_crc32(data, value))
+
+
+def crc32_of_rows(rows: Iterable[Buffer]) -> int:
+    """Return the CRC-32 of bytes that lie in several places.
+
+    Examples
+    --------
+    >>> crc32_of_rows([b"1234", b"56789"]) == 0xCBF43926
+    True
+    """
+    value = 0
+    for row in rows:
+        value = _crc32(row, value)
+    return int(value)
 
 
 def crc_text(value: int) -> str:

@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardspec.boxes import Box, box_shape, intersect
-from shardspec.checkpoint.digests import Checks, crc32
+from shardspec.checkpoint.digests import Checks, crc32_of_rows
 from shardspec.checkpoint.files import OpenFiles
 from shardspec.checkpoint.pieces import Block, offset_in
 from shardspec.checkpoint.source import StoredBox
@@ -112,7 +112,4 @@ def read_rows(
         rows = [room[place] for place in part.places]
         files.file(part.stored.path).read_rows(rows, part.start)
         if checks is not None and part.stored in checks:
-            value = 0
-            for row in rows:
-                value = crc32(row, value)
-            checks.add_known(part.stored, part.start, part.num_bytes, value)
+            checks.add_known(part.stored, part.start, part.num_bytes, crc32_of_rows(rows))
