@@ -26,6 +26,7 @@ from benchmarks.checkpoint_timing import (
     evict,
     python,
     run,
+    shuffled,
     small,
     touch,
     warm,
@@ -78,7 +79,7 @@ class _Bench:
         every = {"cat": cat_command(files, out), **commands}
         found: dict[str, list[Run]] = {name: [] for name in every}
         for _ in range(self.rounds):
-            for name, command in every.items():
+            for name, command in shuffled(every):
                 empty(out)
                 # More than is needed, as not all of it is what the system hands out next.
                 touch(self.at, 2 * num_bytes)
@@ -171,7 +172,7 @@ def measure_disk(bench: _Bench, disk: Path) -> list[Row]:
     """Measure with the source out of the page cache, and both outputs flushed to the disk.
 
     Disks of virtual machines are fast until a credit is used up, so the first turn of all is not
-    counted, and medians are what counts.
+    counted, medians are what counts, and every turn has an order of its own.
     """
     there = _Bench(disk, bench.model, bench.rounds)
     source = there.make("dcp-hf", "fsdp+tp")
@@ -190,7 +191,7 @@ def measure_disk(bench: _Bench, disk: Path) -> list[Row]:
     }
     found: dict[str, list[Run]] = {name: [] for name in commands}
     for turn in range(1 + there.rounds):
-        for name, command in commands.items():
+        for name, command in shuffled(commands):
             empty(out)
             os.sync()
             touch(bench.at, sum(path.stat().st_size for path in files))

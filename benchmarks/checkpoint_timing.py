@@ -6,11 +6,12 @@ parent on, so nothing here imports numpy or torch.
 
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ __all__ = [
     "evict",
     "python",
     "run",
+    "shuffled",
     "small",
     "touch",
     "warm",
@@ -146,6 +148,11 @@ def small() -> Iterator[None]:
     peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
     if peak > _OWN_MIB:
         raise RuntimeError(f"the process that measures has itself had {peak:.0f} MiB")
+
+
+def shuffled(commands: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
+    """Return commands with their names in any order: what ran before is not always the same."""
+    return random.sample(list(commands.items()), len(commands))
 
 
 def touch(folder: Path, num_bytes: int) -> None:
