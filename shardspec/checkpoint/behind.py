@@ -25,7 +25,11 @@ _WRITE_BYTES: Final = 32 << 10
 on a virtual machine, whose host has to find memory for them, this can take five times as long."""
 _CACHED_BYTES: Final = 4 << 20
 """Bytes flushed and read again at a time where flushing takes no time, as in memory: few enough to
-be in the CPU's cache still."""
+be in the CPU's cache still, and for another thread not too few to be told of."""
+_OWN_CACHED_BYTES: Final = 1 << 20
+"""The same for one that checks by itself: few enough to be in its own core's cache."""
+_AGAIN_BYTES: Final = 256 << 10
+"""Bytes read again by one call: they share that cache with what was written."""
 _FLUSHED_BYTES: Final = 256 << 20
 """Bytes flushed to a disk at a time: it is at work from then on, not at the end only. Each flush
 waits for the journal of the file system, so that shorter stretches take longer."""
@@ -96,7 +100,7 @@ class Behind:
         self._beside = beside
         self.block_bytes = block_bytes
         self._room = memoryview(bytearray(block_bytes))
-        self._again = memoryview(bytearray(block_bytes))
+        self._again = memoryview(bytearray(min(block_bytes, _AGAIN_BYTES)))
         self._failure: BaseException | None = None
         self._thread: Thread | None = None
         self._ended = Event()
@@ -105,7 +109,8 @@ class Behind:
         self._waiting: list[ReadBack] = []
         self._num_bytes = 0
         """Of what waits."""
-        self._enough = _CACHED_BYTES
+        self._cached = _CACHED_BYTES if beside else _OWN_CACHED_BYTES
+        self._enough = self._cached
         self._at_once = _WRITE_BYTES
         """Bytes to write by one call: for a disk, until a flush was quick."""
         self._unflushed = 0
@@ -215,7 +220,7 @@ class Behind:
             if self._failure is not None:
                 return
             value = 0
-            for at in range(0, num_bytes, self.block_bytes):
+            for at in range(0, num_bytes, len(self._again)):
                 part = self._again[: num_bytes - at]
                 value = crc32(self._read(part, offset + at), value)
             if value != expected:
@@ -229,7 +234,7 @@ class Behind:
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {reason(error)}") from None
         slow = time.monotonic() - started > _FLUSH_SECONDS
-        self._enough = _FLUSHED_BYTES if slow else _CACHED_BYTES
+        self._enough = _FLUSHED_BYTES if slow else self._cached
         self._at_once = _WRITE_BYTES if slow else self.block_bytes
 
     def _read(self, part: memoryview, offset: int) -> memoryview:

@@ -118,10 +118,12 @@ def test_a_disk_is_flushed_seldom_and_written_in_small_calls(
         # Once, to learn what it is; whoever opened the file flushes the rest.
         assert flushed == [4]
     elif seconds:
-        assert flushed == [4, 42]
+        assert flushed == [1, 42]
     else:
-        assert flushed == [*range(4, 42, 4), 42]
-    assert lengths == [32] * 4 * 32 + ([32] * 38 * 32 if seconds else [1024] * 38)
+        assert flushed == list(range(1, 43))
+    first = 1 if checked else 4
+    rest = 42 - first
+    assert lengths == [32] * first * 32 + ([32] * rest * 32 if seconds else [1024] * rest)
 
 
 def test_what_a_disk_changes_is_found_and_named(behind, monkeypatch):
