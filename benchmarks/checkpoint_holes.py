@@ -12,9 +12,9 @@ from typing import Final
 
 from benchmarks.checkpoint_shapes import Model, tensor_parallel_dim
 from shardspec import DeviceMesh, Layout
-from shardspec.checkpoint.digests import crc32, crc32_combine
-from shardspec.checkpoint.targets import Wanted
+from shardspec.checkpoint.moving.digests import crc32, crc32_combine
 from shardspec.checkpoint.writers.sharded import sharded_target
+from shardspec.checkpoint.writing.targets import Wanted
 
 __all__ = ["main", "many_tensors", "of_model", "write_holes"]
 

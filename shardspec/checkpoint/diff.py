@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint.buffers import Buffers
-from shardspec.checkpoint.copy import copy_box
-from shardspec.checkpoint.files import OpenFiles
-from shardspec.checkpoint.fill import Progress
-from shardspec.checkpoint.numbers import numbers
+from shardspec.checkpoint.moving.buffers import Buffers
+from shardspec.checkpoint.moving.copy import copy_box
+from shardspec.checkpoint.moving.numbers import numbers
+from shardspec.checkpoint.moving.regions import Bytes
+from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.regions import Bytes
-from shardspec.checkpoint.sinks import MemorySink
-from shardspec.checkpoint.source import CheckpointSource, StoredTensor
-from shardspec.checkpoint.tiling import check_tiling
+from shardspec.checkpoint.reading.source import CheckpointSource, StoredTensor
+from shardspec.checkpoint.reading.tiling import check_tiling
+from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.writing.fill import Progress
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.layout.picture import ids_text
 

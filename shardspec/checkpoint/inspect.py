@@ -10,8 +10,8 @@ from typing import Final
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.source import CheckpointSource, Described, StoredBox, StoredTensor
-from shardspec.checkpoint.tiling import check_tiling
+from shardspec.checkpoint.reading.source import CheckpointSource, Described, StoredBox, StoredTensor
+from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.agree import agree
-from shardspec.checkpoint.buffers import Buffers
-from shardspec.checkpoint.copy import copy_box
-from shardspec.checkpoint.digests import Checks
-from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.moving.buffers import Buffers
+from shardspec.checkpoint.moving.copy import copy_box
+from shardspec.checkpoint.moving.digests import Checks
+from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.sinks import MemorySink
-from shardspec.checkpoint.source import CheckpointSource, StoredTensor
-from shardspec.checkpoint.tiling import check_tiling
+from shardspec.checkpoint.reading.source import CheckpointSource, StoredTensor
+from shardspec.checkpoint.reading.tiling import check_tiling
+from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.writing.agree import agree
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike

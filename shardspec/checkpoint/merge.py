@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
-from shardspec.checkpoint.fill import Progress
-from shardspec.checkpoint.member import Member
-from shardspec.checkpoint.produce import How, Plan, produce
-from shardspec.checkpoint.remote import as_path
+from shardspec.checkpoint.reading.source import CheckpointSource
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select, tied
-from shardspec.checkpoint.source import CheckpointSource
-from shardspec.checkpoint.targets import Target, Wanted
+from shardspec.checkpoint.storage.remote import as_path
+from shardspec.checkpoint.writing.fill import Progress
+from shardspec.checkpoint.writing.member import Member
+from shardspec.checkpoint.writing.produce import How, Plan, produce
+from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, plain, select, tied
+from shardspec.checkpoint.writing.targets import Target, Wanted
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec

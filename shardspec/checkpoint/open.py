@@ -8,8 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.files import SourceFile, reason
-from shardspec.checkpoint.form_names import (
+from shardspec.checkpoint.reading.form_names import (
     BIN_INDEX,
     BIN_NAME,
     DCP,
@@ -35,9 +34,10 @@ from shardspec.checkpoint.form_names import (
     is_rank_file,
     is_torch_file,
 )
-from shardspec.checkpoint.nearby import nearby
-from shardspec.checkpoint.remote import as_path
-from shardspec.checkpoint.source import CheckpointSource
+from shardspec.checkpoint.reading.nearby import nearby
+from shardspec.checkpoint.reading.source import CheckpointSource
+from shardspec.checkpoint.storage.files import SourceFile, reason
+from shardspec.checkpoint.storage.remote import as_path
 from shardspec.errors import CheckpointError
 
 __all__ = ["FORMATS", "Format", "as_source", "open_checkpoint", "open_checkpoints"]
@@ -125,7 +125,7 @@ def open_checkpoint(
         How many ranks have written files, for forms that do not say it.
     rules
         How ranks have cut tensors, for forms that do not say it: pattern of names to spec, or the
-        path of a TOML file (`shardspec.checkpoint.cut_rules`).
+        path of a TOML file (`shardspec.checkpoint.reading.cut_rules`).
 
     Raises
     ------

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardspec.checkpoint.digests import crc_text
+from shardspec.checkpoint.moving.digests import crc_text
 
 __all__ = ["WriteReport"]
 

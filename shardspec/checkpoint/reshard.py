@@ -5,18 +5,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
-from shardspec.checkpoint.files import SourceFile
-from shardspec.checkpoint.fill import Progress
-from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.produce import How, Plan, produce
-from shardspec.checkpoint.remote import as_path
+from shardspec.checkpoint.reading.source import CheckpointSource
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
-from shardspec.checkpoint.source import CheckpointSource
-from shardspec.checkpoint.targets import Wanted
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.storage.remote import as_path
 from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writers.sharded import sharded_target
+from shardspec.checkpoint.writing.fill import Progress
+from shardspec.checkpoint.writing.member import Member
+from shardspec.checkpoint.writing.produce import How, Plan, produce
+from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, plain, select
+from shardspec.checkpoint.writing.targets import Wanted
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import match_rules

@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.agree import agree
-from shardspec.checkpoint.assign import assign_boxes
-from shardspec.checkpoint.digests import crc32
-from shardspec.checkpoint.files import reason
-from shardspec.checkpoint.form_names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
-from shardspec.checkpoint.info import (
+from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.reading.form_names import INFO_NAME
+from shardspec.checkpoint.reading.info import (
     BoxEntry,
     FileEntry,
     ShardingInfo,
     format_info,
     read_info,
 )
-from shardspec.checkpoint.new_file import Write, write_file
-from shardspec.checkpoint.remote import RemotePath, as_path
-from shardspec.checkpoint.safetensors_file import Header, TensorSlot, encode_header
-from shardspec.checkpoint.turn import Turn, shard_name
+from shardspec.checkpoint.reading.safetensors_file import Header, TensorSlot, encode_header
+from shardspec.checkpoint.storage.files import reason
+from shardspec.checkpoint.storage.remote import RemotePath, as_path
+from shardspec.checkpoint.writing.agree import agree
+from shardspec.checkpoint.writing.assign import assign_boxes
+from shardspec.checkpoint.writing.new_file import Write, write_file
+from shardspec.checkpoint.writing.turn import Turn, shard_name
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, DTypeError, OutputExistsError
 from shardspec.layout.layout import Layout

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.digests import Checks, stored_bytes
-from shardspec.checkpoint.files import OpenFiles
-from shardspec.checkpoint.fill import Progress
+from shardspec.checkpoint.moving.digests import Checks, stored_bytes
 from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.replicas import check_replicas
-from shardspec.checkpoint.source import CheckpointSource, Digest, StoredBox, StoredTensor
-from shardspec.checkpoint.tiling import check_tiling
+from shardspec.checkpoint.reading.replicas import check_replicas
+from shardspec.checkpoint.reading.source import CheckpointSource, Digest, StoredBox, StoredTensor
+from shardspec.checkpoint.reading.tiling import check_tiling
+from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.writing.fill import Progress
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

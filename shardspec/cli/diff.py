@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.source import CheckpointSource
+from shardspec.checkpoint.reading.source import CheckpointSource
 from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_both, source_options
 from shardspec.cli.writing import progress_bar

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 
 import click
 
-from shardspec.checkpoint.output import write_atomically
+from shardspec.checkpoint.writing.output import write_atomically
 from shardspec.cli.arguments import parse_mesh, parse_shape, parsed
 from shardspec.cli.cluster import parse_links
 from shardspec.dtypes import dtype_name

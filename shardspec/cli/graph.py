@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from shardspec.checkpoint.output import write_atomically
+from shardspec.checkpoint.writing.output import write_atomically
 from shardspec.cli.arguments import MeshShape, parse_shape, parsed
 from shardspec.cli.cluster import build_mesh, build_model, mesh_options
 from shardspec.dtypes import dtype_name

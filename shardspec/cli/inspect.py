@@ -15,7 +15,7 @@ from shardspec.checkpoint.inspect import (
     inspect_checkpoint,
     other_text,
 )
-from shardspec.checkpoint.source import box_text
+from shardspec.checkpoint.reading.source import box_text
 from shardspec.cli.arguments import parse_index, parsed
 from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_source, source_options

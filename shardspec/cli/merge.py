@@ -5,10 +5,10 @@ from typing import Unpack
 
 import click
 
-from shardspec.checkpoint.fill import Progress
-from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm, merge
 from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.writing.fill import Progress
+from shardspec.checkpoint.writing.member import Member
 from shardspec.cli.arguments import parse_bytes, parsed
 from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_source, source_options

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardspec.checkpoint.output import write_atomically
+from shardspec.checkpoint.writing.output import write_atomically
 from shardspec.cli.arguments import MeshShape, mesh_option, parse_bytes, parsed
 from shardspec.errors import OutputExistsError, ProfileError
 from shardspec.mesh import DeviceMesh

@@ -5,10 +5,10 @@ from typing import Unpack
 
 import click
 
-from shardspec.checkpoint.fill import Progress
-from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.reshard import RESHARDED_FORMS, ReshardedForm, read_rules, reshard
+from shardspec.checkpoint.writing.fill import Progress
+from shardspec.checkpoint.writing.member import Member
 from shardspec.cli.arguments import MeshShape, parse_mesh, parsed
 from shardspec.cli.cluster import build_mesh
 from shardspec.cli.paths import CheckpointPath

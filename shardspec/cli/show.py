@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from shardspec.checkpoint.output import write_atomically
+from shardspec.checkpoint.writing.output import write_atomically
 from shardspec.cli.arguments import (
     MeshShape,
     mesh_option,

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import click
 
 from shardspec.checkpoint.open import open_checkpoint, open_checkpoints
-from shardspec.checkpoint.source import CheckpointSource
+from shardspec.checkpoint.reading.source import CheckpointSource
 
 __all__ = ["open_both", "open_source", "source_options"]
 

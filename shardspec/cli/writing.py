@@ -12,10 +12,10 @@ from typing import Any, Final, TypedDict, TypeVar
 
 import click
 
-from shardspec.checkpoint.digests import crc_text
-from shardspec.checkpoint.fill import Progress
-from shardspec.checkpoint.member import Member
+from shardspec.checkpoint.moving.digests import crc_text
 from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.writing.fill import Progress
+from shardspec.checkpoint.writing.member import Member
 from shardspec.text import bytes_text, counted, rate_text, seconds_text
 
 __all__ = ["WritingOptions", "output_option", "progress_bar", "write", "writing_options"]

@@ -8,8 +8,7 @@ from math import isclose, prod
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from shardspec.checkpoint.output import write_atomically
-from shardspec.checkpoint.strict_json import (
+from shardspec.checkpoint.reading.strict_json import (
     as_list,
     as_object,
     as_size,
@@ -18,6 +17,7 @@ from shardspec.checkpoint.strict_json import (
     member,
     parse_json,
 )
+from shardspec.checkpoint.writing.output import write_atomically
 from shardspec.comm.cost import CostModel
 from shardspec.errors import CheckpointError, MeshError, ProfileError
 from shardspec.mesh import DeviceMesh, LinkModel

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from shardspec.checkpoint.behind import Behind
-from shardspec.checkpoint.digests import crc32
+from shardspec.checkpoint.moving.behind import Behind
+from shardspec.checkpoint.moving.digests import crc32
 from shardspec.errors import CheckpointError
 
 BLOCK = 64

@@ -6,7 +6,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from shardspec.checkpoint.claim import claimed, place_beside
+from shardspec.checkpoint.writing.claim import claimed, place_beside
 from shardspec.errors import CheckpointError, OutputExistsError
 
 

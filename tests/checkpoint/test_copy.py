@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec.boxes import slices_within
-from shardspec.checkpoint.behind import Behind
-from shardspec.checkpoint.buffers import Buffers
-from shardspec.checkpoint.copy import copy_box
-from shardspec.checkpoint.digests import Checks
-from shardspec.checkpoint.files import OpenFiles, SourceFile
-from shardspec.checkpoint.pieces import Block, Place, Run, byte_box, offset_in, pieces
-from shardspec.checkpoint.regions import read_region
-from shardspec.checkpoint.rows import rows_of
-from shardspec.checkpoint.sinks import FileSink, MemorySink
-from shardspec.checkpoint.source import Digest, StoredBox, StoredTensor
+from shardspec.checkpoint.moving.behind import Behind
+from shardspec.checkpoint.moving.buffers import Buffers
+from shardspec.checkpoint.moving.copy import copy_box
+from shardspec.checkpoint.moving.digests import Checks
+from shardspec.checkpoint.moving.pieces import Block, Place, Run, byte_box, offset_in, pieces
+from shardspec.checkpoint.moving.regions import read_region
+from shardspec.checkpoint.moving.rows import rows_of
+from shardspec.checkpoint.moving.sinks import FileSink, MemorySink
+from shardspec.checkpoint.reading.source import Digest, StoredBox, StoredTensor
+from shardspec.checkpoint.storage.files import OpenFiles, SourceFile
 from shardspec.errors import CheckpointError
 
 DTYPES = {"uint8": 1, "int16": 2, "float32": 4, "complex64": 8}
@@ -258,11 +258,11 @@ def test_long_rows_need_no_numpy(tmp_path):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from shardspec.checkpoint.buffers import Buffers\n"
-        "from shardspec.checkpoint.copy import copy_box\n"
-        "from shardspec.checkpoint.files import OpenFiles\n"
-        "from shardspec.checkpoint.sinks import MemorySink\n"
-        "from shardspec.checkpoint.source import StoredBox, StoredTensor\n"
+        "from shardspec.checkpoint.moving.buffers import Buffers\n"
+        "from shardspec.checkpoint.moving.copy import copy_box\n"
+        "from shardspec.checkpoint.storage.files import OpenFiles\n"
+        "from shardspec.checkpoint.moving.sinks import MemorySink\n"
+        "from shardspec.checkpoint.reading.source import StoredBox, StoredTensor\n"
         f"path = Path({str(tmp_path / 'data')!r})\n"
         "boxes = [((0, 3000), (0, 100)), ((0, 3000), (100, 300))]\n"
         "stored = [StoredBox(b, (), 0, path, 5 + o) for b, o in zip(boxes, (0, 300000))]\n"

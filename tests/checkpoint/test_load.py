@@ -18,11 +18,11 @@ from shardspec import (
     reshard,
     save_sharded,
 )
-from shardspec.checkpoint.buffers import Buffers
-from shardspec.checkpoint.copy import copy_box
-from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.moving.buffers import Buffers
+from shardspec.checkpoint.moving.copy import copy_box
+from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.sinks import MemorySink
+from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import all_specs, handmade, sample
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardspec.checkpoint.pickles import (
+from shardspec.checkpoint.torch_files.pickles import (
     Builder,
     Global,
     Record,
@@ -355,7 +355,7 @@ def test_any_bytes_are_read_or_refused():
 LIMITED = """
 import re, sys, time
 from pathlib import Path
-from shardspec.checkpoint.pickles import as_record, unpickle
+from shardspec.checkpoint.torch_files.pickles import as_record, unpickle
 from shardspec.errors import CheckpointError
 data = Path(sys.argv[1]).read_bytes()
 def peak():

@@ -2,10 +2,10 @@
 
 import pytest
 
-from shardspec.checkpoint.pickles import Global, Record
-from shardspec.checkpoint.plain import plain_value
-from shardspec.checkpoint.source import Described
-from shardspec.checkpoint.torch_values import TorchStorage, TorchTensor
+from shardspec.checkpoint.reading.plain import plain_value
+from shardspec.checkpoint.reading.source import Described
+from shardspec.checkpoint.torch_files.pickles import Global, Record
+from shardspec.checkpoint.torch_files.torch_values import TorchStorage, TorchTensor
 
 TENSOR = TorchTensor("float32", (2, 3), (3, 1), 0, TorchStorage("0", "float32", 6))
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.numbers import narrow
-from shardspec.checkpoint.reduce import Reduction
-from shardspec.checkpoint.source import Pending
+from shardspec.checkpoint.moving.numbers import narrow
+from shardspec.checkpoint.moving.reduce import Reduction
+from shardspec.checkpoint.reading.source import Pending
 from shardspec.comm.reduce import combine
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import is_floating

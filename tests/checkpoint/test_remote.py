@@ -12,14 +12,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from shardspec.checkpoint.buffers import Buffers
-from shardspec.checkpoint.copy import copy_box
 from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.files import OpenFiles, SourceFile
+from shardspec.checkpoint.moving.buffers import Buffers
+from shardspec.checkpoint.moving.copy import copy_box
+from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.ranges import MOST_AHEAD
-from shardspec.checkpoint.remote import RemotePath, as_path
-from shardspec.checkpoint.sinks import MemorySink
+from shardspec.checkpoint.storage.files import OpenFiles, SourceFile
+from shardspec.checkpoint.storage.ranges import MOST_AHEAD
+from shardspec.checkpoint.storage.remote import RemotePath, as_path
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from shardspec import merge, reshard, save_sharded
-from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.remote import RemotePath
-from shardspec.checkpoint.team import together
+from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.writing.member import Member
+from shardspec.checkpoint.writing.team import together
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
 from tests.checkpoint.stores import MESH, RULES, STATE, names, upload
@@ -28,7 +28,7 @@ import json, sys
 from shardspec import DeviceMesh
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.reshard import reshard
-from shardspec.checkpoint.member import Member
+from shardspec.checkpoint.writing.member import Member
 from shardspec.errors import ShardSpecError
 source, out, options, rank, size = sys.argv[1:]
 options = json.loads(options)

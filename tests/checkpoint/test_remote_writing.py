@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
 from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.remote import RemotePath
-from shardspec.checkpoint.upload import Upload
+from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.storage.upload import Upload
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole, refused

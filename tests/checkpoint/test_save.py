@@ -12,9 +12,9 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, load_sharded, merge, save_sharded
 from shardspec.boxes import box_size
-from shardspec.checkpoint.assign import assign_boxes
-from shardspec.checkpoint.holders import part_of
-from shardspec.checkpoint.info import format_info, parse_info, read_info
+from shardspec.checkpoint.reading.holders import part_of
+from shardspec.checkpoint.reading.info import format_info, parse_info, read_info
+from shardspec.checkpoint.writing.assign import assign_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardspec.boxes import split_interval
-from shardspec.checkpoint.source import Pending, StoredBox, StoredTensor
-from shardspec.checkpoint.tiling import Hole, Overlap, check_tiling, find_flaw
+from shardspec.checkpoint.reading.source import Pending, StoredBox, StoredTensor
+from shardspec.checkpoint.reading.tiling import Hole, Overlap, check_tiling, find_flaw
 from shardspec.errors import CheckpointError
 
 

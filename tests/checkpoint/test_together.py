@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec import DeviceMesh, merge, reshard
-from shardspec.checkpoint.claim import claimed
-from shardspec.checkpoint.member import Member
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.targets import Wanted
-from shardspec.checkpoint.write_together import share_of
 from shardspec.checkpoint.writers.huggingface import huggingface_target
+from shardspec.checkpoint.writing.claim import claimed
+from shardspec.checkpoint.writing.member import Member
+from shardspec.checkpoint.writing.targets import Wanted
+from shardspec.checkpoint.writing.write_together import share_of
 from shardspec.errors import CheckpointError, OutputExistsError, ShardSpecError
 from tests.checkpoint.writers.states import save, state
 
@@ -185,7 +185,7 @@ def test_none_of_them_imports_torch(ckpt, tmp_path):
     program = (
         "import sys\n"
         "from shardspec.checkpoint.merge import merge\n"
-        "from shardspec.checkpoint.member import Member\n"
+        "from shardspec.checkpoint.writing.member import Member\n"
         f"merge({str(ckpt)!r}, {str(tmp_path / 'out')!r}, member=Member(int(sys.argv[1]), 2))\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -5,10 +5,14 @@ from math import prod
 
 import pytest
 
-from shardspec.checkpoint.files import SourceFile
-from shardspec.checkpoint.torch_dtensors import TorchDTensor, dtensor_spec, read_dtensors
-from shardspec.checkpoint.torch_values import TorchTensor
-from shardspec.checkpoint.torch_zip import read_torch_zip
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.torch_dtensors import (
+    TorchDTensor,
+    dtensor_spec,
+    read_dtensors,
+)
+from shardspec.checkpoint.torch_files.torch_values import TorchTensor
+from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
 from shardspec.checkpoint.writers.pickles import Call, Made, Name, Outside, pickled
 from shardspec.errors import CheckpointError
 from tests.checkpoint.zips import handmade

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.digests import crc32
-from shardspec.checkpoint.files import SourceFile
-from shardspec.checkpoint.pickles import Record
-from shardspec.checkpoint.torch_values import (
+from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.pickles import Record
+from shardspec.checkpoint.torch_files.torch_values import (
     TorchStorage,
     TorchTensor,
     read_torch,
@@ -15,7 +15,7 @@ from shardspec.checkpoint.torch_values import (
     sizes_of,
     tensor_place,
 )
-from shardspec.checkpoint.torch_zip import read_torch_zip
+from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
 from shardspec.checkpoint.writers.pickles import Call, Made, Name, Outside, pickled
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.test_dcp import DTYPES

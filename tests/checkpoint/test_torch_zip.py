@@ -7,10 +7,10 @@ import zipfile
 import pytest
 import torch
 
-from shardspec.checkpoint.digests import crc32
-from shardspec.checkpoint.files import SourceFile
-from shardspec.checkpoint.torch_values import TorchTensor, read_torch, tensor_place
-from shardspec.checkpoint.torch_zip import read_torch_zip
+from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.torch_values import TorchTensor, read_torch, tensor_place
+from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
 from shardspec.errors import CheckpointError
 from tests.checkpoint.zips import Counted, read, refused
 

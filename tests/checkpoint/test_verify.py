@@ -13,7 +13,7 @@ import torch
 from shardspec import DeviceMesh, DTensor, save_sharded
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.numbers import numbers
+from shardspec.checkpoint.moving.numbers import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError

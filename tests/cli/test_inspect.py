@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from shardspec.checkpoint.inspect import inspect_checkpoint, other_text
 from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.source import Described
+from shardspec.checkpoint.reading.source import Described
 from shardspec.cli.main import cli
 from tests.checkpoint.handmade import handmade, sample
 

@@ -9,7 +9,7 @@ import numpy as np
 import safetensors.numpy
 
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.source import StoredBox
+from shardspec.checkpoint.reading.source import StoredBox
 from tests.faults.checks import command, one_line, refused, same
 from tests.faults.harness import Case
 from tests.faults.samples import arrays, cut, own, plain, split

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from shardspec.checkpoint import rename
+from shardspec.checkpoint.writing import rename
 from tests.faults.checks import one_line
 from tests.faults.forks import DONE, KILLED, Fork
 from tests.faults.harness import Case

@@ -14,13 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import Box, box_shape
-from shardspec.checkpoint.files import SourceFile, file_inside, is_there
-from shardspec.checkpoint.form_names import (
-    DCP,
-    DCP_OF_A_RANK,
-    DCP_OWN_METADATA,
-    METADATA_NAME,
-)
 from shardspec.checkpoint.formats.dcp_metadata import (
     Chunk,
     DcpMetadata,
@@ -28,12 +21,23 @@ from shardspec.checkpoint.formats.dcp_metadata import (
     TensorEntry,
     read_metadata,
 )
-from shardspec.checkpoint.pickles import UnlistedNameError
-from shardspec.checkpoint.plain import plain_value
-from shardspec.checkpoint.source import Described, StoredBox, StoredTensor, box_text
-from shardspec.checkpoint.torch_dtensors import read_dtensors
-from shardspec.checkpoint.torch_values import TorchTensor, read_torch_pickle, tensor_place
-from shardspec.checkpoint.torch_zip import read_torch_zip
+from shardspec.checkpoint.reading.form_names import (
+    DCP,
+    DCP_OF_A_RANK,
+    DCP_OWN_METADATA,
+    METADATA_NAME,
+)
+from shardspec.checkpoint.reading.plain import plain_value
+from shardspec.checkpoint.reading.source import Described, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
+from shardspec.checkpoint.torch_files.pickles import UnlistedNameError
+from shardspec.checkpoint.torch_files.torch_dtensors import read_dtensors
+from shardspec.checkpoint.torch_files.torch_values import (
+    TorchTensor,
+    read_torch_pickle,
+    tensor_place,
+)
+from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.mesh import DeviceMesh

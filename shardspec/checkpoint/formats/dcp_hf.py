@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.files import SourceFile, file_inside
-from shardspec.checkpoint.form_names import DCP_HF, DCP_HF_SHARD, find_index, is_data_file
 from shardspec.checkpoint.formats.hf_index import (
     open_index_directory,
     open_plain,
 )
 from shardspec.checkpoint.formats.listed import ListedCheckpoint
 from shardspec.checkpoint.formats.saved_offsets import saved_offsets
-from shardspec.checkpoint.safetensors_file import Header, read_header
-from shardspec.checkpoint.source import StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.reading.form_names import DCP_HF, DCP_HF_SHARD, find_index, is_data_file
+from shardspec.checkpoint.reading.safetensors_file import Header, read_header
+from shardspec.checkpoint.reading.source import StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.storage.files import SourceFile, file_inside
 from shardspec.errors import CheckpointError
 
 __all__ = ["open_dcp_hf"]

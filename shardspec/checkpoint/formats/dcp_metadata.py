@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.files import SourceFile
-from shardspec.checkpoint.pickles import (
+from shardspec.checkpoint.reading.source import box_text
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.pickles import (
     MOST_PICKLE_BYTES,
     Allowed,
     Global,
@@ -14,8 +15,7 @@ from shardspec.checkpoint.pickles import (
     as_record,
     unpickle,
 )
-from shardspec.checkpoint.source import box_text
-from shardspec.checkpoint.torch_values import TORCH_NAMES, sizes_of
+from shardspec.checkpoint.torch_files.torch_values import TORCH_NAMES, sizes_of
 from shardspec.errors import CheckpointError
 
 __all__ = ["Chunk", "DcpMetadata", "Item", "TensorEntry", "read_metadata"]

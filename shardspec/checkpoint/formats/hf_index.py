@@ -21,15 +21,20 @@ from collections.abc import Collection, Iterable, Set
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.files import SourceFile, file_inside, is_there
-from shardspec.checkpoint.form_names import INDEX_SUFFIX, INFO_NAME, SAFETENSORS, is_data_file
 from shardspec.checkpoint.formats.listed import ListedCheckpoint, whole_tensor
 from shardspec.checkpoint.formats.saved_offsets import saved_offsets
-from shardspec.checkpoint.info import SAVE_KEY
-from shardspec.checkpoint.remote import RemotePath
-from shardspec.checkpoint.safetensors_file import Header, read_header
-from shardspec.checkpoint.source import StoredTensor
-from shardspec.checkpoint.strict_json import as_object, as_text, member, parse_json
+from shardspec.checkpoint.reading.form_names import (
+    INDEX_SUFFIX,
+    INFO_NAME,
+    SAFETENSORS,
+    is_data_file,
+)
+from shardspec.checkpoint.reading.info import SAVE_KEY
+from shardspec.checkpoint.reading.safetensors_file import Header, read_header
+from shardspec.checkpoint.reading.source import StoredTensor
+from shardspec.checkpoint.reading.strict_json import as_object, as_text, member, parse_json
+from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
+from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.errors import CheckpointError
 
 __all__ = [

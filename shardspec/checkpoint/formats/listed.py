@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.checkpoint.reading.source import StoredBox, StoredTensor
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["ListedCheckpoint", "whole_tensor"]

@@ -5,8 +5,8 @@ XX is the tensor parallel rank and YYY the pipeline stage, in a directory ``iter
 Source: ``get_checkpoint_name``, ``generate_state_dict`` and ``save_checkpoint`` of
 megatron/training/checkpointing.py.
 
-**Cuts.** The files do not say how a tensor was cut; rules do (`shardspec.checkpoint.cut_rules`),
-over the axis ``tp``. Those of the caller come first; then those shipped as ``megatron_gpt`` or
+**Cuts.** The files do not say how a tensor was cut; rules do (`reading.cut_rules`), over the axis
+``tp``. Those of the caller come first; then those shipped as ``megatron_gpt`` or
 ``megatron_llama``, by whether the arguments in the files say that feed-forward layers are gated
 (``swiglu``). A tensor without a rule is refused: that it is alike on all ranks proves nothing.
 Tensors that are not cut are stored by each rank, and the copies are compared.
@@ -34,22 +34,27 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.cut_rules import CutRule, parse_rules, read_cut_rules, shipped_rules
-from shardspec.checkpoint.files import SourceFile, file_inside
-from shardspec.checkpoint.form_names import (
+from shardspec.checkpoint.formats.listed import ListedCheckpoint
+from shardspec.checkpoint.formats.megatron_model import Chunk, Rules, merged_tensors
+from shardspec.checkpoint.reading.cut_rules import (
+    CutRule,
+    parse_rules,
+    read_cut_rules,
+    shipped_rules,
+)
+from shardspec.checkpoint.reading.form_names import (
     MEGATRON,
     MEGATRON_FILE,
     MEGATRON_ITERATION,
     MEGATRON_RANK,
     MEGATRON_TRACKER,
 )
-from shardspec.checkpoint.formats.listed import ListedCheckpoint
-from shardspec.checkpoint.formats.megatron_model import Chunk, Rules, merged_tensors
-from shardspec.checkpoint.pickles import Allowed, Record, as_record
-from shardspec.checkpoint.plain import plain_value
-from shardspec.checkpoint.source import Described, StoredTensor
-from shardspec.checkpoint.torch_dtensors import TorchDTensor
-from shardspec.checkpoint.torch_state import StateTensor, TorchState, read_torch_state
+from shardspec.checkpoint.reading.plain import plain_value
+from shardspec.checkpoint.reading.source import Described, StoredTensor
+from shardspec.checkpoint.storage.files import SourceFile, file_inside
+from shardspec.checkpoint.torch_files.pickles import Allowed, Record, as_record
+from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
+from shardspec.checkpoint.torch_files.torch_state import StateTensor, TorchState, read_torch_state
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 

@@ -5,24 +5,24 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.files import SourceFile, file_inside, is_there
-from shardspec.checkpoint.form_names import INFO_NAME, NATIVE
-from shardspec.checkpoint.holders import Part, holders, part_of, pending_of
-from shardspec.checkpoint.info import (
+from shardspec.checkpoint.reading.form_names import INFO_NAME, NATIVE
+from shardspec.checkpoint.reading.holders import Part, holders, part_of, pending_of
+from shardspec.checkpoint.reading.info import (
     SAVE_KEY,
     BoxEntry,
     FileEntry,
     ShardingInfo,
     read_info,
 )
-from shardspec.checkpoint.safetensors_file import (
+from shardspec.checkpoint.reading.safetensors_file import (
     Header,
     HeaderEntry,
     TensorSlot,
     encode_header,
     read_header,
 )
-from shardspec.checkpoint.source import Digest, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.reading.source import Digest, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.files import file_inside
-from shardspec.checkpoint.form_names import RANK_FILE, RANK_FILES, is_rank_file
 from shardspec.checkpoint.formats.listed import ListedCheckpoint
-from shardspec.checkpoint.holders import Part, part_of, pending_of
-from shardspec.checkpoint.plain import plain_value
-from shardspec.checkpoint.source import Described, Pending, StoredBox, StoredTensor
-from shardspec.checkpoint.torch_dtensors import ShardOrder, TorchDTensor, dtensor_spec
-from shardspec.checkpoint.torch_state import StateTensor, TorchState, read_torch_state
-from shardspec.checkpoint.torch_values import TorchTensor
+from shardspec.checkpoint.reading.form_names import RANK_FILE, RANK_FILES, is_rank_file
+from shardspec.checkpoint.reading.holders import Part, part_of, pending_of
+from shardspec.checkpoint.reading.plain import plain_value
+from shardspec.checkpoint.reading.source import Described, Pending, StoredBox, StoredTensor
+from shardspec.checkpoint.storage.files import file_inside
+from shardspec.checkpoint.torch_files.torch_dtensors import ShardOrder, TorchDTensor, dtensor_spec
+from shardspec.checkpoint.torch_files.torch_state import StateTensor, TorchState, read_torch_state
+from shardspec.checkpoint.torch_files.torch_values import TorchTensor
 from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.layout.placements import Placement

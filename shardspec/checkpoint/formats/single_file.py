@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardspec.checkpoint.form_names import SAFETENSORS
 from shardspec.checkpoint.formats.hf_index import whole_header
-from shardspec.checkpoint.info import SAVE_KEY
-from shardspec.checkpoint.source import StoredBox, StoredTensor
+from shardspec.checkpoint.reading.form_names import SAFETENSORS
+from shardspec.checkpoint.reading.info import SAVE_KEY
+from shardspec.checkpoint.reading.source import StoredBox, StoredTensor
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 

@@ -8,12 +8,12 @@ part is the whole, as on a mesh of one device.
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardspec.checkpoint.form_names import BIN_INDEX, BIN_NAME, TORCH_FILE
 from shardspec.checkpoint.formats.hf_index import by_file, check_listed
 from shardspec.checkpoint.formats.listed import ListedCheckpoint
-from shardspec.checkpoint.plain import plain_value
-from shardspec.checkpoint.source import StoredBox, StoredTensor
-from shardspec.checkpoint.torch_state import TorchState, read_torch_state
+from shardspec.checkpoint.reading.form_names import BIN_INDEX, BIN_NAME, TORCH_FILE
+from shardspec.checkpoint.reading.plain import plain_value
+from shardspec.checkpoint.reading.source import StoredBox, StoredTensor
+from shardspec.checkpoint.torch_files.torch_state import TorchState, read_torch_state
 from shardspec.errors import CheckpointError
 
 __all__ = [

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.assign import assign_boxes
-from shardspec.checkpoint.form_names import METADATA_NAME
-from shardspec.checkpoint.targets import OutputFile, Piece, Slot, Target, Wanted
+from shardspec.checkpoint.reading.form_names import METADATA_NAME
 from shardspec.checkpoint.writers.pickles import Call, Made, Name, Pairs, pickled
 from shardspec.checkpoint.writers.torch_file import add_state, tensor_value
 from shardspec.checkpoint.writers.zips import ZipPlan
+from shardspec.checkpoint.writing.assign import assign_boxes
+from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target, Wanted
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh

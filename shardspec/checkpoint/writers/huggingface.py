@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from shardspec.checkpoint.targets import Target, Wanted
 from shardspec.checkpoint.writers.safetensors_file import one_file
+from shardspec.checkpoint.writing.targets import Target, Wanted
 
 __all__ = ["INDEX_NAME", "huggingface_target"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from shardspec.checkpoint.safetensors_file import TensorSlot, encode_header
-from shardspec.checkpoint.targets import OutputFile, Piece, Slot, Target, Wanted
+from shardspec.checkpoint.reading.safetensors_file import TensorSlot, encode_header
+from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target, Wanted
 
 __all__ = ["METADATA", "one_file", "safetensors_target"]
 

@@ -4,12 +4,12 @@ import os
 from collections.abc import Mapping, Sequence
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.assign import assign_boxes
-from shardspec.checkpoint.form_names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
-from shardspec.checkpoint.info import FileEntry, ShardingInfo, format_info
-from shardspec.checkpoint.safetensors_file import TensorSlot, encode_header
-from shardspec.checkpoint.targets import OutputFile, Piece, Slot, Target, Wanted
+from shardspec.checkpoint.reading.form_names import INFO_NAME
+from shardspec.checkpoint.reading.info import FileEntry, ShardingInfo, format_info
+from shardspec.checkpoint.reading.safetensors_file import TensorSlot, encode_header
+from shardspec.checkpoint.writing.assign import assign_boxes
+from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target, Wanted
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Final
 
-from shardspec.checkpoint.targets import OutputFile, Slot, Target, Wanted
 from shardspec.checkpoint.writers.pickles import Call, Name, Outside, pickled
 from shardspec.checkpoint.writers.zips import ZipPlan
+from shardspec.checkpoint.writing.targets import OutputFile, Slot, Target, Wanted
 from shardspec.dtypes import item_bytes
 
 __all__ = ["add_state", "tensor_value", "torch_target"]

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardspec.checkpoint.digests import crc32
-from shardspec.checkpoint.targets import Piece
+from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.writing.targets import Piece
 
 __all__ = ["ZipPlan"]
 

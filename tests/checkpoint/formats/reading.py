@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.buffers import Buffers
-from shardspec.checkpoint.copy import copy_box
-from shardspec.checkpoint.digests import Checks
-from shardspec.checkpoint.files import OpenFiles
+from shardspec.checkpoint.moving.buffers import Buffers
+from shardspec.checkpoint.moving.copy import copy_box
+from shardspec.checkpoint.moving.digests import Checks
+from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.replicas import check_replicas
-from shardspec.checkpoint.sinks import MemorySink
-from shardspec.checkpoint.tiling import check_tiling
+from shardspec.checkpoint.reading.replicas import check_replicas
+from shardspec.checkpoint.reading.tiling import check_tiling
+from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

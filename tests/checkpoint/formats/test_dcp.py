@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.form_names import DCP, find_dcp
 from shardspec.checkpoint.formats.dcp import open_dcp
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.source import Described
+from shardspec.checkpoint.reading.form_names import DCP, find_dcp
+from shardspec.checkpoint.reading.source import Described
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import (

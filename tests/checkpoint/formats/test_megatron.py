@@ -5,10 +5,10 @@ from argparse import Namespace
 import pytest
 import torch
 
-from shardspec.checkpoint.cut_rules import parse_rules, read_cut_rules
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.source import Described
+from shardspec.checkpoint.reading.cut_rules import parse_rules, read_cut_rules
+from shardspec.checkpoint.reading.source import Described
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.megatron_files import LAYERS, core, legacy, number, write
 from tests.checkpoint.formats.reading import (

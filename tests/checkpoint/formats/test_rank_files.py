@@ -14,8 +14,8 @@ from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.load import load_sharded
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.reading.source import Described
 from shardspec.checkpoint.reshard import reshard
-from shardspec.checkpoint.source import Described
 from shardspec.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.formats.reading import (
     assert_merged_without_torch,

@@ -9,9 +9,9 @@ from torch.utils.serialization import config
 
 from shardspec import DeviceMesh, merge
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.targets import Wanted
 from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writers.torch_file import torch_target
+from shardspec.checkpoint.writing.targets import Wanted
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec

@@ -1,0 +1,1 @@
+"""Moving bytes from stored boxes to where they are wanted, checked on the way."""

@@ -1,0 +1,255 @@
+"""Writing a file, and reading it again behind the place that has been come to.
+
+What was written is flushed to the disk, read again and compared while the rest is still on its way:
+by a thread beside the one that writes, or by that one itself where other files keep the CPU busy.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+from shardspec.checkpoint.moving.buffers import BLOCK_BYTES
+from shardspec.checkpoint.moving.digests import crc32, crc_text
+from shardspec.checkpoint.storage.files import reason
+from shardspec.errors import CheckpointError
+
+__all__ = ["Behind", "ReadBack", "different", "write_all"]
+
+_WRITE_BYTES: Final = 32 << 10
+"""Bytes written to a disk by one call. For longer ones Linux takes large pages into its cache, and
+on a virtual machine, whose host has to find memory for them, this can take five times as long."""
+_CACHED_BYTES: Final = 4 << 20
+"""Bytes flushed and read again at a time where flushing takes no time, as in memory: few enough to
+be in the CPU's cache still, and for another thread not too few to be told of."""
+_OWN_CACHED_BYTES: Final = 1 << 20
+"""The same for one that checks by itself: few enough to be in its own core's cache."""
+_AGAIN_BYTES: Final = 256 << 10
+"""Bytes read again by one call: they share that cache with what was written."""
+_FLUSHED_BYTES: Final = 256 << 20
+"""Bytes flushed to a disk at a time: it is at work from then on, not at the end only. Each flush
+waits for the journal of the file system, so that shorter stretches take longer."""
+_FLUSH_SECONDS: Final = 1e-3
+"""A flush that takes longer is one to a disk."""
+
+
+def write_all(
+    fd: int, data: memoryview, offset: int, path: Path, at_once: int = _WRITE_BYTES
+) -> None:
+    """Write bytes at a place in a file, so many by one call.
+
+    Raises
+    ------
+    CheckpointError
+        If the system refuses, as when the disk is full.
+    """
+    done = 0
+    while done < len(data):
+        try:
+            done += os.pwrite(fd, data[done : done + at_once], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
+
+
+def different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
+    """Return the error of a part of a file that was read back differently."""
+    return CheckpointError(
+        f"{path}: {name} was read back differently: its CRC-32 is {crc_text(found)} instead of "
+        f"{crc_text(expected)}; the memory of this machine, or what it is stored on, is at fault; "
+        "nothing was kept"
+    )
+
+
+class ReadBack(NamedTuple):
+    """A stretch of a file that is to be read again."""
+
+    name: str
+    """What it is, for errors."""
+    offset: int
+    num_bytes: int
+    crc32: int
+    """What it should have."""
+
+
+class Behind:
+    """Writes blocks of a file, and has them read again.
+
+    For one thread that calls `room` and `put` in turns, inside a ``with`` block; at its end what
+    was to be checked has been flushed, read again and compared. An exception in the block stops
+    the checks.
+
+    Parameters
+    ----------
+    fd, path
+        The file, open for writing and reading; the path is for errors.
+    beside
+        Whether a thread of its own checks; otherwise `put` does from time to time.
+    block_bytes
+        Most bytes of a block.
+    """
+
+    def __init__(
+        self, fd: int, path: Path, *, beside: bool = True, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        self._fd = fd
+        self._path = path
+        self._beside = beside
+        self.block_bytes = block_bytes
+        self._room = memoryview(bytearray(block_bytes))
+        self._again = memoryview(bytearray(min(block_bytes, _AGAIN_BYTES)))
+        self._failure: BaseException | None = None
+        self._thread: Thread | None = None
+        self._ended = Event()
+        self._handed: SimpleQueue[Sequence[ReadBack]] = SimpleQueue()
+        """Stretches for the thread; none are its end."""
+        self._waiting: list[ReadBack] = []
+        self._num_bytes = 0
+        """Of what waits."""
+        self._cached = _CACHED_BYTES if beside else _OWN_CACHED_BYTES
+        self._enough = self._cached
+        self._at_once = _WRITE_BYTES
+        """Bytes to write by one call: for a disk, until a flush was quick."""
+        self._unflushed = 0
+        """Bytes that were not to be checked; only the first are counted."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._failure = self._failure or error
+        interrupt = None
+        while True:
+            try:
+                if self._failure is None:
+                    self._check()
+                self._end()
+                break
+            except KeyboardInterrupt as again:
+                # The file must not be closed before the thread has let go of it.
+                self._failure = interrupt = again
+        if interrupt is not None:
+            raise interrupt
+        if error is None and self._failure is not None:
+            raise self._failure
+
+    def _end(self) -> None:
+        """Wait for the thread."""
+        if self._thread is not None:
+            self._handed.put(())
+            # An interrupted join takes the thread for ended (bpo-45274), so it is not enough.
+            self._ended.wait()
+            self._thread.join()
+
+    def room(self, num_bytes: int) -> memoryview:
+        """Return memory for the next block.
+
+        Raises
+        ------
+        CheckpointError
+            If a block before was read back differently.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return self._room[:num_bytes]
+
+    def put(self, data: memoryview, offset: int, name: str, crc: int | None) -> None:
+        """Write a block: what `room` gave, or other memory.
+
+        Parameters
+        ----------
+        data
+            The block, flat.
+        offset
+            Where in the file it goes.
+        name
+            What it is, for errors.
+        crc
+            Its CRC-32, if it is to be read again and compared.
+
+        Raises
+        ------
+        CheckpointError
+            If the system refuses, or blocks before were read back differently.
+        """
+        write_all(self._fd, data, offset, self._path, self._at_once)
+        if crc is None:
+            if self._unflushed < _CACHED_BYTES:
+                self._unflushed += data.nbytes
+                if self._unflushed >= _CACHED_BYTES:
+                    self._flush()
+        else:
+            self._waiting.append(ReadBack(name, offset, data.nbytes, crc))
+            self._num_bytes += data.nbytes
+            if self._num_bytes >= self._enough:
+                self._check()
+
+    def _check(self) -> None:
+        """Have what waits compared."""
+        waiting, self._waiting, self._num_bytes = self._waiting, [], 0
+        if not waiting:
+            return
+        if not self._beside:
+            self._compare(waiting)
+            return
+        if self._thread is None:
+            self._thread = Thread(target=self._compare_handed, daemon=True)
+            self._thread.start()
+        self._handed.put(waiting)
+
+    def _compare_handed(self) -> None:
+        while waiting := self._handed.get():
+            if self._failure is None:
+                try:
+                    self._compare(waiting)
+                except BaseException as error:
+                    self._failure = error
+        self._ended.set()
+
+    def _compare(self, waiting: Sequence[ReadBack]) -> None:
+        self._flush()
+        for name, offset, num_bytes, expected in waiting:
+            if self._failure is not None:
+                return
+            value = 0
+            for at in range(0, num_bytes, len(self._again)):
+                part = self._again[: num_bytes - at]
+                value = crc32(self._read(part, offset + at), value)
+            if value != expected:
+                raise different(self._path, name, value, expected)
+
+    def _flush(self) -> None:
+        """Flush what was written, and learn whether that takes time."""
+        started = time.monotonic()
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be written: {reason(error)}") from None
+        slow = time.monotonic() - started > _FLUSH_SECONDS
+        self._enough = _FLUSHED_BYTES if slow else self._cached
+        self._at_once = _WRITE_BYTES if slow else self.block_bytes
+
+    def _read(self, part: memoryview, offset: int) -> memoryview:
+        done = 0
+        while done < len(part):
+            try:
+                count = os.preadv(self._fd, [part[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._path}: cannot be read again: {reason(error)}"
+                ) from None
+            if count == 0:
+                raise CheckpointError(
+                    f"{self._path}: ends at byte {offset + done} when read again, but more was "
+                    "written; what it is stored on is at fault; nothing was kept"
+                )
+            done += count
+        return part

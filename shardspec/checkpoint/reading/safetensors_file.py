@@ -1,0 +1,230 @@
+"""The safetensors format: a header is read with every check the specification asks for, or written.
+
+A file is 8 bytes with the length of the header (little endian), the header (JSON), and the bytes
+of the tensors. Source: README of https://github.com/huggingface/safetensors, section "Format".
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from shardspec.checkpoint.reading.strict_json import as_object, as_sizes, as_text, parse_members
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
+from shardspec.errors import CheckpointError, DTypeError
+from shardspec.text import shown
+
+__all__ = ["MAX_DIMS", "Header", "HeaderEntry", "TensorSlot", "encode_header", "read_header"]
+
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit of the format: no header needs more, and a damaged length must not fill the memory."""
+MAX_DIMS: Final = 64
+"""Most dims of a tensor, as in numpy and torch."""
+_METADATA: Final = "__metadata__"
+# fmt: off
+_ORDER: Final = (
+    "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16",
+    "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL",
+)
+# fmt: on
+"""Order of the tensors in a file, as safetensors 0.8 writes it: wide dtypes first, so that every
+tensor starts at a multiple of its item size; by name within a dtype."""
+_RANK: Final = {code: place for place, code in enumerate(_ORDER)}
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    """torch's name of the element type."""
+    shape: tuple[int, ...]
+    """In elements as torch counts them; a header counts numbers, of which F4 has two in a byte."""
+    offset: int
+    """Position of the first byte, from the start of the file."""
+    num_bytes: int
+
+
+class Header(NamedTuple):
+    """What a file holds; the entries are in the order of their bytes."""
+
+    entries: tuple[HeaderEntry, ...]
+    metadata: Mapping[str, str]
+    file_bytes: int
+    """Size of the whole file."""
+
+
+def read_header(file: SourceFile) -> Header:
+    """Read and check the header of an open file.
+
+    Raises
+    ------
+    CheckpointError
+        If the file breaks any rule of the format, is truncated, or has bytes past its end.
+    """
+    path, file_bytes = file.path, file.num_bytes
+    if file_bytes < 8:
+        raise CheckpointError(
+            f"{path}: has {file_bytes} bytes, too few for a safetensors file; it is truncated"
+        )
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path}: states a header of {length} bytes, past the format's limit of "
+            f"{_MAX_HEADER_BYTES}; it is damaged or no safetensors file"
+        )
+    if length > file_bytes - 8:
+        raise CheckpointError(
+            f"{path}: states a header of {length} bytes but has {file_bytes} in all; it is "
+            "truncated"
+        )
+    if file.read(8, min(length, 1)) != b"{":
+        raise CheckpointError(f"{path}: the header does not start with '{{'; it is damaged")
+    start = 8 + length
+    metadata: dict[str, str] = {}
+    entries = []
+
+    def read(at: int, count: int) -> bytes:
+        return file.read(8 + at, count)
+
+    for name, value in parse_members(read, length, path, "header"):
+        if name != _METADATA:
+            entries.append(_entry(name, value, start, path))
+            continue
+        for key, text in as_object(value, path, _METADATA).items():
+            metadata[key] = as_text(text, path, f"{_METADATA}[{shown(key)}]")
+    entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
+    end = start
+    for entry in entries:
+        if entry.offset != end:
+            raise CheckpointError(
+                f"{path}: tensor {shown(entry.name, 200)} starts at byte {entry.offset} where "
+                f"{end} is due; the data {'overlaps' if entry.offset < end else 'has a hole'}"
+            )
+        end += entry.num_bytes
+    if end != file_bytes:
+        problem = "it is truncated" if file_bytes < end else "there are bytes past its end"
+        raise CheckpointError(
+            f"{path}: has {file_bytes} bytes but its header describes {end}; {problem}"
+        )
+    return Header(tuple(entries), metadata, file_bytes)
+
+
+def _entry(name: str, value: object, start: int, path: Path) -> HeaderEntry:
+    what = f"tensor {shown(name, 200)}"
+    fields = as_object(value, path, what)
+    if fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(
+            f"{path}: {what} should have dtype, shape and data_offsets but has "
+            f"{', '.join(map(shown, list(fields)[:8])) or 'nothing'}"
+        )
+    try:
+        dtype = from_safetensors(as_text(fields["dtype"], path, f"dtype of {what}"))
+    except DTypeError as error:
+        raise CheckpointError(f"{path}: {what}: {error}") from None
+    shape = as_sizes(fields["shape"], path, f"shape of {what}")
+    offsets = as_sizes(fields["data_offsets"], path, f"data_offsets of {what}")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{path}: data_offsets of {what} are no interval: {list(offsets)}")
+    if len(shape) > MAX_DIMS:
+        raise CheckpointError(
+            f"{path}: {what} has {len(shape)} dims; at most {MAX_DIMS} make sense"
+        )
+    if packed(dtype) > 1:
+        shape = _unpacked(shape, packed(dtype), what, path)
+    num_bytes = prod(shape) * item_bytes(dtype)
+    if offsets[1] - offsets[0] != num_bytes:
+        raise CheckpointError(
+            f"{path}: {what} of shape {list(shape)} and dtype {dtype} takes {num_bytes} bytes but "
+            f"its data_offsets span {offsets[1] - offsets[0]}"
+        )
+    return HeaderEntry(name, dtype, shape, start + offsets[0], num_bytes)
+
+
+def _unpacked(shape: tuple[int, ...], numbers: int, what: str, path: Path) -> tuple[int, ...]:
+    """Return in elements a shape that counts numbers, some of which share a byte."""
+    if not shape or shape[-1] % numbers:
+        raise CheckpointError(
+            f"{path}: {what} of shape {list(shape)} has {numbers} numbers to a byte, so its last "
+            f"dim should be a multiple of {numbers}"
+        )
+    return (*shape[:-1], shape[-1] // numbers)
+
+
+def _packed(slot: "TensorSlot") -> list[int]:
+    """Return the shape that a header states."""
+    numbers = packed(slot.dtype)
+    if numbers > 1 and not slot.shape:
+        raise CheckpointError(
+            f"tensor {slot.name!r} is a scalar of {slot.dtype}, which the safetensors format "
+            "cannot express: it counts the numbers along the last dim; give it the shape [1]"
+        )
+    return [*slot.shape[:-1], slot.shape[-1] * numbers] if slot.shape else []
+
+
+class TensorSlot(NamedTuple):
+    """A tensor to be written: what the header says about it."""
+
+    name: str
+    dtype: str
+    """torch's name of the element type."""
+    shape: tuple[int, ...]
+    """In elements as torch counts them."""
+
+
+def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+    """Return the first bytes of a file, up to its data, and where each tensor belongs.
+
+    The bytes are those that safetensors itself writes for the same tensors.
+
+    Raises
+    ------
+    CheckpointError
+        If a name cannot stand in a header, or the header exceeds the format's limit.
+
+    Examples
+    --------
+    >>> head, header = encode_header([TensorSlot("w", "float32", (2, 3))], {"format": "pt"})
+    >>> head[8:].decode()
+    '{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
+    >>> header.entries[0].offset, header.file_bytes
+    (96, 120)
+    """
+    ordered = sorted(slots, key=lambda slot: (_RANK[to_safetensors(slot.dtype)], slot.name))
+    table: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    sizes = []
+    end = 0
+    for slot in ordered:
+        if slot.name == _METADATA:
+            raise CheckpointError(
+                f"a tensor cannot be named {_METADATA!r}: the safetensors format keeps that name "
+                "for itself; rename the tensor"
+            )
+        sizes.append(prod(slot.shape) * item_bytes(slot.dtype))
+        table[slot.name] = {
+            "dtype": to_safetensors(slot.dtype),
+            "shape": _packed(slot),
+            "data_offsets": [end, end + sizes[-1]],
+        }
+        end += sizes[-1]
+    try:
+        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"a tensor name holds {error.object[error.start]!r}, which UTF-8 cannot express; "
+            "rename the tensor"
+        ) from None
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"the names of {len(ordered)} tensors need a header of {len(text)} bytes, past the "
+            f"safetensors format's limit of {_MAX_HEADER_BYTES}; write fewer tensors to a file"
+        )
+    entries = []
+    at = 8 + len(text)
+    for slot, size in zip(ordered, sizes, strict=True):
+        entries.append(HeaderEntry(slot.name, slot.dtype, slot.shape, at, size))
+        at += size
+    return len(text).to_bytes(8, "little") + text, Header(tuple(entries), dict(metadata), at)

@@ -1,0 +1,147 @@
+"""Do stored boxes make up a whole tensor? Checked before anything is written."""
+
+from collections.abc import Sequence
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from shardspec.boxes import Box, contains
+from shardspec.checkpoint.reading.source import StoredBox, StoredTensor, box_text
+from shardspec.errors import CheckpointError
+
+__all__ = ["Hole", "Overlap", "check_tiling", "find_flaw"]
+
+
+class Hole(NamedTuple):
+    """A part of the tensor that no box covers."""
+
+    box: Box
+
+
+class Overlap(NamedTuple):
+    """Two boxes, by their places in the sequence, that share some element."""
+
+    first: int
+    second: int
+
+
+def find_flaw(shape: Sequence[int], boxes: Sequence[Box]) -> Hole | Overlap | None:
+    """Return the first reason why boxes do not tile a tensor, or None if they do.
+
+    Parameters
+    ----------
+    shape
+        Sizes of the tensor; ``()`` for a scalar, whose one box is ``()``.
+    boxes
+        Boxes in the tensor, none of them empty.
+
+    Notes
+    -----
+    A sweep along the first dim; between two cuts the same boxes are met all the way, and there
+    the remaining dims are swept in turn. A grid of n boxes takes O(n log n) a dim.
+
+    Examples
+    --------
+    >>> find_flaw((4, 2), [((0, 4), (0, 1)), ((0, 3), (1, 2))])
+    Hole(box=((3, 4), (1, 2)))
+    >>> find_flaw((3,), [((0, 2),), ((1, 3),)])
+    Overlap(first=0, second=1)
+    """
+    if 0 in shape:
+        return None
+    return _sweep(shape, boxes, range(len(boxes)), ())
+
+
+def _sweep(
+    shape: Sequence[int], boxes: Sequence[Box], met: Sequence[int], prefix: Box
+) -> Hole | Overlap | None:
+    """Check the part of the tensor that lies in `prefix`, where all boxes of `met` reach."""
+    dim = len(prefix)
+    if not met:
+        return Hole((*prefix, *((0, size) for size in shape[dim:])))
+    if dim == len(shape):
+        return Overlap(met[0], met[1]) if len(met) > 1 else None
+    starts: dict[int, list[int]] = {}
+    cuts = {0, shape[dim]}
+    for place in met:
+        lo, hi = boxes[place][dim]
+        starts.setdefault(lo, []).append(place)
+        cuts.update((lo, hi))
+    ordered = sorted(cuts)
+    active: list[int] = []
+    for lo, hi in pairwise(ordered):
+        active = [place for place in active if boxes[place][dim][1] > lo] + starts.get(lo, [])
+        flaw = _sweep(shape, boxes, active, (*prefix, (lo, hi)))
+        if flaw is not None:
+            return flaw
+    return None
+
+
+def check_tiling(
+    tensor: StoredTensor, tiled: set[object] | None = None
+) -> tuple[tuple[StoredBox, ...], ...]:
+    """Check that the boxes of a tensor tile it, once for every addend that is pending.
+
+    Parameters
+    ----------
+    tensor
+        The tensor.
+    tiled
+        Shapes with boxes that are known to tile them: those found here are added, so that many
+        tensors that are cut alike are checked once.
+
+    Returns
+    -------
+    tuple
+        Groups of two or more stored boxes that claim the same part; their bytes must agree.
+
+    Raises
+    ------
+    CheckpointError
+        If a part is stored by no file, boxes overlap in part, or lie outside the tensor.
+    """
+    same: dict[tuple[tuple[int, ...], Box], list[StoredBox]] = {}
+    for stored in tensor.boxes:
+        same.setdefault((stored.addend, stored.box), []).append(stored)
+    whole = tuple((0, size) for size in tensor.shape)
+    by_addend: dict[tuple[int, ...], list[StoredBox]] = {
+        addend: [] for addend in product(*(range(p.addends) for p in tensor.pending))
+    }
+    for (addend, box), (first, *_) in same.items():
+        if len(box) != len(whole) or not contains(whole, box) or any(lo >= hi for lo, hi in box):
+            raise CheckpointError(
+                f"{_where(tensor, first)} is empty or lies outside the tensor of shape "
+                f"{list(tensor.shape)}"
+            )
+        if addend not in by_addend:
+            raise CheckpointError(
+                f"{_where(tensor, first)} is addend {list(addend)} of a pending reduction of "
+                f"{[p.addends for p in tensor.pending]} addends"
+            )
+        by_addend[addend].append(first)
+    tiled = set() if tiled is None else tiled
+    for addend, group in by_addend.items():
+        boxes = tuple(stored.box for stored in group)
+        if (tensor.shape, boxes) in tiled:
+            continue
+        match find_flaw(tensor.shape, boxes):
+            case Hole(box):
+                of = f" of addend {list(addend)}" if addend else ""
+                raise CheckpointError(
+                    f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
+                    f"part {box_text(box)}{of}; restore the missing file or save again"
+                )
+            case Overlap(i, j):
+                a, b = group[i], group[j]
+                raise CheckpointError(
+                    f"tensor {tensor.name!r}: rank {a.rank}'s box {box_text(a.box)} in {a.path} "
+                    f"and rank {b.rank}'s box {box_text(b.box)} in {b.path} overlap in part, "
+                    "which no layout gives; the checkpoint contradicts itself"
+                )
+            case None:
+                tiled.add((tensor.shape, boxes))
+    return tuple(tuple(group) for group in same.values() if len(group) > 1)
+
+
+def _where(tensor: StoredTensor, stored: StoredBox) -> str:
+    box = box_text(stored.box)
+    return f"tensor {tensor.name!r}: rank {stored.rank}'s box {box} in {stored.path}"

@@ -1,0 +1,1 @@
+"""Files of checkpoints, here and in object stores."""

@@ -1,0 +1,171 @@
+"""Reading a file in an object store by ranges of bytes, a little ahead of what is asked for.
+
+A request to a store takes as long as some megabytes on the way. So a reader that goes on near where
+it stopped gets twice as much as the time before, up to a limit; one that jumps gets what it wants.
+What will be wanted next is on its way while what has come is worked on.
+"""
+
+from collections import deque
+from threading import Thread
+from typing import Final
+
+from shardspec.checkpoint.storage.remote import RemotePath, Store, StoreErrors
+from shardspec.errors import CheckpointError
+
+__all__ = ["MOST_AHEAD", "RangeReader"]
+
+_LEAST: Final = 64 << 10
+"""Least bytes of a request: headers and what lies around them come in one."""
+MOST_AHEAD: Final = 4 << 20
+"""Most bytes of a request."""
+
+
+_ON_THE_WAY: Final = 3
+"""Most requests that are under way while bytes are worked on: one alone does not fill the line."""
+_CERTAIN: Final = 1 << 20
+"""Bytes of a request from which on a reader is taken for one that goes on to the end."""
+
+
+class _Request:
+    """A range of bytes that a thread asks for."""
+
+    __slots__ = ("_data", "_error", "_path", "_store", "_thread", "end", "start")
+
+    def __init__(self, store: Store, path: RemotePath, start: int, end: int) -> None:
+        self.start = start
+        self.end = end
+        self._store = store
+        self._path = path
+        self._data = b""
+        self._error: BaseException | None = None
+        # Nobody waits for one that is not needed any more.
+        self._thread = Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        try:
+            self._data = _asked(self._store, self._path, self.start, self.end)
+        except BaseException as error:
+            self._error = error
+
+    def answer(self) -> bytes:
+        """Wait for the bytes; raise what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._data
+
+
+def _asked(store: Store, path: RemotePath, start: int, end: int) -> bytes:
+    if start >= end:
+        return b""
+    with StoreErrors(path, "read"):
+        return store.cat_file(str(path), start=start, end=end)
+
+
+class RangeReader:
+    """A file in a store; keeps the last range that it has read, and asks for the next ones.
+
+    Parameters
+    ----------
+    path
+        The file.
+
+    Raises
+    ------
+    CheckpointError
+        If it is missing, or the store refuses.
+    """
+
+    __slots__ = (
+        "_ahead",
+        "_block",
+        "_expected",
+        "_most",
+        "_path",
+        "_start",
+        "_store",
+        "_window",
+        "num_bytes",
+    )
+
+    def __init__(self, path: RemotePath) -> None:
+        self.num_bytes = path.num_bytes()
+        self._path = path
+        self._store = path.store
+        self._start = 0
+        self._block = b""
+        self._window = _LEAST
+        self._expected = (0, 0)
+        self._most = MOST_AHEAD
+        self._ahead: deque[_Request] = deque()
+
+    def keep(self, num_bytes: int) -> None:
+        """Keep at most so many bytes from now on; not below what headers need."""
+        self._most = max(_LEAST, min(num_bytes // (1 + _ON_THE_WAY), MOST_AHEAD))
+        if len(self._block) > self._most:
+            self._start += len(self._block)
+            self._block = b""
+            self._ahead.clear()
+
+    def expect(self, start: int, end: int) -> None:
+        """Take note that all bytes of a stretch will be wanted."""
+        self._expected = start, end
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer of bytes from a place in the file.
+
+        Raises
+        ------
+        CheckpointError
+            If the file ends before, or the store refuses.
+        """
+        done = 0
+        while done < len(buffer):
+            inside = offset + done - self._start
+            if not 0 <= inside < len(self._block):
+                self._fetch(offset + done, len(buffer) - done, offset + len(buffer))
+                inside = offset + done - self._start
+            part = memoryview(self._block)[inside : inside + len(buffer) - done]
+            buffer[done : done + len(part)] = part
+            done += len(part)
+
+    def _fetch(self, start: int, num_bytes: int, needed: int) -> None:
+        """Read a range from `start` on, of so many bytes if the limit allows, and keep it."""
+        # Rows of columns are read along with what lies between them, where that is little.
+        stopped = self._start + len(self._block)
+        goes_on = 0 <= start - stopped < _LEAST
+        self._window = min(self._window * 2, self._most) if goes_on else _LEAST
+        # Let go of first: two of them would be twice the memory.
+        self._block = b""
+        while self._ahead and not self._ahead[0].start <= start < self._ahead[0].end:
+            self._ahead.popleft()
+        if self._ahead:
+            ahead = self._ahead.popleft()
+            data = ahead.answer()
+            start, end = ahead.start, ahead.end
+        else:
+            first, last = self._expected
+            rest = last - start if first <= start else 0
+            end = min(start + min(max(num_bytes, rest, self._window), self._most), self.num_bytes)
+            data = _asked(self._store, self._path, start, end)
+        if len(data) != max(end - start, 1):
+            raise CheckpointError(
+                f"{self._path}: ends at byte {start + len(data)}, but bytes up to {needed} are "
+                "needed; it was cut short while being read"
+            )
+        self._start, self._block = start, data
+        self._ask_ahead(goes_on)
+
+    def _ask_ahead(self, goes_on: bool) -> None:
+        """Ask for the next ranges where it is all but certain that they will be wanted."""
+        first, last = self._expected
+        if not (first <= self._start and self._start + len(self._block) <= last):
+            certain = goes_on and self._window >= min(_CERTAIN, self._most)
+            last = self.num_bytes if certain else 0
+        while len(self._ahead) < _ON_THE_WAY:
+            start = self._ahead[-1].end if self._ahead else self._start + len(self._block)
+            end = min(start + self._most, last)
+            if start >= end:
+                break
+            self._ahead.append(_Request(self._store, self._path, start, end))

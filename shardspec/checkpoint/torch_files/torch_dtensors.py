@@ -1,0 +1,329 @@
+"""DTensors that `torch.save` wrote: the local tensor, the global shape, mesh and placements.
+
+How torch keeps a mesh has changed twice: as a tensor of ids, as one layout over a list of ids, and
+as one such layout per axis. All are read. Source: ``torch/distributed/device_mesh.py``,
+``torch/distributed/_mesh_layout.py`` and ``torch/distributed/tensor/_dtensor_spec.py``.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Final, Never, TypeAlias
+
+from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.pickles import Allowed, Builder, Global, Record
+from shardspec.checkpoint.torch_files.torch_values import (
+    TORCH_NAMES,
+    TorchTensor,
+    read_torch,
+    sizes_of,
+    tensor_place,
+)
+from shardspec.checkpoint.torch_files.torch_zip import TorchZip
+from shardspec.errors import CheckpointError
+from shardspec.layout.placements import Pending, Placement, Split, Whole, spec_of_placements
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["ShardOrder", "TorchDTensor", "dtensor_spec", "read_dtensors"]
+
+ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+"""Per dim the axes that split it, the major one first."""
+
+_MOST_DEVICES: Final = 1 << 20
+_MOST_NESTED: Final = 256
+_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
+_WRAPPER: Final = "torch._utils._rebuild_wrapper_subclass"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDTensor:
+    """A DTensor as one rank saved it."""
+
+    local: TorchTensor
+    """What the rank held."""
+    shape: tuple[int, ...]
+    """Sizes of the global tensor."""
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    """One per mesh axis."""
+    shard_order: ShardOrder | None
+    """Where torch says so."""
+    rank: int | None = None
+    """The rank that saved it, where its mesh says so."""
+
+
+def dtensor_spec(dtensor: TorchDTensor) -> ShardingSpec:
+    """Return the spec of a DTensor, axes by number.
+
+    Raises
+    ------
+    LayoutError
+        If its placements do not fit its mesh and shape.
+    AxisError
+        If reductions are pending whose result depends on which comes first.
+    """
+    order = None if dtensor.shard_order is None else dict(dtensor.shard_order)
+    return spec_of_placements(
+        dtensor.placements, len(dtensor.shape), dtensor.mesh.shape, order or None
+    )
+
+
+def read_dtensors(
+    file: SourceFile, found: TorchZip, more: Allowed | None = None, rank: int | None = None
+) -> object:
+    """Read what `torch.save` wrote, with a `TorchDTensor` where each DTensor was.
+
+    Parameters
+    ----------
+    file, found, more
+        As for `shardspec.checkpoint.torch_files.torch_values.read_torch`.
+    rank
+        The rank that wrote it, if known: versions of torch up to 2.10 need it to tell which slice
+        of a mesh a DTensor was on.
+
+    Raises
+    ------
+    CheckpointError
+        As for `read_torch`; and if a mesh or a placement is of a kind that is not known.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
+    >>> path = Path(tempfile.mkdtemp()) / "x.pt"
+    >>> torch.save({"w": torch.ones(2, 3)}, path)
+    >>> with SourceFile(path) as file:
+    ...     read_dtensors(file, read_torch_zip(file))["w"].shape
+    (2, 3)
+    """
+    reader = _Reader(file, found, rank)
+    return read_torch(file, found, {**(more or {}), _FROM_TYPE: reader.from_type})
+
+
+def _refuse(problem: str) -> Never:
+    raise ValueError(problem)
+
+
+class _Reader:
+    """Builds DTensors; a mesh that many of them share is built once."""
+
+    def __init__(self, file: SourceFile, found: TorchZip, rank: int | None) -> None:
+        self._file = file
+        self._found = found
+        self._rank = rank
+        self._meshes: dict[Record, tuple[DeviceMesh, int | None]] = {}
+
+    def from_type(self, args: tuple[object, ...]) -> object:
+        """Build what ``_rebuild_from_type_v2`` would: a DTensor, or a tensor with attributes."""
+        function, kind, inner, state = args
+        if not (
+            isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)
+        ):
+            _refuse("it takes two names, arguments and a state")
+        if function.name != _WRAPPER:
+            builder: Builder | None = TORCH_NAMES[function.name]
+            return builder(inner) if builder else _refuse(f"{function.name} is no function")
+        members = _members(state)
+        spec, local = members.get("_spec"), members.get("_local_tensor")
+        if (
+            not kind.name.endswith(".DTensor")
+            or not isinstance(spec, Record)
+            or not isinstance(local, TorchTensor)
+        ):
+            _refuse(f"a {kind.name} is no DTensor with a local tensor and a spec")
+        shape = sizes_of(inner[2])
+        mesh, placements = spec.get("mesh"), spec.get("placements")
+        if not isinstance(mesh, Record) or not isinstance(placements, tuple | list):
+            _refuse("the spec of a DTensor lacks its mesh or its placements")
+        if mesh not in self._meshes:
+            found = self._mesh(mesh)
+            self._meshes[mesh] = found, _writer(mesh, found)
+        order = spec.get("shard_order")
+        return TorchDTensor(
+            local,
+            shape,
+            self._meshes[mesh][0],
+            tuple(map(_placement, placements)),
+            None if order is None else _shard_order(order),
+            self._meshes[mesh][1],
+        )
+
+    def _mesh(self, mesh: Record) -> DeviceMesh:
+        names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names")
+        if names is not None and not (
+            isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
+        ):
+            _refuse("the names of a mesh are no texts")
+        axis_names = None if names is None else [str(name) for name in names]
+        tensor = mesh.get("mesh")
+        if isinstance(tensor, TorchTensor):
+            return DeviceMesh(self._numbers(tensor), tensor.shape, axis_names=axis_names)
+        layout, ids = mesh.get("_layout"), mesh.get("_flatten_rank_map")
+        if not isinstance(ids, tuple):
+            ids = mesh.get("_rank_map")
+            ids = tuple(self._numbers(ids)) if isinstance(ids, TorchTensor) else None
+        if (
+            ids is None
+            or not isinstance(layout, Record)
+            or not all(isinstance(id_, int) for id_ in ids)
+        ):
+            _refuse("a mesh lacks its ids; its version of torch is not known")
+        axes = [_offsets(*axis, len(ids)) for axis in _axes(layout)]
+        shape = tuple(map(len, axes))
+        if prod(shape) > len(ids):
+            _refuse(f"a mesh of shape {shape} has {len(ids)} ids")
+        base = 0
+        if prod(shape) < len(ids):
+            base = self._base(mesh, ids, axes)
+        places = [base + sum(offsets) for offsets in product(*axes)]
+        if min(places) < 0 or max(places) >= len(ids):
+            _refuse(f"a mesh of shape {shape} reaches past its {len(ids)} ids")
+        return DeviceMesh([ids[place] for place in places], shape, axis_names=axis_names)
+
+    def _base(self, mesh: Record, ids: Sequence[object], axes: Sequence[Sequence[int]]) -> int:
+        """Return where in the list of ids a slice of a mesh starts: the writer is part of it."""
+        rank = mesh.get("_rank")
+        rank = self._rank if rank is None else rank
+        coordinate = mesh.get("_coordinate_on_dim")
+        if (
+            not isinstance(rank, int)
+            or rank not in ids
+            or not isinstance(coordinate, tuple | list)
+            or len(coordinate) != len(axes)
+        ):
+            _refuse(
+                "a mesh is a slice of a larger one and does not say which; distribute over the "
+                "whole mesh, or save with torch 2.11 or later"
+            )
+        return ids.index(rank) - sum(
+            axis[at] if isinstance(at, int) and 0 <= at < len(axis) else _refuse("no coordinate")
+            for at, axis in zip(coordinate, axes, strict=True)
+        )
+
+    def _numbers(self, tensor: TorchTensor) -> list[int]:
+        """Read a small tensor of ids."""
+        count = prod(tensor.shape)
+        letter = {"int32": "i", "int64": "q"}.get(tensor.dtype)
+        if letter is None or not 0 < count <= _MOST_DEVICES:
+            _refuse(f"a mesh of shape {list(tensor.shape)} and dtype {tensor.dtype}")
+        # Little endian, as everything that is read.
+        kind = f"<{count}{letter}"
+        place = tensor_place(tensor, self._file, self._found)
+        if place.strides is not None:
+            _refuse("the ids of a mesh are not contiguous")
+        data = self._file.read(place.offset, struct.calcsize(kind))
+        digest = place.digest
+        if digest is not None and digest.num_bytes == len(data) and (crc32(data) != digest.crc32):
+            raise CheckpointError(
+                f"{self._found.what}: the ids of a mesh are not as saved (CRC-32); restore the "
+                "file or save again"
+            )
+        return list(struct.unpack(kind, data))
+
+
+def _writer(mesh: Record, found: DeviceMesh) -> int | None:
+    """Return the rank that saved a mesh, which notes it, or at least its place in the mesh."""
+    rank, at = mesh.get("_rank"), mesh.get("_coordinate_on_dim")
+    if isinstance(rank, int):
+        return rank
+    if not isinstance(at, tuple | list) or len(at) != found.ndim:
+        return None
+    place = 0
+    for size, step in zip(found.shape, at, strict=True):
+        if not isinstance(step, int) or not 0 <= step < size:
+            return None
+        place = place * size + step
+    return found.ids[place]
+
+
+def _members(state: object) -> Mapping[object, object]:
+    """Return the members of an object: its dict, and its slots beside it where it has some."""
+    found: dict[object, object] = {}
+    for part in state if isinstance(state, tuple) else (state,):
+        if isinstance(part, dict):
+            found.update(part)
+        elif part is not None:
+            _refuse("the state of a tensor is no dict")
+    return found
+
+
+def _placement(value: object) -> Placement:
+    if not isinstance(value, Record):
+        _refuse(f"a placement is a {type(value).__name__}")
+    match value.name:
+        case "Replicate":
+            return Whole()
+        case "Shard" | "_StridedShard":
+            dim = value.get("dim")
+            factor = 1 if value.name == "Shard" else value.get("split_factor")
+            if isinstance(dim, int) and isinstance(factor, int):
+                return Split(dim, factor)
+        case "Partial" | "_Partial":
+            match value.get("reduce_op"):
+                case "sum" | "avg" | "min" | "max" as op:
+                    return Pending(op)
+                case "product" | "prod":
+                    return Pending("prod")
+    _refuse(
+        f"placement {value.name} is not known, or not with its members; redistribute to Shard, "
+        "Replicate or Partial of a named operation before saving"
+    )
+
+
+def _shard_order(value: object) -> ShardOrder:
+    order = []
+    for entry in value if isinstance(value, tuple | list) else _refuse("a shard order"):
+        match entry.args if isinstance(entry, Record) else entry:
+            case int() as dim, tuple() as axes:
+                order.append((dim, sizes_of(axes)))
+            case _:
+                _refuse("a shard order is no list of dims and axes")
+    return tuple(order)
+
+
+def _axes(layout: Record) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return flat sizes and strides of every axis of a mesh."""
+    axes = layout.get("axes")
+    if isinstance(axes, tuple):
+        parts = [
+            (part.get("shape"), part.get("stride")) if isinstance(part, Record) else _refuse("axes")
+            for part in axes
+        ]
+    else:
+        shape, stride = layout.get("shape"), layout.get("stride")
+        if isinstance(shape, int):
+            shape, stride = (shape,), (stride,)
+        if not isinstance(shape, tuple) or not isinstance(stride, tuple):
+            _refuse("the layout of a mesh has no sizes and strides")
+        parts = list(zip(shape, stride, strict=True))
+    return [(_flat(shape), _flat(stride)) for shape, stride in parts]
+
+
+def _flat(value: object) -> tuple[int, ...]:
+    """Return the numbers of nested tuples; few of them, however they are nested."""
+    found: list[object] = []
+    todo: list[object] = [value]
+    for _ in range(_MOST_NESTED):
+        if not todo:
+            return sizes_of(found)
+        part = todo.pop()
+        if isinstance(part, tuple):
+            todo.extend(reversed(part))
+        else:
+            found.append(part)
+    _refuse("the layout of a mesh is too deep")
+
+
+def _offsets(shape: Sequence[int], stride: Sequence[int], most: int) -> list[int]:
+    """Return what every step along an axis adds to the place in the list of ids."""
+    if len(shape) != len(stride) or prod(shape) > most:
+        _refuse(f"an axis of a mesh has sizes {list(shape)} and strides {list(stride)}")
+    steps = zip(shape, stride, strict=True)
+    return [
+        sum(step) for step in product(*(range(0, n * s, s) if s else [0] * n for n, s in steps))
+    ]

@@ -1,0 +1,199 @@
+"""A file of `torch.save` as a flat state: tensors by name, where each lies, and what else is there.
+
+Nested dicts are flattened with dots, and lists that hold tensors with dots and numbers, so that
+``{"optim": {"state": [{"step": t}]}}`` has the tensor ``optim.state.0.step``. Dicts and lists under
+the same name would be lost, and are refused. Source of the rule: ``flatten_state_dict`` of
+torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.pickles import Allowed, as_record
+from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor, read_dtensors
+from shardspec.checkpoint.torch_files.torch_values import TensorPlace, TorchTensor, tensor_place
+from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
+
+__all__ = ["ARGUMENT_NAMES", "StateTensor", "TorchState", "flatten_state", "read_torch_state"]
+
+Flat: TypeAlias = dict[str, object]
+
+_MOST_PARTS: Final = 4 << 20
+_MOST_DEPTH: Final = 64
+
+ARGUMENT_NAMES: Final[Allowed] = {
+    name: as_record(name)
+    for name in (
+        *("argparse.Namespace", "types.SimpleNamespace"),
+        *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.Path", "pathlib._local.PosixPath"),
+        *("datetime.datetime", "datetime.timedelta"),
+        *("numpy.ndarray", "numpy.dtype"),
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+        "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray.scalar",
+    )
+}
+"""What trainers put beside tensors: arguments, paths, times, numpy's random state. None of it is
+made; a record of its name stands for it."""
+
+
+class StateTensor(NamedTuple):
+    """A tensor of a file and where its bytes, or those of its local part, lie."""
+
+    tensor: TorchTensor | TorchDTensor
+    place: TensorPlace
+
+    @property
+    def local(self) -> TorchTensor:
+        """What the file holds of it."""
+        return self.tensor.local if isinstance(self.tensor, TorchDTensor) else self.tensor
+
+
+class TorchState(NamedTuple):
+    """What one file holds."""
+
+    path: Path
+    tensors: Mapping[str, StateTensor]
+    others: Mapping[str, object]
+    """What is no tensor, as the pickle has it."""
+
+
+def read_torch_state(
+    path: Path, *, rank: int | None = None, more: Allowed | None = None
+) -> TorchState:
+    """Read what describes the state in a file of `torch.save`; not its data.
+
+    Parameters
+    ----------
+    path
+        The file.
+    rank
+        The rank that wrote it, if known.
+    more
+        Names that may stand in it beyond those of tensors and of `ARGUMENT_NAMES`.
+
+    Raises
+    ------
+    CheckpointError
+        If it is damaged, holds no dict, names what does not belong in a checkpoint, or has two
+        entries of one flat name.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> path = Path(tempfile.mkdtemp()) / "x.pt"
+    >>> torch.save({"model": {"w": torch.ones(2, 3)}, "epoch": 7}, path)
+    >>> state = read_torch_state(path)
+    >>> state.tensors["model.w"].local.shape, state.others
+    ((2, 3), {'epoch': 7})
+    """
+    with SourceFile(path) as file:
+        found = read_torch_zip(file)
+        value = read_dtensors(file, found, {**ARGUMENT_NAMES, **(more or {})}, rank)
+        if not isinstance(value, dict):
+            raise CheckpointError(
+                f"{path}: holds a {type(value).__name__}, not a dict of tensors; save a state dict"
+            )
+        tensors: dict[str, StateTensor] = {}
+        others: dict[str, object] = {}
+        seen: set[str] = set()
+        for name, part in flatten_state(value, path).items():
+            match part:
+                case TorchDTensor() | TorchTensor():
+                    local = part.local if isinstance(part, TorchDTensor) else part
+                    place = tensor_place(local, file, found)
+                    tensors[name] = StateTensor(part, _once(local, place, seen))
+                case _:
+                    others[name] = part
+    return TorchState(path, tensors, others)
+
+
+def _once(tensor: TorchTensor, place: TensorPlace, seen: set[str]) -> TensorPlace:
+    """Leave the digest of a storage to the first of many tensors that look into parts of it.
+
+    Judging a digest means reading all its bytes, and a model may lie in one storage.
+    """
+    digest, key = place.digest, tensor.storage.key
+    if digest is None or prod(tensor.shape) * item_bytes(tensor.dtype) >= digest.num_bytes:
+        return place
+    if key in seen:
+        return place._replace(digest=None)
+    seen.add(key)
+    return place
+
+
+def flatten_state(state: Mapping[object, object], path: Path) -> Flat:
+    """Return every part of nested dicts by its flat name.
+
+    Parameters
+    ----------
+    state
+        Out of a pickle; it may hold itself.
+    path
+        For errors.
+
+    Raises
+    ------
+    CheckpointError
+        If two parts have one name, or it nests without end.
+
+    Examples
+    --------
+    >>> flatten_state({"a": {"b": 1, 2: [3, {"c": 4}]}, "d": {}}, Path("x"))
+    {'a.b': 1, 'a.2': [3, {'c': 4}], 'd': {}}
+    """
+    flattening = _Flattening(path)
+    flattening.add("", state, 0)
+    return flattening.flat
+
+
+class _Flattening:
+    """Goes through a value that need not be a tree, and gives up when it takes too long."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._left = _MOST_PARTS
+        self.flat: Flat = {}
+
+    def add(self, name: str, value: object, depth: int) -> None:
+        self._count(depth)
+        parts: Iterable[tuple[object, object]] | None = None
+        if isinstance(value, dict) and (value or not name):
+            parts = value.items()
+        elif isinstance(value, list | tuple) and self._holds_tensors(value, depth):
+            parts = enumerate(value)
+        if parts is not None:
+            for key, part in parts:
+                self.add(f"{name}.{key}" if name else str(key), part, depth + 1)
+        elif name in self.flat:
+            raise CheckpointError(
+                f"{self._path}: two entries have the name {name!r} once their dicts are joined "
+                "with dots; rename one of them and save again"
+            )
+        else:
+            self.flat[name] = value
+
+    def _holds_tensors(self, value: object, depth: int) -> bool:
+        self._count(depth)
+        if isinstance(value, TorchTensor | TorchDTensor):
+            return True
+        parts: Iterable[object] = ()
+        if isinstance(value, dict):
+            parts = value.values()
+        elif isinstance(value, list | tuple):
+            parts = value
+        return any(self._holds_tensors(part, depth + 1) for part in parts)
+
+    def _count(self, depth: int) -> None:
+        self._left -= 1
+        if self._left < 0 or depth > _MOST_DEPTH:
+            raise CheckpointError(
+                f"{self._path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves "
+                "without end; save a plain state dict"
+            )

@@ -1,0 +1,396 @@
+"""What `torch.save` says of tensors, as plain values: shapes, and which record holds the bytes.
+
+The names that torch writes for tensors, parameters, storages, dtypes and DTensors are on a list;
+nothing is imported or called. Source: ``torch/_utils.py`` (``_rebuild_*``), ``torch/storage.py``,
+``torch/serialization.py`` (``persistent_id``), ``torch/distributed/tensor``; torch 2.4 to 2.13.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Final, NamedTuple
+
+from shardspec.checkpoint.reading.source import Digest
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.pickles import Allowed, Builder, Global, as_record, unpickle
+from shardspec.checkpoint.torch_files.torch_zip import TorchZip
+from shardspec.dtypes import dtype_name, item_bytes
+from shardspec.errors import CheckpointError, DTypeError
+
+__all__ = [
+    "TORCH_NAMES",
+    "TensorPlace",
+    "TorchStorage",
+    "TorchTensor",
+    "read_torch",
+    "read_torch_pickle",
+    "row_major",
+    "sizes_of",
+    "tensor_place",
+]
+
+_MOST_DIMS: Final = 64
+_MOST_SIZE: Final = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStorage:
+    """A storage: a record of bytes that tensors look into."""
+
+    key: str
+    """The record ``data/<key>``."""
+    dtype: str
+    """Of its elements; ``"uint8"`` where it has none of its own."""
+    size: int
+    """Its elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTensor:
+    """A tensor: how it looks into a storage. Nothing of its bytes has been read."""
+
+    dtype: str
+    """torch's name of the element type."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Elements from one to the next along each dim."""
+    start: int
+    """Elements of the storage before the first."""
+    storage: TorchStorage
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor's bytes lie in its file: what a `StoredBox` needs to know."""
+
+    offset: int
+    """Position of the first byte in the file."""
+    strides: tuple[int, ...] | None
+    """Bytes from one element to the next along each dim; None if row-major and contiguous."""
+    digest: Digest | None
+    """Of the whole storage, where torch took it."""
+
+
+def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Say whether elements lie one after the other; sizes of 1 and empty tensors do not matter.
+
+    Examples
+    --------
+    >>> row_major((2, 1, 3), (3, 9, 1)), row_major((2, 3), (1, 2)), row_major((0, 3), (1, 7))
+    (True, False, True)
+    """
+    due = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != due and 0 not in shape:
+                return False
+            due *= size
+    return True
+
+
+def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> TensorPlace:
+    """Return where a tensor's bytes lie; the header of its record is read and checked.
+
+    Parameters
+    ----------
+    tensor
+        One of the tensors of the value that `read_torch` returned.
+    file
+        The file, open.
+    found
+        Its directory.
+
+    Raises
+    ------
+    CheckpointError
+        If the record is missing, is not as long as the pickle says, or the tensor reaches past it.
+    """
+    storage = tensor.storage
+    record = found.record(file, storage.key)
+    if record.num_bytes != storage.size * item_bytes(storage.dtype):
+        raise CheckpointError(
+            f"{found.what}: record data/{storage.key:.40} has {record.num_bytes} bytes, but the "
+            f"pickle says {storage.size} elements of {storage.dtype}; the file is damaged"
+        )
+    size = item_bytes(tensor.dtype)
+    start = tensor.start * size
+    strides = None
+    if row_major(tensor.shape, tensor.strides):
+        last = prod(tensor.shape) - 1
+    else:
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
+        strides = tuple(step * size for step in tensor.strides)
+    if 0 not in tensor.shape and start + (last + 1) * size > record.num_bytes:
+        raise CheckpointError(
+            f"{found.what}: a tensor of shape {list(tensor.shape)} and strides "
+            f"{list(tensor.strides)} from element {tensor.start} reaches past its storage of "
+            f"{record.num_bytes} bytes; the file is damaged"
+        )
+    value = record.crc32
+    digest = None if value is None else Digest(value, record.offset, record.num_bytes)
+    return TensorPlace(record.offset + start, strides, digest)
+
+
+def read_torch(file: SourceFile, found: TorchZip, more: Allowed | None = None) -> object:
+    """Read what `torch.save` wrote, without torch, without running it, and without its tensors.
+
+    Parameters
+    ----------
+    file
+        The file, open.
+    found
+        Its directory, by `read_torch_zip`.
+    more
+        Names beyond `TORCH_NAMES` that may stand in it, or other meanings of those.
+
+    Returns
+    -------
+    object
+        Plain values, lists, tuples and dicts, with a `TorchTensor` where each tensor was. A DTensor
+        is a `Record`; `shardspec.checkpoint.torch_files.torch_dtensors` understands those.
+
+    Raises
+    ------
+    CheckpointError
+        If the pickle is damaged, or names what is not on the list.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
+    >>> path = Path(tempfile.mkdtemp()) / "x.pt"
+    >>> torch.save({"w": torch.ones(2, 3), "step": 7}, path)
+    >>> with SourceFile(path) as file:
+    ...     found = read_torch_zip(file)
+    ...     state = read_torch(file, found)
+    ...     place = tensor_place(state["w"], file, found)
+    >>> state["step"], state["w"].shape, state["w"].dtype, place.strides, place.digest.num_bytes
+    (7, (2, 3), 'float32', None, 24)
+    """
+    return read_torch_pickle(found.pickle(file), found.what, more)
+
+
+def read_torch_pickle(data: bytes, what: str, more: Allowed | None = None) -> object:
+    """Read the pickle of what `torch.save` wrote; what it says depends on nothing else.
+
+    Parameters
+    ----------
+    data
+        The pickle, by `TorchZip.pickle`.
+    what
+        For errors: the file.
+    more
+        As for `read_torch`.
+
+    Raises
+    ------
+    CheckpointError
+        As `read_torch`.
+    """
+    allowed = TORCH_NAMES if more is None else {**TORCH_NAMES, **more}
+    return unpickle(data, allowed, what, "pickle", _storage)
+
+
+# --- what the names on the list make
+
+
+def sizes_of(value: object) -> tuple[int, ...]:
+    """Return a tuple or list of whole numbers from 0.
+
+    Raises
+    ------
+    ValueError
+        If it is anything else.
+    """
+    if isinstance(value, (tuple, list)) and len(value) <= _MOST_DIMS:
+        for size in value:
+            if type(size) is not int or not 0 <= size <= _MOST_SIZE:
+                break
+        else:
+            return tuple(value)
+    raise ValueError("sizes are whole numbers from 0, at most 64 of them")
+
+
+def _dtype_of(value: object) -> str:
+    if not isinstance(value, Global) or not value.name.startswith("torch."):
+        raise ValueError("a dtype is named as torch.…")
+    try:
+        return dtype_name(value.name)
+    except DTypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _storage(value: object) -> TorchStorage:
+    """Return what a reference to a record stands for."""
+    match value:
+        case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
+            dtype = _STORAGES.get(name)
+            if dtype is None:
+                raise ValueError(
+                    f"a storage of {name} is of no dtype that is known here; cast it and save again"
+                )
+            return TorchStorage(key, dtype, size)
+    raise ValueError("it refers to something that is no storage")
+
+
+def _tensor(
+    storage: object, start: object, shape: object, strides: object, dtype: str | None
+) -> TorchTensor:
+    if not isinstance(storage, TorchStorage):
+        raise ValueError("a tensor needs a storage")
+    sizes, steps = sizes_of(shape), sizes_of(strides)
+    if len(sizes) != len(steps) or type(start) is not int or not 0 <= start <= _MOST_SIZE:
+        raise ValueError("a tensor needs a stride for every dim and a place in its storage")
+    return TorchTensor(dtype or storage.dtype, sizes, steps, start, storage)
+
+
+def _plain_metadata(metadata: object) -> None:
+    """Refuse a tensor whose bytes are not its values."""
+    if metadata and (not isinstance(metadata, dict) or any(metadata.values())):
+        raise ValueError(
+            "it is a view that conjugates or negates; save tensor.resolve_conj().resolve_neg()"
+        )
+
+
+def _rebuild_v2(args: tuple[object, ...]) -> TorchTensor:
+    storage, start, shape, strides, _, _, *rest = args
+    _plain_metadata(rest[0] if rest else None)
+    return _tensor(storage, start, shape, strides, None)
+
+
+def _rebuild_v3(args: tuple[object, ...]) -> TorchTensor:
+    storage, start, shape, strides, _, _, dtype, *rest = args
+    _plain_metadata(rest[0] if rest else None)
+    return _tensor(storage, start, shape, strides, _dtype_of(dtype))
+
+
+def _rebuild(args: tuple[object, ...]) -> TorchTensor:
+    storage, start, shape, strides = args
+    return _tensor(storage, start, shape, strides, None)
+
+
+def _first(args: tuple[object, ...]) -> object:
+    """Return what is wrapped: a parameter is its tensor."""
+    return args[0]
+
+
+def _size(args: tuple[object, ...]) -> tuple[int, ...]:
+    return sizes_of(args[0] if args else ())
+
+
+def _ordered_dict(args: tuple[object, ...]) -> dict[object, object]:
+    if not args or args == ([],):
+        return {}
+    raise ValueError("it is made of pairs, which torch does not write")
+
+
+def _default_dict(_: tuple[object, ...]) -> dict[object, object]:
+    return {}
+
+
+def _encoded(args: tuple[object, ...]) -> bytes:
+    """Return bytes as protocol 2 writes them: as text, one character a byte."""
+    text, *rest = args
+    if not isinstance(text, str) or rest not in ([], ["latin1"]):
+        raise ValueError("bytes are written as text in latin1")
+    return text.encode("latin1")
+
+
+def _complex(args: tuple[object, ...]) -> complex:
+    real, imag = args
+    if not isinstance(real, float) or not isinstance(imag, float):
+        raise ValueError("a complex number is made of two numbers")
+    return complex(real, imag)
+
+
+_STORAGES: Final[Mapping[str, str]] = {
+    **{
+        f"torch.{kind}Storage": dtype
+        for kind, dtype in {
+            "Byte": "uint8",
+            "Double": "float64",
+            "Float": "float32",
+            "Half": "float16",
+            "Long": "int64",
+            "Int": "int32",
+            "Short": "int16",
+            "Char": "int8",
+            "Bool": "bool",
+            "BFloat16": "bfloat16",
+            "ComplexFloat": "complex64",
+        }.items()
+    },
+    # Its size is in bytes, and the tensor has a dtype of its own.
+    "torch.storage.UntypedStorage": "uint8",
+    "torch.UntypedStorage": "uint8",
+}
+"""Names that stand only in references to storages, and what their elements are."""
+
+_STRANGE_STORAGES: Final = tuple(
+    f"torch.{kind}Storage"
+    for kind in ("ComplexDouble", "QUInt8", "QInt8", "QInt32", "QUInt4x2", "QUInt2x4")
+)
+
+_DTYPES: Final = tuple(
+    f"torch.{name}"
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+        *("complex32", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64"),
+        *("uint8", "uint16", "uint32", "uint64"),
+    )
+)
+
+_FACTORIES: Final = tuple(
+    f"{home}.{kind}" for home in ("builtins", "__builtin__") for kind in ("list", "dict", "int")
+)
+"""What a defaultdict may be said to make."""
+
+_CALLS: Final[Mapping[str, Builder]] = {
+    "torch._utils._rebuild_tensor": _rebuild,
+    "torch._utils._rebuild_tensor_v2": _rebuild_v2,
+    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch.Size": _size,
+    "torch.device": as_record("torch.device"),
+    "torch.serialization._get_layout": as_record("torch.layout"),
+    "collections.OrderedDict": _ordered_dict,
+    "collections.defaultdict": _default_dict,
+    "_codecs.encode": _encoded,
+    **{
+        f"{home}.{kind}": as_record(kind)
+        for home in ("builtins", "__builtin__")
+        for kind in ("set", "frozenset", "bytearray", "range", "xrange", "slice")
+    },
+    **{f"{home}.complex": _complex for home in ("builtins", "__builtin__")},
+}
+
+_DTENSOR_PLACES: Final = (
+    "torch.distributed.tensor",
+    "torch.distributed.tensor._api",
+    "torch.distributed.tensor.placement_types",
+    "torch.distributed.tensor._dtensor_spec",
+    "torch.distributed.device_mesh",
+    "torch.distributed._mesh_layout",
+    "torch.distributed._tensor.api",
+    "torch.distributed._tensor.placement_types",
+    "torch.distributed._tensor._dtensor_spec",
+)
+_DTENSOR_KINDS: Final = (
+    *("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "DeviceMesh", "_MeshLayout"),
+    *("_FlatLayout", "Shard", "_StridedShard", "Replicate", "Partial", "_Partial"),
+)
+_KEPT: Final[Mapping[str, Builder]] = {
+    "torch._tensor._rebuild_from_type_v2": as_record("from_type"),
+    "torch._utils._rebuild_wrapper_subclass": as_record("wrapper"),
+    **{f"{home}.{kind}": as_record(kind) for home in _DTENSOR_PLACES for kind in _DTENSOR_KINDS},
+}
+"""Parts of DTensors, under every path at which a version of torch had them."""
+
+TORCH_NAMES: Final[Allowed] = {
+    **dict.fromkeys((*_STORAGES, *_STRANGE_STORAGES, *_DTYPES, "torch.strided", *_FACTORIES)),
+    **_CALLS,
+    **_KEPT,
+}
+"""Every name that may stand in what torch writes for tensors, DTensors and plain values."""

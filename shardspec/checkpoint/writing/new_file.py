@@ -1,0 +1,54 @@
+"""A new file, here or in a store, written from its start on; it appears when it is whole."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from shardspec.checkpoint.moving.behind import write_all
+from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.storage.upload import Upload
+from shardspec.checkpoint.writing.output import write_atomically
+
+__all__ = ["Write", "write_file"]
+
+Write: TypeAlias = Callable[[memoryview], None]
+"""Writes on where it stopped."""
+
+
+def write_file(
+    path: Path, num_bytes: int, fill: Callable[[Write], None], *, overwrite: bool
+) -> None:
+    """Create a file that appears under its name when it is complete.
+
+    Parameters
+    ----------
+    path, num_bytes
+        Its name and size.
+    fill
+        Writes the contents in order, by calling what it is given.
+    overwrite
+        Whether a file of that name is replaced.
+
+    Raises
+    ------
+    OutputExistsError
+        If there is such a file and `overwrite` is not set.
+    CheckpointError
+        If the system or the store refuses; nothing of the new file stays.
+    """
+    if isinstance(path, RemotePath):
+        with Upload(path, num_bytes, overwrite=overwrite) as upload:
+            fill(upload.write)
+        return
+
+    def to_disk(fd: int) -> None:
+        at = 0
+
+        def write(data: memoryview) -> None:
+            nonlocal at
+            write_all(fd, data, at, path)
+            at += len(data)
+
+        fill(write)
+
+    write_atomically(path, num_bytes, to_disk, overwrite=overwrite)

@@ -1,0 +1,152 @@
+"""From a checkpoint to an output: checked first, then written, by one process or by several."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from shardspec.checkpoint.moving.digests import stored_bytes
+from shardspec.checkpoint.open import as_source
+from shardspec.checkpoint.reading.replicas import check_replicas
+from shardspec.checkpoint.reading.source import CheckpointSource, StoredBox, distinct
+from shardspec.checkpoint.reading.tiling import check_tiling
+from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.writing.destination import check_destination
+from shardspec.checkpoint.writing.fill import Order, Progress
+from shardspec.checkpoint.writing.member import Member
+from shardspec.checkpoint.writing.targets import Target, Wanted
+from shardspec.checkpoint.writing.write import Written, write_target
+from shardspec.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardspec.checkpoint.writing.team import Team
+
+__all__ = ["Build", "How", "Plan", "produce"]
+
+Plan: TypeAlias = tuple[Sequence[Wanted], Target]
+"""Which tensors are wanted, and where they go."""
+Build: TypeAlias = Callable[[CheckpointSource, str | None], Plan]
+"""Makes a plan for a source, given a word to name the output by, if it is to be a certain one."""
+
+
+class How(NamedTuple):
+    """How an output is written; see `merge`."""
+
+    threads: int
+    force: bool
+    verify: bool
+    dry_run: bool
+    progress: Progress | None
+    member: Member | None
+
+
+def produce(
+    checkpoint: Path | str | CheckpointSource, output: Path, form: str, build: Build, how: How
+) -> WriteReport:
+    """Check that an output can be made of a checkpoint and may be written, and write it.
+
+    Raises
+    ------
+    OutputExistsError, CheckpointError
+        As for `merge`.
+    """
+    started = time.monotonic()
+    if how.threads < 1:
+        raise CheckpointError(f"{how.threads} threads write nothing; give at least 1")
+    if how.member is None or how.dry_run:
+        report = _produce(checkpoint, output, form, build, how, None)
+    else:
+        if "\0" in str(output):
+            raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL")
+        # What few runs need is imported where it is: starting is a tenth of merging a gigabyte.
+        from shardspec.checkpoint.writing.team import together
+
+        with together(how.member, output.absolute()) as team:
+            report = _produce(checkpoint, output, form, build, how, team)
+    return replace(report, seconds=time.monotonic() - started)
+
+
+def _produce(
+    checkpoint: Path | str | CheckpointSource,
+    output: Path,
+    form: str,
+    build: Build,
+    how: How,
+    team: "Team | None",
+) -> WriteReport:
+    source = as_source(checkpoint)
+    wanted, target = build(source, None if team is None else team.token)
+    path = output
+    if team is None or team.member.rank == 0:
+        path = check_destination(output, source, directory=target.directory, force=how.force)
+    read = _check_tensors(source, wanted, how.verify, team)
+    report = WriteReport(
+        path=output,
+        form=form,
+        read=source.format,
+        read_files=len({stored.path for stored, _ in read}),
+        read_bytes=sum(num_bytes for _, num_bytes in read),
+        tensors=len(wanted),
+        files=tuple(file.name for file in target.files),
+        num_bytes=target.num_bytes,
+        seconds=0.0,
+        crc32=None,
+        left_out=tuple(sorted(source.others.keys() - target.carried)),
+        written=False,
+    )
+    if how.dry_run:
+        return report
+    order = Order(source, target, path, how.force, how.verify, how.threads, how.progress)
+    done = _write(order, team)
+    return replace(
+        report, files=done.files, num_bytes=done.num_bytes, crc32=done.crc32, written=True
+    )
+
+
+def _write(order: Order, team: "Team | None") -> Written:
+    remote = isinstance(order.path, RemotePath)
+    if remote and team is not None:
+        from shardspec.checkpoint.writing.write_remote_together import write_remote_together
+
+        return write_remote_together(team, order)
+    if remote:
+        from shardspec.checkpoint.writing.write_remote import write_remote
+
+        return write_remote(order)
+    if team is not None:
+        from shardspec.checkpoint.writing.write_together import write_together
+
+        return write_together(team, order)
+    return write_target(order)
+
+
+def _check_tensors(
+    source: CheckpointSource, wanted: Sequence[Wanted], verify: bool, team: "Team | None"
+) -> list[tuple[StoredBox, int]]:
+    """Check that the boxes of every tensor tile it, and that those stored twice agree.
+
+    Returns
+    -------
+    list
+        The boxes to read, and the bytes of each.
+
+    Raises
+    ------
+    CheckpointError
+        If they do not.
+    """
+    read = []
+    tiled: set[object] = set()
+    with OpenFiles() as files:
+        for place, name in enumerate(sorted({tensor.source for tensor in wanted})):
+            tensor = source.tensor(name)
+            groups = check_tiling(tensor, tiled)
+            # Each of several processes compares its share.
+            if team is None or place % team.member.size == team.member.rank:
+                for group in groups:
+                    check_replicas(tensor, group, files, trust_digests=verify)
+            read += [(stored, stored_bytes(tensor, stored)) for stored in distinct(tensor)]
+    return read

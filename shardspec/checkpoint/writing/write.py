@@ -1,0 +1,176 @@
+"""Carrying out what is to be written: filled, flushed, read again and compared, and then named."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from shardspec.checkpoint.moving.behind import Behind, write_all
+from shardspec.checkpoint.moving.buffers import Buffers
+from shardspec.checkpoint.moving.digests import crc32, crc32_combine
+from shardspec.checkpoint.reading.source import StoredBox
+from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.writing.claim import claimed
+from shardspec.checkpoint.writing.fill import (
+    Cancelled,
+    Job,
+    Meter,
+    NewFile,
+    Order,
+    check_again,
+    check_the_rest,
+    digest_of_file,
+    fill_slot,
+    parts_of,
+)
+from shardspec.checkpoint.writing.output import sync_directory
+from shardspec.checkpoint.writing.targets import OutputFile, Piece, Target
+
+__all__ = [
+    "FileDigest",
+    "Written",
+    "do_together",
+    "finish",
+    "put_pieces",
+    "summed",
+    "write_target",
+]
+
+
+class Written(NamedTuple):
+    """What has been written."""
+
+    files: tuple[str, ...]
+    """Names in the output, the one that makes it count last."""
+    num_bytes: int
+    crc32: int | None
+    """CRC-32 of all files one after the other; None if it was not asked for."""
+
+
+class FileDigest(NamedTuple):
+    """CRC-32 of what was written into a file."""
+
+    slots: tuple[int, ...]
+    whole: int
+    num_bytes: int
+
+
+def write_target(order: Order) -> Written:
+    """Write an output whole or not at all.
+
+    Raises
+    ------
+    OutputExistsError
+        If there is something of that name and it is not to be replaced.
+    CheckpointError
+        If another run is at work on it, a digest is wrong, or the system refuses.
+    """
+    target, path, threads = order.target, order.path, order.threads
+    # With several files at once the CPU is busy enough.
+    beside = threads == 1 or len(target.files) == 1
+    job = order.job(Meter(target.num_bytes, order.progress), beside=beside)
+    with claimed(path, directory=target.directory, overwrite=order.overwrite) as place:
+        work = [
+            partial(_write, job, file, place / file.name if target.directory else place)
+            for file in target.files
+        ]
+        found = do_together(work, threads, job.meter)
+        if order.verify:
+            slots = (slot for file in target.files for slot in file.slots)
+            check_the_rest(job, slots, {box for _, judged in found for box in judged})
+        return finish(job, target, place, [digest for digest, _ in found])
+
+
+def finish(job: Job, target: Target, place: Path, found: Sequence[FileDigest]) -> Written:
+    """Write the files that come last, once the others are on the disk.
+
+    Parameters
+    ----------
+    job, target
+        What is written.
+    place
+        Where, until it has its name.
+    found
+        The digest of every file of the target.
+    """
+    digests = {file.name: digest for file, digest in zip(target.files, found, strict=True)}
+    if target.last is not None:
+        for name, data in target.last({name: at.slots for name, at in digests.items()}):
+            with NewFile(place / name, job.path, len(data)) as fd:
+                write_all(fd, memoryview(data), 0, job.path)
+            digests[name] = FileDigest((), crc32(data), len(data))
+            if job.verify:
+                check_again(place / name, parts_of([Piece(0, data)], (), ()), job.path)
+    if target.directory:
+        sync_directory(place)
+    return summed(job, digests)
+
+
+def summed(job: Job, digests: Mapping[str, FileDigest]) -> Written:
+    """Return what was written, given the digest of every file by name."""
+    num_bytes = sum(digest.num_bytes for digest in digests.values())
+    if not job.digested:
+        return Written(tuple(digests), num_bytes, None)
+    value = 0
+    for digest in digests.values():
+        value = int(crc32_combine(value, digest.whole, digest.num_bytes))
+    return Written(tuple(digests), num_bytes, value)
+
+
+_Found = tuple[FileDigest, list[StoredBox]]
+
+
+def do_together(work: Sequence[Callable[[], _Found]], threads: int, meter: Meter) -> list[_Found]:
+    """Do every piece of work, several at once; the first failure stops the others."""
+    if threads == 1 or len(work) < 2:
+        return [act() for act in work]
+
+    # It takes its time to be imported, and most outputs are one file.
+    from concurrent.futures import ThreadPoolExecutor
+
+    def watched(act: Callable[[], _Found]) -> _Found:
+        try:
+            return act()
+        except BaseException:
+            meter.failed.set()
+            raise
+
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(watched, act) for act in work]
+        try:
+            failures = [error for future in futures if (error := future.exception()) is not None]
+        except BaseException:
+            # The user interrupts: leaving the pool waits for threads, which have to stop.
+            meter.failed.set()
+            raise
+    for error in failures:
+        if not isinstance(error, Cancelled):
+            raise error
+    return [future.result() for future in futures]
+
+
+def _write(job: Job, file: OutputFile, place: Path) -> _Found:
+    """Write one file; return its digest, and the boxes found to be right on the way."""
+    crcs: list[int] = []
+    judged: list[StoredBox] = []
+    with NewFile(place, job.path, file.num_bytes) as fd, OpenFiles() as files:
+        buffers = Buffers()
+        put_pieces(job, fd, file.pieces)
+        with Behind(fd, job.path, beside=job.beside) as behind:
+            for slot in file.slots:
+                crc, boxes = fill_slot(job, slot, behind, files, buffers)
+                crcs.append(crc)
+                judged += boxes
+        late = tuple(file.late(crcs)) if file.late is not None else ()
+        put_pieces(job, fd, late)
+    pieces = (*file.pieces, *late)
+    check_again(place, parts_of(pieces, (), ()), job.path)
+    whole = digest_of_file(file, pieces, crcs) if job.digested else 0
+    return FileDigest(tuple(crcs), whole, file.num_bytes), judged
+
+
+def put_pieces(job: Job, fd: int, pieces: Sequence[Piece]) -> None:
+    """Write what is no tensor's."""
+    for piece in pieces:
+        write_all(fd, memoryview(piece.data), piece.offset, job.path)
+        job.meter.advance(len(piece.data))
