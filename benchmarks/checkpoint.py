@@ -22,6 +22,7 @@ from benchmarks.checkpoint_timing import (
     Run,
     Series,
     cat_command,
+    cats_command,
     empty,
     evict,
     python,
@@ -47,6 +48,7 @@ PEERS: Final = {
     "dcp-hf": ("consolidate", "consolidate-2"),
 }
 """Tools by the form that they read; `checkpoint_peers` has them."""
+YARDSTICKS: Final = ("two cats at once", "the same, read again")
 PARTS: Final = ("forms", "peers", "tp8", "cuts", "disk", "planning", "memory")
 SIZES: Final = ((1, False), (2, True), (4, False), (16, False))
 """GiB, and whether with tensors of more than 1 GiB, for the peaks of memory."""
@@ -123,7 +125,10 @@ def data_files(source: Path) -> list[Path]:
 
 
 def measure_form(bench: _Bench, form: str, cut: str, *, ours: bool, peers: bool) -> list[Row]:
-    """Measure one form: three ways of merging it, `inspect`, and the tools that read it."""
+    """Measure one form: ways of merging it, `inspect`, and the tools that read it.
+
+    Two `cat`s at once show what two cores can do with the memory that they share.
+    """
     source = bench.make(form, cut)
     limit = bench.model.num_bytes * 11 // 40
     title = f"{FORMS[form]}{'' if cut == 'fsdp+tp' else ', ' + cut}"
@@ -132,10 +137,13 @@ def measure_form(bench: _Bench, form: str, cut: str, *, ours: bool, peers: bool)
     if ours:
         commands["merge"] = bench.merge(source)
         commands["merge --no-verify"] = bench.merge(source, "--no-verify")
-        commands["merge, 2 threads, 4 files"] = bench.merge(
-            source, "--threads", 2, "--max-shard-size", limit
-        )
-        aims = dict(zip(commands, (1.3, 1.2, 0.8), strict=True))
+        two = ("--threads", 2, "--max-shard-size", limit)
+        commands["merge, 2 threads, 4 files"] = bench.merge(source, *two)
+        commands["the same, --no-verify"] = bench.merge(source, *two, "--no-verify")
+        aims = dict(zip(commands, (1.3, 1.2, 0.8, 0.8), strict=True))
+        files, out = data_files(source), bench.at / "out"
+        commands["two cats at once"] = cats_command(files, out)
+        commands["the same, read again"] = cats_command(files, out, again=True)
         commands["inspect"] = python("shardspec", "inspect", source, *told(source))
     if peers:
         for peer in PEERS.get(form, ()):
@@ -147,7 +155,9 @@ def measure_form(bench: _Bench, form: str, cut: str, *, ours: bool, peers: bool)
     if ours and cut == "fsdp+tp":
         bench.same(form, series[0])
     return [
-        Row(title, name, cat, found, aims.get(name), name not in PEERS.get(form, ()))
+        Row(
+            title, name, cat, found, aims.get(name), name not in (*PEERS.get(form, ()), *YARDSTICKS)
+        )
         for name, found in zip(commands, series, strict=True)
     ]
 

@@ -7,6 +7,7 @@ parent on, so nothing here imports numpy or torch.
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ __all__ = [
     "Run",
     "Series",
     "cat_command",
+    "cats_command",
     "empty",
     "evict",
     "python",
@@ -87,6 +89,27 @@ def cat_command(files: Sequence[Path], out: Path, *, synced: bool = False) -> li
     """Return the command that copies files into one, and flushes it to the disk if asked to."""
     script = 'out=$1; shift; cat "$@" >"$out"' + (' && sync "$out"' if synced else "")
     return ["sh", "-c", script, "sh", str(out), *map(str, files)]
+
+
+def cats_command(files: Sequence[Path], out: Path, *, again: bool = False) -> list[str]:
+    """Return the command that copies two halves of files at once, into two files of a directory.
+
+    Parameters
+    ----------
+    files, out
+        What is copied, and the directory.
+    again
+        Whether each half is then read again, as one who checks it does at least.
+    """
+    script = 'out=$1; half=$2; shift 2; cat "$@" >"$out/$half"'
+    if again:
+        script += ' && dd if="$out/$half" of=/dev/null bs=1M status=none'
+    halves = [
+        shlex.join(["sh", "-c", script, "sh", str(out), str(number), *map(str, files[number::2])])
+        for number in range(2)
+    ]
+    words = shlex.quote(str(out))
+    return ["sh", "-c", f"mkdir {words} && {{ {halves[0]} & {halves[1]} && wait $!; }}"]
 
 
 def run(command: Sequence[str]) -> Run:

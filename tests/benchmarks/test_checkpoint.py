@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoint_shapes import model_of
-from benchmarks.checkpoint_timing import cat_command, python, run
+from benchmarks.checkpoint_timing import cat_command, cats_command, python, run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +33,9 @@ def test_a_small_run_has_a_line_for_every_command(tmp_path):
         "merge",
         "merge --no-verify",
         "merge, 2 threads, 4 files",
+        "the same, --no-verify",
+        "two cats at once",
+        "the same, read again",
         "inspect",
         "consolidate",
         "consolidate-2",
@@ -77,3 +80,9 @@ def test_a_command_is_timed_with_its_memory_and_a_failure_is_told(tmp_path):
     (tmp_path / "b").write_bytes(b"3")
     run(cat_command([tmp_path / "a", tmp_path / "b"], tmp_path / "out"))
     assert (tmp_path / "out").read_bytes() == b"123"
+    for again in (False, True):
+        place = tmp_path / f"halves {again}"
+        run(cats_command([tmp_path / "a", tmp_path / "b", tmp_path / "a"], place, again=again))
+        assert [path.read_bytes() for path in sorted(place.iterdir())] == [b"1212", b"3"]
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        run(cats_command([tmp_path / "a", tmp_path / "none"], tmp_path / "halves", again=True))
