@@ -183,8 +183,8 @@ class CheckpointSummary:
     @property
     def files_by_rank(self) -> dict[int, str]:
         """Name of the file of each device that stored any box."""
-        boxes = (box for tensor in self.tensors for box in tensor.stored.boxes)
-        return {box.rank: _file(box.path, self.directory) for box in boxes}
+        paths = {box.rank: box.path for tensor in self.tensors for box in tensor.stored.boxes}
+        return {rank: _file(path, self.directory) for rank, path in paths.items()}
 
     def to_json(self) -> dict[str, object]:
         """Return the summary as plain values."""
