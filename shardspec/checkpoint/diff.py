@@ -1,7 +1,7 @@
 """Comparing two checkpoints tensor by tensor, a block at a time and without torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -20,10 +20,11 @@ from shardspec.checkpoint.reading.source import CheckpointSource, StoredTensor
 from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.writing.fill import Progress
+from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, select
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.layout.picture import ids_text
 
-__all__ = ["Difference", "diff_checkpoints"]
+__all__ = ["Difference", "diff_checkpoints", "names_to_compare"]
 
 _BLOCK_BYTES: Final = 1 << 20
 
@@ -50,10 +51,34 @@ class Difference:
         }
 
 
+def names_to_compare(
+    a: CheckpointSource, b: CheckpointSource, choice: Choice
+) -> tuple[dict[str, str], set[str]]:
+    """Return what is to be found in two checkpoints.
+
+    Returns
+    -------
+    dict
+        Of the first, the chosen tensors: new name to old name.
+    set
+        Of the second, the names that stand for one of these, or that could have been chosen too.
+
+    Raises
+    ------
+    CheckpointError
+        As by `select`.
+    """
+    chosen = {wanted.name: wanted.source for wanted in select(a, choice)}
+    return chosen, {name for name in b.names if name in chosen or choice.wants(name)}
+
+
 def diff_checkpoints(
     a: Path | str | CheckpointSource,
     b: Path | str | CheckpointSource,
     *,
+    include: Patterns = (),
+    exclude: Patterns = (),
+    rename: Renames = (),
     atol: float = 0.0,
     rtol: float = 0.0,
     progress: Progress | None = None,
@@ -68,6 +93,9 @@ def diff_checkpoints(
     ----------
     a, b
         Checkpoints in any form that `open_checkpoint` knows, or what that has made of them.
+    include, exclude, rename
+        Which tensors of the first are compared, and under which names, as for `merge`. Tensors of
+        the second that the patterns leave out are not missed in the first.
     atol, rtol
         Tolerances.
     progress
@@ -76,7 +104,8 @@ def diff_checkpoints(
     Raises
     ------
     CheckpointError
-        If either cannot be read or contradicts itself.
+        If either cannot be read or contradicts itself, or a pattern or an expression matches
+        nothing of the first.
 
     Examples
     --------
@@ -91,18 +120,20 @@ def diff_checkpoints(
     []
     """
     left, right = as_source(a), as_source(b)
-    names = set(left.names), set(right.names)
-    count = _Count(sum(_num_bytes(left.tensor(name)) for name in left.names), progress)
+    old, others = names_to_compare(left, right, Choice(include, exclude, rename))
+    count = _Count(sum(_num_bytes(left.tensor(name)) for name in old.values()), progress)
     buffers = Buffers()
     with OpenFiles() as files:
-        for name in sorted(names[0] | names[1]):
-            if name not in names[0] or name not in names[1]:
-                only = left if name in names[0] else right
-                yield Difference(name, f"is only in {only.directory}")
-                if only is left:
-                    count.finish(_num_bytes(left.tensor(name)))
+        for name in sorted(old.keys() | others):
+            if name not in old:
+                yield Difference(name, f"is only in {right.directory}")
                 continue
-            x, y = left.tensor(name), right.tensor(name)
+            x = left.tensor(old[name])
+            if name not in others:
+                yield Difference(name, f"is only in {left.directory}")
+                count.finish(_num_bytes(x))
+                continue
+            y = right.tensor(name)
             if x.shape != y.shape:
                 shapes = f"{list(x.shape)} in the first, {list(y.shape)} in the second"
                 yield Difference(name, f"has shape {shapes}")
@@ -114,7 +145,7 @@ def diff_checkpoints(
                 check_tiling(y)
                 found = _first(x, y, atol, rtol, files, buffers, count)
                 if found is not None:
-                    yield found
+                    yield replace(found, name=name)
             count.finish(_num_bytes(x))
 
 

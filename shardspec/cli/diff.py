@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.reading.source import CheckpointSource
+from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
+from shardspec.checkpoint.writing.select import Choice
 from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_both, source_options
-from shardspec.cli.writing import progress_bar
+from shardspec.cli.writing import choosing_options, progress_bar
 from shardspec.dtypes import item_bytes
 from shardspec.text import bytes_text, counted
 
@@ -26,6 +26,7 @@ Examples:
   shardspec diff ckpt model.safetensors
   shardspec diff step-100 step-200 --rtol 1e-3 --json
   shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
+  shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
 """,
 )
 @click.argument("a", type=CheckpointPath())
@@ -44,6 +45,7 @@ Examples:
     metavar="NUMBER",
     help="Largest one relative to B.",
 )
+@choosing_options
 @source_options
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 @click.pass_context
@@ -53,6 +55,9 @@ def command(
     b: Path,
     atol: float,
     rtol: float,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    rename: tuple[tuple[str, str], ...],
     ranks: int | None,
     source_rules: Path | None,
     as_json: bool,
@@ -60,27 +65,36 @@ def command(
     """Compare two checkpoints of any forms tensor by tensor; exits with 3 if they differ.
 
     Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any, NaN
-    is the same as any NaN, and floating point numbers of two dtypes are compared too.
+    is the same as any NaN, and floating point numbers of two dtypes are compared too. Tensors of A
+    are chosen and renamed as by merge; what the patterns leave out is not looked for in B.
     """
     one, other = open_both(a, b, ranks, source_rules)
     assert other is not None, "it was named"
+    chosen, others = names_to_compare(one, other, Choice(include, exclude, rename))
     with progress_bar(not as_json, "diff") as progress:
-        found = list(diff_checkpoints(one, other, atol=atol, rtol=rtol, progress=progress))
+        found = list(
+            diff_checkpoints(
+                one,
+                other,
+                include=include,
+                exclude=exclude,
+                rename=rename,
+                atol=atol,
+                rtol=rtol,
+                progress=progress,
+            )
+        )
     if as_json:
         click.echo(json.dumps([difference.to_json() for difference in found]))
     elif found:
         for difference in found:
             click.echo(f"tensor {difference.name!r} {difference.problem}")
-        count = counted(len({*one.names, *other.names}), "tensor")
+        count = counted(len(chosen.keys() | others), "tensor")
         verb = "differs" if len(found) == 1 else "differ"
         click.echo(f"{len(found)} of {count} {verb}")
     else:
-        count = counted(len(one.names), "tensor")
-        click.echo(f"no difference: {count}, {bytes_text(_num_bytes(one))}")
+        tensors = [one.tensor(name) for name in chosen.values()]
+        num_bytes = sum(prod(tensor.shape) * item_bytes(tensor.dtype) for tensor in tensors)
+        click.echo(f"no difference: {counted(len(tensors), 'tensor')}, {bytes_text(num_bytes)}")
     if found:
         ctx.exit(_DIFFERENT)
-
-
-def _num_bytes(source: CheckpointSource) -> int:
-    tensors = (source.tensor(name) for name in source.names)
-    return sum(prod(tensor.shape) * item_bytes(tensor.dtype) for tensor in tensors)

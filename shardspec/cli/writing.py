@@ -18,7 +18,14 @@ from shardspec.checkpoint.writing.fill import Progress
 from shardspec.checkpoint.writing.member import Member
 from shardspec.text import bytes_text, counted, rate_text, seconds_text
 
-__all__ = ["WritingOptions", "output_option", "progress_bar", "write", "writing_options"]
+__all__ = [
+    "WritingOptions",
+    "choosing_options",
+    "output_option",
+    "progress_bar",
+    "write",
+    "writing_options",
+]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SHOWN: Final = 3
@@ -37,12 +44,9 @@ class WritingOptions(TypedDict):
     dry_run: bool
 
 
-def writing_options(command: _Command) -> _Command:
-    """Add the options of `WritingOptions`, and those of `write`."""
+def choosing_options(command: _Command) -> _Command:
+    """Add ``include``, ``exclude`` and ``rename``."""
     options = (
-        click.option(
-            "--dtype", metavar="DTYPE", help="Cast floating point tensors to this dtype, as bf16."
-        ),
         click.option(
             "--include",
             multiple=True,
@@ -63,6 +67,19 @@ def writing_options(command: _Command) -> _Command:
             help="Replace the first match of REGEX in every name by NEW; may be given several "
             "times.",
         ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def writing_options(command: _Command) -> _Command:
+    """Add the options of `WritingOptions`, and those of `write`."""
+    options = (
+        click.option(
+            "--dtype", metavar="DTYPE", help="Cast floating point tensors to this dtype, as bf16."
+        ),
+        choosing_options,
         click.option(
             "--threads",
             type=click.IntRange(1),

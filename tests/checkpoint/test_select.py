@@ -85,7 +85,7 @@ def test_bad_input(source):
     cases: list[tuple[dict[str, Any], str]] = [
         ({"include": ["nope*"]}, "pattern 'nope\\*' matches nothing"),
         ({"exclude": ["nope"]}, "pattern 'nope' matches nothing"),
-        ({"include": ["rope"], "exclude": ["r*"]}, "no tensor of .* is left to write"),
+        ({"include": ["rope"], "exclude": ["r*"]}, "no tensor of .* is left"),
         ({"rename": [("(", "")]}, "'\\(' is no regular expression"),
         ({"rename": [("a", r"\9")]}, "cannot replace by"),
         ({"rename": [("^.*$", "x")]}, "would both be named 'x'"),

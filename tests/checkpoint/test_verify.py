@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from shardspec import DeviceMesh, DTensor, save_sharded
-from shardspec.checkpoint.diff import diff_checkpoints
+from shardspec.checkpoint.diff import Difference, diff_checkpoints
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.moving.numbers import numbers
 from shardspec.checkpoint.open import open_checkpoint
@@ -143,6 +143,34 @@ def test_the_commands(tmp_path):
     assert differing.returncode == 3
     assert json.loads(differing.stdout)[0]["index"] == [3]
     assert shardspec("diff", ckpt, tmp_path / "m").stdout.endswith("\n1 of 1 tensor differs\n")
+
+
+def test_a_merge_of_some_tensors_is_compared_with_what_it_was_made_of(tmp_path):
+    ckpt = save(
+        tmp_path / "ckpt",
+        **{name: (torch.arange(7.0) + at, "[S1]") for at, name in enumerate(["m.a", "m.b", "o.a"])},
+    )
+    out = tmp_path / "out"
+    chosen = ("--include", "m.*", "--rename", "^m[.]", "")
+    assert shardspec("merge", ckpt, "-o", out, *chosen).returncode == 0
+    assert shardspec("diff", ckpt, out, *chosen).stdout == "no difference: 2 tensors, 56 B\n"
+    assert list(diff_checkpoints(ckpt, out, include="m.*", rename={"^m[.]": ""})) == []
+    # What the patterns leave out of the first is not looked for in the second, all else is.
+    merge(ckpt, tmp_path / "all")
+    assert list(diff_checkpoints(ckpt, tmp_path / "all", include="m.*")) == []
+    assert list(diff_checkpoints(ckpt, tmp_path / "all", exclude=["m.b", "o.*"])) == []
+    assert list(diff_checkpoints(tmp_path / "out", ckpt, exclude=["b"], rename={"a": "m.a"})) == [
+        Difference("m.b", f"is only in {ckpt}"),
+        Difference("o.a", f"is only in {ckpt}"),
+    ]
+    beside, found = diff_checkpoints(ckpt, tmp_path / "all", include="m.a", rename={"^m": "o"})
+    assert beside == Difference("m.a", f"is only in {tmp_path / 'all'}")
+    assert (found.name, found.index) == ("o.a", (0,))
+    with pytest.raises(CheckpointError, match=r"pattern 'x\*' matches nothing"):
+        list(diff_checkpoints(ckpt, out, include="x*"))
+    assert shardspec("diff", ckpt, out, "--include", "x*").returncode == 3
+    twice = shardspec("diff", ckpt, out, "--rename", ".*", "w")
+    assert (twice.returncode, twice.stderr.count("\n")) == (3, 1)
 
 
 def test_what_forms_do_not_say_is_said_of_either(tmp_path):

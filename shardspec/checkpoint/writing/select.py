@@ -65,7 +65,7 @@ def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
             )
     names = [name for name in source.names if choice.wants(name)]
     if not names and source.names:
-        raise CheckpointError(f"no tensor of {source.directory} is left to write")
+        raise CheckpointError(f"no tensor of {source.directory} is left")
     renamed, idle = _renamed(names, choice.rename)
     for pattern in idle:
         if not any(re.search(pattern, name) for name in source.others):
