@@ -19,7 +19,7 @@ help:
 	@echo 'make docs    setup, then the site of docs/ in build/docs, without a warning'
 	@echo 'make test    setup, lint and docs, then every test'
 	@echo 'make demo    setup, then save, merge and compare real weights (examples/minilm.py)'
-	@echo 'make faults  setup, then every fault of docs/faults.md, and its table (half an hour)'
+	@echo 'make faults  setup, then every fault of docs/faults.md, and its table (a quarter of an hour)'
 	@echo 'make clean   remove .venv, caches and what the demo wrote'
 
 setup: $(STAMP)

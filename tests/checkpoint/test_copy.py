@@ -252,7 +252,7 @@ def test_what_is_read_as_rows():
 
 
 def test_long_rows_need_no_numpy(tmp_path):
-    """Its import takes as long as a tenth of a GiB."""
+    """Its import takes as long as copying a tenth of a GiB."""
     array = np.zeros((3000, 300), np.uint8)
     store(tmp_path / "data", array, WIDE)
     program = (

@@ -17,6 +17,7 @@ from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.reading.source import StoredBox, StoredTensor
 from shardspec.checkpoint.storage.files import OpenFiles, SourceFile
 from shardspec.checkpoint.storage.ranges import MOST_AHEAD
 from shardspec.checkpoint.storage.remote import RemotePath, as_path
@@ -80,6 +81,30 @@ def test_a_shard_is_read_and_not_the_whole(counted):
     assert (out.view(np.int32).reshape(rows, 7) == whole[:, 2:9]).all()
     assert len(CountingStore.requests) < 20
     assert max(CountingStore.requests) <= MOST_AHEAD
+
+
+@pytest.mark.parametrize("row_bytes", [2048, 1 << 40], ids=["rows", "numpy"])
+def test_columns_are_asked_for_a_block_at_a_time(counted, row_bytes):
+    """Boxes of one file are read by turns: of each, what a block needs of it, and no byte more."""
+    rows, columns = 4096, 8192
+    whole = np.random.default_rng(0).integers(0, 256, (rows, columns), np.uint8)
+    path = as_path(f"{counted}/x")
+    halves = (whole[:, : columns // 2], whole[:, columns // 2 :])
+    fsspec.filesystem("counted").pipe_file(str(path), b"".join(half.tobytes() for half in halves))
+    boxes = tuple(
+        StoredBox(((0, rows), (lo, lo + columns // 2)), (), 0, path, lo * rows)
+        for lo in (0, columns // 2)
+    )
+    tensor = StoredTensor("w", whole.shape, "uint8", None, (), boxes)
+    out = np.zeros(whole.size, np.uint8)
+    buffers = Buffers()
+    buffers.row_bytes = row_bytes
+    CountingStore.requests.clear()
+    with OpenFiles() as files:
+        copy_box(tensor, ((0, rows), (0, columns)), MemorySink(out.data), files, buffers)
+    assert (out.reshape(whole.shape) == whole).all()
+    blocks = whole.size // len(buffers.block)
+    assert CountingStore.requests == [len(buffers.block) // 2] * 2 * blocks
 
 
 def test_what_comes_next_is_asked_for_ahead(counted):

@@ -5,7 +5,7 @@ XX is the tensor parallel rank and YYY the pipeline stage, in a directory ``iter
 Source: ``get_checkpoint_name``, ``generate_state_dict`` and ``save_checkpoint`` of
 megatron/training/checkpointing.py.
 
-**Cuts.** The files do not say how a tensor was cut; rules do (`reading.cut_rules`), over the axis
+**Cuts.** The files do not say how a tensor was cut; rules do (`cut_rules`), over the axis
 ``tp``. Those of the caller come first; then those shipped as ``megatron_gpt`` or
 ``megatron_llama``, by whether the arguments in the files say that feed-forward layers are gated
 (``swiglu``). A tensor without a rule is refused: that it is alike on all ranks proves nothing.

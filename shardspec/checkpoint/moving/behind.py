@@ -34,7 +34,7 @@ _FLUSHED_BYTES: Final = 256 << 20
 """Bytes flushed to a disk at a time: it is at work from then on, not at the end only. Each flush
 waits for the journal of the file system, so that shorter stretches take longer."""
 _FLUSH_SECONDS: Final = 1e-3
-"""A flush that takes longer is one to a disk."""
+"""A flush of so many cached bytes that takes longer is one to a disk."""
 
 
 def write_all(
@@ -109,10 +109,11 @@ class Behind:
         self._waiting: list[ReadBack] = []
         self._num_bytes = 0
         """Of what waits."""
-        self._cached = _CACHED_BYTES if beside else _OWN_CACHED_BYTES
-        self._enough = self._cached
+        self._enough = _CACHED_BYTES
+        self._in_memory = False
+        """Whether a flush was quick once; until then this is a disk."""
         self._at_once = _WRITE_BYTES
-        """Bytes to write by one call: for a disk, until a flush was quick."""
+        """Bytes to write by one call."""
         self._unflushed = 0
         """Bytes that were not to be checked; only the first are counted."""
 
@@ -201,7 +202,7 @@ class Behind:
             self._compare(waiting)
             return
         if self._thread is None:
-            self._thread = Thread(target=self._compare_handed, daemon=True)
+            self._thread = Thread(target=self._compare_handed, name="shardspec-behind", daemon=True)
             self._thread.start()
         self._handed.put(waiting)
 
@@ -233,9 +234,13 @@ class Behind:
             os.fsync(self._fd)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {reason(error)}") from None
-        slow = time.monotonic() - started > _FLUSH_SECONDS
-        self._enough = _FLUSHED_BYTES if slow else self._cached
-        self._at_once = _WRITE_BYTES if slow else self.block_bytes
+        # Later a slow one is that of a busy machine.
+        self._in_memory |= time.monotonic() - started < _FLUSH_SECONDS
+        if not self._in_memory:
+            self._enough = _FLUSHED_BYTES
+        else:
+            self._enough = _CACHED_BYTES if self._beside else _OWN_CACHED_BYTES
+            self._at_once = self.block_bytes
 
     def _read(self, part: memoryview, offset: int) -> memoryview:
         done = 0

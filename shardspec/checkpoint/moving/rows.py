@@ -1,8 +1,8 @@
 """Putting blocks together by having the system read rows to their places.
 
-One call reads a box's part of a block: what lies in one stretch of its file goes to rows of the
-block. Nothing is copied in between, and numpy, whose import takes as long as copying a tenth of a
-GiB, is not needed.
+What a box has of a block, if it lies in one stretch of its file, is read to rows of the block by
+one call, or by few. Nothing is copied in between, and numpy, whose import takes as long as copying
+a tenth of a GiB, is not needed.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -143,25 +143,26 @@ class SourceFile:
         CheckpointError
             As by `read_into`.
         """
-        if self.remote is None:
-            for first in range(0, len(rows), _ROWS_AT_ONCE):
-                some = rows[first : first + _ROWS_AT_ONCE]
-                wanted = sum(map(len, some))
-                try:
-                    count = os.preadv(self._fd, some, offset)
-                except OSError as error:
-                    raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
-                if count != wanted:
-                    # Rare: a signal came, or the file ends.
-                    self._read_each(some, offset)
+        if self.remote is not None:
+            end = offset + sum(map(len, rows))
+            for row in rows:
+                self.remote.read_into(row, offset, end)
+                offset += len(row)
+            return
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            some = rows[first : first + _ROWS_AT_ONCE]
+            wanted = sum(map(len, some))
+            try:
+                count = os.preadv(self._fd, some, offset)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
+            if count == wanted:
                 offset += wanted
-        else:
-            self._read_each(rows, offset)
-
-    def _read_each(self, rows: Iterable[memoryview], offset: int) -> None:
-        for row in rows:
-            self.read_into(row, offset)
-            offset += len(row)
+                continue
+            # Rare: a signal came, or the file ends.
+            for row in some:
+                self.read_into(row, offset)
+                offset += len(row)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return a stretch of the file; for headers and other small things."""

@@ -112,19 +112,27 @@ class RangeReader:
         """Take note that all bytes of a stretch will be wanted."""
         self._expected = start, end
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
+    def read_into(self, buffer: memoryview, offset: int, end: int = 0) -> None:
         """Fill a buffer of bytes from a place in the file.
+
+        Parameters
+        ----------
+        buffer, offset
+            The buffer, and the place.
+        end
+            Where that ends of which this is a part, if the rest will be read next.
 
         Raises
         ------
         CheckpointError
             If the file ends before, or the store refuses.
         """
+        end = max(end, offset + len(buffer))
         done = 0
         while done < len(buffer):
             inside = offset + done - self._start
             if not 0 <= inside < len(self._block):
-                self._fetch(offset + done, len(buffer) - done, offset + len(buffer))
+                self._fetch(offset + done, end - offset - done, end)
                 inside = offset + done - self._start
             part = memoryview(self._block)[inside : inside + len(buffer) - done]
             buffer[done : done + len(part)] = part

@@ -53,7 +53,7 @@ def shown(value: object) -> str:
 
 
 def run_pickle(data: bytes, allowed: Allowed, persistent: Callable[[object], object]) -> object:
-    """Return the value that a pickle describes; see `pickles.unpickle`.
+    """Return the value that a pickle describes; see `unpickle`.
 
     Raises
     ------

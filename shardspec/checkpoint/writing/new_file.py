@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 from shardspec.checkpoint.moving.behind import write_all
 from shardspec.checkpoint.storage.remote import RemotePath
-from shardspec.checkpoint.storage.upload import Upload
 from shardspec.checkpoint.writing.output import write_atomically
+from shardspec.checkpoint.writing.upload import Upload
 
 __all__ = ["Write", "write_file"]
 

@@ -16,7 +16,6 @@ from shardspec.checkpoint.moving.pieces import Block
 from shardspec.checkpoint.reading.source import StoredBox
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.storage.remote import RemotePath
-from shardspec.checkpoint.storage.upload import Upload
 from shardspec.checkpoint.writing.fill import (
     Job,
     Meter,
@@ -30,6 +29,7 @@ from shardspec.checkpoint.writing.fill import (
 )
 from shardspec.checkpoint.writing.replacing import Places
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target
+from shardspec.checkpoint.writing.upload import Upload
 from shardspec.checkpoint.writing.write import FileDigest, Written, do_together, summed
 
 __all__ = ["Uploads", "write_remote"]
