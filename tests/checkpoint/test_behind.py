@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from shardspec.checkpoint.moving.behind import Behind
-from shardspec.checkpoint.moving.digests import crc32
 from shardspec.errors import CheckpointError
 
 BLOCK = 64
@@ -43,13 +42,23 @@ def blocks(number):
         at += len(data)
 
 
+def alike(name, data):
+    """Return a check that what was read again is what was written."""
+
+    def check(found):
+        if found != data:
+            raise CheckpointError(f"{name} is not as it was")
+
+    return check
+
+
 def put_all(behind, parts, checked=True):
     """Put blocks as one who reads does."""
     with behind:
         for at, data in parts:
             room = behind.room(len(data))
             room[:] = data
-            behind.put(room, at, f"block at {at}", crc32(data) if checked else None)
+            behind.put(room, at, alike(f"block at {at}", data) if checked else None)
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -61,17 +70,27 @@ def test_many_blocks_are_written_from_one_buffer(behind, tmp_path, checked):
     assert not checking()
 
 
-def test_other_memory_longer_than_a_block_may_be_put(behind, tmp_path):
+def test_other_memory_may_be_put_and_without_a_check_longer_than_a_block(behind, tmp_path):
     data = bytes(range(250)) * 10
     with behind:
-        behind.put(memoryview(data), 0, "all", crc32(data))
+        behind.put(memoryview(data)[:BLOCK], 0, alike("all", data[:BLOCK]))
+        behind.put(memoryview(data)[BLOCK:], BLOCK, None)
     assert (tmp_path / "out").read_bytes() == data
+
+
+def test_checks_come_in_the_order_of_blocks(behind):
+    seen: list[bytes] = []
+    parts = list(blocks(200))
+    with behind:
+        for at, data in parts:
+            behind.put(memoryview(data), at, lambda found: seen.append(bytes(found)))
+    assert seen == [data for _, data in parts]
 
 
 def test_nothing_to_check_starts_no_thread_and_flushes_nothing(behind, monkeypatch):
     monkeypatch.setattr(os, "fsync", None)
     with behind:
-        behind.put(behind.room(BLOCK), 0, "x", None)
+        behind.put(behind.room(BLOCK), 0, None)
         assert not checking()
 
 
@@ -121,7 +140,7 @@ def test_a_disk_is_flushed_seldom_and_written_in_small_calls(
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with Behind(file.fileno(), tmp_path / "out", beside=False) as behind:
         for at in range(42):
-            behind.put(memoryview(MIB), at << 20, "x", crc32(MIB) if checked else None)
+            behind.put(memoryview(MIB), at << 20, alike("x", MIB) if checked else None)
     if not checked:
         # Once, to learn what it is; whoever opened the file flushes the rest.
         assert flushed == [4]
@@ -142,7 +161,7 @@ def test_what_a_disk_changes_is_found_and_named(behind, monkeypatch):
         os.pwrite(fd, bytes([data[0] ^ 1]), at)
 
     monkeypatch.setattr(os, "fsync", change)
-    with pytest.raises(CheckpointError, match=f"out: block at {at} was read back differently"):
+    with pytest.raises(CheckpointError, match=f"block at {at} is not as it was"):
         put_all(behind, parts)
     assert not checking()
 
@@ -169,13 +188,13 @@ def test_what_was_read_back_differently_stops_the_one_who_writes(file, tmp_path,
     def put_until_it_is_heard():
         for at in range(1000):
             behind.room(len(MIB))
-            behind.put(memoryview(MIB), 0, f"block {at}", crc32(MIB))
+            behind.put(memoryview(MIB), 0, alike(f"block {at}", MIB))
             if at == 8:
                 assert found.wait(10)
                 time.sleep(0.05)
         pytest.fail("nobody has heard of it")
 
-    with pytest.raises(CheckpointError, match="out: block 0 was read back differently"), behind:
+    with pytest.raises(CheckpointError, match="block 0 is not as it was"), behind:
         put_until_it_is_heard()
     assert not checking()
 
@@ -187,7 +206,7 @@ def test_a_refusal_is_heard_at_once(tmp_path):
         Behind(file.fileno(), tmp_path / "out") as behind,
         pytest.raises(CheckpointError, match="out: cannot be written: Bad file descriptor"),
     ):
-        behind.put(behind.room(BLOCK), 0, "x", None)
+        behind.put(behind.room(BLOCK), 0, None)
 
 
 def test_a_disk_that_cannot_flush_is_heard(behind, monkeypatch):
@@ -203,7 +222,7 @@ def test_an_error_of_the_one_who_reads_is_his(behind, monkeypatch):
     monkeypatch.setattr(os, "fsync", None)
 
     def put_one_and_fail():
-        behind.put(memoryview(b"x"), 0, "x", 0)
+        behind.put(memoryview(b"x"), 0, alike("x", b"y"))
         raise ValueError("mine")
 
     # What he has written is not checked any more.

@@ -7,6 +7,7 @@ import zlib
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -55,11 +56,16 @@ def cut_tensors(draw):
 
 def store(path, array, cuts):
     """Put the boxes of a grid one after the other into a file."""
+    return store_boxes(path, array, product(*(list(pairwise(sides)) for sides in cuts)))
+
+
+def store_boxes(path, array, sides):
+    """Put boxes one after the other into a file."""
     boxes, offset = [], 5
     whole = tuple((0, size) for size in array.shape)
     with path.open("wb") as file:
         file.write(b"-" * offset)
-        for box in product(*(list(pairwise(sides)) for sides in cuts)):
+        for box in sides:
             data = np.ascontiguousarray(array[slices_within(box, whole)]).tobytes()
             digest = Digest(zlib.crc32(data), offset, len(data))
             boxes.append(StoredBox(box, (), 0, path, offset, digest))
@@ -96,6 +102,91 @@ def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
     assert out.tobytes() == expected
     assert sum(written) == len(expected)
     assert copied.read_bytes()[3:] == expected
+
+
+class Changed:
+    """A flush after which one byte of a file is another."""
+
+    def __init__(self, at):
+        self._at = at
+
+    def __call__(self, fd):
+        (byte,) = os.pread(fd, 1, self._at)
+        os.pwrite(fd, bytes([byte ^ 1]), self._at)
+
+
+def move_end_to_end(tensor, buffers, out):
+    """Copy a whole tensor, its digests taken on what is read back; return the CRC-32 of it."""
+    whole = tuple((0, size) for size in tensor.shape)
+    checks = Checks(tensor)
+    with OpenFiles() as files, out.open("w+b") as file:
+        block_bytes = len(buffers.block)
+        with Behind(file.fileno(), out, beside=False, block_bytes=block_bytes) as behind:
+            sink = FileSink(
+                "w", 3, behind, lambda _: None, digested=True, checked=True, end_to_end=True
+            )
+            copy_box(tensor, whole, sink, files, buffers, checks=checks)
+            checks.finish(files)
+    return sink.crc32, [(arrival.crc32, value) for arrival, value in checks.in_part]
+
+
+def arrives(tensor, buffers, out):
+    """Return whether all of a tensor is found to be in its place."""
+    try:
+        _, in_part = move_end_to_end(tensor, buffers, out)
+    except CheckpointError as error:
+        if "w was read back differently" in str(error):
+            return False
+        raise
+    return all(found == expected for found, expected in in_part)
+
+
+@settings(max_examples=500)
+@given(cut_tensors(), st.data())
+def test_digests_taken_on_what_is_read_back(tmp_path_factory, drawn, data):
+    shape, cuts, _, dtype, (num_bytes, row_bytes) = drawn
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (*shape, DTYPES[dtype]), np.uint8)
+    array = raw.view(f"V{DTYPES[dtype]}").reshape(shape)
+    path = tmp_path_factory.mktemp("copy") / "data"
+    tensor = StoredTensor("w", shape, dtype, None, (), store(path, array, cuts))
+    buffers, out = SmallBuffers(num_bytes, row_bytes), path.with_name("out")
+    crc, in_part = move_end_to_end(tensor, buffers, out)
+    assert (crc, in_part) == (zlib.crc32(array.tobytes()), [])
+    assert arrives(tensor, buffers, out)
+    assert out.read_bytes()[3:] == array.tobytes()
+    # Any byte that does not arrive is missed, and so is any that was changed before.
+    at = 3 + data.draw(st.integers(0, array.nbytes - 1))
+    with mock.patch.object(os, "fsync", Changed(at)):
+        assert not arrives(tensor, buffers, out)
+    boxes = list(tensor.boxes)
+    number = data.draw(st.integers(0, len(boxes) - 1))
+    digest = boxes[number].digest
+    boxes[number] = replace(boxes[number], digest=replace(digest, crc32=digest.crc32 ^ 1))
+    with pytest.raises(CheckpointError, match=r"tensor 'w': .* was saved"):
+        move_end_to_end(replace(tensor, boxes=tuple(boxes)), buffers, out)
+
+
+def test_a_box_of_which_a_part_is_judged_where_it_arrives(tmp_path):
+    """Its first rows lie beside long ones, its last beside one that is too short to be read."""
+    array = np.random.default_rng(2).integers(0, 256, (6, 16), np.uint8)
+    sides = [((0, 6), (0, 8)), ((0, 3), (8, 16)), ((3, 6), (8, 15)), ((3, 6), (15, 16))]
+    path = tmp_path / "data"
+    tensor = StoredTensor("w", (6, 16), "uint8", None, (), store_boxes(path, array, sides))
+    buffers, out = SmallBuffers(64, 4), tmp_path / "out"
+    first = zlib.crc32(array[:3, :8].tobytes())
+    crc, in_part = move_end_to_end(tensor, buffers, out)
+    assert (crc, in_part) == (zlib.crc32(array.tobytes()), [(first, first)])
+    with mock.patch.object(os, "fsync", Changed(3 + 16 + 5)):
+        _, ((found, expected),) = move_end_to_end(tensor, buffers, out)
+    assert (found == first, expected) == (False, first)
+    # Before it arrived, the same is told from what its digest says.
+    (byte,) = path.read_bytes()[5 + 13 : 5 + 14]
+    with path.open("r+b") as file:
+        file.seek(5 + 13)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(CheckpointError, match=r"tensor 'w': .*box \[0:6, 0:8\] .* was saved"):
+        move_end_to_end(tensor, buffers, out)
 
 
 def place(box, offset=0):

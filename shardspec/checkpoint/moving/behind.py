@@ -6,19 +6,19 @@ by a thread beside the one that writes, or by that one itself where other files 
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self, TypeAlias
 
 from shardspec.checkpoint.moving.buffers import BLOCK_BYTES
-from shardspec.checkpoint.moving.digests import crc32, crc_text
+from shardspec.checkpoint.moving.digests import crc_text
 from shardspec.checkpoint.storage.files import reason
 from shardspec.errors import CheckpointError
 
-__all__ = ["Behind", "ReadBack", "different", "write_all"]
+__all__ = ["Behind", "Check", "ReadBack", "different", "write_all"]
 
 _WRITE_BYTES: Final = 32 << 10
 """Bytes written to a disk by one call. For longer ones Linux takes large pages into its cache, and
@@ -28,8 +28,6 @@ _CACHED_BYTES: Final = 4 << 20
 be in the CPU's cache still, and for another thread not too few to be told of."""
 _OWN_CACHED_BYTES: Final = 1 << 20
 """The same for one that checks by itself: few enough to be in its own core's cache."""
-_AGAIN_BYTES: Final = 256 << 10
-"""Bytes read again by one call: they share that cache with what was written."""
 _FLUSHED_BYTES: Final = 256 << 20
 """Bytes flushed to a disk at a time: it is at work from then on, not at the end only. Each flush
 waits for the journal of the file system, so that shorter stretches take longer."""
@@ -64,15 +62,16 @@ def different(path: Path, name: str, found: int, expected: int) -> CheckpointErr
     )
 
 
-class ReadBack(NamedTuple):
-    """A stretch of a file that is to be read again."""
+Check: TypeAlias = Callable[[memoryview], None]
+"""Looks at a block that was read again; raises what is to be raised if it is not right."""
 
-    name: str
-    """What it is, for errors."""
+
+class ReadBack(NamedTuple):
+    """A block that is to be read again."""
+
     offset: int
     num_bytes: int
-    crc32: int
-    """What it should have."""
+    check: Check
 
 
 class Behind:
@@ -96,11 +95,10 @@ class Behind:
         self, fd: int, path: Path, *, beside: bool = True, block_bytes: int = BLOCK_BYTES
     ) -> None:
         self._fd = fd
-        self._path = path
+        self.path = path
         self._beside = beside
         self.block_bytes = block_bytes
         self._room = memoryview(bytearray(block_bytes))
-        self._again = memoryview(bytearray(min(block_bytes, _AGAIN_BYTES)))
         self._failure: BaseException | None = None
         self._thread: Thread | None = None
         self._ended = Event()
@@ -162,33 +160,33 @@ class Behind:
             raise self._failure
         return self._room[:num_bytes]
 
-    def put(self, data: memoryview, offset: int, name: str, crc: int | None) -> None:
+    def put(self, data: memoryview, offset: int, check: Check | None) -> None:
         """Write a block: what `room` gave, or other memory.
 
         Parameters
         ----------
         data
-            The block, flat.
+            The block, flat, and no longer than `block_bytes` if it is to be read again.
         offset
             Where in the file it goes.
-        name
-            What it is, for errors.
-        crc
-            Its CRC-32, if it is to be read again and compared.
+        check
+            Called with the block once it was read again, in the order in which blocks were put;
+            None if it is not to be.
 
         Raises
         ------
         CheckpointError
             If the system refuses, or blocks before were read back differently.
         """
-        write_all(self._fd, data, offset, self._path, self._at_once)
-        if crc is None:
+        assert check is None or len(data) <= self.block_bytes, "it is read again as one block"
+        write_all(self._fd, data, offset, self.path, self._at_once)
+        if check is None:
             if self._unflushed < _CACHED_BYTES:
                 self._unflushed += data.nbytes
                 if self._unflushed >= _CACHED_BYTES:
                     self._flush()
         else:
-            self._waiting.append(ReadBack(name, offset, data.nbytes, crc))
+            self._waiting.append(ReadBack(offset, data.nbytes, check))
             self._num_bytes += data.nbytes
             if self._num_bytes >= self._enough:
                 self._check()
@@ -199,7 +197,8 @@ class Behind:
         if not waiting:
             return
         if not self._beside:
-            self._compare(waiting)
+            # What lay there has been written.
+            self._compare(waiting, self._room)
             return
         if self._thread is None:
             self._thread = Thread(target=self._compare_handed, name="shardspec-behind", daemon=True)
@@ -207,25 +206,21 @@ class Behind:
         self._handed.put(waiting)
 
     def _compare_handed(self) -> None:
+        room = memoryview(bytearray(self.block_bytes))
         while waiting := self._handed.get():
             if self._failure is None:
                 try:
-                    self._compare(waiting)
+                    self._compare(waiting, room)
                 except BaseException as error:
                     self._failure = error
         self._ended.set()
 
-    def _compare(self, waiting: Sequence[ReadBack]) -> None:
+    def _compare(self, waiting: Sequence[ReadBack], room: memoryview) -> None:
         self._flush()
-        for name, offset, num_bytes, expected in waiting:
+        for offset, num_bytes, check in waiting:
             if self._failure is not None:
                 return
-            value = 0
-            for at in range(0, num_bytes, len(self._again)):
-                part = self._again[: num_bytes - at]
-                value = crc32(self._read(part, offset + at), value)
-            if value != expected:
-                raise different(self._path, name, value, expected)
+            check(self._read(room[:num_bytes], offset))
 
     def _flush(self) -> None:
         """Flush what was written, and learn whether that takes time."""
@@ -233,7 +228,7 @@ class Behind:
         try:
             os.fsync(self._fd)
         except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be written: {reason(error)}") from None
+            raise CheckpointError(f"{self.path}: cannot be written: {reason(error)}") from None
         # Later a slow one is that of a busy machine.
         self._in_memory |= time.monotonic() - started < _FLUSH_SECONDS
         if not self._in_memory:
@@ -249,11 +244,11 @@ class Behind:
                 count = os.preadv(self._fd, [part[done:]], offset + done)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self._path}: cannot be read again: {reason(error)}"
+                    f"{self.path}: cannot be read again: {reason(error)}"
                 ) from None
             if count == 0:
                 raise CheckpointError(
-                    f"{self._path}: ends at byte {offset + done} when read again, but more was "
+                    f"{self.path}: ends at byte {offset + done} when read again, but more was "
                     "written; what it is stored on is at fault; nothing was kept"
                 )
             done += count

@@ -5,14 +5,15 @@ the system copy by itself (copy_file_range), and what passes by can be checked. 
 with the size of a tensor.
 """
 
+from collections.abc import Sequence
 from itertools import product
 from typing import assert_never
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.moving.buffers import Buffers
-from shardspec.checkpoint.moving.digests import Checks, crc32
+from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.pieces import Block, Place, Run, byte_box, pieces
-from shardspec.checkpoint.moving.rows import read_rows, rows_of
+from shardspec.checkpoint.moving.rows import Rows, crc32_of_part, read_rows, rows_of
 from shardspec.checkpoint.moving.sinks import Sink
 from shardspec.checkpoint.reading.source import StoredTensor, distinct
 from shardspec.checkpoint.storage.files import OpenFiles
@@ -70,13 +71,14 @@ def copy_box(
                 room = sink.room(piece)
                 rows = rows_of(piece, buffers.row_bytes)
                 if rows is not None:
-                    read_rows(rows, room, files, checks)
+                    read_rows(rows, room, files)
+                    _put(piece, room, rows, sink, checks)
                 else:
                     # Importing numpy takes its time, and long rows need none.
                     from shardspec.checkpoint.moving.gather import gather
 
                     gather(piece, piece.sources, room, size, files, buffers, checks)
-                sink.put(piece, room)
+                    sink.put(piece, room)
             case _:
                 assert_never(piece)
 
@@ -93,9 +95,19 @@ def _copy_run(
         room = sink.room(block)
         start = run.source_offset + at
         file.read_into(room, start)
-        if checks is not None and run.source in checks:
-            crc = crc32(room)
-            checks.add_known(run.source, start, length, crc)
-            sink.put(block, room, crc)
-        else:
-            sink.put(block, room)
+        _put(block, room, [Rows(run.source, start, length, (slice(0, length),))], sink, checks)
+
+
+def _put(
+    block: Block, room: memoryview, rows: Sequence[Rows], sink: Sink, checks: Checks | None
+) -> None:
+    """Put a block made of rows, and have their digests taken."""
+    if checks is None:
+        sink.put(block, room)
+    elif not sink.carry(block, room, rows, checks):
+        crc = None
+        for part in rows:
+            if part.stored in checks:
+                crc = crc32_of_part(part, room)
+                checks.add_known(part.stored, part.start, part.num_bytes, crc)
+        sink.put(block, room, crc if len(rows) == 1 else None)

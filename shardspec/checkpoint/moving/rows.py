@@ -11,12 +11,12 @@ from math import prod
 from typing import NamedTuple
 
 from shardspec.boxes import Box, box_shape, intersect
-from shardspec.checkpoint.moving.digests import Checks, crc32_of_rows
+from shardspec.checkpoint.moving.digests import crc32_of_rows
 from shardspec.checkpoint.moving.pieces import Block, offset_in
 from shardspec.checkpoint.reading.source import StoredBox
 from shardspec.checkpoint.storage.files import OpenFiles
 
-__all__ = ["Rows", "read_rows", "rows_of"]
+__all__ = ["Rows", "crc32_of_part", "read_rows", "rows_of"]
 
 
 class Rows(NamedTuple):
@@ -95,9 +95,7 @@ def _places(shape: tuple[int, ...], room: tuple[int, ...], first: int) -> tuple[
     return tuple(slice(at, at + row) for at in starts)
 
 
-def read_rows(
-    parts: Sequence[Rows], room: memoryview, files: OpenFiles, checks: Checks | None
-) -> None:
+def read_rows(parts: Sequence[Rows], room: memoryview, files: OpenFiles) -> None:
     """Read rows into the memory of their block.
 
     Parameters
@@ -106,11 +104,17 @@ def read_rows(
         What `rows_of` gave for the block.
     room
         Memory as long as the block.
-    files, checks
+    files
         As for `copy_box`.
     """
     for part in parts:
-        rows = [room[place] for place in part.places]
-        files.file(part.stored.path).read_rows(rows, part.start)
-        if checks is not None and part.stored in checks:
-            checks.add_known(part.stored, part.start, part.num_bytes, crc32_of_rows(rows))
+        file = files.file(part.stored.path)
+        if len(part.places) == 1:
+            file.read_into(room[part.places[0]], part.start)
+        else:
+            file.read_rows([room[place] for place in part.places], part.start)
+
+
+def crc32_of_part(part: Rows, room: memoryview) -> int:
+    """Return the CRC-32 of what a box has of a block."""
+    return crc32_of_rows([room[place] for place in part.places])

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 from shardspec.checkpoint.moving.behind import Behind, different
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
-from shardspec.checkpoint.moving.digests import Checks, crc32, crc32_combine
+from shardspec.checkpoint.moving.digests import Arrival, Checks, crc32, crc32_combine
 from shardspec.checkpoint.moving.sinks import FileSink, Sink
 from shardspec.checkpoint.reading.source import CheckpointSource, StoredBox, distinct
 from shardspec.checkpoint.storage.files import OpenFiles, SourceFile, reason
@@ -20,6 +20,7 @@ from shardspec.errors import CheckpointError
 
 __all__ = [
     "Cancelled",
+    "Filled",
     "Job",
     "Meter",
     "NewFile",
@@ -150,10 +151,8 @@ class NewFile:
         )
 
 
-def fill_slot(
-    job: Job, slot: Slot, behind: Behind, files: OpenFiles, buffers: Buffers
-) -> tuple[int, Iterable[StoredBox]]:
-    """Fill a slot of a file, and have it read again; return what `fill_by` does."""
+def fill_slot(job: Job, slot: Slot, behind: Behind, files: OpenFiles, buffers: Buffers) -> "Filled":
+    """Fill a slot of a file, and have it read again."""
     sink = FileSink(
         f"tensor {slot.tensor.name!r}",
         slot.offset,
@@ -161,6 +160,8 @@ def fill_slot(
         job.meter.advance,
         digested=job.digested,
         checked=job.verify,
+        # A box of which this slot has a part only is judged by what is read of it.
+        end_to_end=job.verify and slot.whole,
         dtypes=dtypes_of(job, slot),
     )
     return fill_by(job, slot, sink, files, buffers)
@@ -178,20 +179,49 @@ class DigestingSink(Sink, Protocol):
     crc32: int
 
 
+class Filled(NamedTuple):
+    """A slot that was filled."""
+
+    job: Job
+    name: str
+    sink: DigestingSink
+    in_part: Sequence[tuple[Arrival, int]]
+    """As in `Checks`."""
+    right: Sequence[StoredBox]
+
+    def judged(self) -> tuple[int, Sequence[StoredBox]]:
+        """Return the CRC-32 of its bytes, if taken, and the boxes found to be right, if some.
+
+        For the time when the file has been read again.
+
+        Raises
+        ------
+        CheckpointError
+            If a part was read back differently.
+        """
+        for arrival, expected in self.in_part:
+            if arrival.crc32 != expected:
+                name = f"tensor {self.name!r}"
+                raise different(self.job.path, name, arrival.crc32, expected)
+        return self.sink.crc32, self.right
+
+
 def fill_by(
     job: Job, slot: Slot, sink: DigestingSink, files: OpenFiles, buffers: Buffers
-) -> tuple[int, Iterable[StoredBox]]:
-    """Fill a slot; return the CRC-32 of its bytes, if taken, and the boxes found to be right."""
+) -> Filled:
+    """Fill a slot."""
     tensor = job.source.tensor(slot.tensor.source)
+    name = slot.tensor.name
     if not job.verify:
         copy_box(tensor, slot.box, sink, files, buffers)
-        return sink.crc32, ()
+        return Filled(job, name, sink, (), ())
     boxes = distinct(tensor)
     checks = Checks(tensor, boxes)
     copy_box(tensor, slot.box, sink, files, buffers, checks=checks)
     if slot.whole:
         checks.finish(files)
-    return sink.crc32, () if slot.whole else [box for box in boxes if box not in checks]
+        return Filled(job, name, sink, checks.in_part, ())
+    return Filled(job, name, sink, (), [box for box in boxes if box not in checks])
 
 
 def check_the_rest(job: Job, slots: Iterable[Slot], judged: Collection[StoredBox]) -> None:

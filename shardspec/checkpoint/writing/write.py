@@ -157,10 +157,11 @@ def _write(job: Job, file: OutputFile, place: Path) -> _Found:
         buffers = Buffers()
         put_pieces(job, fd, file.pieces)
         with Behind(fd, job.path, beside=job.beside) as behind:
-            for slot in file.slots:
-                crc, boxes = fill_slot(job, slot, behind, files, buffers)
-                crcs.append(crc)
-                judged += boxes
+            filled = [fill_slot(job, slot, behind, files, buffers) for slot in file.slots]
+        for slot_filled in filled:
+            crc, boxes = slot_filled.judged()
+            crcs.append(crc)
+            judged += boxes
         late = tuple(file.late(crcs)) if file.late is not None else ()
         put_pieces(job, fd, late)
     pieces = (*file.pieces, *late)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardspec.checkpoint.moving.buffers import Buffers
-from shardspec.checkpoint.moving.digests import crc32, crc32_combine
+from shardspec.checkpoint.moving.digests import Checks, crc32, crc32_combine
 from shardspec.checkpoint.moving.pieces import Block
+from shardspec.checkpoint.moving.rows import Rows
 from shardspec.checkpoint.reading.source import StoredBox
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.storage.remote import RemotePath
@@ -111,7 +112,8 @@ def _write(uploads: Uploads, file: OutputFile) -> _Found:
                 _write_piece(job, upload, part)
                 continue
             upload.write(bytes(part.offset - upload.written))
-            crc, boxes = fill_by(job, part, _Stream(upload, buffers, job, part), files, buffers)
+            stream = _Stream(upload, buffers, job, part)
+            crc, boxes = fill_by(job, part, stream, files, buffers).judged()
             crcs.append(crc)
             judged += boxes
             for piece in () if file.late is None else file.late(crcs, len(crcs) - 1):
@@ -159,6 +161,16 @@ class _Stream:
     def put(self, block: Block, room: memoryview, crc: int | None = None) -> None:  # noqa: ARG002
         """Write the block."""
         self._write(room, crc)
+
+    def carry(
+        self,
+        block: Block,  # noqa: ARG002
+        room: memoryview,  # noqa: ARG002
+        rows: Sequence[Rows],  # noqa: ARG002
+        checks: Checks,  # noqa: ARG002
+    ) -> bool:
+        """Return False: what was written is read again when the file is there."""
+        return False
 
     def _write(self, room: memoryview, crc: int | None = None) -> None:
         if self._dtypes is not None:

@@ -158,12 +158,15 @@ def _fill(job: Job, target: Target, shares: Sequence[Share], place: Path) -> obj
                 NewFile(at, job.path, None) as fd,
                 Behind(fd, job.path, beside=job.beside) as behind,
             ):
-                for share in of_file:
-                    crc, boxes = fill_slot(job, share.part, behind, files, buffers)
-                    digests.append((number, share.slot, crc, share.part.num_bytes))
-                    name = share.part.tensor.source
-                    order = {b: n for n, b in enumerate(distinct(job.source.tensor(name)))}
-                    judged += [(name, order[box]) for box in boxes]
+                filled = [
+                    (share, fill_slot(job, share.part, behind, files, buffers)) for share in of_file
+                ]
+            for share, slot_filled in filled:
+                crc, boxes = slot_filled.judged()
+                digests.append((number, share.slot, crc, share.part.num_bytes))
+                name = share.part.tensor.source
+                order = {b: n for n, b in enumerate(distinct(job.source.tensor(name)))}
+                judged += [(name, order[box]) for box in boxes]
     return [digests, judged]
 
 
