@@ -91,21 +91,11 @@ def cat_command(files: Sequence[Path], out: Path, *, synced: bool = False) -> li
     return ["sh", "-c", script, "sh", str(out), *map(str, files)]
 
 
-def cats_command(files: Sequence[Path], out: Path, *, again: bool = False) -> list[str]:
-    """Return the command that copies two halves of files at once, into two files of a directory.
-
-    Parameters
-    ----------
-    files, out
-        What is copied, and the directory.
-    again
-        Whether each half is then read again, as one who checks it does at least.
-    """
-    script = 'out=$1; half=$2; shift 2; cat "$@" >"$out/$half"'
-    if again:
-        script += ' && dd if="$out/$half" of=/dev/null bs=1M status=none'
+def cats_command(files: Sequence[Path], out: Path) -> list[str]:
+    """Return the command that copies two halves of files at once, into two files of a folder."""
+    script = 'out=$1; shift; cat "$@" >"$out"'
     halves = [
-        shlex.join(["sh", "-c", script, "sh", str(out), str(number), *map(str, files[number::2])])
+        shlex.join(["sh", "-c", script, "sh", str(out / str(number)), *map(str, files[number::2])])
         for number in range(2)
     ]
     words = shlex.quote(str(out))
