@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -194,6 +196,29 @@ def test_an_output_that_appears_meanwhile_is_kept(tmp_path):
         merge(ckpt, out, progress=lambda *_: out.write_text("the other's"))
     assert out.read_text() == "the other's"
     assert names_in(tmp_path) == ["ckpt", "out"]
+
+
+@pytest.fixture
+def closed():
+    """A checkpoint in a folder that nobody may write, and nobody's rights for a test by root."""
+    with tempfile.TemporaryDirectory() as made:
+        ckpt = handmade(sample()).write(Path(made) / "ckpt")
+        Path(made, "old").touch()
+        Path(made).chmod(0o555)
+        user = os.geteuid()
+        if not user:
+            os.seteuid(65534)
+        yield ckpt
+        os.seteuid(user)
+        Path(made).chmod(0o755)
+
+
+def test_a_dry_run_says_that_nothing_can_be_written_there(closed):
+    for name in ("new", "old"):
+        with pytest.raises(
+            CheckpointError, match=f"{name}: nothing can be written into .*, for want of permission"
+        ):
+            merge(closed, closed.parent / name, dry_run=True, force=True)
 
 
 def test_a_link_as_output_stays_a_link(tmp_path):

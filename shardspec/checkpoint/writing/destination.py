@@ -56,6 +56,7 @@ def check_destination(
             raise CheckpointError(
                 f"{output}: its directory {path.parent} does not exist; make it first"
             ) from None
+        _check_writable(output, path.parent)
         return path
     except OSError as error:
         raise CheckpointError(f"{output}: cannot be written: {reason(error)}") from None
@@ -63,7 +64,17 @@ def check_destination(
         _check_directory(output, path, at, source, force)
     else:
         _check_file(output, path, at, source, force)
+    _check_writable(output, path.parent)
     return path
+
+
+def _check_writable(output: Path, directory: Path) -> None:
+    """Refuse a place where nothing can be made, before anything is read, and in a dry run too."""
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        raise CheckpointError(
+            f"{output}: nothing can be written into {directory}, for want of permission or because "
+            "it is read-only; write elsewhere"
+        )
 
 
 _LISTS: Final = (".json", ".metadata")
