@@ -135,10 +135,15 @@ class Behind:
             except KeyboardInterrupt as again:
                 # The file must not be closed before the thread has let go of it.
                 self._failure = interrupt = again
+        failure, self._failure = self._failure, None
         if interrupt is not None:
             raise interrupt
-        if error is None and self._failure is not None:
-            raise self._failure
+        if error is None and failure is not None:
+            try:
+                raise failure
+            finally:
+                # Otherwise an error and its traceback hold each other, and buffers with them.
+                del failure
 
     def _end(self) -> None:
         """Wait for the thread."""
