@@ -35,7 +35,7 @@ def test_a_small_run_has_a_line_for_every_command(tmp_path):
         "merge, 2 threads, 4 files",
         "the same, --no-verify",
         "two cats at once",
-        "the same, read again",
+        "two bare loops, checked",
         "inspect",
         "consolidate",
         "consolidate-2",
@@ -80,9 +80,13 @@ def test_a_command_is_timed_with_its_memory_and_a_failure_is_told(tmp_path):
     (tmp_path / "b").write_bytes(b"3")
     run(cat_command([tmp_path / "a", tmp_path / "b"], tmp_path / "out"))
     assert (tmp_path / "out").read_bytes() == b"123"
-    for again in (False, True):
-        place = tmp_path / f"halves {again}"
-        run(cats_command([tmp_path / "a", tmp_path / "b", tmp_path / "a"], place, again=again))
+    ways = {
+        "cats": cats_command,
+        "loops": lambda files, out: python("benchmarks.checkpoint_loops", out, *files),
+    }
+    for name, command in ways.items():
+        place = tmp_path / name
+        run(command([tmp_path / "a", tmp_path / "b", tmp_path / "a"], place))
         assert [path.read_bytes() for path in sorted(place.iterdir())] == [b"1212", b"3"]
-    with pytest.raises(RuntimeError, match="ended with 1"):
-        run(cats_command([tmp_path / "a", tmp_path / "none"], tmp_path / "halves", again=True))
+        with pytest.raises(RuntimeError, match="ended with 1"):
+            run(command([tmp_path / "a", tmp_path / "none"], tmp_path / f"{name} fail"))

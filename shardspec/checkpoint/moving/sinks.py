@@ -24,15 +24,21 @@ class Sink(Protocol):
         """Take a block that was put together in what `room` gave; and its CRC-32, if known."""
         ...
 
-    def carry(self, block: Block, room: memoryview, rows: Sequence[Rows], checks: Checks) -> bool:
+    def carry(
+        self,
+        block: Block,  # noqa: ARG002
+        room: memoryview,  # noqa: ARG002
+        rows: Sequence[Rows],  # noqa: ARG002
+        checks: Checks,  # noqa: ARG002
+    ) -> bool:
         """Take a block made of rows, if their digests can be taken on what is read back of it.
 
-        Otherwise return False: then nothing was done.
+        Otherwise return False: then nothing was done, as where nothing is read back.
         """
-        ...
+        return False
 
 
-class MemorySink:
+class MemorySink(Sink):
     """Puts a target into memory.
 
     Parameters
@@ -51,19 +57,8 @@ class MemorySink:
     def put(self, block: Block, room: memoryview, crc: int | None = None) -> None:
         """Do nothing: the block is in its place."""
 
-    # Sink names the parameters.
-    def carry(
-        self,
-        block: Block,  # noqa: ARG002
-        room: memoryview,  # noqa: ARG002
-        rows: Sequence[Rows],  # noqa: ARG002
-        checks: Checks,  # noqa: ARG002
-    ) -> bool:
-        """Return False: nothing is read back."""
-        return False
 
-
-class FileSink:
+class FileSink(Sink):
     """Writes a target into a file.
 
     Parameters

@@ -20,6 +20,7 @@ from shardspec.errors import CheckpointError
 
 __all__ = [
     "Cancelled",
+    "DigestingSink",
     "Filled",
     "Job",
     "Meter",

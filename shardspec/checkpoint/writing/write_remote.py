@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardspec.checkpoint.moving.buffers import Buffers
-from shardspec.checkpoint.moving.digests import Checks, crc32, crc32_combine
+from shardspec.checkpoint.moving.digests import crc32, crc32_combine
 from shardspec.checkpoint.moving.pieces import Block
-from shardspec.checkpoint.moving.rows import Rows
 from shardspec.checkpoint.reading.source import StoredBox
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.checkpoint.writing.fill import (
+    DigestingSink,
     Job,
     Meter,
     Order,
@@ -143,7 +143,7 @@ def _put(uploads: Uploads, place: RemotePath, data: bytes) -> FileDigest:
     return FileDigest((), crc32(data), len(data))
 
 
-class _Stream:
+class _Stream(DigestingSink):
     """A `Sink` that writes on where it stopped, as targets are filled from their start."""
 
     def __init__(self, upload: Upload, buffers: Buffers, job: Job, slot: Slot) -> None:
@@ -161,16 +161,6 @@ class _Stream:
     def put(self, block: Block, room: memoryview, crc: int | None = None) -> None:  # noqa: ARG002
         """Write the block."""
         self._write(room, crc)
-
-    def carry(
-        self,
-        block: Block,  # noqa: ARG002
-        room: memoryview,  # noqa: ARG002
-        rows: Sequence[Rows],  # noqa: ARG002
-        checks: Checks,  # noqa: ARG002
-    ) -> bool:
-        """Return False: what was written is read again when the file is there."""
-        return False
 
     def _write(self, room: memoryview, crc: int | None = None) -> None:
         if self._dtypes is not None:
