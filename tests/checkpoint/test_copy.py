@@ -73,15 +73,20 @@ def store_boxes(path, array, sides):
     return tuple(boxes)
 
 
+def stored_tensor(path, shape, cuts, dtype):
+    """Make a tensor of any bits and put the boxes of a grid into a file."""
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (*shape, DTYPES[dtype]), np.uint8)
+    array = raw.view(f"V{DTYPES[dtype]}").reshape(shape)
+    return array, StoredTensor("w", shape, dtype, None, (), store(path, array, cuts))
+
+
 @settings(max_examples=500)
 @given(cut_tensors())
 def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
     shape, cuts, target, dtype, (num_bytes, row_bytes) = drawn
-    rng = np.random.default_rng(0)
-    raw = rng.integers(0, 256, (*shape, DTYPES[dtype]), np.uint8)
-    array = raw.view(f"V{DTYPES[dtype]}").reshape(shape)
     path = tmp_path_factory.mktemp("copy") / "data"
-    tensor = StoredTensor("w", shape, dtype, None, (), store(path, array, cuts))
+    array, tensor = stored_tensor(path, shape, cuts, dtype)
     expected = array[tuple(slice(lo, hi) for lo, hi in target)].tobytes()
     buffers = SmallBuffers(num_bytes, row_bytes)
     out = np.zeros(len(expected), np.uint8)
@@ -145,11 +150,8 @@ def arrives(tensor, buffers, out):
 @given(cut_tensors(), st.data())
 def test_digests_taken_on_what_is_read_back(tmp_path_factory, drawn, data):
     shape, cuts, _, dtype, (num_bytes, row_bytes) = drawn
-    rng = np.random.default_rng(0)
-    raw = rng.integers(0, 256, (*shape, DTYPES[dtype]), np.uint8)
-    array = raw.view(f"V{DTYPES[dtype]}").reshape(shape)
     path = tmp_path_factory.mktemp("copy") / "data"
-    tensor = StoredTensor("w", shape, dtype, None, (), store(path, array, cuts))
+    array, tensor = stored_tensor(path, shape, cuts, dtype)
     buffers, out = SmallBuffers(num_bytes, row_bytes), path.with_name("out")
     crc, in_part = move_end_to_end(tensor, buffers, out)
     assert (crc, in_part) == (zlib.crc32(array.tobytes()), [])
