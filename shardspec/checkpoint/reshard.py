@@ -44,6 +44,7 @@ def reshard(
     threads: int = 1,
     force: bool = False,
     verify: bool = True,
+    reread: bool = True,
     dry_run: bool = False,
     progress: Progress | None = None,
     member: Member | None = None,
@@ -66,7 +67,7 @@ def reshard(
         the one of its name there.
     form
         shardspec's own, or that of `torch.distributed.checkpoint`.
-    dtype, include, exclude, rename, threads, force, verify, dry_run, progress, member
+    dtype, include, exclude, rename, threads, force, verify, reread, dry_run, progress, member
         As for `merge`.
 
     Raises
@@ -111,7 +112,7 @@ def reshard(
             return wanted, target._replace(carried=frozenset(names))
         return wanted, sharded_target(onto, wanted, layouts, save)
 
-    how = How(threads, force, verify, dry_run, progress, member)
+    how = How(threads, force, verify, reread, dry_run, progress, member)
     return produce(directory, as_path(output), form, build, how)
 
 

@@ -41,6 +41,7 @@ class WritingOptions(TypedDict):
     threads: int
     force: bool
     verify: bool
+    reread: bool
     dry_run: bool
 
 
@@ -94,6 +95,13 @@ def writing_options(command: _Command) -> _Command:
             flag_value=False,
             default=True,
             help="Do not compare bytes with the digests that were saved, nor read OUT again.",
+        ),
+        click.option(
+            "--no-reread",
+            "reread",
+            flag_value=False,
+            default=True,
+            help="Compare bytes with the digests that were saved, but do not read OUT again.",
         ),
         click.option(
             "--dry-run", is_flag=True, help="Check everything, say what would be done, and stop."

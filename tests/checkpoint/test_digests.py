@@ -1,6 +1,7 @@
 """Digests: what is saved, every way in which the bytes of a box come by, and what a flip does."""
 
 import json
+import os
 import zlib
 from itertools import permutations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, DTensor, load_sharded, save_sharded
+from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.open import open_checkpoint
@@ -67,11 +69,40 @@ def test_a_flip_in_any_box_is_found_by_merging_and_loading(tmp_path, shape):
             assert not (tmp_path / "out").exists()
             with pytest.raises(CheckpointError, match="CRC-32"):
                 load_sharded(tmp_path / "ckpt", DeviceMesh(range(1)), {"*": "[R,R]"})
+            with pytest.raises(CheckpointError, match=r"has CRC-32 .* was saved"):
+                merge(tmp_path / "ckpt", tmp_path / "out", reread=False)
+            assert not (tmp_path / "out").exists()
             merge(tmp_path / "ckpt", tmp_path / "flipped", verify=False, force=True)
             assert (tmp_path / "flipped").read_bytes() != (tmp_path / "good").read_bytes()
             restore()
-    merge(tmp_path / "ckpt", tmp_path / "again")
-    assert (tmp_path / "again").read_bytes() == (tmp_path / "good").read_bytes()
+    for reread in (True, False):
+        merge(tmp_path / "ckpt", tmp_path / "again", reread=reread, force=True)
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "good").read_bytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"threads": 2, "max_shard_bytes": 600}])
+def test_only_reading_again_tells_that_bytes_did_not_arrive(tmp_path, monkeypatch, options):
+    save(tmp_path / "ckpt")
+    good = merge(tmp_path / "ckpt", tmp_path / "good", **options)
+    write = os.pwrite
+    changed: list[int] = []
+
+    def miswrite(fd, data, at):
+        # Headers come first.
+        if at and not changed:
+            changed.append(at)
+            data = bytes([data[0] ^ 1]) + data[1:]
+        return write(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", miswrite)
+    with pytest.raises(CheckpointError, match=r"tensor '.*' was read back differently"):
+        merge(tmp_path / "ckpt", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    changed.clear()
+    unseen = merge(tmp_path / "ckpt", tmp_path / "out", reread=False, **options)
+    monkeypatch.undo()
+    assert (unseen.crc32, len(changed)) == (good.crc32, 1)
+    assert len(list(diff_checkpoints(tmp_path / "good", tmp_path / "out"))) == 1
 
 
 def test_a_save_without_digests_is_read(tmp_path):

@@ -108,7 +108,8 @@ def test_bytes_that_come_back_otherwise_are_found(forms, counted, out):
         merge(forms / "own", f"{counted}/{out}", **options)
     assert len(str(caught.value).splitlines()) == 1
     assert names(counted) == []
-    merge(forms / "own", f"{counted}/{out}", verify=False, **options)
+    merge(forms / "own", f"{counted}/{out}", reread=False, **options)
+    merge(forms / "own", f"{counted}/{out}", verify=False, force=True, **options)
 
 
 def test_source_bytes_that_were_changed_are_found(forms):

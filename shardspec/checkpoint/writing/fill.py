@@ -78,8 +78,9 @@ class Order(NamedTuple):
     overwrite: bool
     """Whether what has that name is replaced."""
     verify: bool
-    """Compare what is read with the digests of the source, and what was written, read again, with
-    what should be there."""
+    """Compare what is read with the digests of the source."""
+    reread: bool
+    """Then also read what was written again, and compare it with what should be there."""
     threads: int
     """How many files are written at once."""
     progress: Progress | None
@@ -88,7 +89,8 @@ class Order(NamedTuple):
     def job(self, meter: "Meter", *, beside: bool = True) -> "Job":
         """Return what the writing of every file has in common."""
         digested = self.verify or self.target.digested
-        return Job(self.source, self.path, self.verify, digested, meter, beside)
+        reread = self.verify and self.reread
+        return Job(self.source, self.path, self.verify, reread, digested, meter, beside)
 
 
 class Job(NamedTuple):
@@ -98,6 +100,7 @@ class Job(NamedTuple):
     path: Path
     """The final name, for errors."""
     verify: bool
+    reread: bool
     digested: bool
     meter: Meter
     beside: bool
@@ -160,9 +163,9 @@ def fill_slot(job: Job, slot: Slot, behind: Behind, files: OpenFiles, buffers: B
         behind,
         job.meter.advance,
         digested=job.digested,
-        checked=job.verify,
+        checked=job.reread,
         # A box of which this slot has a part only is judged by what is read of it.
-        end_to_end=job.verify and slot.whole,
+        end_to_end=job.reread and slot.whole,
         dtypes=dtypes_of(job, slot),
     )
     return fill_by(job, slot, sink, files, buffers)

@@ -38,6 +38,7 @@ class How(NamedTuple):
     threads: int
     force: bool
     verify: bool
+    reread: bool
     dry_run: bool
     progress: Progress | None
     member: Member | None
@@ -99,7 +100,16 @@ def _produce(
     )
     if how.dry_run:
         return report
-    order = Order(source, target, path, how.force, how.verify, how.threads, how.progress)
+    order = Order(
+        source,
+        target,
+        path,
+        overwrite=how.force,
+        verify=how.verify,
+        reread=how.reread,
+        threads=how.threads,
+        progress=how.progress,
+    )
     done = _write(order, team)
     return replace(
         report, files=done.files, num_bytes=done.num_bytes, crc32=done.crc32, written=True

@@ -99,7 +99,7 @@ def finish(job: Job, target: Target, place: Path, found: Sequence[FileDigest]) -
             with NewFile(place / name, job.path, len(data)) as fd:
                 write_all(fd, memoryview(data), 0, job.path)
             digests[name] = FileDigest((), crc32(data), len(data))
-            if job.verify:
+            if job.reread:
                 check_again(place / name, parts_of([Piece(0, data)], (), ()), job.path)
     if target.directory:
         sync_directory(place)

@@ -121,8 +121,8 @@ def _write(uploads: Uploads, file: OutputFile) -> _Found:
                 pieces.append(piece)
         assert upload.written == file.num_bytes, "parts are as long as planned"
     uploads.made.append(place)
-    slots = file.slots if job.verify else ()
-    check_again(place, parts_of(pieces, slots, crcs if job.verify else ()), job.path)
+    again = (file.slots, crcs) if job.reread else ((), ())
+    check_again(place, parts_of(pieces, *again), job.path)
     whole = digest_of_file(file, pieces, crcs) if job.digested else 0
     return FileDigest(tuple(crcs), whole, file.num_bytes), judged
 
@@ -138,7 +138,7 @@ def _put(uploads: Uploads, place: RemotePath, data: bytes) -> FileDigest:
     with Upload(place, len(data), overwrite=uploads.overwrite) as upload:
         upload.write(data)
     uploads.made.append(place)
-    if uploads.job.verify:
+    if uploads.job.reread:
         check_again(place, parts_of([Piece(0, data)], (), ()), uploads.job.path)
     return FileDigest((), crc32(data), len(data))
 
