@@ -9,7 +9,7 @@ from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.verify import VerifyReport, verify_checkpoint
 from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_both, source_options
-from shardspec.cli.writing import progress_bar
+from shardspec.cli.writing import choosing_options, progress_bar
 from shardspec.errors import CheckpointError
 from shardspec.text import bytes_text, counted
 
@@ -25,6 +25,7 @@ Examples:
   shardspec verify ckpt
   shardspec verify ckpt --all --json
   shardspec verify ckpt --against model.safetensors
+  shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
 """,
 )
 @click.argument("checkpoint", type=CheckpointPath(), metavar="CKPT")
@@ -35,6 +36,7 @@ Examples:
     help="Compare the bits of every tensor with this checkpoint or safetensors file too.",
 )
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
+@choosing_options
 @source_options
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 @click.pass_context
@@ -43,6 +45,9 @@ def command(
     checkpoint: Path,
     against: Path | None,
     every: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    rename: tuple[tuple[str, str], ...],
     ranks: int | None,
     source_rules: Path | None,
     as_json: bool,
@@ -50,14 +55,19 @@ def command(
     """Check that every byte of CKPT is there and, where digests were saved, as it was saved.
 
     Boxes tile every tensor, files are whole, replicas agree. Exits with 3 at a flaw.
+    With --against, patterns choose and name the tensors that are compared, as by diff.
     """
+    if against is None and (include or exclude or rename):
+        raise click.UsageError("patterns choose what is compared; give --against too")
     source, other = open_both(checkpoint, against, ranks, source_rules)
     with progress_bar(not as_json, "verify") as progress:
         report = verify_checkpoint(source, every=every, progress=progress)
     flaws = list(report.flaws)
     if other is not None:
         with progress_bar(not as_json, "compare") as progress:
-            for difference in diff_checkpoints(source, other, progress=progress):
+            for difference in diff_checkpoints(
+                source, other, include=include, exclude=exclude, rename=rename, progress=progress
+            ):
                 flaws.append(f"tensor {difference.name!r} {difference.problem}")
                 if not every:
                     raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
@@ -66,7 +76,8 @@ def command(
     else:
         for flaw in flaws:
             click.echo(flaw)
-        same = "" if against is None or flaws else f", and the same as {against}"
+        chosen = "what was chosen is " if include or exclude else ""
+        same = "" if against is None or flaws else f", and {chosen}the same as {against}"
         click.echo(
             f"{checkpoint}: {counted(report.tensors, 'tensor')} in "
             f"{counted(report.boxes, 'box', 'boxes')}, {bytes_text(report.num_bytes)}, "

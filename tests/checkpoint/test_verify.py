@@ -155,6 +155,15 @@ def test_a_merge_of_some_tensors_is_compared_with_what_it_was_made_of(tmp_path):
     assert shardspec("merge", ckpt, "-o", out, *chosen).returncode == 0
     assert shardspec("diff", ckpt, out, *chosen).stdout == "no difference: 2 tensors, 56 B\n"
     assert list(diff_checkpoints(ckpt, out, include="m.*", rename={"^m[.]": ""})) == []
+    verified = shardspec("verify", ckpt, "--against", out, *chosen)
+    assert (verified.returncode, verified.stderr) == (0, "")
+    assert verified.stdout == (
+        f"{ckpt}: 3 tensors in 9 boxes, 84 B, all with digests; no flaws, and what was chosen is "
+        f"the same as {out}\n"
+    )
+    assert shardspec("verify", ckpt, "--against", out, "--include", "m.*").returncode == 3
+    alone = shardspec("verify", ckpt, *chosen)
+    assert (alone.returncode, alone.stdout, "--against" in alone.stderr) == (2, "", True)
     # What the patterns leave out of the first is not looked for in the second, all else is.
     merge(ckpt, tmp_path / "all")
     assert list(diff_checkpoints(ckpt, tmp_path / "all", include="m.*")) == []
