@@ -98,6 +98,10 @@ def _merge(source: Path, out: Path, force: bool) -> object:
     return merge(source, out, form="safetensors", force=force)
 
 
+def _unread(source: Path, out: Path, force: bool) -> object:
+    return merge(source, out, form="safetensors", force=force, reread=False)
+
+
 def _unverified(source: Path, out: Path, force: bool) -> object:
     return merge(source, out, form="safetensors", force=force, verify=False)
 
@@ -142,6 +146,7 @@ def warm(place: Path) -> None:
 
 ALL: Final = (
     Operation("merge", _merge),
+    Operation("merge --no-reread", _unread),
     Operation("merge --no-verify", _unverified),
     Operation("merge --max-shard-size", _huggingface),
     Operation("merge --to dcp", _dcp),
