@@ -38,7 +38,8 @@ def _kills(operations: Sequence[Operation], count: int, place: Path) -> Iterator
     rng = random.Random(6)
     stage = Stage(place)
     for operation in operations:
-        for number in range(count // len(operations)):
+        # Rounded up: as many as were asked for, or a few more.
+        for number in range(-(-count // len(operations))):
             if number % 4 == 0:
                 stage.clear()
             seconds = rng.random() * _LONGEST
