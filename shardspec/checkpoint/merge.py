@@ -80,7 +80,7 @@ def merge(
         what was written with what should be there.
     reread
         What of this takes longest, to read again what was written; without it a fault of the
-        memory or of the disk on the way out goes unseen. In a store it halves what is transferred.
+        memory or of the disk on the way out goes unseen.
     dry_run
         Check everything and write nothing.
     progress
