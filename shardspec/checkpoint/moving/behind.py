@@ -5,8 +5,10 @@ by a thread beside the one that writes, or by that one itself where other files 
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -20,17 +22,19 @@ from shardspec.errors import CheckpointError
 
 __all__ = ["Behind", "Check", "ReadBack", "different", "write_all"]
 
-_WRITE_BYTES: Final = 32 << 10
-"""Bytes written to a disk by one call. For longer ones Linux takes large pages into its cache, and
-on a virtual machine, whose host has to find memory for them, this can take five times as long."""
+_WRITE_BYTES: Final = 128 << 10
+"""Bytes written to a disk by one call, as `cat` does. The system caches no larger pieces than
+that: small ones are more work, and memory for large ones can be slow to come by."""
+_BEGUN_BYTES: Final = 8 << 20
+"""Bytes that a disk is told of at a time, so that it is at work while more are on their way."""
 _CACHED_BYTES: Final = 4 << 20
 """Bytes flushed and read again at a time where flushing takes no time, as in memory: few enough to
 be in the CPU's cache still, and for another thread not too few to be told of."""
 _OWN_CACHED_BYTES: Final = 1 << 20
 """The same for one that checks by itself: few enough to be in its own core's cache."""
 _FLUSHED_BYTES: Final = 256 << 20
-"""Bytes flushed to a disk at a time: it is at work from then on, not at the end only. Each flush
-waits for the journal of the file system, so that shorter stretches take longer."""
+"""Bytes flushed to a disk and read again at a time. Each flush waits for the journal of the file
+system, so that shorter stretches take longer."""
 _FLUSH_SECONDS: Final = 1e-3
 """A flush of so many cached bytes that takes longer is one to a disk."""
 
@@ -108,8 +112,10 @@ class Behind:
         self._num_bytes = 0
         """Of what waits."""
         self._enough = _CACHED_BYTES
-        self._in_memory = False
-        """Whether a flush was quick once; until then this is a disk."""
+        self._in_memory: bool | None = None
+        """Whether a flush was quick once; None before the first."""
+        self._unbegun: tuple[int, int] | None = None
+        """Where what a disk was not told of yet begins, and how many bytes that is."""
         self._at_once = _WRITE_BYTES
         """Bytes to write by one call."""
         self._unflushed = 0
@@ -185,6 +191,8 @@ class Behind:
         """
         assert check is None or len(data) <= self.block_bytes, "it is read again as one block"
         write_all(self._fd, data, offset, self.path, self._at_once)
+        if self._in_memory is False:
+            self._begin(offset, data.nbytes)
         if check is None:
             if self._unflushed < _CACHED_BYTES:
                 self._unflushed += data.nbytes
@@ -195,6 +203,23 @@ class Behind:
             self._num_bytes += data.nbytes
             if self._num_bytes >= self._enough:
                 self._check()
+
+    def _begin(self, offset: int, num_bytes: int) -> None:
+        """Have a disk begin to write what was put, once that is enough, and wait for nothing.
+
+        A thread that does so beside the one that writes gets in its way.
+        """
+        first, before = self._unbegun or (offset, 0)
+        self._unbegun = (first, before + num_bytes)
+        if before + num_bytes < _BEGUN_BYTES:
+            return
+        self._unbegun = None
+        if sys.platform == "linux":
+            # What is on the disk by then may leave the cache, and is read from the disk again. A
+            # file system that knows no such advice writes when it will.
+            with suppress(OSError):
+                end = offset + num_bytes
+                os.posix_fadvise(self._fd, first, end - first, os.POSIX_FADV_DONTNEED)
 
     def _check(self) -> None:
         """Have what waits compared."""
@@ -235,7 +260,7 @@ class Behind:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written: {reason(error)}") from None
         # Later a slow one is that of a busy machine.
-        self._in_memory |= time.monotonic() - started < _FLUSH_SECONDS
+        self._in_memory = self._in_memory or time.monotonic() - started < _FLUSH_SECONDS
         if not self._in_memory:
             self._enough = _FLUSHED_BYTES
         else:
