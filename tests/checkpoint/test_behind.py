@@ -115,42 +115,29 @@ def test_what_was_checked_has_been_flushed_before(behind, monkeypatch):
 MIB = bytes(range(256)) * 4096
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only flushes set forward, by so many seconds: [what it shows, how many]."""
-    state = [0.0, 0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: state[0])
-    return state
-
-
-@pytest.fixture
-def flushed(clock, monkeypatch):
-    """How many MiB the file had at each flush."""
-    sizes: list[int] = []
-
-    def flush(fd):
-        sizes.append(os.fstat(fd).st_size >> 20)
-        clock[0] += clock[1]
-
-    monkeypatch.setattr(os, "fsync", flush)
-    return sizes
-
-
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("seconds", [0, 0.01], ids=["memory", "disk"])
 def test_a_disk_is_flushed_seldom_and_written_in_small_calls(
-    file, tmp_path, monkeypatch, clock, flushed, seconds, checked
+    file, tmp_path, monkeypatch, seconds, checked
 ):
     """Memory is read again while it is in the cache; a disk gets no large pages from the system."""
+    flushed: list[int] = []
     lengths: list[int] = []
     pwrite = os.pwrite
+
+    clock = [0.0]
+
+    def flush(fd):
+        flushed.append(os.fstat(fd).st_size >> 20)
+        clock[0] += seconds
 
     def write(fd, data, offset):
         lengths.append(len(data) >> 10)
         return pwrite(fd, data, offset)
 
-    clock[1] = seconds
+    monkeypatch.setattr(os, "fsync", flush)
     monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with Behind(file.fileno(), tmp_path / "out", beside=False) as behind:
         for at in range(42):
             behind.put(memoryview(MIB), at << 20, alike("x", MIB) if checked else None)
@@ -162,50 +149,6 @@ def test_a_disk_is_flushed_seldom_and_written_in_small_calls(
     else:
         assert flushed == list(range(4, 43))
     assert lengths == [128] * 4 * 8 + ([128] * 38 * 8 if seconds else [1024] * 38)
-
-
-@pytest.mark.parametrize("beside", [True, False])
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("refused", [True, False])
-@pytest.mark.usefixtures("flushed")
-def test_a_disk_begins_to_write_while_more_is_on_its_way(
-    file, tmp_path, monkeypatch, clock, checked, beside, refused
-):
-    told: list[tuple[int, int, int]] = []
-    advise = os.posix_fadvise
-
-    def tell(fd, offset, length, advice):
-        told.append((offset >> 20, length >> 20, advice))
-        if refused:
-            raise OSError(22, "Invalid argument")
-        advise(fd, offset, length, advice)
-
-    clock[1] = 0.01
-    monkeypatch.setattr(os, "posix_fadvise", tell)
-    read_again = threading.Event()
-
-    def check(found):
-        assert found == MIB
-        read_again.set()
-
-    with Behind(file.fileno(), tmp_path / "out", beside=beside) as behind:
-        for at in range(4):
-            behind.put(memoryview(MIB), at << 20, check if checked else None)
-        # By then it is known that this is a disk.
-        assert not checked or read_again.wait(10)
-        for at in range(100, 121):
-            behind.put(memoryview(MIB), at << 20, check if checked else None)
-    assert told == [(100, 8, os.POSIX_FADV_DONTNEED), (108, 8, os.POSIX_FADV_DONTNEED)]
-    assert os.pread(file.fileno(), 21 << 20, 100 << 20) == MIB * 21
-
-
-@pytest.mark.usefixtures("flushed")
-def test_memory_is_not_told_to_begin(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "posix_fadvise", None)
-    with Behind(file.fileno(), tmp_path / "out") as behind:
-        for at in range(42):
-            behind.put(memoryview(MIB), at << 20, alike("x", MIB))
-    assert os.fstat(file.fileno()).st_size == 42 << 20
 
 
 def test_what_a_disk_changes_is_found_and_named(behind, monkeypatch):

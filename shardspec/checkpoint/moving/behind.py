@@ -5,10 +5,8 @@ by a thread beside the one that writes, or by that one itself where other files 
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -17,16 +15,12 @@ from typing import Final, NamedTuple, Self, TypeAlias
 
 from shardspec.checkpoint.moving.buffers import BLOCK_BYTES
 from shardspec.checkpoint.moving.digests import crc_text
+from shardspec.checkpoint.moving.to_disk import Writer
 from shardspec.checkpoint.storage.files import reason
 from shardspec.errors import CheckpointError
 
-__all__ = ["Behind", "Check", "ReadBack", "different", "write_all"]
+__all__ = ["Behind", "Check", "ReadBack", "different"]
 
-_WRITE_BYTES: Final = 128 << 10
-"""Bytes written to a disk by one call, as `cat` does. The system caches no larger pieces than
-that: small ones are more work, and memory for large ones can be slow to come by."""
-_BEGUN_BYTES: Final = 8 << 20
-"""Bytes that a disk is told of at a time, so that it is at work while more are on their way."""
 _CACHED_BYTES: Final = 4 << 20
 """Bytes flushed and read again at a time where flushing takes no time, as in memory: few enough to
 be in the CPU's cache still, and for another thread not too few to be told of."""
@@ -37,24 +31,6 @@ _FLUSHED_BYTES: Final = 256 << 20
 system, so that shorter stretches take longer."""
 _FLUSH_SECONDS: Final = 1e-3
 """A flush of so many cached bytes that takes longer is one to a disk."""
-
-
-def write_all(
-    fd: int, data: memoryview, offset: int, path: Path, at_once: int = _WRITE_BYTES
-) -> None:
-    """Write bytes at a place in a file, so many by one call.
-
-    Raises
-    ------
-    CheckpointError
-        If the system refuses, as when the disk is full.
-    """
-    done = 0
-    while done < len(data):
-        try:
-            done += os.pwrite(fd, data[done : done + at_once], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
 
 
 def different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
@@ -99,6 +75,7 @@ class Behind:
         self, fd: int, path: Path, *, beside: bool = True, block_bytes: int = BLOCK_BYTES
     ) -> None:
         self._fd = fd
+        self._writer = Writer(fd, path)
         self.path = path
         self._beside = beside
         self.block_bytes = block_bytes
@@ -112,12 +89,8 @@ class Behind:
         self._num_bytes = 0
         """Of what waits."""
         self._enough = _CACHED_BYTES
-        self._in_memory: bool | None = None
-        """Whether a flush was quick once; None before the first."""
-        self._unbegun: tuple[int, int] | None = None
-        """Where what a disk was not told of yet begins, and how many bytes that is."""
-        self._at_once = _WRITE_BYTES
-        """Bytes to write by one call."""
+        self._in_memory = False
+        """Whether a flush was quick once; until then this is a disk."""
         self._unflushed = 0
         """Bytes that were not to be checked; only the first are counted."""
 
@@ -190,9 +163,7 @@ class Behind:
             If the system refuses, or blocks before were read back differently.
         """
         assert check is None or len(data) <= self.block_bytes, "it is read again as one block"
-        write_all(self._fd, data, offset, self.path, self._at_once)
-        if self._in_memory is False:
-            self._begin(offset, data.nbytes)
+        self._writer.write(data, offset)
         if check is None:
             if self._unflushed < _CACHED_BYTES:
                 self._unflushed += data.nbytes
@@ -203,23 +174,6 @@ class Behind:
             self._num_bytes += data.nbytes
             if self._num_bytes >= self._enough:
                 self._check()
-
-    def _begin(self, offset: int, num_bytes: int) -> None:
-        """Have a disk begin to write what was put, once that is enough, and wait for nothing.
-
-        A thread that does so beside the one that writes gets in its way.
-        """
-        first, before = self._unbegun or (offset, 0)
-        self._unbegun = (first, before + num_bytes)
-        if before + num_bytes < _BEGUN_BYTES:
-            return
-        self._unbegun = None
-        if sys.platform == "linux":
-            # What is on the disk by then may leave the cache, and is read from the disk again. A
-            # file system that knows no such advice writes when it will.
-            with suppress(OSError):
-                end = offset + num_bytes
-                os.posix_fadvise(self._fd, first, end - first, os.POSIX_FADV_DONTNEED)
 
     def _check(self) -> None:
         """Have what waits compared."""
@@ -260,12 +214,12 @@ class Behind:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written: {reason(error)}") from None
         # Later a slow one is that of a busy machine.
-        self._in_memory = self._in_memory or time.monotonic() - started < _FLUSH_SECONDS
+        self._in_memory |= time.monotonic() - started < _FLUSH_SECONDS
         if not self._in_memory:
             self._enough = _FLUSHED_BYTES
         else:
             self._enough = _CACHED_BYTES if self._beside else _OWN_CACHED_BYTES
-            self._at_once = self.block_bytes
+            self._writer.at_once = self.block_bytes
 
     def _read(self, part: memoryview, offset: int) -> memoryview:
         done = 0

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from shardspec.checkpoint.moving.behind import write_all
+from shardspec.checkpoint.moving.to_disk import Writer
 from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.checkpoint.writing.output import write_atomically
 from shardspec.checkpoint.writing.upload import Upload
@@ -42,11 +42,11 @@ def write_file(
         return
 
     def to_disk(fd: int) -> None:
-        at = 0
+        at, writer = 0, Writer(fd, path)
 
         def write(data: memoryview) -> None:
             nonlocal at
-            write_all(fd, data, at, path)
+            writer.write(data, at)
             at += len(data)
 
         fill(write)

@@ -5,9 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from shardspec.checkpoint.moving.behind import Behind, write_all
+from shardspec.checkpoint.moving.behind import Behind
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import crc32, crc32_combine
+from shardspec.checkpoint.moving.to_disk import write_all
 from shardspec.checkpoint.reading.source import StoredBox
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.writing.claim import claimed
