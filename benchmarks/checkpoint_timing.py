@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Barrier
-from typing import Final
+from threading import Barrier, BrokenBarrierError
+from typing import Final, TypeVar
 
 __all__ = [
     "Run",
@@ -35,6 +35,7 @@ __all__ = [
     "warm",
 ]
 
+_T = TypeVar("_T")
 _CHUNK: Final = 1 << 20
 _OWN_MIB: Final = 30
 
@@ -165,7 +166,7 @@ def small() -> Iterator[None]:
         raise RuntimeError(f"the process that measures has itself had {peak:.0f} MiB")
 
 
-def shuffled(commands: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
+def shuffled(commands: Mapping[str, _T]) -> list[tuple[str, _T]]:
     """Return commands with their names in any order: what ran before is not always the same."""
     return random.sample(list(commands.items()), len(commands))
 
@@ -193,11 +194,14 @@ def touch(folder: Path, num_bytes: int) -> None:
             all_have_it.abort()
             raise
         finally:
-            place.unlink()
+            place.unlink(missing_ok=True)
 
     with ThreadPoolExecutor(len(cores)) as pool:
-        for done in [pool.submit(touch_from, core) for core in cores]:
-            done.result()
+        futures = [pool.submit(touch_from, core) for core in cores]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+    # Where one fails, the others wait for it in vain: that is not what went wrong.
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+        raise error
 
 
 def warm(files: Sequence[Path]) -> None:

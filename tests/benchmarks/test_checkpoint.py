@@ -1,5 +1,6 @@
 """A small run of the benchmark of checkpoints: real writers, real tools, a few MiB."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoint_shapes import model_of
-from benchmarks.checkpoint_timing import cat_command, cats_command, python, run
+from benchmarks.checkpoint_timing import cat_command, cats_command, python, run, touch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,3 +92,13 @@ def test_a_command_is_timed_with_its_memory_and_a_failure_is_told(tmp_path):
         assert [path.read_bytes() for path in sorted(place.iterdir())] == [b"1212", b"3"]
         with pytest.raises(RuntimeError, match="ended with 1"):
             run(command([tmp_path / "a", tmp_path / "none"], tmp_path / f"{name} fail"))
+
+
+def test_memory_that_cannot_be_touched_is_said_and_not_that_others_waited(tmp_path):
+    with pytest.raises(FileNotFoundError, match="touched-"):
+        touch(tmp_path / "none", 1 << 20)
+    core = max(os.sched_getaffinity(0))
+    (tmp_path / f"touched-{core}").mkdir()
+    with pytest.raises(IsADirectoryError, match=f"touched-{core}"):
+        touch(tmp_path, 1 << 20)
+    assert [path.name for path in tmp_path.iterdir()] == [f"touched-{core}"]
