@@ -101,15 +101,28 @@ def test_ranks_save(root):
 
 
 @pytest.mark.parametrize("out", ["x.safetensors", "hub"])
-def test_bytes_that_come_back_otherwise_are_found(forms, counted, out):
+def test_bytes_that_come_back_otherwise_are_found(forms, counted, tmp_path, out):
     options: dict[str, Any] = {} if out == "x.safetensors" else {"max_shard_bytes": 100}
     CountingStore.spoil |= {"x.safetensors", "model-00002-of-00002.safetensors"}
     with pytest.raises(CheckpointError, match=r"tensor '.*' was read back differently") as caught:
         merge(forms / "own", f"{counted}/{out}", **options)
     assert len(str(caught.value).splitlines()) == 1
     assert names(counted) == []
-    merge(forms / "own", f"{counted}/{out}", reread=False, **options)
+    report = merge(forms / "own", f"{counted}/{out}", reread=False, **options)
+    assert report.crc32 == merge(forms / "own", tmp_path / out, **options).crc32
     merge(forms / "own", f"{counted}/{out}", verify=False, force=True, **options)
+
+
+def test_what_is_not_read_again_is_not_fetched(counted, tmp_path):
+    state = {"w": torch.arange(1 << 20, dtype=torch.int32)}
+    save_sharded(state, tmp_path / "own")
+    CountingStore.requests.clear()
+    merge(tmp_path / "own", f"{counted}/again.safetensors")
+    fetched = sum(CountingStore.requests)
+    assert state["w"].nbytes < fetched < state["w"].nbytes + 500_000
+    CountingStore.requests.clear()
+    merge(tmp_path / "own", f"{counted}/out.safetensors", reread=False)
+    assert 8 < sum(CountingStore.requests) < 500_000
 
 
 def test_source_bytes_that_were_changed_are_found(forms):
