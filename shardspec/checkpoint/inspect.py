@@ -1,6 +1,6 @@
 """What is in a checkpoint, without its data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -28,20 +28,33 @@ class _Cut:
 
     cells: Mapping[Box, tuple[int, ...]]
     """Every box that is not empty, and its ranks."""
-    idle: bool
-    """Whether some rank holds nothing."""
+    replicated: bool
+    """Whether any box has several ranks."""
+    uneven: bool
+    """Whether not all boxes have the same shape, or some rank holds none while others do."""
+
+
+def _cut_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> _Cut:
+    """Return who holds what, given rank and box, of which some may be empty."""
+    found: dict[Box, dict[int, None]] = {}
+    for rank, box in held:
+        if box_size(box):
+            found.setdefault(box, {})[rank] = None
+    cells = {box: tuple(ranks) for box, ranks in found.items()}
+    shapes = {box_shape(box) for box in cells}
+    busy = {rank for ranks in cells.values() for rank in ranks}
+    return _Cut(
+        MappingProxyType(cells),
+        any(len(ranks) > 1 for ranks in cells.values()),
+        len(shapes) > 1 or (bool(shapes) and len(busy) < num_ranks),
+    )
 
 
 @lru_cache(maxsize=64)
-def _cut(layout: Layout) -> _Cut:
-    """Say who holds what: once for the many tensors that are cut alike."""
-    held: dict[Box, list[int]] = {}
+def _cut_by(layout: Layout) -> _Cut:
+    """Return who holds what: once for the many tensors that are cut alike."""
     boxes = layout.boxes()
-    for rank, box in boxes.items():
-        if box_size(box):
-            held.setdefault(box, []).append(rank)
-    cells = {box: tuple(ranks) for box, ranks in held.items()}
-    return _Cut(MappingProxyType(cells), sum(map(len, cells.values())) < len(boxes))
+    return _cut_of(boxes.items(), len(boxes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +79,23 @@ class TensorSummary:
     @property
     def cells(self) -> Mapping[Box, tuple[int, ...]]:
         """Every box and the ranks that hold it: by the layout where it is known, else as stored."""
+        return self._cut.cells
+
+    @property
+    def _cut(self) -> _Cut:
         if self.layout is not None:
-            return _cut(self.layout).cells
-        held: dict[Box, list[int]] = {}
-        for stored in self.stored.boxes:
-            ranks = held.setdefault(stored.box, [])
-            if stored.rank not in ranks:
-                ranks.append(stored.rank)
-        return {box: tuple(ranks) for box, ranks in held.items()}
+            return _cut_by(self.layout)
+        return _cut_of((stored.rank, stored.box) for stored in self.stored.boxes)
 
     @property
     def replicated(self) -> bool:
         """Whether any box is held by several ranks."""
-        return any(len(ranks) > 1 for ranks in self.cells.values())
+        return self._cut.replicated
 
     @property
     def uneven(self) -> bool:
         """Whether not all boxes have the same shape, or some rank holds none while others do."""
-        shapes = {box_shape(box) for box in self.cells}
-        idle = self.layout is not None and bool(shapes) and _cut(self.layout).idle
-        return len(shapes) > 1 or idle
+        return self._cut.uneven
 
     def has(self, index: Sequence[int]) -> bool:
         """Whether an index, one position for each of the first dims, lies in its shape."""
@@ -276,8 +286,10 @@ def inspect_checkpoint(directory: Path | str | CheckpointSource) -> CheckpointSu
     """
     source = as_source(directory)
     tensors = tuple(_summary(source, name) for name in source.names)
+    # Many tensors are cut alike.
+    tiled: set[object] = set()
     for tensor in tensors:
-        check_tiling(tensor.stored)
+        check_tiling(tensor.stored, tiled)
     return CheckpointSummary(
         source.directory, source.format, source.mesh, tensors, dict(source.others)
     )
