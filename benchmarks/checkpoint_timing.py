@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
@@ -194,7 +194,9 @@ def touch(folder: Path, num_bytes: int) -> None:
             all_have_it.abort()
             raise
         finally:
-            place.unlink(missing_ok=True)
+            # It must not hide what went wrong before.
+            with suppress(OSError):
+                place.unlink()
 
     with ThreadPoolExecutor(len(cores)) as pool:
         futures = [pool.submit(touch_from, core) for core in cores]

@@ -26,7 +26,6 @@ from shardspec.text import table_text
 
 __all__ = ["main"]
 
-_TENSOR_BYTES: Final = 64 << 20
 _CALL_BYTES: Final = 128 << 10
 State: TypeAlias = dict[str, torch.Tensor]
 Save: TypeAlias = Callable[[State, Path], object]
@@ -66,8 +65,9 @@ def write_only(state: State, place: Path) -> None:
     with (place / "bare").open("wb", buffering=0) as file:
         for tensor in state.values():
             data = tensor.view(torch.uint8).numpy().data
-            for at in range(0, len(data), _CALL_BYTES):
-                file.write(data[at : at + _CALL_BYTES])
+            at = 0
+            while at < len(data):
+                at += file.write(data[at : at + _CALL_BYTES])
         os.fsync(file.fileno())
 
 
@@ -103,15 +103,18 @@ def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at", type=Path, required=True, help="folder on the disk to save to")
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs to touch")
+    room = "a tmpfs to touch, with room for as much on every core"
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help=room)
     parser.add_argument("--gib", type=float, default=2)
+    parser.add_argument("--tensor-mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     chosen.at.mkdir(parents=True, exist_ok=True)
-    count = max(1, round(chosen.gib * 2**30 / _TENSOR_BYTES))
+    tensor_bytes = chosen.tensor_mib << 20
+    count = max(1, round(chosen.gib * 2**30 / tensor_bytes))
     numbers = torch.Generator().manual_seed(0)
     state = {
-        f"layers.{at}.weight": torch.randn(_TENSOR_BYTES // 4, generator=numbers)
+        f"layers.{at}.weight": torch.randn(tensor_bytes // 4, generator=numbers)
         for at in range(count)
     }
     with (
@@ -130,7 +133,7 @@ def main() -> None:
         )
         for name, times in found.items()
     ]
-    print(f"{count * _TENSOR_BYTES / 2**30:.2f} GiB in {count} tensors, {chosen.rounds} turns, s")
+    print(f"{count * tensor_bytes / 2**30:.3f} GiB in {count} tensors, {chosen.rounds} turns, s")
     print(table_text(("", "median", "least", "most", "÷ shardspec"), rows))
 
 

@@ -24,14 +24,15 @@ _LONG: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Who holds what under a layout."""
+    """Who holds what, by a layout or as stored."""
 
     cells: Mapping[Box, tuple[int, ...]]
     """Every box that is not empty, and its ranks."""
     replicated: bool
     """Whether any box has several ranks."""
     uneven: bool
-    """Whether not all boxes have the same shape, or some rank holds none while others do."""
+    """Whether not all boxes have the same shape, or, by a layout, some rank holds none while others
+    do."""
 
 
 def _cut_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> _Cut:
@@ -94,7 +95,7 @@ class TensorSummary:
 
     @property
     def uneven(self) -> bool:
-        """Whether not all boxes have the same shape, or some rank holds none while others do."""
+        """Whether not all boxes have the same shape, or, by the layout, some rank holds none."""
         return self._cut.uneven
 
     def has(self, index: Sequence[int]) -> bool:
@@ -139,6 +140,7 @@ class TensorSummary:
 
     def to_json(self) -> dict[str, object]:
         """Return the summary as plain values."""
+        cut = self._cut
         return {
             "name": self.stored.name,
             "shape": list(self.stored.shape),
@@ -146,8 +148,8 @@ class TensorSummary:
             "spec": None if self.stored.spec is None else str(self.stored.spec),
             "bytes": self.num_bytes,
             "stored_bytes": self.stored_bytes,
-            "replicated": self.replicated,
-            "uneven": self.uneven,
+            "replicated": cut.replicated,
+            "uneven": cut.uneven,
             "boxes": [
                 {
                     "box": [list(side) for side in box.box],

@@ -120,7 +120,7 @@ MIB = bytes(range(256)) * 4096
 def test_a_disk_is_flushed_seldom_and_written_in_small_calls(
     file, tmp_path, monkeypatch, seconds, checked
 ):
-    """Memory is read again while it is in the cache; a disk gets no large pages from the system."""
+    """Memory is read again while it is in the cache; a disk gets no pages larger than a call."""
     flushed: list[int] = []
     lengths: list[int] = []
     pwrite = os.pwrite
@@ -145,10 +145,52 @@ def test_a_disk_is_flushed_seldom_and_written_in_small_calls(
         # Once, to learn what it is; whoever opened the file flushes the rest.
         assert flushed == [4]
     elif seconds:
-        assert flushed == [4, 42]
+        # Three of them, to learn what it is.
+        assert flushed == [4, 8, 12, 42]
     else:
         assert flushed == list(range(4, 43))
     assert lengths == [128] * 4 * 8 + ([128] * 38 * 8 if seconds else [1024] * 38)
+
+
+@pytest.mark.parametrize(
+    ("quick", "memory"), [((), False), ((1,), True), ((3,), True), ((4, 5), False)]
+)
+def test_one_of_the_first_flushes_says_whether_it_is_memory(
+    file, tmp_path, monkeypatch, quick, memory
+):
+    """Later ones find what a disk has written by itself."""
+    flushed: list[int] = []
+    clock = [0.0]
+
+    def flush(fd):
+        flushed.append(os.fstat(fd).st_size >> 20)
+        clock[0] += 0 if len(flushed) in quick else 0.01
+
+    def write(fd, data, offset):
+        os.ftruncate(fd, offset + len(data))
+        return len(data)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "preadv", lambda _fd, rooms, _at: len(rooms[0]))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with Behind(file.fileno(), tmp_path / "out", beside=False) as behind:
+        for at in range(800):
+            behind.put(memoryview(MIB), at << 20, lambda _: None)
+    assert flushed[:1] == [4]
+    assert (len(flushed) > 700) == memory
+    if not memory:
+        assert flushed == [4, 8, 12, 268, 524, 780, 800]
+
+
+def test_a_disk_is_told_to_begin(file, tmp_path, monkeypatch):
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, size, __: told.append((at, size)))
+    for check in (None, alike("x", MIB)):
+        with Behind(file.fileno(), tmp_path / "out") as behind:
+            for at in range(9):
+                behind.put(memoryview(MIB), at << 20, check)
+    assert told == [(0, 8 << 20)] * 2
 
 
 def test_what_a_disk_changes_is_found_and_named(behind, monkeypatch):

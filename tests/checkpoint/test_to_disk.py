@@ -5,6 +5,7 @@ import os
 import pytest
 
 from shardspec.checkpoint.moving.to_disk import Writer, write_all
+from shardspec.checkpoint.writing.new_file import write_file
 from shardspec.errors import CheckpointError
 
 MIB = bytes(range(256)) * 4096
@@ -47,20 +48,41 @@ def test_the_disk_is_told_of_eight_mib_at_a_time(file, told):
     assert written(file, 30 << 20, 0) == bytes(3 << 20) + MIB * 21
 
 
-def test_a_gap_is_told_of_too_and_what_lies_before_is_not(file, told):
+def test_gaps_and_steps_back_are_told_of_too(file, told):
     writer = Writer(file.fileno(), file.name)
     blocks = [0, 1, 2, 3, 4, 5, 6, 9, 10, 11, 12, 13, 14, 15, 16, 2]
     for at in blocks:
         writer.write(memoryview(MIB), at << 20)
-    assert told == [(0, 10)]
+    assert told == [(0, 10), (2, 15)]
     assert written(file, 17 << 20, 0) == MIB * 7 + bytes(2 << 20) + MIB * 8
+
+
+def test_no_page_is_told_of_twice(file, monkeypatch):
+    stretches: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, size, __: stretches.append((at, size)))
+    writer = Writer(file.fileno(), file.name)
+    for at in range(24):
+        writer.write(memoryview(MIB), (at << 20) + 5)
+    eight = 8 << 20
+    # The last five bytes of a stretch are in the page of the next.
+    assert stretches == [(5, eight - 5), (eight, eight), (2 * eight, eight)]
+
+
+def test_a_new_file_is_told_of(tmp_path, told):
+    def fill(write):
+        for _ in range(9):
+            write(memoryview(MIB))
+
+    write_file(tmp_path / "new", 9 << 20, fill, overwrite=False)
+    assert told == [(0, 8)]
+    assert (tmp_path / "new").read_bytes() == MIB * 9
 
 
 def test_a_long_block_is_told_of_at_once(file, told):
     writer = Writer(file.fileno(), file.name)
-    writer.write(memoryview(MIB * 20), 1)
-    assert told == [(0, 20)]
-    assert written(file, 21 << 20, 0) == b"\0" + MIB * 20
+    writer.write(memoryview(MIB * 20), 1 << 20)
+    assert told == [(1, 20)]
+    assert written(file, 30 << 20, 1 << 20) == MIB * 20
 
 
 def test_calls_are_as_long_as_asked_for(file, monkeypatch):

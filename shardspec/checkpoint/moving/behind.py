@@ -31,6 +31,9 @@ _FLUSHED_BYTES: Final = 256 << 20
 system, so that shorter stretches take longer."""
 _FLUSH_SECONDS: Final = 1e-3
 """A flush of so many cached bytes that takes longer is one to a disk."""
+_JUDGED: Final = 3
+"""Flushes whose time is looked at: a busy machine may be slow once, and a disk quick later, when it
+has written by itself."""
 
 
 def different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
@@ -90,7 +93,8 @@ class Behind:
         """Of what waits."""
         self._enough = _CACHED_BYTES
         self._in_memory = False
-        """Whether a flush was quick once; until then this is a disk."""
+        """Whether one of the first flushes was quick; until then this is a disk."""
+        self._flushes = 0
         self._unflushed = 0
         """Bytes that were not to be checked; only the first are counted."""
 
@@ -213,10 +217,11 @@ class Behind:
             os.fsync(self._fd)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written: {reason(error)}") from None
-        # Later a slow one is that of a busy machine.
-        self._in_memory |= time.monotonic() - started < _FLUSH_SECONDS
+        self._flushes += 1
+        if self._flushes <= _JUDGED:
+            self._in_memory |= time.monotonic() - started < _FLUSH_SECONDS
         if not self._in_memory:
-            self._enough = _FLUSHED_BYTES
+            self._enough = _FLUSHED_BYTES if self._flushes >= _JUDGED else _CACHED_BYTES
         else:
             self._enough = _CACHED_BYTES if self._beside else _OWN_CACHED_BYTES
             self._writer.at_once = self.block_bytes

@@ -12,10 +12,12 @@ from shardspec.errors import CheckpointError
 __all__ = ["WRITE_BYTES", "Writer", "write_all"]
 
 WRITE_BYTES: Final = 128 << 10
-"""Bytes written to a disk by one call, as `cat` does. The system caches no larger pieces than
-that: small ones are more work, and memory for large ones can be slow to come by."""
+"""Bytes written to a disk by one call, as `cat` does. Linux makes the pages of its cache no larger
+than what one call brings: small ones are more work, and large ones can be slow to come by."""
 _BEGUN_BYTES: Final = 8 << 20
 """Bytes that a disk is told of at a time."""
+_PAGE: Final = 4096
+"""What is told of ends with one, so that none is written to the disk twice."""
 
 
 def write_all(
@@ -48,15 +50,15 @@ class Writer:
         The file, open for writing; the path is for errors.
     """
 
-    __slots__ = ("_fd", "_first", "_num_bytes", "_path", "at_once")
+    __slots__ = ("_end", "_fd", "_first", "_num_bytes", "_path", "at_once")
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd = fd
         self._path = path
-        self._first = 0
-        """Where what the disk was not told of yet begins."""
+        self._first = self._end = 0
+        """Where what the disk was not told of yet begins and ends."""
         self._num_bytes = 0
-        """Of that."""
+        """Of what was written there."""
         self.at_once = WRITE_BYTES
         """Bytes to write by one call."""
 
@@ -70,20 +72,22 @@ class Writer:
         """
         write_all(self._fd, data, offset, self._path, self.at_once)
         if not self._num_bytes:
-            self._first = offset
+            self._first = self._end = offset
+        self._first = min(self._first, offset)
+        self._end = max(self._end, offset + data.nbytes)
         self._num_bytes += data.nbytes
         if self._num_bytes >= _BEGUN_BYTES:
-            self._num_bytes = 0
-            self._begin(self._first, offset + data.nbytes)
+            end = self._end - self._end % _PAGE
+            self._begin(self._first, end)
+            self._first, self._num_bytes = end, self._end - end
 
     def _begin(self, start: int, end: int) -> None:
-        """Have the disk begin to write a stretch, and wait for nothing.
+        """Have the disk begin to write a stretch, and do not wait until it has.
 
-        A thread that does so beside the one that writes gets in its way. What is on the disk by
-        then leaves the cache, so that whoever reads it again has it from the disk. Files in memory
-        stay as they are.
+        A thread that does so beside the one that writes gets in its way. What happens to be on the
+        disk already leaves the cache. Files in memory stay as they are.
         """
-        if sys.platform == "linux" and start < end:
+        if sys.platform == "linux":
             # A file system that knows no such advice begins when it will.
             with suppress(OSError):
                 os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
