@@ -16,7 +16,7 @@ from shardspec.checkpoint.moving.numbers import numbers
 from shardspec.checkpoint.moving.regions import Bytes
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.source import CheckpointSource, StoredTensor
+from shardspec.checkpoint.reading.source import CheckpointSource, HeldBox, Outline, StoredTensor
 from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.writing.fill import Progress
@@ -121,7 +121,7 @@ def diff_checkpoints(
     """
     left, right = as_source(a), as_source(b)
     old, others = names_to_compare(left, right, Choice(include, exclude, rename))
-    count = _Count(sum(_num_bytes(left.tensor(name)) for name in old.values()), progress)
+    count = _Count(sum(_num_bytes(left.outline(name)) for name in old.values()), progress)
     buffers = Buffers()
     with OpenFiles() as files:
         for name in sorted(old.keys() | others):
@@ -170,7 +170,7 @@ class _Count:
         self._start = self._done
 
 
-def _num_bytes(tensor: StoredTensor) -> int:
+def _num_bytes(tensor: Outline[HeldBox]) -> int:
     return prod(tensor.shape) * item_bytes(tensor.dtype)
 
 

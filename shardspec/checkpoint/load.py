@@ -10,7 +10,7 @@ from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.source import CheckpointSource, StoredTensor
+from shardspec.checkpoint.reading.source import CheckpointSource, HeldBox, Outline, StoredTensor
 from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.writing.agree import agree
@@ -99,7 +99,7 @@ def _layouts(
     source: CheckpointSource, mesh: DeviceMesh, specs: Mapping[str, SpecLike]
 ) -> dict[str, Layout]:
     """Return the layout wanted for every tensor."""
-    tensors = {name: source.tensor(name) for name in source.names}
+    tensors = {name: source.outline(name) for name in source.names}
     matched = match_rules(specs, {name: len(tensor.shape) for name, tensor in tensors.items()})
     layouts = {}
     for name, tensor in tensors.items():
@@ -119,7 +119,7 @@ def _layouts(
     return layouts
 
 
-def _as_saved(tensor: StoredTensor, saved: DeviceMesh | None, mesh: DeviceMesh) -> Layout:
+def _as_saved(tensor: Outline[HeldBox], saved: DeviceMesh | None, mesh: DeviceMesh) -> Layout:
     """Return the layout with the cuts that were saved."""
     if tensor.spec is None or saved is None:
         raise LayoutError(

@@ -153,7 +153,7 @@ def _like(
                 f"{other.directory}: has no tensor {tensor.name!r} that says how to cut it; "
                 "--rename it, --exclude it, or give --mesh and --rules"
             )
-        spec = other.tensor(tensor.name).spec
+        spec = other.outline(tensor.name).spec
         if spec is None or spec.dims != len(tensor.shape):
             said = "does not say how it is cut" if spec is None else f"cuts it by {spec}"
             raise CheckpointError(

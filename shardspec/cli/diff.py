@@ -93,7 +93,7 @@ def command(
         verb = "differs" if len(found) == 1 else "differ"
         click.echo(f"{len(found)} of {count} {verb}")
     else:
-        tensors = [one.tensor(name) for name in chosen.values()]
+        tensors = [one.outline(name) for name in chosen.values()]
         num_bytes = sum(prod(tensor.shape) * item_bytes(tensor.dtype) for tensor in tensors)
         click.echo(f"no difference: {counted(len(tensors), 'tensor')}, {bytes_text(num_bytes)}")
     if found:

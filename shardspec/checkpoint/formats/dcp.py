@@ -28,7 +28,14 @@ from shardspec.checkpoint.reading.form_names import (
     METADATA_NAME,
 )
 from shardspec.checkpoint.reading.plain import plain_value
-from shardspec.checkpoint.reading.source import Described, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.reading.source import (
+    Described,
+    HeldBox,
+    Outline,
+    StoredBox,
+    StoredTensor,
+    box_text,
+)
 from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
 from shardspec.checkpoint.torch_files.pickles import UnlistedNameError
 from shardspec.checkpoint.torch_files.torch_dtensors import read_dtensors
@@ -107,6 +114,22 @@ class DcpCheckpoint:
             }
         return self._others
 
+    def outline(self, name: str) -> Outline[HeldBox]:
+        """Return a tensor by the metadata alone.
+
+        Raises
+        ------
+        CheckpointError
+            If it is of a dtype that is not supported.
+        """
+        entry = self._metadata.tensors[name]
+        ranks, files = self._ranks, self._files
+        boxes = tuple(
+            HeldBox(chunk.box, (), ranks[chunk.item.file], files[chunk.item.file])
+            for chunk in entry.chunks
+        )
+        return Outline(name, entry.shape, self._dtype(name, entry), None, (), boxes)
+
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor; the headers of its chunks are read, and checked against the metadata.
 
@@ -119,14 +142,17 @@ class DcpCheckpoint:
             self._known[name] = self._tensor(name, self._metadata.tensors[name])
         return self._known[name]
 
-    def _tensor(self, name: str, entry: TensorEntry) -> StoredTensor:
+    def _dtype(self, name: str, entry: TensorEntry) -> str:
         try:
-            dtype = dtype_name(entry.dtype)
+            return dtype_name(entry.dtype)
         except DTypeError:
             raise CheckpointError(
                 f"{self._directory}: tensor {name!r} is of dtype {entry.dtype}, which is not "
                 "supported; cast it before saving, or leave it out"
             ) from None
+
+    def _tensor(self, name: str, entry: TensorEntry) -> StoredTensor:
+        dtype = self._dtype(name, entry)
         boxes = tuple(self._box(name, dtype, chunk) for chunk in entry.chunks)
         return StoredTensor(name, entry.shape, dtype, None, (), boxes)
 

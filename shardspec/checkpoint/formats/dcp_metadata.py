@@ -2,9 +2,16 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box
+from shardspec.checkpoint.formats.dcp_records import (
+    RECORD_NAMES,
+    RECORD_SHORTCUTS,
+    ChunkRecord,
+    IndexRecord,
+    InfoRecord,
+)
 from shardspec.checkpoint.reading.source import box_text
 from shardspec.checkpoint.storage.files import SourceFile
 from shardspec.checkpoint.torch_files.pickles import (
@@ -66,47 +73,6 @@ class DcpMetadata(NamedTuple):
     """Every place that is listed, also of chunks that hold nothing."""
 
 
-# There are very many of these three; only what is needed of their states is kept.
-
-
-class _Chunk(Record):
-    """`ChunkStorageMetadata`."""
-
-    __slots__ = ("offsets", "sizes")
-
-    def build(self, state: object) -> None:
-        members = _dict(state)
-        self.offsets, self.sizes = members.get("offsets"), members.get("sizes")
-
-
-class _Index(Record):
-    """`MetadataIndex`."""
-
-    __slots__ = ("fqn", "offset")
-
-    def build(self, state: object) -> None:
-        members = _dict(state)
-        self.fqn, self.offset = members.get("fqn"), members.get("offset")
-
-
-class _Info(Record):
-    """`_StorageInfo`."""
-
-    __slots__ = ("file", "length", "offset", "transforms")
-
-    def build(self, state: object) -> None:
-        members = _dict(state)
-        self.file, self.offset = members.get("relative_path"), members.get("offset")
-        self.length = members.get("length")
-        self.transforms = members.get("transform_descriptors")
-
-
-def _dict(state: object) -> dict[object, object]:
-    if not isinstance(state, dict):
-        raise ValueError("it is no dict")
-    return state
-
-
 _HOME: Final = "torch.distributed.checkpoint.metadata"
 _OLD_HOME: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _NAMES: Final[Allowed] = {
@@ -115,9 +81,7 @@ _NAMES: Final[Allowed] = {
     f"{_HOME}.TensorStorageMetadata": as_record("tensor"),
     f"{_HOME}.BytesStorageMetadata": as_record("bytes"),
     f"{_HOME}.StorageMeta": as_record("StorageMeta"),
-    f"{_HOME}.ChunkStorageMetadata": lambda args: _Chunk("chunk", args),
-    f"{_HOME}.MetadataIndex": lambda args: _Index("index", args),
-    "torch.distributed.checkpoint.filesystem._StorageInfo": lambda args: _Info("info", args),
+    **RECORD_NAMES,
     # How a tensor lay in memory; torch 2.2 and before had both elsewhere.
     f"{_HOME}.TensorProperties": as_record("properties"),
     f"{_OLD_HOME}.TensorProperties": as_record("properties"),
@@ -147,7 +111,7 @@ def read_metadata(path: Path) -> DcpMetadata:
                 f"{path}: has {file.num_bytes} bytes, past the limit of {MOST_PICKLE_BYTES}"
             )
         data = file.read(0, file.num_bytes)
-    root = unpickle(data, _NAMES, path, "metadata")
+    root = unpickle(data, _NAMES, path, "metadata", shortcuts=RECORD_SHORTCUTS)
     if not isinstance(root, Record) or root.name != "Metadata":
         raise CheckpointError(f"{path}: is no metadata of a torch distributed checkpoint")
     listed, storage = root.get("state_dict_metadata"), root.get("storage_data")
@@ -156,11 +120,12 @@ def read_metadata(path: Path) -> DcpMetadata:
     items = _items(storage, path)
     tensors: dict[str, TensorEntry] = {}
     others: dict[str, Item] = {}
+    known: _Boxes = {}
     for name, entry in listed.items():
         if not isinstance(name, str) or not _is_utf8(name) or not isinstance(entry, Record):
             raise CheckpointError(f"{path}: has an entry without a name or a kind; it is damaged")
         if entry.name == "tensor":
-            tensors[name] = _tensor(name, entry, items, path)
+            tensors[name] = _tensor(name, entry, items, path, known)
         elif entry.name == "bytes":
             item = items.get((name, None))
             if item is None:
@@ -186,7 +151,7 @@ def _items(
     """Return where each thing lies, by name and, for a chunk, by its offsets."""
     items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
     for index, info in storage.items():
-        if not isinstance(index, _Index) or not isinstance(info, _Info):
+        if not isinstance(index, IndexRecord) or not isinstance(info, InfoRecord):
             raise CheckpointError(f"{path}: lists a place that is none; it is damaged")
         try:
             fqn, offset = index.fqn, None if index.offset is None else sizes_of(index.offset)
@@ -212,11 +177,16 @@ def _items(
     return items
 
 
+_Boxes: TypeAlias = dict[tuple[int, ...], dict[tuple[tuple[int, ...], tuple[int, ...]], Box]]
+"""The box of offsets and sizes in a tensor of a shape: many tensors are cut alike."""
+
+
 def _tensor(
     name: str,
     entry: Record,
     items: Mapping[tuple[str, tuple[int, ...] | None], Item],
     path: Path,
+    known: _Boxes,
 ) -> TensorEntry:
     properties, chunks = entry.get("properties"), entry.get("chunks")
     state = properties.state if isinstance(properties, Record) else None
@@ -227,16 +197,17 @@ def _tensor(
     repeated = False
     try:
         shape = sizes_of(entry.get("size"))
+        alike = known.setdefault(shape, {})
         for chunk in chunks:
-            if not isinstance(chunk, _Chunk):
+            if not isinstance(chunk, ChunkRecord):
                 raise ValueError("a chunk is none")
             offsets, sizes = sizes_of(chunk.offsets), sizes_of(chunk.sizes)
-            box = tuple((at, at + size) for at, size in zip(offsets, sizes, strict=True))
             if 0 in sizes:
                 # Ranks that hold nothing write nothing that matters.
                 continue
-            if len(box) != len(shape) or any(hi > n for (_, hi), n in zip(box, shape, strict=True)):
-                raise ValueError(f"its chunk {box_text(box)} lies outside of shape {list(shape)}")
+            box = alike.get((offsets, sizes))
+            if box is None:
+                box = alike[offsets, sizes] = _box(offsets, sizes, shape)
             item = items.get((name, offsets))
             if item is None:
                 raise ValueError(f"no file holds its chunk {box_text(box)}")
@@ -248,6 +219,14 @@ def _tensor(
         ) from None
     parts = tuple(Chunk(box, item) for box, item in boxes.items())
     return TensorEntry(dtype.name, shape, parts, repeated)
+
+
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+    """Return the box of a chunk; raise `ValueError` if there is none in the tensor."""
+    box = tuple((at, at + size) for at, size in zip(offsets, sizes, strict=True))
+    if len(box) != len(shape) or any(hi > n for (_, hi), n in zip(box, shape, strict=True)):
+        raise ValueError(f"its chunk {box_text(box)} lies outside of shape {list(shape)}")
+    return box
 
 
 def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:

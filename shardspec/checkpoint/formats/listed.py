@@ -31,6 +31,10 @@ class ListedCheckpoint:
         """Every tensor, sorted."""
         return tuple(sorted(self.tensors))
 
+    def outline(self, name: str) -> StoredTensor:
+        """Return a tensor: all is known of it."""
+        return self.tensor(name)
+
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor and its boxes."""
         return self.tensors[name]

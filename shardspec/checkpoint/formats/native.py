@@ -86,6 +86,10 @@ class NativeCheckpoint:
         """Nothing: the format holds tensors only."""
         return {}
 
+    def outline(self, name: str) -> StoredTensor:
+        """Return a tensor: all is known of it."""
+        return self.tensor(name)
+
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor and its boxes."""
         layout = self._info.tensors[name]

@@ -62,6 +62,10 @@ class SingleFile:
         """Nothing: the format holds tensors only."""
         return {}
 
+    def outline(self, name: str) -> StoredTensor:
+        """Return a tensor: all is known of it."""
+        return self.tensor(name)
+
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor as one box."""
         entry = self._entries[name]

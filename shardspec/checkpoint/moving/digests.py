@@ -9,7 +9,14 @@ from isal.isal_zlib import crc32 as _crc32
 from isal.isal_zlib import crc32_combine
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.reading.source import Digest, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.reading.source import (
+    Digest,
+    HeldBox,
+    Outline,
+    StoredBox,
+    StoredTensor,
+    box_text,
+)
 from shardspec.checkpoint.storage.files import OpenFiles, SourceFile
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -64,7 +71,7 @@ def crc_text(value: int) -> str:
     return f"{value:08x}"
 
 
-def stored_bytes(tensor: StoredTensor, stored: StoredBox) -> int:
+def stored_bytes(tensor: Outline[HeldBox], stored: HeldBox) -> int:
     """Return the bytes of a stored box."""
     return prod(box_shape(stored.box)) * item_bytes(tensor.dtype)
 

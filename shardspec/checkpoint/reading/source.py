@@ -8,7 +8,7 @@ so that a new format is one new file that makes these values.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from shardspec.boxes import Box
 from shardspec.comm.reduce_op import ReduceOp
@@ -19,6 +19,8 @@ __all__ = [
     "CheckpointSource",
     "Described",
     "Digest",
+    "HeldBox",
+    "Outline",
     "Pending",
     "StoredBox",
     "StoredTensor",
@@ -38,8 +40,8 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBox:
-    """A part of a tensor that lies in a file, row-major and contiguous unless it says otherwise."""
+class HeldBox:
+    """A part of a tensor that lies in a file, somewhere."""
 
     box: Box
     """Which part of the global tensor; never empty."""
@@ -49,6 +51,12 @@ class StoredBox:
     """Physical id of the device that wrote it."""
     path: Path
     """The file."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox(HeldBox):
+    """A part of a tensor that lies in a file, row-major and contiguous unless it says otherwise."""
+
     offset: int
     """Position of the first byte in the file."""
     digest: Digest | None = None
@@ -66,9 +74,13 @@ class Pending:
     """How many addends there are: the size of the mesh axis."""
 
 
+_Box_co = TypeVar("_Box_co", bound=HeldBox, covariant=True)
+_Box = TypeVar("_Box", bound=HeldBox)
+
+
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a checkpoint and all its boxes."""
+class Outline(Generic[_Box_co]):
+    """What plans need to know of a tensor: how it is cut, and in which files its boxes are."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,8 +91,13 @@ class StoredTensor:
     """How it is cut, where the format says so; axes by number."""
     pending: tuple[Pending, ...]
     """One entry per axis over which a reduction is pending, in the order of the spec."""
-    boxes: tuple[StoredBox, ...]
+    boxes: tuple[_Box_co, ...]
     """Every stored box; one box may be stored more than once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor(Outline[StoredBox]):
+    """A tensor of a checkpoint and all its boxes, with the places where their bytes lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +108,9 @@ class Described:
     """What it is."""
 
 
-def distinct(tensor: StoredTensor) -> tuple[StoredBox, ...]:
+def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
     """Return the boxes of a tensor without copies: of each part, the one stored first."""
-    first: dict[tuple[tuple[int, ...], Box], StoredBox] = {}
+    first: dict[tuple[tuple[int, ...], Box], _Box] = {}
     for stored in tensor.boxes:
         first.setdefault((stored.addend, stored.box), stored)
     return tuple(first.values())
@@ -132,8 +149,16 @@ class CheckpointSource(Protocol):
         """Entries that are no tensors, by name: plain values, or `Described` ones."""
         ...
 
+    def outline(self, name: str) -> Outline[HeldBox]:
+        """Return what is known of one of the tensors that `names` lists.
+
+        Where the bytes of its boxes lie need not be: looking into every file for each of a million
+        boxes takes minutes, and what is done with a tensor reads there anyway.
+        """
+        ...
+
     def tensor(self, name: str) -> StoredTensor:
-        """Return one of the tensors that `names` lists."""
+        """Return one of the tensors that `names` lists, all of it."""
         ...
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardspec.boxes import Box, contains
-from shardspec.checkpoint.reading.source import StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.reading.source import HeldBox, Outline, box_text
 from shardspec.errors import CheckpointError
+
+_Box = TypeVar("_Box", bound=HeldBox)
 
 __all__ = ["Hole", "Overlap", "check_tiling", "find_flaw"]
 
@@ -77,8 +79,8 @@ def _sweep(
 
 
 def check_tiling(
-    tensor: StoredTensor, tiled: set[object] | None = None
-) -> tuple[tuple[StoredBox, ...], ...]:
+    tensor: Outline[_Box], tiled: set[object] | None = None
+) -> tuple[tuple[_Box, ...], ...]:
     """Check that the boxes of a tensor tile it, once for every addend that is pending.
 
     Parameters
@@ -99,11 +101,11 @@ def check_tiling(
     CheckpointError
         If a part is stored by no file, boxes overlap in part, or lie outside the tensor.
     """
-    same: dict[tuple[tuple[int, ...], Box], list[StoredBox]] = {}
+    same: dict[tuple[tuple[int, ...], Box], list[_Box]] = {}
     for stored in tensor.boxes:
         same.setdefault((stored.addend, stored.box), []).append(stored)
     whole = tuple((0, size) for size in tensor.shape)
-    by_addend: dict[tuple[int, ...], list[StoredBox]] = {
+    by_addend: dict[tuple[int, ...], list[_Box]] = {
         addend: [] for addend in product(*(range(p.addends) for p in tensor.pending))
     }
     for (addend, box), (first, *_) in same.items():
@@ -142,6 +144,6 @@ def check_tiling(
     return tuple(tuple(group) for group in same.values() if len(group) > 1)
 
 
-def _where(tensor: StoredTensor, stored: StoredBox) -> str:
+def _where(tensor: Outline[_Box], stored: _Box) -> str:
     box = box_text(stored.box)
     return f"tensor {tensor.name!r}: rank {stored.rank}'s box {box} in {stored.path}"

@@ -4,7 +4,13 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Final, Never, TypeAlias
 
-from shardspec.checkpoint.torch_files.pickle_values import Allowed, Global, Record
+from shardspec.checkpoint.torch_files.pickle_values import (
+    Allowed,
+    Global,
+    Record,
+    Shortcut,
+    Shortcuts,
+)
 from shardspec.errors import CheckpointError
 
 __all__ = ["MOST_PICKLE_BYTES", "RefusedError", "UnlistedError", "run_pickle", "shown"]
@@ -52,7 +58,12 @@ def shown(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def run_pickle(data: bytes, allowed: Allowed, persistent: Callable[[object], object]) -> object:
+def run_pickle(
+    data: bytes,
+    allowed: Allowed,
+    persistent: Callable[[object], object],
+    shortcuts: Shortcuts | None = None,
+) -> object:
     """Return the value that a pickle describes; see `unpickle`.
 
     Raises
@@ -63,7 +74,7 @@ def run_pickle(data: bytes, allowed: Allowed, persistent: Callable[[object], obj
         If it is damaged.
     """
     try:
-        return _Machine(data, allowed, persistent).run()
+        return _Machine(data, allowed, persistent, shortcuts or {}).run()
     except struct.error:
         raise RefusedError(_TRUNCATED) from None
 
@@ -72,7 +83,11 @@ class _Machine:
     """The stack machine; one method an instruction, but for those that come by the thousand."""
 
     def __init__(
-        self, data: bytes, allowed: Allowed, persistent: Callable[[object], object]
+        self,
+        data: bytes,
+        allowed: Allowed,
+        persistent: Callable[[object], object],
+        shortcuts: Shortcuts,
     ) -> None:
         if len(data) > MOST_PICKLE_BYTES:
             raise RefusedError(f"has {len(data)} bytes, past the limit of {MOST_PICKLE_BYTES}")
@@ -85,13 +100,16 @@ class _Machine:
         self.memo: list[object] = []
         self.left = _FREE_BYTES + len(data) * _BYTES_A_BYTE
         self.names: dict[str, Global] = {}
+        self.shortcuts = shortcuts
+        self.short: dict[int, Shortcut] = {}
+        """By the id of what `names` holds."""
 
     def run(self) -> object:
         data = self.data
         if data[:1] != b"\x80":
             raise RefusedError("is no pickle of protocol 2 or later; it is damaged")
         steps = _STEPS
-        memo, stack, at = self.memo, self.stack, self.at
+        memo, stack, at, short = self.memo, self.stack, self.at, self.short
         while True:
             code = data[at]
             at += 1
@@ -131,7 +149,15 @@ class _Machine:
                     stack.append(_SHORT(data, at)[0])
                     at += 2
                 case 0x29:  # EMPTY_TUPLE
-                    stack.append(())
+                    found = short.get(id(stack[-1])) if short else None
+                    made = None if found is None else found(data, at, memo)
+                    if made is None:
+                        stack.append(())
+                    else:
+                        stack[-1], at, num_bytes = made
+                        self.left -= num_bytes
+                        if self.left < 0:
+                            self.refuse_memory()
                 case 0x89:  # NEWFALSE
                     stack.append(False)
                 case 0x71:  # BINPUT
@@ -325,7 +351,7 @@ class _Machine:
             self.refuse_memory()
         rest = iter(items)
         for key in rest:
-            if type(key) is not str:
+            if type(key) is not str and not isinstance(key, Record):
                 _check_key(key)
             target[key] = next(rest)
 
@@ -337,6 +363,8 @@ class _Machine:
         if place > len(self.memo):
             raise RefusedError(f"numbers an object {place} after {len(self.memo)} of them")
         self.memo[place] = self.stack[-1]
+        # Shortcuts rely on numbers that keep what they have.
+        self.short.clear()
 
     # --- names, calls and references
 
@@ -362,6 +390,8 @@ class _Machine:
         named = self.names.get(full)
         if named is None:
             named = self.names[full] = Global(full)
+            if full in self.shortcuts:
+                self.short[id(named)] = self.shortcuts[full]()
         self.stack.append(named)
 
     def call(self) -> None:

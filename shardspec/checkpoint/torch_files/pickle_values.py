@@ -4,12 +4,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Allowed", "Builder", "Global", "Record", "as_record"]
+__all__ = ["Allowed", "Builder", "Global", "Record", "Shortcut", "Shortcuts", "as_record"]
 
 Builder: TypeAlias = Callable[[tuple[object, ...]], object]
 """Makes a value from the arguments of a call that a pickle states."""
 Allowed: TypeAlias = Mapping[str, Builder | None]
 """Full name to what a call of it makes; None where it may be named and not called."""
+Shortcut: TypeAlias = Callable[[bytes, int, list[object]], tuple[object, int, int] | None]
+"""Reads an object that was made without arguments from its instructions, all at once.
+
+Given the pickle, where the first instruction after the empty arguments stands, and what has been
+numbered so far, to which it adds as they would. Returns the object, where the next instruction
+stands, and the bytes of memory that the object takes; None, with nothing done, if it does not know
+the instructions."""
+Shortcuts: TypeAlias = Mapping[str, Callable[[], Shortcut]]
+"""Full name to what makes a shortcut for one pickle."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from shardspec.checkpoint.torch_files.pickle_values import (
     Builder,
     Global,
     Record,
+    Shortcut,
+    Shortcuts,
     as_record,
 )
 from shardspec.errors import CheckpointError
@@ -32,6 +34,8 @@ __all__ = [
     "Builder",
     "Global",
     "Record",
+    "Shortcut",
+    "Shortcuts",
     "UnlistedNameError",
     "as_record",
     "no_storage",
@@ -54,6 +58,7 @@ def unpickle(
     path: Path | str,
     what: str,
     persistent: Callable[[object], object] = no_storage,
+    shortcuts: Shortcuts | None = None,
 ) -> object:
     """Return the value that a pickle describes, made of inert parts.
 
@@ -67,6 +72,8 @@ def unpickle(
         For errors: where it comes from, and what it is (``"metadata"``).
     persistent
         Called for every reference to something outside the pickle.
+    shortcuts
+        For objects that come by the thousand, by full name; the result is as without.
 
     Returns
     -------
@@ -93,7 +100,7 @@ which does not belong in a checkpoint; nothing of it was run. If you trust its w
 again as a state dict of tensors and plain values
     """
     try:
-        return run_pickle(data, allowed, persistent)
+        return run_pickle(data, allowed, persistent, shortcuts)
     except UnlistedError as error:
         raise UnlistedNameError(f"{path}: the {what} {error}") from None
     except RefusedError as error:

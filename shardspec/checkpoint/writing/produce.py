@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.moving.digests import stored_bytes
 from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.reading.replicas import check_replicas
-from shardspec.checkpoint.reading.source import CheckpointSource, StoredBox, distinct
+from shardspec.checkpoint.reading.source import CheckpointSource, distinct
 from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.storage.files import OpenFiles
@@ -19,6 +19,7 @@ from shardspec.checkpoint.writing.fill import Order, Progress
 from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.targets import Target, Wanted
 from shardspec.checkpoint.writing.write import Written, write_target
+from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ def _produce(
         path=output,
         form=form,
         read=source.format,
-        read_files=len({stored.path for stored, _ in read}),
-        read_bytes=sum(num_bytes for _, num_bytes in read),
+        read_files=read.files,
+        read_bytes=read.num_bytes,
         tensors=len(wanted),
         files=tuple(file.name for file in target.files),
         num_bytes=target.num_bytes,
@@ -133,30 +134,37 @@ def _write(order: Order, team: "Team | None") -> Written:
     return write_target(order)
 
 
+class _Read(NamedTuple):
+    """What will be read."""
+
+    files: int
+    num_bytes: int
+
+
 def _check_tensors(
     source: CheckpointSource, wanted: Sequence[Wanted], verify: bool, team: "Team | None"
-) -> list[tuple[StoredBox, int]]:
+) -> _Read:
     """Check that the boxes of every tensor tile it, and that those stored twice agree.
-
-    Returns
-    -------
-    list
-        The boxes to read, and the bytes of each.
 
     Raises
     ------
     CheckpointError
         If they do not.
     """
-    read = []
+    paths: set[Path] = set()
+    num_bytes = 0
     tiled: set[object] = set()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in wanted})):
-            tensor = source.tensor(name)
-            groups = check_tiling(tensor, tiled)
+            outline = source.outline(name)
+            repeated = check_tiling(outline, tiled)
             # Each of several processes compares its share.
-            if team is None or place % team.member.size == team.member.rank:
-                for group in groups:
+            if repeated and (team is None or place % team.member.size == team.member.rank):
+                tensor = source.tensor(name)
+                for group in check_tiling(tensor, tiled):
                     check_replicas(tensor, group, files, trust_digests=verify)
-            read += [(stored, stored_bytes(tensor, stored)) for stored in distinct(tensor)]
-    return read
+            paths.update(held.path for held in (distinct(outline) if repeated else outline.boxes))
+            # They tile it, for every addend once.
+            addends = prod(pending.addends for pending in outline.pending)
+            num_bytes += addends * prod(outline.shape) * item_bytes(outline.dtype)
+    return _Read(len(paths), num_bytes)

@@ -75,7 +75,7 @@ def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
             )
     wanted = []
     for name in names:
-        tensor = source.tensor(name)
+        tensor = source.outline(name)
         cast = target is not None and is_cast(tensor.dtype, target)
         wanted.append(
             Wanted(renamed[name], name, tensor.shape, target if cast and target else tensor.dtype)
