@@ -46,8 +46,9 @@ def merge(
     """Write the whole tensors of a checkpoint into one file, or into files of a limited size.
 
     Everything is checked before the first byte is written: headers against what describes them,
-    that the boxes of every tensor tile it, and that boxes stored twice agree. Pending reductions
-    are finished. The output appears under its name when it is complete, was flushed to the disk,
+    that the boxes of every tensor tile it, and that boxes stored twice agree; only the headers that
+    torch's DCP puts before each chunk are read, and checked, with the chunk. Pending reductions are
+    finished. The output appears under its name when it is complete, was flushed to the disk,
     read again and found to be right. Needs neither torch nor a process group, and memory that does
     not grow with the checkpoint.
 

@@ -180,6 +180,45 @@ def test_a_flipped_bit_in_any_box_is_found(saved, tmp_path):
     verify_checkpoint(ckpt)
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("way", WAYS)
+def test_an_outline_is_the_tensor_without_places(saved, way):
+    source = open_checkpoint(saved / way / "ckpt")
+    for name in source.names:
+        outline, tensor = source.outline(name), source.tensor(name)
+        held = [(box.box, box.addend, box.rank, box.path) for box in outline.boxes]
+        assert held == [(box.box, box.addend, box.rank, box.path) for box in tensor.boxes]
+        assert (outline.name, outline.shape, outline.dtype) == (name, tensor.shape, tensor.dtype)
+        assert (outline.spec, outline.pending) == (None, ())
+
+
+@pytest.mark.dist
+def test_plans_look_into_no_chunk(saved, tmp_path):
+    """What is wrong there is told when the chunk is read, and nothing has the final name."""
+    ckpt, out = tmp_path / "ckpt", tmp_path / "out.safetensors"
+    shutil.copytree(saved / "fsdp_tp" / "ckpt", ckpt)
+    planned = merge(ckpt, out, dry_run=True)
+    source = open_checkpoint(ckpt)
+    name = source.names[-1]
+    (stored, *_) = source.tensor(name).boxes
+    assert stored.digest is not None
+    # The local header of the record, which ends where the bytes begin.
+    data = stored.path.read_bytes()
+    at = data.rindex(b"PK\3\4", 0, stored.digest.start)
+    stored.path.write_bytes(data[: at + 8] + b"\x08" + data[at + 9 :])
+    again = merge(ckpt, out, dry_run=True)
+    assert (again.num_bytes, again.read_bytes) == (planned.num_bytes, planned.read_bytes)
+    for threads in (1, 2):
+        with pytest.raises(CheckpointError) as caught:
+            merge(ckpt, out, threads=threads)
+        message = str(caught.value)
+        assert message.startswith(f"{stored.path}: tensor {name!r}, box ")
+        assert message.endswith("contradicts the directory; the file is damaged")
+        assert os.listdir(tmp_path) == ["ckpt"]
+    with pytest.raises(CheckpointError, match="contradicts the directory"):
+        verify_checkpoint(ckpt)
+
+
 class Flipped:
     """While it lasts, a byte of a file is another."""
 
