@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from benchmarks.checkpoint_holes import FORMS as HOLES
 from benchmarks.checkpoint_shapes import Model, model_of
 from benchmarks.checkpoint_table import MOST_MIB, Row, head_lines, row_lines
 from benchmarks.checkpoint_timing import (
@@ -224,22 +225,23 @@ def measure_disk(bench: _Bench, disk: Path) -> list[Row]:
 
 def measure_planning(bench: _Bench, tensors: int, mesh: str) -> list[str]:
     """Measure everything that comes before the first byte is written, for a large checkpoint."""
-    place = bench.at / "large"
-    empty(place)
-    options = ("--tensors", tensors, "--mesh", mesh)
-    run(python("benchmarks.checkpoint_holes", place, *options))
-    words = {
-        "merge --dry-run": bench.merge(place, "--dry-run"),
-        "inspect": python("shardspec", "inspect", place),
-    }
     lines = []
-    for name, command in words.items():
-        found = min((run(command) for _ in range(2)), key=lambda at: at.seconds)
-        lines.append(
-            f"{name}, {tensors:,} tensors on {mesh} ranks: {found.seconds:.1f} s, "
-            f"{found.peak_mib:,.0f} MiB (aims: 10 s and 1,024 MiB)"
-        )
-    empty(place)
+    for form in HOLES:
+        place = bench.at / f"{form}-large"
+        options = ("--tensors", tensors, "--mesh", mesh, "--form", form)
+        run(python("benchmarks.checkpoint_holes", place, *options))
+        words = {
+            "merge --dry-run": bench.merge(place, "--dry-run"),
+            "inspect": python("shardspec", "inspect", place, *told(place)),
+        }
+        for name, command in words.items():
+            found = sorted((run(command) for _ in range(bench.rounds)), key=lambda at: at.seconds)
+            seconds = f"{found[0].seconds:.1f} to {found[-1].seconds:.1f} s"
+            lines.append(
+                f"{name}, {FORMS[form]}, {tensors:,} tensors on {mesh} ranks: {seconds}, "
+                f"{found[0].peak_mib:,.0f} MiB (aims: 10 s and 1,024 MiB)"
+            )
+        empty(place)
     return lines
 
 

@@ -1,22 +1,30 @@
 """Checkpoints with real headers and digests whose data are holes, so that any size takes no room.
 
-python -m benchmarks.checkpoint_holes /tmp/large --tensors 10000 --mesh 16x8x8
+python -m benchmarks.checkpoint_holes /tmp/large --tensors 10000 --mesh 16x8x8 --form dcp
 python -m benchmarks.checkpoint_holes /tmp/16gib --hidden 6016 --vocab 32000 --mesh 2x2
 """
 
 import argparse
-from collections.abc import Mapping
+import json
+import pickle
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from benchmarks.checkpoint_shapes import Model, tensor_parallel_dim
 from shardspec import DeviceMesh, Layout
+from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.moving.digests import crc32, crc32_combine
+from shardspec.checkpoint.reading.safetensors_file import TensorSlot, encode_header
 from shardspec.checkpoint.writers.sharded import sharded_target
+from shardspec.checkpoint.writing.assign import assign_boxes
 from shardspec.checkpoint.writing.targets import Wanted
 
-__all__ = ["main", "many_tensors", "of_model", "write_holes"]
+__all__ = ["FORMS", "main", "many_tensors", "of_model", "write_holes"]
+
+_Tensors: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
+"""Shape and spec by name."""
 
 _KINDS: Final = {
     "q": ((4096, 4096), "[S21,R]"),
@@ -55,9 +63,7 @@ def of_model(model: Model) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (shape, specs[tensor_parallel_dim(name)]) for name, shape in model.shapes.items()}
 
 
-def write_holes(
-    at: Path, mesh: DeviceMesh, tensors: Mapping[str, tuple[tuple[int, ...], str]]
-) -> None:
+def write_holes(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
     """Write tensors of zeros in shardspec's own form, with holes behind the headers."""
     wanted = [Wanted(name, name, shape, "bfloat16") for name, (shape, _) in tensors.items()]
     layouts = {n: Layout(mesh, spec, shape, "bfloat16") for n, (shape, spec) in tensors.items()}
@@ -78,6 +84,64 @@ def write_holes(
         (at / name).write_bytes(data)
 
 
+def write_dcp(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
+    """Write the metadata that torch would, beside files that are all holes: for plans only."""
+    import torch
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    properties = metadata.TensorProperties(dtype=torch.bfloat16)
+    listed = {
+        name: metadata.TensorStorageMetadata(properties, torch.Size(shape), [])
+        for name, (shape, _) in tensors.items()
+    }
+    storage = {}
+    at.mkdir(parents=True)
+    for rank, boxes in _stored(mesh, tensors).items():
+        path, end = f"__{rank}_0.distcp", 0
+        for name, box in boxes:
+            offsets, sizes = torch.Size([lo for lo, _ in box]), torch.Size(box_shape(box))
+            chunks = listed[name].chunks
+            index = metadata.MetadataIndex(name, offsets, len(chunks))
+            chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
+            # torch's zip has about a KiB beside the bytes.
+            length = 2 * box_size(box) + 1024
+            storage[index] = filesystem._StorageInfo(path, end, length)
+            end += length
+        with (at / path).open("wb") as out:
+            out.truncate(end)
+    data = metadata.Metadata({**listed}, planner_data={n: (n,) for n in listed})
+    data.storage_data = storage
+    (at / ".metadata").write_bytes(pickle.dumps(data))
+
+
+def write_dcp_hf(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
+    """Write the files that torch's writer of Hugging Face's form would, of one merged file."""
+    at.mkdir(parents=True)
+    for rank, boxes in _stored(mesh, tensors).items():
+        slots = [TensorSlot(name, "bfloat16", box_shape(box)) for name, box in boxes]
+        notes = {name: {"saved_offsets": [lo for lo, _ in box]} for name, box in boxes}
+        note = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(notes)}
+        data, header = encode_header(slots, {"format": "pt", **note})
+        with (at / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors").open("wb") as out:
+            out.write(data)
+            out.truncate(header.file_bytes)
+
+
+def _stored(mesh: DeviceMesh, tensors: _Tensors) -> dict[int, list[tuple[str, Box]]]:
+    """Return by rank what it stores: of boxes that several hold, one stores each."""
+    layouts = {n: Layout(mesh, spec, shape, "bfloat16") for n, (shape, spec) in tensors.items()}
+    found = assign_boxes(mesh, layouts).items()
+    return {rank: [(entry.tensor, entry.box) for entry in boxes] for rank, boxes in found}
+
+
+FORMS: Final[Mapping[str, Callable[[Path, DeviceMesh, _Tensors], None]]] = {
+    "shardspec": write_holes,
+    "dcp": write_dcp,
+    "dcp-hf": write_dcp_hf,
+}
+"""What writes each form."""
+
+
 def _zeros_crc32(num_bytes: int) -> int:
     """Return the CRC-32 of so many zeros, from that of half as many."""
     if num_bytes < 1 << 16:
@@ -95,13 +159,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--mesh", required=True)
+    parser.add_argument("--form", choices=FORMS, default="shardspec")
     chosen = parser.parse_args()
     shape = [int(size) for size in chosen.mesh.split("x")]
     if chosen.tensors is not None:
         tensors = many_tensors(chosen.tensors)
     else:
         tensors = of_model(Model(chosen.hidden, chosen.vocab))
-    write_holes(chosen.at, DeviceMesh(range(prod(shape)), shape), tensors)
+    FORMS[chosen.form](chosen.at, DeviceMesh(range(prod(shape)), shape), tensors)
 
 
 if __name__ == "__main__":

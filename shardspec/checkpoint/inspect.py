@@ -10,7 +10,13 @@ from typing import Final
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.source import CheckpointSource, Described, StoredBox, StoredTensor
+from shardspec.checkpoint.reading.source import (
+    CheckpointSource,
+    Described,
+    HeldBox,
+    Outline,
+    StoredTensor,
+)
 from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -62,20 +68,31 @@ def _cut_by(layout: Layout) -> _Cut:
 class TensorSummary:
     """One tensor of a checkpoint."""
 
-    stored: StoredTensor
+    outline: Outline[HeldBox]
     layout: Layout | None
     """How it is cut over the mesh that wrote it, where the format says both."""
-    directory: Path
-    """Of the checkpoint."""
+    source: CheckpointSource
+    """The checkpoint."""
 
-    def file(self, box: StoredBox) -> str:
+    @property
+    def stored(self) -> StoredTensor:
+        """The tensor with the places of its boxes, for which files may have to be looked into.
+
+        Raises
+        ------
+        CheckpointError
+            If what is found there is damaged.
+        """
+        return self.source.tensor(self.outline.name)
+
+    def file(self, box: HeldBox) -> str:
         """Name the file of one of its boxes, from the directory on."""
-        return _file(box.path, self.directory)
+        return _file(box.path, self.source.directory)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
-        return prod(self.stored.shape) * item_bytes(self.stored.dtype)
+        return prod(self.outline.shape) * item_bytes(self.outline.dtype)
 
     @property
     def cells(self) -> Mapping[Box, tuple[int, ...]]:
@@ -86,7 +103,7 @@ class TensorSummary:
     def _cut(self) -> _Cut:
         if self.layout is not None:
             return _cut_by(self.layout)
-        return _cut_of((stored.rank, stored.box) for stored in self.stored.boxes)
+        return _cut_of((stored.rank, stored.box) for stored in self.outline.boxes)
 
     @property
     def replicated(self) -> bool:
@@ -100,7 +117,7 @@ class TensorSummary:
 
     def has(self, index: Sequence[int]) -> bool:
         """Whether an index, one position for each of the first dims, lies in its shape."""
-        shape = self.stored.shape
+        shape = self.outline.shape
         return len(index) <= len(shape) and all(
             0 <= at < size for at, size in zip(index, shape, strict=False)
         )
@@ -120,8 +137,8 @@ class TensorSummary:
         """
         if not self.has(index):
             raise CheckpointError(
-                f"tensor {self.stored.name!r}: index {list(index)} does not lie in the shape "
-                f"{list(self.stored.shape)}"
+                f"tensor {self.outline.name!r}: index {list(index)} does not lie in the shape "
+                f"{list(self.outline.shape)}"
             )
         return {
             box: ranks
@@ -132,20 +149,20 @@ class TensorSummary:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all its boxes on disk; more than the whole where reductions are pending."""
-        return sum(self.box_bytes(box) for box in self.stored.boxes)
+        return sum(self.box_bytes(box) for box in self.outline.boxes)
 
-    def box_bytes(self, box: StoredBox) -> int:
+    def box_bytes(self, box: HeldBox) -> int:
         """Bytes of one of its boxes."""
-        return box_size(box.box) * item_bytes(self.stored.dtype)
+        return box_size(box.box) * item_bytes(self.outline.dtype)
 
     def to_json(self) -> dict[str, object]:
         """Return the summary as plain values."""
         cut = self._cut
         return {
-            "name": self.stored.name,
-            "shape": list(self.stored.shape),
-            "dtype": self.stored.dtype,
-            "spec": None if self.stored.spec is None else str(self.stored.spec),
+            "name": self.outline.name,
+            "shape": list(self.outline.shape),
+            "dtype": self.outline.dtype,
+            "spec": None if self.outline.spec is None else str(self.outline.spec),
             "bytes": self.num_bytes,
             "stored_bytes": self.stored_bytes,
             "replicated": cut.replicated,
@@ -188,14 +205,14 @@ class CheckpointSummary:
         """Bytes of the boxes that each device of the mesh stored."""
         stored: dict[int, int] = {} if self.mesh is None else dict.fromkeys(self.mesh.ids, 0)
         for tensor in self.tensors:
-            for box in tensor.stored.boxes:
+            for box in tensor.outline.boxes:
                 stored[box.rank] = stored.get(box.rank, 0) + tensor.box_bytes(box)
         return stored if self.mesh is not None else dict(sorted(stored.items()))
 
     @property
     def files_by_rank(self) -> dict[int, str]:
         """Name of the file of each device that stored any box."""
-        paths = {box.rank: box.path for tensor in self.tensors for box in tensor.stored.boxes}
+        paths = {box.rank: box.path for tensor in self.tensors for box in tensor.outline.boxes}
         return {rank: _file(path, self.directory) for rank, path in paths.items()}
 
     def to_json(self) -> dict[str, object]:
@@ -264,7 +281,7 @@ def _mesh_json(mesh: DeviceMesh) -> dict[str, object]:
 
 
 def inspect_checkpoint(directory: Path | str | CheckpointSource) -> CheckpointSummary:
-    """Return what a checkpoint holds; its headers are read and checked, its data is not.
+    """Return what a checkpoint holds, by what describes it; its data is not read.
 
     Parameters
     ----------
@@ -291,15 +308,15 @@ def inspect_checkpoint(directory: Path | str | CheckpointSource) -> CheckpointSu
     # Many tensors are cut alike.
     tiled: set[object] = set()
     for tensor in tensors:
-        check_tiling(tensor.stored, tiled)
+        check_tiling(tensor.outline, tiled)
     return CheckpointSummary(
         source.directory, source.format, source.mesh, tensors, dict(source.others)
     )
 
 
 def _summary(source: CheckpointSource, name: str) -> TensorSummary:
-    stored = source.tensor(name)
+    outline = source.outline(name)
     layout = None
-    if source.mesh is not None and stored.spec is not None:
-        layout = Layout(source.mesh, stored.spec, stored.shape, stored.dtype)
-    return TensorSummary(stored, layout, source.directory)
+    if source.mesh is not None and outline.spec is not None:
+        layout = Layout(source.mesh, outline.spec, outline.shape, outline.dtype)
+    return TensorSummary(outline, layout, source)

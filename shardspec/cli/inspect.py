@@ -110,7 +110,7 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
     """Print who holds a part of the tensors."""
     # A pattern may take in biases beside matrices: those that have no such index do not count.
     fitting = [tensor for tensor in summary.tensors if tensor.has(index)]
-    found = [(t.stored.name, t.holders(index)) for t in fitting or summary.tensors[:1]]
+    found = [(t.outline.name, t.holders(index)) for t in fitting or summary.tensors[:1]]
     if as_json:
         boxes = [
             {"name": name, "box": [list(side) for side in box], "ranks": list(ranks)}
@@ -127,21 +127,21 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
 
 def _picture(tensor: TensorSummary) -> str:
     """Draw who holds what; a table of boxes where they make up no grid."""
-    stored = tensor.stored
+    outline = tensor.outline
     if tensor.layout is not None:
-        return f"{_plain(stored.name)}\n{draw(tensor.layout)}"
+        return f"{_plain(outline.name)}\n{draw(tensor.layout)}"
     cells = tensor.cells
-    sides = [{box[dim] for box in cells} for dim in range(len(stored.shape))]
+    sides = [{box[dim] for box in cells} for dim in range(len(outline.shape))]
     if prod(map(len, sides)) != len(cells) or len(cells) > _MOST_CELLS:
         return _boxes(tensor)
-    title = f"{_title(tensor)} {list(stored.shape)}"
+    title = f"{_title(tensor)} {list(outline.shape)}"
     return "\n".join([title, *cells_text(cells)])
 
 
 def _only(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
-    found = tuple(t for t in summary.tensors if fnmatchcase(t.stored.name, pattern))
+    found = tuple(t for t in summary.tensors if fnmatchcase(t.outline.name, pattern))
     if not found:
-        names = ", ".join(repr(t.stored.name) for t in summary.tensors[:3])
+        names = ", ".join(repr(t.outline.name) for t in summary.tensors[:3])
         raise CheckpointError(
             f"{summary.directory}: no tensor matches {pattern!r}; the names start with "
             f"{names or '(there are none)'}"
@@ -182,7 +182,7 @@ def _tensors(summary: CheckpointSummary) -> str:
         [
             [
                 *_facts(t),
-                "×".join(map(str, t.stored.shape)) or "scalar",
+                "×".join(map(str, t.outline.shape)) or "scalar",
                 bytes_text(t.num_bytes),
                 ", ".join(_remarks(t)),
             ]
@@ -233,9 +233,9 @@ def _remarks(tensor: TensorSummary) -> list[str]:
 
 
 def _facts(tensor: TensorSummary) -> list[str]:
-    stored = tensor.stored
-    spec = stored.spec if tensor.layout is None else tensor.layout.labelled_spec
-    return [_plain(stored.name), "" if spec is None else str(spec), stored.dtype]
+    outline = tensor.outline
+    spec = outline.spec if tensor.layout is None else tensor.layout.labelled_spec
+    return [_plain(outline.name), "" if spec is None else str(spec), outline.dtype]
 
 
 def _title(tensor: TensorSummary) -> str:

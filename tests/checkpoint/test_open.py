@@ -47,7 +47,9 @@ print("numpy" in sys.modules)
 """
 
 
-@pytest.mark.parametrize(("form", "due"), [("ckpt", "native"), ("dcp", "dcp dcp_metadata")])
+@pytest.mark.parametrize(
+    ("form", "due"), [("ckpt", "native"), ("dcp", "dcp dcp_metadata dcp_records")]
+)
 def test_only_what_a_form_needs_is_imported(request, form, due):
     place = request.getfixturevalue(form)
     command = [sys.executable, "-c", OPENED, str(place)]

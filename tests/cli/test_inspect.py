@@ -178,7 +178,7 @@ def test_json_says_everything(ckpt):
 
 def test_the_library_side(ckpt):
     summary = inspect_checkpoint(ckpt)
-    assert [tensor.stored.name for tensor in summary.tensors][1:] == ["b", "p", "step", "w"]
+    assert [tensor.outline.name for tensor in summary.tensors][1:] == ["b", "p", "step", "w"]
     assert summary.mesh is not None
     assert summary.mesh.axis_names == ("dp", "tp")
     assert summary.bytes_by_rank[2] == 24
