@@ -93,7 +93,7 @@ _SIZES: Final = (
     + rb"(\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)\x94)" % (_INT, _INT, _INT, _INT)
     + rb"\x85\x94R\x94"
 )
-_TEXT: Final = rb"(?:(h.|j....)|\x8c(.)([\x00-\x7f]*?)\x94)"
+_TEXT: Final = rb"(?:(h.|j....)|\x8c(.)([\x00-\x7f]{0,255}?)\x94)"
 _OPEN: Final = rb"\x81\x94}\x94\("
 _CHUNK_CODE: Final = re.compile(_OPEN + _GET + _SIZES + _GET + _SIZES + b"ub", re.DOTALL)
 _INDEX_CODE: Final = re.compile(

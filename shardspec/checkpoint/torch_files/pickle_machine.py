@@ -149,7 +149,7 @@ class _Machine:
                     stack.append(_SHORT(data, at)[0])
                     at += 2
                 case 0x29:  # EMPTY_TUPLE
-                    found = short.get(id(stack[-1])) if short else None
+                    found = short.get(id(stack[-1])) if short and stack else None
                     made = None if found is None else found(data, at, memo)
                     if made is None:
                         stack.append(())

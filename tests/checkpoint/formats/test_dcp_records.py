@@ -187,6 +187,14 @@ def test_numbers_that_are_given_anew_end_shortcuts():
     assert read(anew)[1][6] == ("chunk", [(type(None), None), (tuple, [(int, 2)])])
 
 
+def test_empty_tuples_where_nothing_stands_before_them():
+    chunk = ChunkStorageMetadata(torch.Size([1]), torch.Size([1]))
+    data = pickle.dumps([chunk, ((), 1, 2, ()), chunk])
+    assert b"()K" in data
+    assert read(data, RECORD_SHORTCUTS) == read(data)
+    assert read(data)[1][1] == (tuple, [(tuple, []), (int, 1), (int, 2), (tuple, [])])
+
+
 def test_what_is_within_a_record_is_no_value():
     record = pickle.dumps(
         [ChunkStorageMetadata(torch.Size([n]), torch.Size([n])) for n in range(2)]
