@@ -83,7 +83,7 @@ def merge(
         What of this takes longest, to read again what was written; without it a fault of the
         memory or of the disk on the way out goes unseen.
     dry_run
-        Check everything and write nothing.
+        Check what describes the checkpoint, as before writing, and write nothing.
     progress
         Called with the bytes written so far and in all.
     member

@@ -77,9 +77,9 @@ def command(
 ) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
-    Reads what describes the checkpoint and the header of every file, and checks that they agree;
-    no data. Of several ranks that hold the same, some forms store what one holds, and show that
-    one.
+    Reads what describes the checkpoint, the header of every file where that does, and checks that
+    all of it agrees; no data. Of several ranks that hold the same, some forms store what one holds,
+    and show that one.
     """
     if (index is not None or picture) and pattern is None and only is None:
         raise click.UsageError("--index and --picture are about some tensors; name them: --tensor")

@@ -104,7 +104,9 @@ def writing_options(command: _Command) -> _Command:
             help="Compare bytes with the digests that were saved, but do not read OUT again.",
         ),
         click.option(
-            "--dry-run", is_flag=True, help="Check everything, say what would be done, and stop."
+            "--dry-run",
+            is_flag=True,
+            help="Check what describes CKPT, say what would be done, and stop.",
         ),
         click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON."),
         click.option("--quiet", is_flag=True, help="Print nothing but errors."),

@@ -11,6 +11,7 @@ be told where these are equal.**
 
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 from shardspec.boxes import Box, box_shape
@@ -66,6 +67,7 @@ class DcpCheckpoint:
         self._files = files
         self._ranks = _ranks(files)
         self._known: dict[str, StoredTensor] = {}
+        self._reading: dict[str, Lock] = {}
         self._meant: dict[bytes, TorchTensor] = {}
         self._others: dict[str, object] | None = None
 
@@ -125,8 +127,9 @@ class DcpCheckpoint:
         entry = self._metadata.tensors[name]
         ranks, files = self._ranks, self._files
         boxes = tuple(
-            HeldBox(chunk.box, (), ranks[chunk.item.file], files[chunk.item.file])
+            HeldBox(chunk.box, (), ranks[item.file], files[item.file], item.offset)
             for chunk in entry.chunks
+            for item in (chunk.item,)
         )
         return Outline(name, entry.shape, self._dtype(name, entry), None, (), boxes)
 
@@ -139,7 +142,10 @@ class DcpCheckpoint:
             If a chunk is damaged, or is not what the metadata says.
         """
         if name not in self._known:
-            self._known[name] = self._tensor(name, self._metadata.tensors[name])
+            # Of threads that want the same one, one reads.
+            with self._reading.setdefault(name, Lock()):
+                if name not in self._known:
+                    self._known[name] = self._tensor(name, self._metadata.tensors[name])
         return self._known[name]
 
     def _dtype(self, name: str, entry: TensorEntry) -> str:

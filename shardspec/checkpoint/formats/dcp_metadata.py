@@ -1,6 +1,7 @@
 """The ``.metadata`` of a torch distributed checkpoint: a pickle, read by a list of names."""
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
@@ -23,7 +24,8 @@ from shardspec.checkpoint.torch_files.pickles import (
     unpickle,
 )
 from shardspec.checkpoint.torch_files.torch_values import TORCH_NAMES, sizes_of
-from shardspec.errors import CheckpointError
+from shardspec.dtypes import dtype_name, item_bytes
+from shardspec.errors import CheckpointError, DTypeError
 
 __all__ = ["Chunk", "DcpMetadata", "Item", "TensorEntry", "read_metadata"]
 
@@ -177,8 +179,19 @@ def _items(
     return items
 
 
-_Boxes: TypeAlias = dict[tuple[int, ...], dict[tuple[tuple[int, ...], tuple[int, ...]], Box]]
-"""The box of offsets and sizes in a tensor of a shape: many tensors are cut alike."""
+_Boxes: TypeAlias = dict[
+    tuple[tuple[int, ...], int], dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Box, int]]
+]
+"""For shape and item size of a tensor, the box of offsets and sizes, and its bytes: many tensors
+are cut alike."""
+
+
+def _item_bytes(dtype: str) -> int:
+    """Return the bytes of an element; 0 for dtypes that are refused once they are asked for."""
+    try:
+        return item_bytes(dtype_name(dtype))
+    except DTypeError:
+        return 0
 
 
 def _tensor(
@@ -197,7 +210,8 @@ def _tensor(
     repeated = False
     try:
         shape = sizes_of(entry.get("size"))
-        alike = known.setdefault(shape, {})
+        size = _item_bytes(dtype.name)
+        alike = known.setdefault((shape, size), {})
         for chunk in chunks:
             if not isinstance(chunk, ChunkRecord):
                 raise ValueError("a chunk is none")
@@ -205,12 +219,18 @@ def _tensor(
             if 0 in sizes:
                 # Ranks that hold nothing write nothing that matters.
                 continue
-            box = alike.get((offsets, sizes))
-            if box is None:
-                box = alike[offsets, sizes] = _box(offsets, sizes, shape)
+            known_box = alike.get((offsets, sizes))
+            if known_box is None:
+                known_box = alike[offsets, sizes] = _box(offsets, sizes, shape), prod(sizes) * size
+            box, num_bytes = known_box
             item = items.get((name, offsets))
             if item is None:
                 raise ValueError(f"no file holds its chunk {box_text(box)}")
+            if num_bytes > item.num_bytes:
+                raise ValueError(
+                    f"its chunk {box_text(box)} is said to lie in {item.num_bytes} bytes, which do "
+                    "not hold it"
+                )
             repeated |= box in boxes
             boxes[box] = item
     except (AttributeError, ValueError) as error:

@@ -51,14 +51,17 @@ class HeldBox:
     """Physical id of the device that wrote it."""
     path: Path
     """The file."""
+    offset: int
+    """Position in the file of its first byte, or of what it is a part of."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox(HeldBox):
-    """A part of a tensor that lies in a file, row-major and contiguous unless it says otherwise."""
+    """A part of a tensor that is known to start at its offset of a file.
 
-    offset: int
-    """Position of the first byte in the file."""
+    It is row-major and contiguous unless it says otherwise.
+    """
+
     digest: Digest | None = None
     """Of all its bytes, where the format has one."""
     strides: tuple[int, ...] | None = None

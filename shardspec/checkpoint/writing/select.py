@@ -171,16 +171,22 @@ def tied(source: CheckpointSource, wanted: Sequence[Wanted]) -> dict[str, str]:
 
     Only what lies at the same places of the same files counts, never what has equal values.
     """
-    first: dict[object, str] = {}
-    same = {}
+    by_place: dict[object, list[Wanted]] = {}
     for tensor in wanted:
-        stored = source.tensor(tensor.source)
-        places = frozenset((box.path, box.offset, box.box, box.strides) for box in stored.boxes)
-        if not places:
-            continue
-        key = (stored.shape, stored.dtype, tensor.dtype, places)
-        if key in first:
-            same[tensor.name] = first[key]
-        else:
-            first[key] = tensor.name
+        outline = source.outline(tensor.source)
+        held = frozenset((box.path, box.offset, box.box) for box in outline.boxes)
+        if held:
+            key = (outline.shape, outline.dtype, tensor.dtype, held)
+            by_place.setdefault(key, []).append(tensor)
+    same = {}
+    for alike in by_place.values():
+        if len(alike) > 1:
+            # From one place on they may go along their dims differently.
+            first: dict[object, str] = {}
+            for tensor in alike:
+                boxes = source.tensor(tensor.source).boxes
+                places = frozenset((box.path, box.offset, box.box, box.strides) for box in boxes)
+                name = first.setdefault(places, tensor.name)
+                if name != tensor.name:
+                    same[tensor.name] = name
     return same

@@ -4,6 +4,8 @@ import os
 import random
 import shutil
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -208,6 +210,8 @@ def test_plans_look_into_no_chunk(saved, tmp_path):
     stored.path.write_bytes(data[: at + 8] + b"\x08" + data[at + 9 :])
     again = merge(ckpt, out, dry_run=True)
     assert (again.num_bytes, again.read_bytes) == (planned.num_bytes, planned.read_bytes)
+    for form in ("torch", "dcp", "huggingface"):
+        assert merge(ckpt, tmp_path / "new", form=form, dry_run=True).tensors == planned.tensors
     for threads in (1, 2):
         with pytest.raises(CheckpointError) as caught:
             merge(ckpt, out, threads=threads)
@@ -217,6 +221,21 @@ def test_plans_look_into_no_chunk(saved, tmp_path):
         assert os.listdir(tmp_path) == ["ckpt"]
     with pytest.raises(CheckpointError, match="contradicts the directory"):
         verify_checkpoint(ckpt)
+
+
+@pytest.mark.dist
+def test_threads_that_want_one_tensor_read_it_once(saved):
+    for _ in range(20):
+        source = open_checkpoint(saved / "fsdp_tp" / "ckpt")
+        start = Barrier(4)
+
+        def ask(_, source=source, start=start):
+            start.wait()
+            return [source.tensor(name) for name in source.names]
+
+        with ThreadPoolExecutor(4) as pool:
+            first, *others = pool.map(ask, range(4))
+        assert all(a is b for found in others for a, b in zip(first, found, strict=True))
 
 
 class Flipped:

@@ -5,12 +5,15 @@ import pickle
 import random
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from shardspec.checkpoint.inspect import inspect_checkpoint
+from shardspec.checkpoint.merge import MERGED_FORMS, merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, bits, read_whole, refused
@@ -274,7 +277,30 @@ def negative_size(metadata):
     return ".metadata: tensor 'm.a': sizes are whole numbers from 0"
 
 
+def grow(metadata, sizes):
+    """Have a tensor, and its one chunk, be of another shape."""
+    entry = of(metadata, "m.a")
+    entry.size = torch.Size(sizes)
+    entry.chunks[0] = replace(
+        entry.chunks[0], offsets=torch.Size([0] * len(sizes)), sizes=torch.Size(sizes)
+    )
+    info = metadata.storage_data.pop(index_of(metadata, "m.a"))
+    metadata.storage_data[MetadataIndex("m.a", torch.Size([0] * len(sizes)), 0)] = info
+    return info.length
+
+
+def larger_than_its_bytes(metadata):
+    length = grow(metadata, (2**40, 2**40))
+    return f"its chunk [0:{2**40}, 0:{2**40}] is said to lie in {length} bytes, which do not hold"
+
+
+def far_larger_than_its_bytes(metadata):
+    length = grow(metadata, (2**62,) * 60)
+    return f" is said to lie in {length} bytes, which do not hold it; the metadata contradicts"
+
+
 LIES = (
+    *(larger_than_its_bytes, far_larger_than_its_bytes),
     *(chunk_outside, chunk_of_other_dims, hole, chunk_twice, no_chunks, chunk_without_place),
     *(other_without_place, negative_offset, huge_offset, past_the_end, before_the_end),
     *(shared_bytes, shorter),
@@ -290,6 +316,21 @@ def test_lies_of_the_metadata(small, change):
     due = change(metadata)
     small.write(metadata)
     assert due in refused(small.path)
+
+
+@pytest.mark.parametrize("sizes", [(10**6,), (2**40, 2**40), (2**62,) * 60])
+def test_plans_do_not_believe_in_sizes(small, tmp_path, sizes):
+    """They look into no chunk; but a chunk is no larger than the bytes that are listed for it."""
+    metadata = small.metadata()
+    length = grow(metadata, sizes)
+    small.write(metadata)
+    plan = partial(merge, small.path, tmp_path / "out", dry_run=True)
+    for act in (
+        partial(inspect_checkpoint, small.path),
+        *(partial(plan, form=form) for form in MERGED_FORMS),
+    ):
+        with pytest.raises(CheckpointError, match=f"lie in {length} bytes, which do not hold it"):
+            act()
 
 
 def test_what_is_no_metadata(small):
