@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -325,10 +326,8 @@ def test_plans_do_not_believe_in_sizes(small, tmp_path, sizes):
     length = grow(metadata, sizes)
     small.write(metadata)
     plan = partial(merge, small.path, tmp_path / "out", dry_run=True)
-    for act in (
-        partial(inspect_checkpoint, small.path),
-        *(partial(plan, form=form) for form in MERGED_FORMS),
-    ):
+    acts: list[Callable[[], object]] = [partial(plan, form=form) for form in MERGED_FORMS]
+    for act in (partial(inspect_checkpoint, small.path), *acts):
         with pytest.raises(CheckpointError, match=f"lie in {length} bytes, which do not hold it"):
             act()
 
