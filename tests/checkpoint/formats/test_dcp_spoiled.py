@@ -327,7 +327,8 @@ def test_plans_do_not_believe_in_sizes(small, tmp_path, sizes):
     small.write(metadata)
     plan = partial(merge, small.path, tmp_path / "out", dry_run=True)
     acts: list[Callable[[], object]] = [partial(plan, form=form) for form in MERGED_FORMS]
-    for act in (partial(inspect_checkpoint, small.path), *acts):
+    acts.append(partial(inspect_checkpoint, small.path))
+    for act in acts:
         with pytest.raises(CheckpointError, match=f"lie in {length} bytes, which do not hold it"):
             act()
 
