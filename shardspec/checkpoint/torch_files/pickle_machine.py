@@ -35,6 +35,8 @@ _MOST_INT_BYTES: Final = 64
 _MOST_KEY_ITEMS: Final = 64
 _MOST_NAME_BYTES: Final = 512
 _KEYS: Final = (str, bytes, int, float, Record, Global, type(None))
+_NUMBERED: Final = b"\x81\x94"
+"""NEWOBJ and MEMOIZE: what makes an object for which there may be a shortcut."""
 _TRUNCATED: Final = "ends too early; it is truncated"
 _NUMBER: Final = struct.Struct("<L").unpack_from
 _SIGNED: Final = struct.Struct("<l").unpack_from
@@ -149,8 +151,10 @@ class _Machine:
                     stack.append(_SHORT(data, at)[0])
                     at += 2
                 case 0x29:  # EMPTY_TUPLE
-                    found = short.get(id(stack[-1])) if short and stack else None
-                    made = None if found is None else found(data, at, memo)
+                    made = None
+                    if short and stack and data[at : at + 2] == _NUMBERED:
+                        found = short.get(id(stack[-1]))
+                        made = None if found is None else found(data, at, memo)
                     if made is None:
                         stack.append(())
                     else:

@@ -11,9 +11,9 @@ Builder: TypeAlias = Callable[[tuple[object, ...]], object]
 Allowed: TypeAlias = Mapping[str, Builder | None]
 """Full name to what a call of it makes; None where it may be named and not called."""
 Shortcut: TypeAlias = Callable[[bytes, int, list[object]], tuple[object, int, int] | None]
-"""Reads an object that was made without arguments from its instructions, all at once.
+"""Reads an object that is made without arguments from its instructions, all at once.
 
-Given the pickle, where the first instruction after the empty arguments stands, and what has been
+Given the pickle, where NEWOBJ and MEMOIZE stand after the empty arguments, and what has been
 numbered so far, to which it adds as they would. Returns the object, where the next instruction
 stands, and the bytes of memory that the object takes; None, with nothing done, if it does not know
 the instructions."""
