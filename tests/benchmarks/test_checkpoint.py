@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.checkpoint_holes import FORMS as HOLES
+from benchmarks.checkpoint_holes import many_tensors
 from benchmarks.checkpoint_shapes import model_of
 from benchmarks.checkpoint_timing import cat_command, cats_command, python, run, touch
+from shardspec import DeviceMesh
+from shardspec.checkpoint.open import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,11 +50,29 @@ def test_a_small_run_has_a_line_for_every_command(tmp_path):
     peaks = {row[1]: float(row[head.index("peak MiB")]) for row in rows[1:]}
     assert 20 < peaks["merge"] < 64
     assert peaks["merge"] < peaks["consolidate"]
-    assert [line.partition(":")[0] for line in lines[-3:-1]] == [
-        "merge --dry-run, 50 tensors on 2x2x2 ranks",
-        "inspect, 50 tensors on 2x2x2 ranks",
+    assert [line.partition(":")[0] for line in lines[-7:-1]] == [
+        f"{command}, {form}, 50 tensors on 2x2x2 ranks"
+        for form in ("shardspec's own", "torch DCP", "DCP's HuggingFace form")
+        for command in ("merge --dry-run", "inspect")
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_of_holes_hold_the_same_in_every_form(tmp_path):
+    mesh, tensors = DeviceMesh(range(12), (2, 2, 3)), many_tensors(9)
+    held = {}
+    for form, write in HOLES.items():
+        write(tmp_path / form, mesh, tensors)
+        source = open_checkpoint(tmp_path / form, ranks=12 if form == "dcp-hf" else None)
+        outlines = [source.outline(name) for name in source.names]
+        held[form] = [
+            (o.name, o.shape, o.dtype, sorted((box.box, box.rank) for box in o.boxes))
+            for o in outlines
+        ]
+    assert [(name, shape) for name, shape, _, _ in held["dcp"]] == sorted(
+        (name, shape) for name, (shape, _) in tensors.items()
+    )
+    assert held["dcp"] == held["dcp-hf"] == held["shardspec"]
 
 
 def test_models_have_the_tensors_and_sizes_that_are_asked_for():
