@@ -113,8 +113,6 @@ class _LazyGroup(click.Group):
         except OSError as error:
             # Whoever works with files says what is wrong with them; what is left is printing.
             code = _fail(f"cannot print what is to be said: {error.strerror}", _NO_OUTPUT)
-        # All of it is let go of now; looking for cycles in it first takes a hundredth of a second.
-        gc.freeze()
         sys.exit(code or 0)
 
 
@@ -153,7 +151,12 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    cli(prog_name="shardspec")
+    try:
+        cli(prog_name="shardspec")
+    finally:
+        # The process ends, and all is let go of; looking for cycles first takes a hundredth of a
+        # second. Not where `cli` is called from Python, whose memory would only grow.
+        gc.freeze()
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
