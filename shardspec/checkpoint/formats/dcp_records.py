@@ -195,12 +195,8 @@ class _IndexReader(_Reader):
             return None
         made = IndexRecord("index", ())
         made.offset = start = self._kept.get(offset) or self._sizes(offset)
-        if fqn is None:
-            made.fqn = text.decode("ascii")
-            memo += (made, _INNER, made.fqn, *_inside(offset), start)
-        else:
-            made.fqn = _referred(fqn, memo)
-            memo += (made, _INNER, *_inside(offset), start)
+        made.fqn, numbered = _text(fqn, text, memo)
+        memo += (made, _INNER, *numbered, *_inside(offset), start)
         return made, match.end(), _RECORD_BYTES
 
 
@@ -225,12 +221,8 @@ class _InfoReader(_Reader):
             return None
         made = InfoRecord("info", ())
         made.offset, made.length, made.transforms = _number(start), _number(length), None
-        if path is None:
-            made.file = text.decode("ascii")
-            memo += (made, _INNER, made.file)
-        else:
-            made.file = _referred(path, memo)
-            memo += (made, _INNER)
+        made.file, numbered = _text(path, text, memo)
+        memo += (made, _INNER, *numbered)
         return made, match.end(), _RECORD_BYTES
 
 
@@ -245,6 +237,16 @@ RECORD_SHORTCUTS: Final[Shortcuts] = {
 def _referred(reference: bytes, memo: list[object]) -> object:
     """Return what BINGET or LONG_BINGET takes up again."""
     return memo[int.from_bytes(reference[1:], "little")]
+
+
+def _text(
+    reference: bytes | None, text: bytes, memo: list[object]
+) -> tuple[object, tuple[object, ...]]:
+    """Return a text that is taken up again or stated, and what is numbered for it."""
+    if reference is not None:
+        return _referred(reference, memo), ()
+    stated = text.decode("ascii")
+    return stated, (stated,)
 
 
 def _number(code: bytes) -> int:
