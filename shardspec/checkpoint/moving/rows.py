@@ -112,7 +112,8 @@ def read_rows(parts: Sequence[Rows], room: memoryview, files: OpenFiles) -> None
         if len(part.places) == 1:
             file.read_into(room[part.places[0]], part.start)
         else:
-            file.read_rows([room[place] for place in part.places], part.start)
+            rows = [room[place] for place in part.places]
+            file.read_rows(rows, part.start, part.num_bytes)
 
 
 def crc32_of_part(part: Rows, room: memoryview) -> int:

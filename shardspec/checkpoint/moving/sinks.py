@@ -118,10 +118,13 @@ class FileSink(Sink):
 
             room, crc = cast(room, source, wanted), None
             target = target // item_bytes(source) * item_bytes(wanted)
+        most = self._behind.block_bytes
+        if len(room) <= most:
+            self._put(room, self._offset + target, crc)
+            return
         # Numbers that were cast may take more memory than a block.
-        for at in range(0, len(room), self._behind.block_bytes):
-            part = room[at : at + self._behind.block_bytes]
-            self._put(part, self._offset + target + at, crc if len(part) == len(room) else None)
+        for at in range(0, len(room), most):
+            self._put(room[at : at + most], self._offset + target + at, None)
 
     def _put(self, data: memoryview, offset: int, crc: int | None) -> None:
         check = None

@@ -30,10 +30,12 @@ def write_all(
     CheckpointError
         If the system refuses, as when the disk is full.
     """
-    done = 0
-    while done < len(data):
+    done, end = 0, len(data)
+    while done < end:
+        # A view less for each block of a file in memory.
+        part = data if end <= at_once and not done else data[done : done + at_once]
         try:
-            done += os.pwrite(fd, data[done : done + at_once], offset + done)
+            done += os.pwrite(fd, part, offset + done)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
 

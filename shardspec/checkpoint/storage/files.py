@@ -122,21 +122,27 @@ class SourceFile:
         if self.remote is not None:
             self.remote.read_into(buffer, offset)
             return
-        done = 0
-        while done < len(buffer):
+        done, end = 0, len(buffer)
+        while done < end:
+            part = buffer[done:] if done else buffer
             try:
-                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+                count = os.preadv(self._fd, [part], offset + done)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
             if count == 0:
                 raise CheckpointError(
                     f"{self.path}: ends at byte {offset + done}, but bytes up to "
-                    f"{offset + len(buffer)} are needed; it was cut short while being read"
+                    f"{offset + end} are needed; it was cut short while being read"
                 )
             done += count
 
-    def read_rows(self, rows: Sequence[memoryview], offset: int) -> None:
+    def read_rows(self, rows: Sequence[memoryview], offset: int, num_bytes: int) -> None:
         """Fill stretches of memory, one after the other, from a stretch of the file.
+
+        Parameters
+        ----------
+        rows, offset, num_bytes
+            The stretches of memory, where that of the file begins, and how long it is.
 
         Raises
         ------
@@ -144,14 +150,14 @@ class SourceFile:
             As by `read_into`.
         """
         if self.remote is not None:
-            end = offset + sum(map(len, rows))
+            end = offset + num_bytes
             for row in rows:
                 self.remote.read_into(row, offset, end)
                 offset += len(row)
             return
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[first : first + _ROWS_AT_ONCE]
-            wanted = sum(map(len, some))
+            wanted = num_bytes if len(some) == len(rows) else sum(map(len, some))
             try:
                 count = os.preadv(self._fd, some, offset)
             except OSError as error:

@@ -7,7 +7,6 @@ second is left in peace.
 
 import fcntl
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -169,7 +168,7 @@ def _discard(place: Path) -> None:
     """Remove what can be removed: an error is on its way already, and the next run clears more."""
     with suppress(OSError):
         if stat.S_ISDIR(os.lstat(place).st_mode):
-            shutil.rmtree(place, ignore_errors=True)
+            _remove_tree(place, ignore_errors=True)
         else:
             place.unlink()
 
@@ -177,8 +176,15 @@ def _discard(place: Path) -> None:
 def _remove(place: Path) -> None:
     try:
         if stat.S_ISDIR(os.lstat(place).st_mode):
-            shutil.rmtree(place)
+            _remove_tree(place)
         else:
             place.unlink()
     except FileNotFoundError:
         pass
+
+
+def _remove_tree(place: Path, *, ignore_errors: bool = False) -> None:
+    # Importing it takes as long as copying 5 MiB, and few runs find a directory to remove.
+    import shutil
+
+    shutil.rmtree(place, ignore_errors=ignore_errors)

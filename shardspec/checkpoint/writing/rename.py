@@ -6,7 +6,6 @@ link does the first for files; what is left is a check just before.
 
 import errno
 import os
-import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -55,6 +54,9 @@ def publish(temporary: Path, path: Path, *, overwrite: bool) -> None:
             path.rename(aside)
             temporary.rename(path)
             temporary = aside
+        # Importing it takes as long as copying 5 MiB, and few outputs replace a directory.
+        import shutil
+
         # The output has its name: that the old one cannot be removed is no failure.
         shutil.rmtree(temporary, ignore_errors=True)
 

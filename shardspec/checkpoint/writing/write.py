@@ -1,6 +1,6 @@
 """Carrying out what is to be written: filled, flushed, read again and compared, and then named."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from shardspec.checkpoint.reading.source import StoredBox
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.writing.claim import claimed
 from shardspec.checkpoint.writing.fill import (
-    Cancelled,
     Job,
     Meter,
     NewFile,
@@ -26,11 +25,11 @@ from shardspec.checkpoint.writing.fill import (
 )
 from shardspec.checkpoint.writing.output import sync_directory
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Target
+from shardspec.checkpoint.writing.threads import do_together
 
 __all__ = [
     "FileDigest",
     "Written",
-    "do_together",
     "finish",
     "put_pieces",
     "summed",
@@ -75,7 +74,7 @@ def write_target(order: Order) -> Written:
             partial(_write, job, file, place / file.name if target.directory else place)
             for file in target.files
         ]
-        found = do_together(work, threads, job.meter)
+        found = do_together(work, threads, job.meter.failed)
         if order.verify:
             slots = (slot for file in target.files for slot in file.slots)
             check_the_rest(job, slots, {box for _, judged in found for box in judged})
@@ -119,35 +118,6 @@ def summed(job: Job, digests: Mapping[str, FileDigest]) -> Written:
 
 
 _Found = tuple[FileDigest, list[StoredBox]]
-
-
-def do_together(work: Sequence[Callable[[], _Found]], threads: int, meter: Meter) -> list[_Found]:
-    """Do every piece of work, several at once; the first failure stops the others."""
-    if threads == 1 or len(work) < 2:
-        return [act() for act in work]
-
-    # It takes its time to be imported, and most outputs are one file.
-    from concurrent.futures import ThreadPoolExecutor
-
-    def watched(act: Callable[[], _Found]) -> _Found:
-        try:
-            return act()
-        except BaseException:
-            meter.failed.set()
-            raise
-
-    with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(watched, act) for act in work]
-        try:
-            failures = [error for future in futures if (error := future.exception()) is not None]
-        except BaseException:
-            # The user interrupts: leaving the pool waits for threads, which have to stop.
-            meter.failed.set()
-            raise
-    for error in failures:
-        if not isinstance(error, Cancelled):
-            raise error
-    return [future.result() for future in futures]
 
 
 def _write(job: Job, file: OutputFile, place: Path) -> _Found:

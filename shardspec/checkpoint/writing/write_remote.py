@@ -30,8 +30,9 @@ from shardspec.checkpoint.writing.fill import (
 )
 from shardspec.checkpoint.writing.replacing import Places
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target
+from shardspec.checkpoint.writing.threads import do_together
 from shardspec.checkpoint.writing.upload import Upload
-from shardspec.checkpoint.writing.write import FileDigest, Written, do_together, summed
+from shardspec.checkpoint.writing.write import FileDigest, Written, summed
 
 __all__ = ["Uploads", "write_remote"]
 
@@ -50,7 +51,7 @@ class Uploads:
     def write(self, files: Sequence[OutputFile], threads: int) -> list["_Found"]:
         """Write files of the target, and read them again; return the digest of each."""
         work = [partial(_write, self, file) for file in files]
-        return do_together(work, threads, self.job.meter)
+        return do_together(work, threads, self.job.meter.failed)
 
     def finish(self, digests: Mapping[str, FileDigest]) -> Written:
         """Write the files that come last, and publish all."""
