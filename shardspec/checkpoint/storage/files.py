@@ -106,6 +106,11 @@ class SourceFile:
             self._fd = open_regular(path)
             self.num_bytes = os.fstat(self._fd).st_size
 
+    @property
+    def fd(self) -> int:
+        """The descriptor of a file that is here; -1 of one that is in a store."""
+        return self._fd
+
     def expect(self, start: int, end: int) -> None:
         """Take note that all bytes of a stretch will be wanted, one after the other."""
         if self.remote is not None:

@@ -1,11 +1,12 @@
 """Filling files: what one process does for its share of an output, and what it makes sure of."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Event, Lock
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
+from shardspec.checkpoint.moving.ahead import Stretch, stretches
 from shardspec.checkpoint.moving.behind import Behind, different
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
@@ -15,7 +16,7 @@ from shardspec.checkpoint.reading.source import CheckpointSource, StoredBox, dis
 from shardspec.checkpoint.storage.files import OpenFiles, SourceFile, reason
 from shardspec.checkpoint.writing.output import reserve
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target
-from shardspec.dtypes import is_cast
+from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "fill_by",
     "fill_slot",
     "parts_of",
+    "wanted_by",
 ]
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -155,13 +157,32 @@ class NewFile:
         )
 
 
-def fill_slot(job: Job, slot: Slot, behind: Behind, files: OpenFiles, buffers: Buffers) -> "Filled":
-    """Fill a slot of a file, and have it read again."""
+def wanted_by(job: Job, slots: Iterable[Slot]) -> Iterator[Stretch]:
+    """Return what will be read to fill slots, as far as it is known and in their order."""
+    written = 0
+    for slot in slots:
+        tensor = job.source.tensor(slot.tensor.source)
+        size, wanted = item_bytes(tensor.dtype), item_bytes(slot.tensor.dtype)
+        for stretch in stretches(tensor, slot.box):
+            # Numbers that are cast take more room, or less.
+            yield stretch._replace(at=written + stretch.at // size * wanted)
+        written += slot.num_bytes
+
+
+def fill_slot(
+    job: Job,
+    slot: Slot,
+    behind: Behind,
+    files: OpenFiles,
+    buffers: Buffers,
+    advance: Callable[[int], None] | None = None,
+) -> "Filled":
+    """Fill a slot of a file, and have it read again; `advance` is told of bytes written."""
     sink = FileSink(
         f"tensor {slot.tensor.name!r}",
         slot.offset,
         behind,
-        job.meter.advance,
+        advance or job.meter.advance,
         digested=job.digested,
         checked=job.reread,
         # A box of which this slot has a part only is judged by what is read of it.

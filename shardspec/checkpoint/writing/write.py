@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from shardspec.checkpoint.moving.ahead import Ahead
 from shardspec.checkpoint.moving.behind import Behind
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import crc32, crc32_combine
@@ -22,6 +23,7 @@ from shardspec.checkpoint.writing.fill import (
     digest_of_file,
     fill_slot,
     parts_of,
+    wanted_by,
 )
 from shardspec.checkpoint.writing.output import sync_directory
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Target
@@ -118,17 +120,26 @@ def summed(job: Job, digests: Mapping[str, FileDigest]) -> Written:
 
 
 _Found = tuple[FileDigest, list[StoredBox]]
+_WORTH_READING_AHEAD: Final = 16 << 20
+"""Bytes of a file that are worth a thread that has the disk read ahead."""
 
 
 def _write(job: Job, file: OutputFile, place: Path) -> _Found:
     """Write one file; return its digest, and the boxes found to be right on the way."""
     crcs: list[int] = []
     judged: list[StoredBox] = []
+    worth = job.beside and file.num_bytes >= _WORTH_READING_AHEAD
+    ahead = Ahead(wanted_by(job, file.slots) if worth else None)
+
+    def advance(num_bytes: int) -> None:
+        ahead.advance(num_bytes)
+        job.meter.advance(num_bytes)
+
     with NewFile(place, job.path, file.num_bytes) as fd, OpenFiles() as files:
         buffers = Buffers()
         put_pieces(job, fd, file.pieces)
-        with Behind(fd, job.path, beside=job.beside) as behind:
-            filled = [fill_slot(job, slot, behind, files, buffers) for slot in file.slots]
+        with ahead, Behind(fd, job.path, beside=job.beside) as behind:
+            filled = [fill_slot(job, slot, behind, files, buffers, advance) for slot in file.slots]
         for slot_filled in filled:
             crc, boxes = slot_filled.judged()
             crcs.append(crc)
