@@ -172,6 +172,14 @@ def test_without_one_more_thread_all_goes_on(file, monkeypatch):
         ahead.advance(MIB)
 
 
+def test_a_python_without_the_calls_starts_nothing(file, monkeypatch):
+    assert module._SUPPORTED
+    monkeypatch.setattr(module, "_SUPPORTED", False)
+    with Ahead(whole(file)) as ahead:
+        assert ahead._thread.ident is None
+        ahead.advance(MIB)
+
+
 def in_memory(path):
     """Say of every page of a file whether the system has it; None if it cannot say."""
     fd = os.open(path, os.O_RDONLY)

@@ -31,6 +31,8 @@ _AHEAD_BYTES: Final = 8 << 20
 _LOOKED_AT_ONE_OF: Final = 32
 """Blocks, until one is not in memory: for all that follow are asked for. Looking makes the disk
 read a little of what is not there, and so the rest of it not as soon."""
+_SUPPORTED: Final = sys.platform == "linux" and {"splice", "RWF_NOWAIT"} <= vars(os).keys()
+"""Whether this Python knows the calls: one made for old systems does not."""
 
 
 class Stretch(NamedTuple):
@@ -74,7 +76,7 @@ class Ahead:
     """Has the system read stretches of files, not far before the one that copies them.
 
     To be used in a ``with`` block, whose end ends it. Where the system cannot say what it has in
-    memory, as for files that are in memory only, it does nothing.
+    memory, as for files that are in memory only, it does nothing; nor where Python cannot ask.
 
     Parameters
     ----------
@@ -91,7 +93,7 @@ class Ahead:
         self._thread = Thread(target=self._bring_all, name="shardspec-ahead", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._wanted is not None and sys.platform == "linux":
+        if self._wanted is not None and _SUPPORTED:
             # Without one more thread all goes on as well, if not as fast.
             with suppress(RuntimeError):
                 self._thread.start()
