@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.moving import ahead as module
 from shardspec.checkpoint.moving.ahead import Ahead, Stretch, stretches
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.writing.fill import Job, Meter, wanted_by
+from shardspec.checkpoint.writing.targets import Slot, Wanted
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import all_specs, handmade
 
@@ -22,8 +24,9 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 3), (2, 2, 2)])
-def test_stretches_are_what_a_box_is_made_of_once_and_in_order(tmp_path, mesh_shape):
+def test_stretches_are_what_a_box_is_made_of_once_and_in_order(tmp_path, mesh_shape, monkeypatch):
     """Every number is another one, so that what is read says where it came from."""
+    monkeypatch.setattr(module, "_LEAST_BYTES", 0)
     tensors = {}
     for shape in [(), (13,), (5, 7), (8, 3), (2, 7, 3), (3, 0)]:
         array = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
@@ -38,6 +41,8 @@ def test_stretches_are_what_a_box_is_made_of_once_and_in_order(tmp_path, mesh_sh
             part = array[tuple(slice(lo, hi) for lo, hi in target)]
             read, at = [], 0
             for stretch in stretches(tensor, target):
+                if stretch.path is None:
+                    continue
                 data = stretch.path.read_bytes()[stretch.start :][: stretch.num_bytes]
                 read.append(np.frombuffer(data, np.int32))
                 assert len(data) == stretch.num_bytes
@@ -91,7 +96,7 @@ def file(tmp_path):
 
 
 def whole(path):
-    return [Stretch(path, 0, 40 * MIB, 0), Stretch(path, 40 * MIB, 20 * MIB + 5, 40 * MIB)]
+    return [Stretch(path, at * MIB, MIB if at < 60 else 5, at * MIB) for at in range(61)]
 
 
 def test_so_much_is_asked_for_before_it_is_wanted_and_no_more(file, monkeypatch):
@@ -135,29 +140,112 @@ def test_nothing_happens_where_the_system_cannot_say_what_it_has(file, monkeypat
     assert recorder.brought == []
 
 
-def test_errors_are_left_to_the_one_that_copies(file, monkeypatch):
+@pytest.mark.parametrize("error", [CheckpointError, OSError, MemoryError, RecursionError])
+def test_errors_are_left_to_the_one_that_copies(file, monkeypatch, capsys, error):
     recorder = Recorder(monkeypatch, lambda _: False)
 
     def wanted():
         yield Stretch(file, 0, MIB, 0)
-        raise CheckpointError("damaged")
+        raise error("damaged")
 
-    cases = [
-        wanted(),
-        [Stretch(file, 0, MIB, 0), Stretch(file.with_name("none"), 0, MIB, MIB)],
-        [Stretch(file, 0, MIB, 0), Stretch(RemotePath("memory://none"), 0, MIB, MIB)],
-    ]
-    for case in cases:
+    for case in [wanted(), [Stretch(file, 0, MIB, 0), Stretch(Path("none"), 0, MIB, MIB)]]:
         with Ahead(case) as ahead:
             ahead._thread.join(60)
             assert not ahead._thread.is_alive()
         assert recorder.brought.pop() == (0, MIB)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_end_is_seen_where_nothing_can_be_asked_for(monkeypatch):
+    """As in a checkpoint of strided boxes, for each of which headers have to be read."""
+    Recorder(monkeypatch, lambda _: False)
+    asked = []
+
+    def wanted():
+        for at in range(100):
+            asked.append(at)
+            yield Stretch(None, 0, 0, at * MIB)
+
+    with Ahead(wanted()) as ahead:
+        until = time.monotonic() + 60
+        while len(asked) < 10 and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.2)
+    assert asked == list(range(10))
+    assert not ahead._thread.is_alive()
+
+
+def test_few_files_are_kept_open(tmp_path, monkeypatch):
+    Recorder(monkeypatch, lambda _: False)
+    for at in range(40):
+        (tmp_path / str(at)).write_bytes(bytes(10))
+    wanted = [Stretch(tmp_path / str(at), 0, 10, 0) for at in range(40)]
+    before, seen = len(os.listdir("/proc/self/fd")), []
+
+    def watched():
+        for stretch in wanted:
+            seen.append(len(os.listdir("/proc/self/fd")))
+            yield stretch
+
+    with Ahead(watched()) as ahead:
+        ahead._thread.join(60)
+    assert len(seen) == 40
+    assert max(seen) <= before + 3 + 8
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_stays_in_memory_is_taken_to_be_there(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(10))
+    recorder = Recorder(monkeypatch, lambda _: True)
+    asked = []
+
+    def wanted():
+        for at in range(1000):
+            asked.append(at)
+            yield Stretch(path, 0, 10, 0)
+
+    with Ahead(wanted()) as ahead:
+        ahead._thread.join(60)
+    assert (len(recorder.looked_at), len(asked)) == (8, 257)
+
+
+@pytest.mark.parametrize("wanted", ["float16", "float32", "float64"])
+def test_the_distance_is_that_of_the_output_also_if_numbers_are_cast(tmp_path, wanted):
+    array = np.zeros((3000, 1000), np.float32)
+    ckpt = handmade({"a": ("[S0,R]", array), "b": ("[S1,R]", array)}, (2, 2)).write(tmp_path / "c")
+    source = open_checkpoint(ckpt)
+    size = {"float16": 2, "float32": 4, "float64": 8}[wanted]
+    slots = [
+        Slot(Wanted(name, name, array.shape, wanted), ((0, 3000), (0, 1000)), 100 + at)
+        for name, at in [("a", 0), ("b", 3_000_000 * size)]
+    ]
+    job = Job(source, tmp_path, True, True, True, Meter(1, None), True)
+    at, read = 0, 0
+    for stretch in wanted_by(job, slots):
+        # Every byte comes when those of the numbers before it have been written.
+        assert at <= stretch.at
+        at = stretch.at
+        if stretch.path is not None:
+            assert stretch.num_bytes <= MIB
+            assert stretch.at == read // 4 * size
+            read += stretch.num_bytes
+    assert read == 2 * array.nbytes
+
+
+def test_narrow_columns_are_not_looked_at_one_by_one(tmp_path):
+    """What is asked for in pieces of less than 64 KiB costs more than it gains."""
+    array = np.zeros((60_000, 128), np.uint8)
+    source = open_checkpoint(handmade({"a": ("[R,S0]", array)}, (64,)).write(tmp_path / "c"))
+    found = list(stretches(source.tensor("a"), ((0, 60_000), (0, 128))))
+    assert {stretch.path for stretch in found} == {None}
+    assert len(found) == 8
 
 
 def test_a_file_that_ends_before_is_no_trouble(file, monkeypatch):
     os.truncate(file, MIB // 2)
     recorder = Recorder(monkeypatch, lambda _: False)
-    with Ahead([Stretch(file, 0, 3 * MIB, 0)]):
+    with Ahead([Stretch(file, at * MIB, MIB, 0) for at in range(3)]):
         assert recorder.settled(3) == [(0, MIB), (MIB, MIB), (2 * MIB, MIB)]
 
 
@@ -199,7 +287,7 @@ def test_a_real_disk_reads_what_was_asked_for(tmp_path):
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-    with Ahead([Stretch(path, 0, 5 * MIB, 0)]) as ahead:
+    with Ahead([Stretch(path, at * MIB, MIB, 0) for at in range(5)]) as ahead:
         ahead._thread.join(60)
         assert not ahead._thread.is_alive()
     assert in_memory(path) in (None, [True] * 1280)
@@ -219,6 +307,7 @@ def test_a_merge_asks_for_all_of_its_source(tmp_path, monkeypatch):
     # However fast the other is.
     monkeypatch.setattr(Ahead, "advance", lambda *_: None)
     monkeypatch.setattr(module, "_AHEAD_BYTES", num_bytes)
+    monkeypatch.setattr(module, "_LEAST_BYTES", 0)
     real_exit = Ahead.__exit__
 
     def exit_late(ahead, *error):

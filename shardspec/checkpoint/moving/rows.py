@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from shardspec.boxes import Box, box_shape, intersect
 from shardspec.checkpoint.moving.digests import crc32_of_rows
-from shardspec.checkpoint.moving.pieces import Block, offset_in
+from shardspec.checkpoint.moving.pieces import Block, Place, offset_in
 from shardspec.checkpoint.reading.source import StoredBox
 from shardspec.checkpoint.storage.files import OpenFiles
 
-__all__ = ["Rows", "crc32_of_part", "read_rows", "rows_of"]
+__all__ = ["Rows", "crc32_of_part", "read_rows", "rows_of", "stretch_of"]
 
 
 class Rows(NamedTuple):
@@ -38,7 +38,6 @@ def rows_of(block: Block, row_bytes: int) -> list[Rows] | None:
 
     Examples
     --------
-    >>> from shardspec.checkpoint.moving.pieces import Place
     >>> halves = [((0, 2), (0, 4096)), ((0, 2), (4096, 8192))]
     >>> places = [Place(box, StoredBox(box, (), 0, None, 100)) for box in halves]
     >>> block = Block(((1, 2), (0, 8192)), tuple(places), 8192, 8192)
@@ -50,16 +49,34 @@ def rows_of(block: Block, row_bytes: int) -> list[Rows] | None:
         shared = intersect(place.box, block.box)
         if shared is None:
             continue
-        if place.stored.strides is not None or not _in_one(shared, place.box):
+        stretch = stretch_of(place, shared)
+        if stretch is None:
             return None
         corner = [lo for lo, _ in shared]
-        shape = box_shape(shared)
-        places = _places(shape, box_shape(block.box), offset_in(block.box, corner))
+        places = _places(box_shape(shared), box_shape(block.box), offset_in(block.box, corner))
         if places[0].stop - places[0].start < row_bytes:
             return None
-        start = place.stored.offset + offset_in(place.box, corner)
-        found.append(Rows(place.stored, start, prod(shape), places))
+        found.append(Rows(place.stored, *stretch, places))
     return found
+
+
+def stretch_of(place: Place, box: Box) -> tuple[int, int] | None:
+    """Return where in its file a stored box has what it shares with another: start and length.
+
+    None if that is nothing, or not one stretch of the file.
+
+    Examples
+    --------
+    >>> whole = ((0, 4), (0, 10))
+    >>> place = Place(whole, StoredBox(whole, (), 0, None, 100))
+    >>> stretch_of(place, ((1, 3), (0, 10))), stretch_of(place, ((1, 3), (0, 5)))
+    ((110, 20), None)
+    """
+    shared = intersect(place.box, box)
+    if shared is None or place.stored.strides is not None or not _in_one(shared, place.box):
+        return None
+    start = place.stored.offset + offset_in(place.box, [lo for lo, _ in shared])
+    return start, prod(box_shape(shared))
 
 
 def _in_one(part: Box, outer: Box) -> bool:

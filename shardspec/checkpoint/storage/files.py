@@ -206,9 +206,16 @@ class SourceFile:
 
 
 class OpenFiles:
-    """Files opened on first use; the one unused for longest is closed when there are many."""
+    """Files opened on first use; the one unused for longest is closed when there are many.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    at_once
+        Most files that are open.
+    """
+
+    def __init__(self, at_once: int = _OPEN_AT_ONCE) -> None:
+        self._at_once = at_once
         self._files: OrderedDict[Path, SourceFile] = OrderedDict()
 
     def file(self, path: Path) -> SourceFile:
@@ -217,7 +224,7 @@ class OpenFiles:
         if found is not None:
             self._files.move_to_end(path)
             return found
-        while len(self._files) >= _OPEN_AT_ONCE:
+        while len(self._files) >= self._at_once:
             self._files.popitem(last=False)[1].close()
         self._files[path] = SourceFile(path)
         remote = [file.remote for file in self._files.values() if file.remote is not None]

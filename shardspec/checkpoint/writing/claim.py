@@ -166,7 +166,7 @@ def _same(fd: int, place: Path) -> bool:
 
 def _discard(place: Path) -> None:
     """Remove what can be removed: an error is on its way already, and the next run clears more."""
-    with suppress(OSError):
+    with suppress(OSError, ImportError):
         if stat.S_ISDIR(os.lstat(place).st_mode):
             _remove_tree(place, ignore_errors=True)
         else:

@@ -158,13 +158,17 @@ class NewFile:
 
 
 def wanted_by(job: Job, slots: Iterable[Slot]) -> Iterator[Stretch]:
-    """Return what will be read to fill slots, as far as it is known and in their order."""
+    """Return what will be read to fill slots of a file, as far as it is known and in their order.
+
+    `Stretch.at` counts bytes of the slots, in the dtypes of the output.
+    """
     written = 0
     for slot in slots:
+        # Looking for the tensor may mean to read.
+        yield Stretch(None, 0, 0, written)
         tensor = job.source.tensor(slot.tensor.source)
         size, wanted = item_bytes(tensor.dtype), item_bytes(slot.tensor.dtype)
         for stretch in stretches(tensor, slot.box):
-            # Numbers that are cast take more room, or less.
             yield stretch._replace(at=written + stretch.at // size * wanted)
         written += slot.num_bytes
 

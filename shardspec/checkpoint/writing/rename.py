@@ -54,11 +54,12 @@ def publish(temporary: Path, path: Path, *, overwrite: bool) -> None:
             path.rename(aside)
             temporary.rename(path)
             temporary = aside
-        # Importing it takes as long as copying 5 MiB, and few outputs replace a directory.
-        import shutil
-
         # The output has its name: that the old one cannot be removed is no failure.
-        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError, ImportError):
+            # Importing it takes as long as copying 5 MiB, and few outputs replace a directory.
+            import shutil
+
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _publish_new(temporary: Path, path: Path) -> None:

@@ -7,7 +7,7 @@ copying 20 MiB.
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from shardspec.checkpoint.writing.fill import Cancelled
 
@@ -50,8 +50,9 @@ def do_together(work: Sequence[Callable[[], _T]], threads: int, failed: Event) -
     todo: SimpleQueue[int] = SimpleQueue()
     for index in range(len(work)):
         todo.put(index)
+    team = _Team()
 
-    def do_some(ended: Event) -> None:
+    def do_some() -> None:
         try:
             while not failed.is_set():
                 index = todo.get_nowait()
@@ -63,41 +64,60 @@ def do_together(work: Sequence[Callable[[], _T]], threads: int, failed: Event) -
         except Empty:
             pass
         finally:
-            ended.set()
+            team.leave()
 
-    ends = [Event() for _ in range(min(threads, len(work)))]
-    team = [(Thread(target=do_some, args=(ended,), daemon=True), ended) for ended in ends]
     try:
-        for thread, _ in team:
-            thread.start()
-        _wait(team)
+        team.start(do_some, min(threads, len(work)))
+        team.wait()
     except BaseException:
-        failed.set()
-        _wait_whatever_comes(team)
+        while True:
+            try:
+                failed.set()
+                # However often the user interrupts: no file may be closed that one writes into.
+                team.wait()
+                break
+            except KeyboardInterrupt:
+                continue
         raise
     if len(results) < len(work):
         in_order = [errors[index] for index in sorted(errors)]
-        raise next((e for e in in_order if not isinstance(e, Cancelled)), Cancelled())
+        error = next((e for e in in_order if not isinstance(e, Cancelled)), Cancelled())
+        try:
+            raise error
+        finally:
+            # Otherwise an error and its traceback hold each other, and buffers with them.
+            del error, in_order
+            errors.clear()
     return [results[index] for index in range(len(work))]
 
 
-_Team: TypeAlias = Sequence[tuple[Thread, Event]]
+class _Team:
+    """Threads that are waited for; whole whenever a signal comes, unlike events and joining."""
 
+    def __init__(self) -> None:
+        self._threads: list[Thread] = []
+        self._left: list[None] = []
+        self._wake: SimpleQueue[None] = SimpleQueue()
 
-def _wait(team: _Team) -> None:
-    """Wait until all that were started have ended."""
-    for thread, ended in team:
-        if thread.ident is not None:
-            # An interrupted join takes the thread for ended (bpo-45274), so it is not enough.
-            ended.wait()
-            thread.join()
+    def start(self, act: Callable[[], None], count: int) -> None:
+        """Start threads that call `leave` in the end."""
+        for _ in range(count):
+            self._threads.append(Thread(target=act, daemon=True))
+            self._threads[-1].start()
 
+    def leave(self) -> None:
+        """Be waited for no longer."""
+        self._left.append(None)
+        self._wake.put(None)
 
-def _wait_whatever_comes(team: _Team) -> None:
-    """Wait even if the user interrupts again: no file may be closed that a thread writes into."""
-    while True:
-        try:
-            _wait(team)
-        except KeyboardInterrupt:
-            continue
-        return
+    def wait(self) -> None:
+        """Wait until all have left that have begun.
+
+        After an interrupt there may be one that has not: it finds that there is nothing to do.
+        """
+        while len(self._left) < sum(thread.ident is not None for thread in self._threads):
+            # Who has not left will say so.
+            self._wake.get()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()

@@ -12,6 +12,7 @@ from shardspec.checkpoint.moving.digests import crc32, crc32_combine
 from shardspec.checkpoint.moving.to_disk import write_all
 from shardspec.checkpoint.reading.source import StoredBox
 from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.checkpoint.writing.claim import claimed
 from shardspec.checkpoint.writing.fill import (
     Job,
@@ -128,7 +129,8 @@ def _write(job: Job, file: OutputFile, place: Path) -> _Found:
     """Write one file; return its digest, and the boxes found to be right on the way."""
     crcs: list[int] = []
     judged: list[StoredBox] = []
-    worth = job.beside and file.num_bytes >= _WORTH_READING_AHEAD
+    here = not isinstance(job.source.directory, RemotePath)
+    worth = here and job.beside and file.num_bytes >= _WORTH_READING_AHEAD
     ahead = Ahead(wanted_by(job, file.slots) if worth else None)
 
     def advance(num_bytes: int) -> None:
