@@ -1,4 +1,6 @@
-"""Stores for tests, and a checkpoint in every form."""
+"""Stores for tests, a checkpoint in every form, and interrupts."""
+
+import signal
 
 import pytest
 
@@ -34,3 +36,11 @@ def forms(tmp_path_factory):
     at = tmp_path_factory.mktemp("forms")
     write_forms(at)
     return at
+
+
+@pytest.fixture
+def _interruptible():
+    """A shell tells what it starts in the background to ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -273,14 +273,6 @@ def test_an_error_of_the_one_who_reads_is_his(behind, monkeypatch):
     assert not checking()
 
 
-@pytest.fixture
-def _interruptible():
-    """A shell tells what it starts in the background to ignore interrupts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_at_the_end_waits_for_the_thread(file, tmp_path, monkeypatch):
     ended = []

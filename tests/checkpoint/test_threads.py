@@ -77,14 +77,6 @@ def test_what_was_cancelled_from_elsewhere_says_so():
         do_together([int, int], 2, failed)
 
 
-@pytest.fixture
-def _interruptible():
-    """A shell tells what it starts in the background to ignore interrupts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("_interruptible")
 def test_interrupts_wait_for_the_threads():
     """However often the user interrupts: no file may be closed that a thread still writes into."""
@@ -97,10 +89,12 @@ def test_interrupts_wait_for_the_threads():
         ended.append(get_ident())
         raise Cancelled
 
+    main = get_ident()
+
     def interrupt():
         begun.wait()
         for _ in range(3):
-            signal.raise_signal(signal.SIGINT)
+            signal.pthread_kill(main, signal.SIGINT)
             time.sleep(0.03)
 
     user = Thread(target=interrupt)
