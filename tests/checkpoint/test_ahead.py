@@ -250,14 +250,18 @@ def test_a_file_that_ends_before_is_no_trouble(file, monkeypatch):
 
 
 def test_without_one_more_thread_all_goes_on(file, monkeypatch):
-    def start(_):
+    starts: list[str] = []
+
+    def start(thread):
+        starts.append(thread.name)
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with Ahead(whole(file)) as ahead:
-        ahead.advance(MIB)
-    with Ahead(None) as ahead:
-        ahead.advance(MIB)
+    for wanted in (whole(file), None):
+        with Ahead(wanted) as ahead:
+            ahead.advance(MIB)
+            assert ahead._thread.ident is None
+    assert starts == ["shardspec-ahead"]
 
 
 def test_a_python_without_the_calls_starts_nothing(file, monkeypatch):

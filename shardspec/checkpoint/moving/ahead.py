@@ -6,6 +6,7 @@ the disk nor the processor waits for the other. What is asked for goes to the ca
 and from there nowhere: nothing is copied, and whoever reads it finds what is wrong.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Final, NamedTuple, Self
 
-from shardspec.boxes import Box
+from shardspec.boxes import Box, intersect
 from shardspec.checkpoint.moving.buffers import BLOCK_BYTES
 from shardspec.checkpoint.moving.pieces import Place, Run, byte_box, pieces
 from shardspec.checkpoint.moving.rows import stretch_of
@@ -83,7 +84,8 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[Stretch]:
         if piece.num_bytes < _LEAST_BYTES * len(piece.sources):
             continue
         for place in piece.sources:
-            found = stretch_of(place, piece.box)
+            shared = intersect(place.box, piece.box)
+            found = None if shared is None else stretch_of(place, shared)
             if found is not None:
                 yield Stretch(place.stored.path, *found, first)
 
@@ -213,5 +215,6 @@ class _Drain:
             done += moved
             while moved:
                 drained = os.splice(self._out, self._nowhere, moved)
-                assert drained, "the pipe holds so much"
+                if not drained:
+                    raise OSError(errno.EIO, "the pipe does not give back what it took")
                 moved -= drained

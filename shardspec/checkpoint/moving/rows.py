@@ -60,10 +60,10 @@ def rows_of(block: Block, row_bytes: int) -> list[Rows] | None:
     return found
 
 
-def stretch_of(place: Place, box: Box) -> tuple[int, int] | None:
-    """Return where in its file a stored box has what it shares with another: start and length.
+def stretch_of(place: Place, part: Box) -> tuple[int, int] | None:
+    """Return where in its file a part of a stored box lies: start and length.
 
-    None if that is nothing, or not one stretch of the file.
+    None if it is not one stretch of the file.
 
     Examples
     --------
@@ -72,11 +72,10 @@ def stretch_of(place: Place, box: Box) -> tuple[int, int] | None:
     >>> stretch_of(place, ((1, 3), (0, 10))), stretch_of(place, ((1, 3), (0, 5)))
     ((110, 20), None)
     """
-    shared = intersect(place.box, box)
-    if shared is None or place.stored.strides is not None or not _in_one(shared, place.box):
+    if place.stored.strides is not None or not _in_one(part, place.box):
         return None
-    start = place.stored.offset + offset_in(place.box, [lo for lo, _ in shared])
-    return start, prod(box_shape(shared))
+    start = place.stored.offset + offset_in(place.box, [lo for lo, _ in part])
+    return start, prod(box_shape(part))
 
 
 def _in_one(part: Box, outer: Box) -> bool:
