@@ -7,6 +7,7 @@ python -m benchmarks.checkpoint_holes /tmp/16gib --hidden 6016 --vocab 32000 --m
 import argparse
 import json
 import pickle
+from array import array
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -18,8 +19,10 @@ from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.moving.digests import crc32, crc32_combine
 from shardspec.checkpoint.reading.safetensors_file import TensorSlot, encode_header
 from shardspec.checkpoint.writers.sharded import sharded_target
+from shardspec.checkpoint.writers.zips import ZipPlan
 from shardspec.checkpoint.writing.assign import assign_boxes
 from shardspec.checkpoint.writing.targets import Wanted
+from shardspec.interop.torch_placements import to_placements
 
 __all__ = ["FORMS", "main", "many_tensors", "of_model", "write_holes"]
 
@@ -127,6 +130,85 @@ def write_dcp_hf(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
             out.truncate(header.file_bytes)
 
 
+def write_ranks(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
+    """Write what a `.pt` of each rank starts and ends with, and holes between: for plans only.
+
+    Pickles of ranks differ in the mesh, which stands in the first tensor. So torch pickles all
+    tensors for rank 0 only, and two for the others.
+    """
+    layouts = {n: Layout(mesh, spec, shape, "bfloat16") for n, (shape, spec) in tensors.items()}
+    whole = _pickled(mesh, layouts, 0)
+    first = dict(list(layouts.items())[:2])
+    starts = [_pickled(mesh, first, rank) for rank in mesh.ids]
+    alike = min(_common_end(start, starts[0]) for start in starts)
+    ids = array("i", mesh.ids).tobytes()
+    at.mkdir(parents=True)
+    for rank, start in zip(mesh.ids, starts, strict=True):
+        plan = ZipPlan()
+        plan.add("data.pkl", start[: len(start) - alike] + whole[len(starts[0]) - alike :])
+        sizes = [2 * prod(layout.local_shape(rank)) for layout in layouts.values()]
+        plan.add_tensor("data/0", sizes[0])
+        plan.add("data/1", ids)
+        for key, num_bytes in enumerate(sizes[1:], 2):
+            plan.add_tensor(f"data/{key}", num_bytes)
+        # Any digests: nothing looks at the holes.
+        between = plan.late(range(1, 1 + len(sizes)))
+        with (at / f"model_world_size_{mesh.size}_rank_{rank}.pt").open("wb") as out:
+            for piece in (*plan.pieces(), between[0], between[-1]):
+                out.seek(piece.offset)
+                out.write(piece.data)
+
+
+def _common_end(one: bytes, other: bytes) -> int:
+    """Return how many bytes two pickles end alike with."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    unlike = (count for count, (a, b) in enumerate(pairs) if a != b)
+    return next(unlike, min(len(one), len(other)))
+
+
+class _Pickle:
+    """Takes the pickle out of what `torch.save` writes."""
+
+    data = b""
+
+    def write_record(self, name: str, data: bytes, _: int) -> None:
+        """Keep one of all records."""
+        if name == "data.pkl":
+            self.data = data
+
+    def write_record_metadata(self, name: str, num_bytes: int) -> None:
+        """Leave a storage out."""
+
+
+def _pickled(mesh: DeviceMesh, layouts: Mapping[str, Layout], rank: int) -> bytes:
+    """Return the pickle of a rank's state; the storage of the mesh has the key 1."""
+    import torch
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.size)
+    names = tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    on = init_device_mesh("cpu", mesh.shape, mesh_dim_names=names)
+    state = {}
+    for name, layout in layouts.items():
+        whole = torch.empty(layout.global_shape, dtype=torch.bfloat16, device="meta")
+        state[name] = DTensor.from_local(
+            torch.empty(layout.local_shape(rank), dtype=torch.bfloat16),
+            on,
+            to_placements(layout.spec, mesh),
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+    found = _Pickle()
+    with torch.serialization.skip_data():
+        torch.serialization._save(state, found, pickle, 2, False)  # type: ignore[no-untyped-call]  # untyped in torch
+    destroy_process_group()
+    return found.data
+
+
 def _stored(mesh: DeviceMesh, tensors: _Tensors) -> dict[int, list[tuple[str, Box]]]:
     """Return by rank what it stores: of boxes that several hold, one stores each."""
     layouts = {n: Layout(mesh, spec, shape, "bfloat16") for n, (shape, spec) in tensors.items()}
@@ -138,6 +220,7 @@ FORMS: Final[Mapping[str, Callable[[Path, DeviceMesh, _Tensors], None]]] = {
     "shardspec": write_holes,
     "dcp": write_dcp,
     "dcp-hf": write_dcp_hf,
+    "ranks": write_ranks,
 }
 """What writes each form."""
 

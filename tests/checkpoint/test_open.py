@@ -48,7 +48,7 @@ print("numpy" in sys.modules)
 
 
 @pytest.mark.parametrize(
-    ("form", "due"), [("ckpt", "native"), ("dcp", "dcp dcp_metadata dcp_records")]
+    ("form", "due"), [("ckpt", "native"), ("dcp", "dcp dcp_metadata dcp_records on_demand")]
 )
 def test_only_what_a_form_needs_is_imported(request, form, due):
     place = request.getfixturevalue(form)

@@ -11,7 +11,6 @@ be told where these are equal.**
 
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Lock
 from typing import Final
 
 from shardspec.boxes import Box, box_shape
@@ -22,6 +21,7 @@ from shardspec.checkpoint.formats.dcp_metadata import (
     TensorEntry,
     read_metadata,
 )
+from shardspec.checkpoint.formats.on_demand import OnDemand
 from shardspec.checkpoint.reading.form_names import (
     DCP,
     DCP_OF_A_RANK,
@@ -66,8 +66,7 @@ class DcpCheckpoint:
         self._metadata = metadata
         self._files = files
         self._ranks = _ranks(files)
-        self._known: dict[str, StoredTensor] = {}
-        self._reading: dict[str, Lock] = {}
+        self._tensors = OnDemand(self._look_up)
         self._meant: dict[bytes, TorchTensor] = {}
         self._others: dict[str, object] | None = None
 
@@ -141,12 +140,7 @@ class DcpCheckpoint:
         CheckpointError
             If a chunk is damaged, or is not what the metadata says.
         """
-        if name not in self._known:
-            # Of threads that want the same one, one reads.
-            with self._reading.setdefault(name, Lock()):
-                if name not in self._known:
-                    self._known[name] = self._tensor(name, self._metadata.tensors[name])
-        return self._known[name]
+        return self._tensors(name)
 
     def _dtype(self, name: str, entry: TensorEntry) -> str:
         try:
@@ -157,7 +151,8 @@ class DcpCheckpoint:
                 "supported; cast it before saving, or leave it out"
             ) from None
 
-    def _tensor(self, name: str, entry: TensorEntry) -> StoredTensor:
+    def _look_up(self, name: str) -> StoredTensor:
+        entry = self._metadata.tensors[name]
         dtype = self._dtype(name, entry)
         boxes = tuple(self._box(name, dtype, chunk) for chunk in entry.chunks)
         return StoredTensor(name, entry.shape, dtype, None, (), boxes)

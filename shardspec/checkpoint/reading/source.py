@@ -6,7 +6,7 @@ so that a new format is one new file that makes these values.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -53,6 +53,8 @@ class HeldBox:
     """The file."""
     offset: int
     """Position in the file of its first byte, or of what it is a part of."""
+    crc32: int | None = field(default=None, kw_only=True)
+    """Of its bytes and no others, where that is known without looking at them."""
 
 
 @dataclass(frozen=True, slots=True)

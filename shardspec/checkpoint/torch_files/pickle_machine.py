@@ -7,13 +7,22 @@ from typing import Final, Never, TypeAlias
 from shardspec.checkpoint.torch_files.pickle_values import (
     Allowed,
     Global,
+    Halfway,
     Record,
     Shortcut,
     Shortcuts,
+    Trace,
 )
 from shardspec.errors import CheckpointError
 
-__all__ = ["MOST_PICKLE_BYTES", "RefusedError", "UnlistedError", "run_pickle", "shown"]
+__all__ = [
+    "MOST_PICKLE_BYTES",
+    "RefusedError",
+    "UnlistedError",
+    "run_head",
+    "run_pickle",
+    "shown",
+]
 
 MOST_PICKLE_BYTES: Final = 256 << 20
 """Of some two million chunks of tensors; more would fill the memory."""
@@ -37,6 +46,7 @@ _MOST_NAME_BYTES: Final = 512
 _KEYS: Final = (str, bytes, int, float, Record, Global, type(None))
 _NUMBERED: Final = b"\x81\x94"
 """NEWOBJ and MEMOIZE: what makes an object for which there may be a shortcut."""
+_STOP: Final = b"."
 _TRUNCATED: Final = "ends too early; it is truncated"
 _NUMBER: Final = struct.Struct("<L").unpack_from
 _SIGNED: Final = struct.Struct("<l").unpack_from
@@ -65,6 +75,7 @@ def run_pickle(
     allowed: Allowed,
     persistent: Callable[[object], object],
     shortcuts: Shortcuts | None = None,
+    trace: Trace | None = None,
 ) -> object:
     """Return the value that a pickle describes; see `unpickle`.
 
@@ -75,10 +86,34 @@ def run_pickle(
     IndexError, UnicodeDecodeError, RecursionError
         If it is damaged.
     """
-    try:
-        return _Machine(data, allowed, persistent, shortcuts or {}).run()
-    except struct.error:
-        raise RefusedError(_TRUNCATED) from None
+    machine = _Machine(data, allowed, persistent, shortcuts or {})
+    if trace is not None:
+        machine.memo, machine.ends = trace.memo, trace.ends
+    machine.run()
+    if len(machine.stack) != 1 or machine.outer:
+        raise RefusedError("does not end with one value; it is damaged")
+    return machine.stack[0]
+
+
+def run_head(
+    data: bytes, end: int, allowed: Allowed, persistent: Callable[[object], object]
+) -> Halfway | None:
+    """Follow the instructions of a pickle up to a place; None if one stops before, or cannot be.
+
+    Parameters
+    ----------
+    data, allowed, persistent
+        As for `unpickle`.
+    end
+        A place between two instructions.
+
+    Raises
+    ------
+    RefusedError, IndexError, UnicodeDecodeError, RecursionError
+        As by `run_pickle`.
+    """
+    machine = _Machine(data[:end] + _STOP, allowed, persistent, {})
+    return Halfway(machine.memo, (*machine.outer, machine.stack)) if machine.run() > end else None
 
 
 class _Machine:
@@ -105,8 +140,17 @@ class _Machine:
         self.shortcuts = shortcuts
         self.short: dict[int, Shortcut] = {}
         """By the id of what `names` holds."""
+        self.ends: list[int] | None = None
+        """As in `Trace`."""
 
-    def run(self) -> object:
+    def run(self) -> int:
+        """Follow the instructions, and return where the one that says stop ends."""
+        try:
+            return self._run()
+        except struct.error:
+            raise RefusedError(_TRUNCATED) from None
+
+    def _run(self) -> int:
         data = self.data
         if data[:1] != b"\x80":
             raise RefusedError("is no pickle of protocol 2 or later; it is damaged")
@@ -174,15 +218,12 @@ class _Machine:
                 case 0x4E:  # NONE
                     stack.append(None)
                 case 0x2E:  # STOP
-                    break
+                    return at
                 case _:
                     raise RefusedError(
                         f"uses instruction {bytes((code,))!r} at byte {at - 1}, which no "
                         "checkpoint needs; nothing of it was run"
                     )
-        if len(self.stack) != 1 or self.outer:
-            raise RefusedError("does not end with one value; it is damaged")
-        return self.stack[0]
 
     def take(self, count: int) -> bytes:
         end = self.at + count
@@ -402,6 +443,8 @@ class _Machine:
         args, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Global) or not isinstance(args, tuple):
             raise RefusedError(f"calls {shown(function)}, which is no name; nothing was run")
+        if self.ends is not None:
+            self.ends.append(self.at)
         builder = self.allowed[function.name]
         if builder is None:
             raise RefusedError(f"calls {function.name}, which is no function; nothing was run")

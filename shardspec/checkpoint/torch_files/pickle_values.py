@@ -1,10 +1,23 @@
-"""What is made of pickles that are read and not run: names, and records in the place of objects."""
+"""What is made of pickles that are read and not run: names, and records in the place of objects.
 
-from collections.abc import Callable, Mapping
+And what is noted on the way.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
-__all__ = ["Allowed", "Builder", "Global", "Record", "Shortcut", "Shortcuts", "as_record"]
+__all__ = [
+    "Allowed",
+    "Builder",
+    "Global",
+    "Halfway",
+    "Record",
+    "Shortcut",
+    "Shortcuts",
+    "Trace",
+    "as_record",
+]
 
 Builder: TypeAlias = Callable[[tuple[object, ...]], object]
 """Makes a value from the arguments of a call that a pickle states."""
@@ -65,3 +78,39 @@ class Record:
 def as_record(name: str) -> Builder:
     """Return a builder of records of that name."""
     return lambda args: Record(name, args)
+
+
+class Halfway(NamedTuple):
+    """What the rest of a pickle goes on from: all that it can refer to, or change."""
+
+    memo: Sequence[object]
+    """What has been numbered."""
+    stacks: Sequence[Sequence[object]]
+    """What is being put together: before every mark, and after the last."""
+
+
+class Trace:
+    """What is noted of a pickle while it is read."""
+
+    __slots__ = ("ends", "memo")
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+        """Where calls end: places between two instructions."""
+        self.memo = TracedMemo()
+        """What has been numbered."""
+
+
+class TracedMemo(list[object]):
+    """A list that takes note of which of its places are referred to."""
+
+    def __init__(self) -> None:
+        self.taken_up: dict[int, int] = {}
+        """By place, how many there were when it was last referred to."""
+
+    # The parent's is overloaded for slices, which nobody takes.
+    def __getitem__(self, place: SupportsIndex | slice) -> Any:  # noqa: ANN401
+        """Return what is at a place."""
+        if isinstance(place, int):
+            self.taken_up[place] = len(self)
+        return super().__getitem__(place)

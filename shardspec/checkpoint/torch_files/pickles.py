@@ -24,6 +24,7 @@ from shardspec.checkpoint.torch_files.pickle_values import (
     Record,
     Shortcut,
     Shortcuts,
+    Trace,
     as_record,
 )
 from shardspec.errors import CheckpointError
@@ -59,6 +60,7 @@ def unpickle(
     what: str,
     persistent: Callable[[object], object] = no_storage,
     shortcuts: Shortcuts | None = None,
+    trace: Trace | None = None,
 ) -> object:
     """Return the value that a pickle describes, made of inert parts.
 
@@ -74,6 +76,8 @@ def unpickle(
         Called for every reference to something outside the pickle.
     shortcuts
         For objects that come by the thousand, by full name; the result is as without.
+    trace
+        Takes note of what others need to know that end alike.
 
     Returns
     -------
@@ -100,7 +104,7 @@ which does not belong in a checkpoint; nothing of it was run. If you trust its w
 again as a state dict of tensors and plain values
     """
     try:
-        return run_pickle(data, allowed, persistent, shortcuts)
+        return run_pickle(data, allowed, persistent, shortcuts, trace)
     except UnlistedError as error:
         raise UnlistedNameError(f"{path}: the {what} {error}") from None
     except RefusedError as error:

@@ -14,6 +14,7 @@ from typing import Final, Never, TypeAlias
 
 from shardspec.checkpoint.moving.digests import crc32
 from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.pickle_values import Trace
 from shardspec.checkpoint.torch_files.pickles import Allowed, Builder, Global, Record
 from shardspec.checkpoint.torch_files.torch_values import (
     TORCH_NAMES,
@@ -28,7 +29,7 @@ from shardspec.layout.placements import Pending, Placement, Split, Whole, spec_o
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["ShardOrder", "TorchDTensor", "dtensor_spec", "read_dtensors"]
+__all__ = ["DTensorReader", "ShardOrder", "TorchDTensor", "dtensor_spec", "read_dtensors"]
 
 ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """Per dim the axes that split it, the major one first."""
@@ -101,22 +102,39 @@ def read_dtensors(
     ...     read_dtensors(file, read_torch_zip(file))["w"].shape
     (2, 3)
     """
-    reader = _Reader(file, found, rank)
-    return read_torch(file, found, {**(more or {}), _FROM_TYPE: reader.from_type})
+    return read_torch(file, found, DTensorReader(file, found, rank).names(more))
 
 
 def _refuse(problem: str) -> Never:
     raise ValueError(problem)
 
 
-class _Reader:
-    """Builds DTensors; a mesh that many of them share is built once."""
+class DTensorReader:
+    """Builds DTensors of one file; a mesh that many of them share is built once.
 
-    def __init__(self, file: SourceFile, found: TorchZip, rank: int | None) -> None:
+    Parameters
+    ----------
+    file, found, rank
+        As for `read_dtensors`.
+    trace
+        What is noted of the pickle on the way.
+    """
+
+    def __init__(
+        self, file: SourceFile, found: TorchZip, rank: int | None, trace: Trace | None = None
+    ) -> None:
         self._file = file
         self._found = found
         self._rank = rank
-        self._meshes: dict[Record, tuple[DeviceMesh, int | None]] = {}
+        self.meshes: dict[Record, tuple[DeviceMesh, int | None]] = {}
+        """Every mesh that a DTensor was on, and who saved it, where it says so."""
+        self._trace = trace
+        self.settled = 0
+        """Where in the pickle the last of them was read, if it is traced."""
+
+    def names(self, more: Allowed | None = None) -> Allowed:
+        """Return `more` and the name that makes a DTensor, for `read_torch`."""
+        return {**(more or {}), _FROM_TYPE: self.from_type}
 
     def from_type(self, args: tuple[object, ...]) -> object:
         """Build what ``_rebuild_from_type_v2`` would: a DTensor, or a tensor with attributes."""
@@ -140,17 +158,19 @@ class _Reader:
         mesh, placements = spec.get("mesh"), spec.get("placements")
         if not isinstance(mesh, Record) or not isinstance(placements, tuple | list):
             _refuse("the spec of a DTensor lacks its mesh or its placements")
-        if mesh not in self._meshes:
+        if mesh not in self.meshes:
             found = self._mesh(mesh)
-            self._meshes[mesh] = found, _writer(mesh, found)
+            self.meshes[mesh] = found, _writer(mesh, found)
+            if self._trace is not None:
+                self.settled = self._trace.ends[-1]
         order = spec.get("shard_order")
         return TorchDTensor(
             local,
             shape,
-            self._meshes[mesh][0],
+            self.meshes[mesh][0],
             tuple(map(_placement, placements)),
             None if order is None else _shard_order(order),
-            self._meshes[mesh][1],
+            self.meshes[mesh][1],
         )
 
     def _mesh(self, mesh: Record) -> DeviceMesh:

@@ -15,11 +15,20 @@ from shardspec.checkpoint.storage.files import SourceFile
 from shardspec.checkpoint.torch_files.pickles import Allowed, as_record
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor, read_dtensors
 from shardspec.checkpoint.torch_files.torch_values import TensorPlace, TorchTensor, tensor_place
-from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
+from shardspec.checkpoint.torch_files.torch_zip import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["ARGUMENT_NAMES", "StateTensor", "TorchState", "flatten_state", "read_torch_state"]
+__all__ = [
+    "ARGUMENT_NAMES",
+    "StateTensor",
+    "TorchContents",
+    "TorchState",
+    "contents_of",
+    "flatten_state",
+    "local_of",
+    "read_torch_state",
+]
 
 Flat: TypeAlias = dict[str, object]
 
@@ -52,7 +61,32 @@ class StateTensor(NamedTuple):
     @property
     def local(self) -> TorchTensor:
         """What the file holds of it."""
-        return self.tensor.local if isinstance(self.tensor, TorchDTensor) else self.tensor
+        return local_of(self.tensor)
+
+
+class TorchContents(NamedTuple):
+    """What one file says that it holds, wherever it lies."""
+
+    tensors: Mapping[str, TorchTensor | TorchDTensor]
+    others: Mapping[str, object]
+    """What is no tensor, as the pickle has it."""
+    beside: frozenset[str]
+    """Tensors that look into parts of storages, but for the first of each storage.
+
+    The digest of a storage is left to that one: judging it means reading all its bytes, and a model
+    may lie in one storage.
+    """
+
+    def place(self, name: str, file: SourceFile, found: TorchZip) -> TensorPlace:
+        """Return where the bytes of a tensor lie, or those of its local part.
+
+        Raises
+        ------
+        CheckpointError
+            As by `tensor_place`.
+        """
+        place = tensor_place(local_of(self.tensors[name]), file, found)
+        return place._replace(digest=None) if name in self.beside else place
 
 
 class TorchState(NamedTuple):
@@ -96,36 +130,48 @@ def read_torch_state(
     with SourceFile(path) as file:
         found = read_torch_zip(file)
         value = read_dtensors(file, found, {**ARGUMENT_NAMES, **(more or {})}, rank)
-        if not isinstance(value, dict):
-            raise CheckpointError(
-                f"{path}: holds a {type(value).__name__}, not a dict of tensors; save a state dict"
-            )
-        tensors: dict[str, StateTensor] = {}
-        others: dict[str, object] = {}
-        seen: set[str] = set()
-        for name, part in flatten_state(value, path).items():
-            match part:
-                case TorchDTensor() | TorchTensor():
-                    local = part.local if isinstance(part, TorchDTensor) else part
-                    place = tensor_place(local, file, found)
-                    tensors[name] = StateTensor(part, _once(local, place, seen))
-                case _:
-                    others[name] = part
-    return TorchState(path, tensors, others)
+        contents = contents_of(value, path)
+        tensors = {
+            name: StateTensor(tensor, contents.place(name, file, found))
+            for name, tensor in contents.tensors.items()
+        }
+    return TorchState(path, tensors, contents.others)
 
 
-def _once(tensor: TorchTensor, place: TensorPlace, seen: set[str]) -> TensorPlace:
-    """Leave the digest of a storage to the first of many tensors that look into parts of it.
+def local_of(tensor: TorchTensor | TorchDTensor) -> TorchTensor:
+    """Return what a file holds of a tensor."""
+    return tensor.local if isinstance(tensor, TorchDTensor) else tensor
 
-    Judging a digest means reading all its bytes, and a model may lie in one storage.
+
+def contents_of(value: object, path: Path) -> TorchContents:
+    """Return the tensors and other entries of what `torch.save` wrote.
+
+    Raises
+    ------
+    CheckpointError
+        If it is no dict, or has two entries of one flat name.
     """
-    digest, key = place.digest, tensor.storage.key
-    if digest is None or prod(tensor.shape) * item_bytes(tensor.dtype) >= digest.num_bytes:
-        return place
-    if key in seen:
-        return place._replace(digest=None)
-    seen.add(key)
-    return place
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path}: holds a {type(value).__name__}, not a dict of tensors; save a state dict"
+        )
+    tensors: dict[str, TorchTensor | TorchDTensor] = {}
+    others: dict[str, object] = {}
+    beside = set()
+    seen: set[str] = set()
+    for name, part in flatten_state(value, path).items():
+        if not isinstance(part, TorchTensor | TorchDTensor):
+            others[name] = part
+            continue
+        tensors[name] = part
+        local = local_of(part)
+        storage = local.storage
+        of_all = storage.size * item_bytes(storage.dtype)
+        if prod(local.shape) * item_bytes(local.dtype) < of_all:
+            if storage.key in seen:
+                beside.add(name)
+            seen.add(storage.key)
+    return TorchContents(tensors, others, frozenset(beside))
 
 
 def flatten_state(state: Mapping[object, object], path: Path) -> Flat:

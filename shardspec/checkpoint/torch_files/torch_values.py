@@ -12,6 +12,8 @@ from typing import Final, NamedTuple
 
 from shardspec.checkpoint.reading.source import Digest
 from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.pickle_machine import RefusedError, run_head
+from shardspec.checkpoint.torch_files.pickle_values import Halfway, Trace
 from shardspec.checkpoint.torch_files.pickles import Allowed, Builder, Global, as_record, unpickle
 from shardspec.checkpoint.torch_files.torch_zip import TorchZip
 from shardspec.dtypes import dtype_name, item_bytes
@@ -22,9 +24,11 @@ __all__ = [
     "TensorPlace",
     "TorchStorage",
     "TorchTensor",
+    "check_record",
     "read_torch",
     "read_torch_pickle",
     "row_major",
+    "run_torch_head",
     "sizes_of",
     "tensor_place",
 ]
@@ -104,30 +108,42 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> Tens
     CheckpointError
         If the record is missing, is not as long as the pickle says, or the tensor reaches past it.
     """
+    check_record(tensor, found)
+    record = found.record(file, tensor.storage.key)
+    size = item_bytes(tensor.dtype)
+    strides = None
+    if not row_major(tensor.shape, tensor.strides):
+        strides = tuple(step * size for step in tensor.strides)
+    value = record.crc32
+    digest = None if value is None else Digest(value, record.offset, record.num_bytes)
+    return TensorPlace(record.offset + tensor.start * size, strides, digest)
+
+
+def check_record(tensor: TorchTensor, found: TorchZip) -> None:
+    """Compare what the pickle says of a tensor with what the directory does; nothing is read.
+
+    Raises
+    ------
+    CheckpointError
+        If the record is missing, is not as long as the pickle says, or the tensor reaches past it.
+    """
     storage = tensor.storage
-    record = found.record(file, storage.key)
-    if record.num_bytes != storage.size * item_bytes(storage.dtype):
+    num_bytes = found.num_bytes(storage.key)
+    if num_bytes != storage.size * item_bytes(storage.dtype):
         raise CheckpointError(
-            f"{found.what}: record data/{storage.key:.40} has {record.num_bytes} bytes, but the "
+            f"{found.what}: record data/{storage.key:.40} has {num_bytes} bytes, but the "
             f"pickle says {storage.size} elements of {storage.dtype}; the file is damaged"
         )
-    size = item_bytes(tensor.dtype)
-    start = tensor.start * size
-    strides = None
     if row_major(tensor.shape, tensor.strides):
         last = prod(tensor.shape) - 1
     else:
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
-        strides = tuple(step * size for step in tensor.strides)
-    if 0 not in tensor.shape and start + (last + 1) * size > record.num_bytes:
+    if 0 not in tensor.shape and (tensor.start + last + 1) * item_bytes(tensor.dtype) > num_bytes:
         raise CheckpointError(
             f"{found.what}: a tensor of shape {list(tensor.shape)} and strides "
             f"{list(tensor.strides)} from element {tensor.start} reaches past its storage of "
-            f"{record.num_bytes} bytes; the file is damaged"
+            f"{num_bytes} bytes; the file is damaged"
         )
-    value = record.crc32
-    digest = None if value is None else Digest(value, record.offset, record.num_bytes)
-    return TensorPlace(record.offset + start, strides, digest)
 
 
 def read_torch(file: SourceFile, found: TorchZip, more: Allowed | None = None) -> object:
@@ -170,7 +186,9 @@ def read_torch(file: SourceFile, found: TorchZip, more: Allowed | None = None) -
     return read_torch_pickle(found.pickle(file), found.what, more)
 
 
-def read_torch_pickle(data: bytes, what: str, more: Allowed | None = None) -> object:
+def read_torch_pickle(
+    data: bytes, what: str, more: Allowed | None = None, trace: Trace | None = None
+) -> object:
     """Read the pickle of what `torch.save` wrote; what it says depends on nothing else.
 
     Parameters
@@ -181,14 +199,40 @@ def read_torch_pickle(data: bytes, what: str, more: Allowed | None = None) -> ob
         For errors: the file.
     more
         As for `read_torch`.
+    trace
+        As for `unpickle`.
 
     Raises
     ------
     CheckpointError
         As `read_torch`.
     """
-    allowed = TORCH_NAMES if more is None else {**TORCH_NAMES, **more}
-    return unpickle(data, allowed, what, "pickle", _storage)
+    return unpickle(data, _allowed(more), what, "pickle", _storage, trace=trace)
+
+
+def run_torch_head(data: bytes, end: int, more: Allowed | None = None) -> Halfway | None:
+    """Run the pickle of what `torch.save` wrote up to a place; None if that cannot be done.
+
+    Parameters
+    ----------
+    data, more
+        As for `read_torch_pickle`.
+    end
+        A place between two instructions.
+
+    Raises
+    ------
+    CheckpointError
+        If it takes something of the file that is damaged.
+    """
+    try:
+        return run_head(data, end, _allowed(more), _storage)
+    except (RefusedError, IndexError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _allowed(more: Allowed | None) -> Allowed:
+    return TORCH_NAMES if more is None else {**TORCH_NAMES, **more}
 
 
 # --- what the names on the list make

@@ -7,12 +7,19 @@ Source: PKWARE's APPNOTE.TXT 6.3.10, and ``caffe2/serialize/inline_container.cc`
 """
 
 import struct
-from collections.abc import Mapping
+from array import array
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.moving.digests import crc32
 from shardspec.checkpoint.storage.files import SourceFile
 from shardspec.checkpoint.torch_files.pickles import MOST_PICKLE_BYTES
+from shardspec.checkpoint.torch_files.torch_lines import (
+    ENTRY,
+    ENTRY_BYTES,
+    AlikeLines,
+    Directory,
+    TorchLines,
+)
 from shardspec.errors import CheckpointError
 
 __all__ = ["TorchRecord", "TorchZip", "read_torch_zip"]
@@ -20,9 +27,6 @@ __all__ = ["TorchRecord", "TorchZip", "read_torch_zip"]
 _END: Final = struct.Struct("<4s4H2LH")
 _END_64: Final = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR: Final = struct.Struct("<4sLQL")
-# Without versions, times and attributes, which say nothing here.
-_ENTRY: Final = struct.Struct("<4s4x2H4x3L4H6xL")
-_ENTRY_BYTES: Final = _ENTRY.size
 _LOCAL: Final = struct.Struct("<4s2x2H16x2H")
 _LOCAL_BYTES: Final = _LOCAL.size
 _FULL_16: Final = 0xFFFF
@@ -70,20 +74,20 @@ class TorchZip:
     ----------
     what
         For errors: the file, and which part of it.
-    entries
-        By name without the archive's.
+    directory
+        Its directory.
     """
 
-    __slots__ = ("_entries", "what")
+    __slots__ = ("_archive", "_crcs", "lines", "what")
 
-    def __init__(self, what: str, entries: Mapping[str, _Entry]) -> None:
+    def __init__(self, what: str, directory: Directory) -> None:
         self.what = what
-        self._entries = entries
+        self._archive, self.lines, self._crcs = directory
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The key of every storage, in no order."""
-        return tuple(name[5:] for name in self._entries if name.startswith("data/"))
+        return tuple(name[5:] for name in self.lines.places if name.startswith("data/"))
 
     def num_bytes(self, key: str) -> int:
         """Return the bytes of a storage, which is known without reading anything.
@@ -93,7 +97,28 @@ class TorchZip:
         CheckpointError
             If there is no such storage.
         """
-        return self._entry(f"data/{key}").num_bytes
+        return self.lines.sizes[self._place(f"data/{key}")]
+
+    def crc32(self, key: str) -> int | None:
+        """Return the CRC-32 of a storage; None where torch was told not to take it.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such storage.
+        """
+        place = self._place(f"data/{key}")
+        return self._crcs[place] if self._crcs[place] or not self.lines.sizes[place] else None
+
+    def begins(self, key: str) -> int:
+        """Return where the own header of a storage starts, which is known without reading anything.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such storage.
+        """
+        return self.lines.headers[self._place(f"data/{key}")]
 
     def record(self, file: SourceFile, key: str) -> TorchRecord:
         """Return where a storage lies; its own header is read and compared with the directory.
@@ -105,8 +130,7 @@ class TorchZip:
         """
         entry = self._entry(f"data/{key}")
         start = self._start(entry, file.read(entry.header, _LOCAL_BYTES + len(entry.name)))
-        known = entry.crc32 != 0 or entry.num_bytes == 0
-        return TorchRecord(start, entry.num_bytes, entry.crc32 if known else None)
+        return TorchRecord(start, entry.num_bytes, self.crc32(key))
 
     def pickle(self, file: SourceFile) -> bytes:
         """Return the bytes of its pickle, compared with their CRC-32.
@@ -124,11 +148,18 @@ class TorchZip:
             )
         return self._small(file, entry)
 
-    def _entry(self, name: str) -> _Entry:
-        entry = self._entries.get(name)
-        if entry is None:
+    def _place(self, name: str) -> int:
+        place = self.lines.places.get(name)
+        if place is None:
             raise CheckpointError(f"{self.what}: has no record {name!r:.100}; it is damaged")
-        return entry
+        return place
+
+    def _entry(self, name: str) -> _Entry:
+        place = self._place(name)
+        _, headers, sizes, end = self.lines
+        limit = headers[place + 1] if place + 1 < len(headers) else end
+        full = self._archive + b"/" + name.encode("utf-8", "surrogateescape")
+        return _Entry(full, headers[place], sizes[place], self._crcs[place], limit)
 
     def _start(self, entry: _Entry, head: bytes) -> int:
         """Return where the bytes of a record start, given its own header."""
@@ -174,13 +205,15 @@ class TorchZip:
         CheckpointError
             If it is a program (TorchScript), or from a machine with the other order of bytes.
         """
-        if "constants.pkl" in self._entries:
+        if "constants.pkl" in self.lines.places:
             raise CheckpointError(
                 f"{self.what}: is a TorchScript program, not a checkpoint; save the state dict of "
                 "the module: torch.save(torch.jit.load(path).state_dict(), new_path)"
             )
-        entry = self._entries.get("byteorder")
-        if entry is not None and (entry.num_bytes, entry.crc32) != _LITTLE:
+        if "byteorder" not in self.lines.places:
+            return
+        entry = self._entry("byteorder")
+        if (entry.num_bytes, entry.crc32) != _LITTLE:
             order = self._small(file, entry) if entry.num_bytes <= 16 else b"?"
             if order != b"little":
                 raise CheckpointError(
@@ -190,7 +223,11 @@ class TorchZip:
 
 
 def read_torch_zip(
-    file: SourceFile, offset: int = 0, num_bytes: int | None = None, what: str | None = None
+    file: SourceFile,
+    offset: int = 0,
+    num_bytes: int | None = None,
+    what: str | None = None,
+    alike: AlikeLines | None = None,
 ) -> TorchZip:
     """Read the directory of what `torch.save` wrote.
 
@@ -202,6 +239,8 @@ def read_torch_zip(
         The stretch of it that is the zip; all of it by default.
     what
         For errors: what it is; the path by default.
+    alike
+        Directories of whole files that this one may be like, and that may be like this one.
 
     Raises
     ------
@@ -234,7 +273,12 @@ def read_torch_zip(
         )
     first = num_bytes - len(tail)
     data = tail[start - first :][:size] if start >= first else file.read(offset + start, size)
-    found = TorchZip(what, _entries(data, count, offset, start, what))
+    directory = alike.find(data, count, start) if alike is not None and offset == 0 else None
+    if directory is None:
+        directory, starts = _read_lines(data, count, offset, start, what)
+        if alike is not None and offset == 0:
+            alike.keep(data, starts, directory)
+    found = TorchZip(what, directory)
     found.check(file)
     return found
 
@@ -289,18 +333,23 @@ def _directory(tail: bytes, num_bytes: int, what: str) -> tuple[int, int, int, i
     return count, size, start, ends
 
 
-def _entries(data: bytes, count: int, offset: int, end: int, what: str) -> dict[str, _Entry]:
-    """Return the lines of the directory, which starts at `end` of the zip."""
-    lines: list[tuple[int, bytes, int, int]] = []
+def _read_lines(
+    data: bytes, count: int, offset: int, end: int, what: str
+) -> tuple[Directory, list[int]]:
+    """Return what the directory says, and where in it each line starts, in the order of records.
+
+    It starts at `end` of the zip.
+    """
+    lines: list[tuple[int, bytes, int, int, int]] = []
     compressed: tuple[bytes, int] | None = None
     at = 0
     try:
         while at < len(data):
             # fmt: off
             (signature, flags, method, value, packed, size, name_bytes, extra_bytes, comment_bytes,
-             disk, header) = _ENTRY.unpack_from(data, at)
+             disk, header) = ENTRY.unpack_from(data, at)
             # fmt: on
-            named = at + _ENTRY_BYTES
+            start, named = at, at + ENTRY_BYTES
             after = named + name_bytes
             name = data[named:after]
             at = after + extra_bytes + comment_bytes
@@ -315,7 +364,7 @@ def _entries(data: bytes, count: int, offset: int, end: int, what: str) -> dict[
                 raise ValueError
             if flags & _ENCRYPTED:
                 raise ValueError
-            lines.append((header, name, size, value))
+            lines.append((header, name, size, value, start))
     except (ValueError, struct.error):
         raise CheckpointError(
             f"{what}: line {len(lines)} of its directory contradicts itself; the file is damaged"
@@ -330,7 +379,7 @@ def _entries(data: bytes, count: int, offset: int, end: int, what: str) -> dict[
         raise CheckpointError(
             f"{what}: its directory has {len(lines)} lines, not {count}; the file is damaged"
         )
-    return _checked(lines, offset, end, what)
+    return _checked(lines, offset, end, what), [line[-1] for line in lines]
 
 
 def _from_extra(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
@@ -352,25 +401,32 @@ def _from_extra(extra: bytes, size: int, packed: int, header: int) -> tuple[int,
 
 
 def _checked(
-    lines: list[tuple[int, bytes, int, int]], offset: int, end: int, what: str
-) -> dict[str, _Entry]:
-    """Return entries by name once no two share a byte or a name."""
+    lines: list[tuple[int, bytes, int, int, int]], offset: int, end: int, what: str
+) -> Directory:
+    """Return columns, in the order of the records, once no two share a byte or a name."""
     lines.sort()
     archive = lines[0][1].partition(b"/")[0]
-    entries: dict[str, _Entry] = {}
+    places: dict[str, int] = {}
     limits = [line[0] for line in lines[1:]]
-    for (header, name, size, value), limit in zip(lines, (*limits, end), strict=True):
+    for (header, name, size, *_), limit in zip(lines, (*limits, end), strict=True):
         if header + _LOCAL_BYTES + len(name) + size > limit:
             raise CheckpointError(
                 f"{what}: record {name!r:.100} of {size} bytes at byte {header} runs into what "
                 f"follows at {limit}; the file is damaged"
             )
         folder, _, inner = name.partition(b"/")
-        key = inner.decode("utf-8", "backslashreplace")
-        if folder != archive or key in entries:
+        # Back to the same bytes, whatever they are.
+        key = inner.decode("utf-8", "surrogateescape")
+        if folder != archive or key in places:
             raise CheckpointError(
                 f"{what}: record {name!r:.100} is there twice, or belongs to another archive than "
                 f"{archive!r:.100}; the file is damaged"
             )
-        entries[key] = _Entry(name, offset + header, size, value, offset + limit)
-    return entries
+        places[key] = len(places)
+    columns = TorchLines(
+        places,
+        array("Q", [offset + line[0] for line in lines]),
+        array("Q", [line[2] for line in lines]),
+        offset + end,
+    )
+    return Directory(archive, columns, array("I", [line[3] for line in lines]))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.replicas import check_replicas
+from shardspec.checkpoint.reading.replicas import check_replicas, known_to_agree
 from shardspec.checkpoint.reading.source import CheckpointSource, distinct
 from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.checkpoint.report import WriteReport
@@ -158,8 +158,13 @@ def _check_tensors(
         for place, name in enumerate(sorted({tensor.source for tensor in wanted})):
             outline = source.outline(name)
             repeated = check_tiling(outline, tiled)
+            agree = verify and all(map(known_to_agree, repeated))
             # Each of several processes compares its share.
-            if repeated and (team is None or place % team.member.size == team.member.rank):
+            if (
+                repeated
+                and not agree
+                and (team is None or place % team.member.size == team.member.rank)
+            ):
                 tensor = source.tensor(name)
                 for group in check_tiling(tensor, tiled):
                     check_replicas(tensor, group, files, trust_digests=verify)

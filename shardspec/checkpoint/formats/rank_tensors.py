@@ -1,0 +1,251 @@
+"""The tensors of a checkpoint with one file per rank, put together from what the ranks hold."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from shardspec.boxes import Box, box_size
+from shardspec.checkpoint.formats.on_demand import OnDemand
+from shardspec.checkpoint.formats.rank_cuts import Cut, Cuts, Kind, RankGroup, grouped
+from shardspec.checkpoint.reading.form_names import RANK_FILES
+from shardspec.checkpoint.reading.holders import Part
+from shardspec.checkpoint.reading.plain import plain_value
+from shardspec.checkpoint.reading.source import HeldBox, Outline, StoredBox, StoredTensor
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.rank_states import RankState
+from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
+from shardspec.checkpoint.torch_files.torch_state import local_of
+from shardspec.checkpoint.torch_files.torch_values import TorchTensor, row_major
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["RankFilesCheckpoint", "RankTensor", "others_of", "reach", "tensors_of"]
+
+
+class RankTensor(NamedTuple):
+    """A tensor of all ranks."""
+
+    kind: Kind
+    spec: ShardingSpec | None
+    """How it is cut over the mesh of all ranks."""
+    cuts: tuple[Cut, ...]
+    """One for each group of ranks that hold the same, in their order."""
+
+
+class RankFilesCheckpoint:
+    """A `CheckpointSource` over the files of all ranks; made by `open_rank_files`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        states: Sequence[RankState],
+        tensors: Mapping[str, RankTensor],
+        mesh: DeviceMesh | None,
+        others: Mapping[str, object],
+    ) -> None:
+        self._directory = directory
+        self._states = states
+        self._described = tensors
+        self._mesh = mesh
+        self._others = others
+        groups = grouped(states)
+        place = {id(group.contents): at for at, group in enumerate(groups)}
+        self._places = [place[id(state.contents)] for state in states]
+        """For every rank, which of the cuts of a tensor is its."""
+        self._tensors = OnDemand(self._look_up)
+
+    @property
+    def format(self) -> str:
+        """What wrote it."""
+        return RANK_FILES
+
+    @property
+    def directory(self) -> Path:
+        """Where it lies."""
+        return self._directory
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of all ranks, if tensors are on one."""
+        return self._mesh
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor, sorted; names inside nested dicts and lists are joined by dots."""
+        return tuple(self._described)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The file of every rank."""
+        return tuple(state.path for state in self._states)
+
+    @property
+    def others(self) -> Mapping[str, object]:
+        """Entries that are no tensors, and other families."""
+        return self._others
+
+    def outline(self, name: str) -> Outline[HeldBox]:
+        """Return a tensor by what the pickles say; offsets are those of what torch puts around."""
+        kind, spec, _ = self._described[name]
+        boxes = []
+        for state, (box, addend) in self._parts(name):
+            local, found = local_of(state.contents.tensors[name]), state.found
+            key = local.storage.key
+            offset = found.begins(key) + local.start * item_bytes(local.dtype)
+            crc = found.crc32(key) if _fills(local) else None
+            boxes.append(HeldBox(box, addend, state.rank, state.path, offset, crc32=crc))
+        return Outline(name, kind.shape, kind.dtype, spec, kind.pending, tuple(boxes))
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor; what torch puts around its bytes in every file is read and checked.
+
+        Raises
+        ------
+        CheckpointError
+            If that is damaged.
+        """
+        return self._tensors(name)
+
+    def _look_up(self, name: str) -> StoredTensor:
+        kind, spec, _ = self._described[name]
+        boxes = []
+        for state, (box, addend) in self._parts(name):
+            with SourceFile(state.path) as file:
+                place = state.contents.place(name, file, state.found)
+            boxes.append(
+                StoredBox(
+                    box, addend, state.rank, state.path, place.offset, place.digest, place.strides
+                )
+            )
+        return StoredTensor(name, kind.shape, kind.dtype, spec, kind.pending, tuple(boxes))
+
+    def _parts(self, name: str) -> Iterator[tuple[RankState, Part]]:
+        """Return what each rank holds of a tensor; not those that hold nothing."""
+        kind, _, cuts = self._described[name]
+        if 0 in kind.shape:
+            return
+        for state, place in zip(self._states, self._places, strict=True):
+            part, shape = cuts[place].part(state.rank)
+            if 0 not in shape:
+                yield state, part
+
+
+def _fills(tensor: TorchTensor) -> bool:
+    """Return whether a tensor is all that lies in its storage, in the order in which it does."""
+    storage = tensor.storage
+    num_bytes = prod(tensor.shape) * item_bytes(tensor.dtype)
+    return num_bytes == storage.size * item_bytes(storage.dtype) and row_major(
+        tensor.shape, tensor.strides
+    )
+
+
+def reach(groups: Iterable[RankGroup]) -> int:
+    """Return how many ranks there are by the largest one that any file knows of."""
+    known = [0]
+    for contents, states in groups:
+        known += [state.rank for state in states]
+        held = contents.tensors.values()
+        meshes = {id(x.mesh): x.mesh for x in held if isinstance(x, TorchDTensor)}
+        known += [max(mesh.ids) for mesh in meshes.values()]
+    return max(known) + 1
+
+
+def tensors_of(
+    states: Sequence[RankState], groups: Sequence[RankGroup]
+) -> tuple[DeviceMesh | None, dict[str, RankTensor]]:
+    """Return the mesh of all ranks, if tensors are on one, and every tensor, sorted."""
+    first = groups[0]
+    for group in groups:
+        for a, b in ((first, group), (group, first)):
+            lacking = a.contents.tensors.keys() - b.contents.tensors.keys()
+            if lacking:
+                raise CheckpointError(
+                    f"{b.states[0].path}: lacks tensor {min(lacking)!r}, which {a.states[0].path} "
+                    "holds; the files are not of one save"
+                )
+    cuts = Cuts()
+    of_all: dict[str, tuple[Cut, ...]] = {}
+    for name in sorted(first.contents.tensors):
+        of_all[name] = found = tuple(cuts.of(name, group) for group in groups)
+        kind = found[0].kind
+        for cut, group in zip(found, groups, strict=True):
+            if cut.kind is not kind and cut.kind != kind:
+                raise CheckpointError(
+                    f"tensor {name!r} is {kind} in {first.states[0].path}, but {cut.kind} in "
+                    f"{group.states[0].path}; the files are not of one save"
+                )
+    mesh_of = {found: _common_mesh(found) for found in of_all.values()}
+    mesh = next((m for m in mesh_of.values() if m is not None and m.size == len(states)), None)
+    specs: dict[tuple[Cut, ...], ShardingSpec | None] = {}
+    tensors = {}
+    for name, found in of_all.items():
+        if found not in specs:
+            # A spec counts axes, so that it says nothing beside another mesh, such as a slice.
+            on_it = mesh_of[found] == mesh
+            specs[found] = found[0].kind.spec if on_it else _spec_on(mesh, found, groups)
+        tensors[name] = RankTensor(found[0].kind, specs[found], found)
+    return mesh, tensors
+
+
+def _common_mesh(found: Sequence[Cut]) -> DeviceMesh | None:
+    """Return the mesh that a tensor is on, as all ranks say; None if they say different ones."""
+    mesh = found[0].mesh
+    return mesh if all(cut.mesh == mesh for cut in found) else None
+
+
+def _spec_on(
+    mesh: DeviceMesh | None, found: Sequence[Cut], groups: Sequence[RankGroup]
+) -> ShardingSpec | None:
+    """Return how a tensor is cut over the mesh of all ranks, though it was saved on a part of it.
+
+    A plain tensor is whole on all ranks; what lies on a slice, as on the axis ``dp`` of a mesh of
+    ``dp`` and ``tp``, is cut over the axes of the same names. That counts if it gives every rank
+    just the box that it has stored.
+    """
+    cuts: dict[int, list[int]] = {}
+    kind, part = found[0].kind, found[0].mesh
+    if mesh is None or kind.pending or (part and None in (part.axis_names, mesh.axis_names)):
+        return None
+    if part is not None and kind.spec is not None:
+        labels = {
+            dim: [part.axis_label(part.axis(axis)) for axis in axes]
+            for dim, axes in kind.spec.dim_partition_dict.items()
+        }
+        if not {label for axes in labels.values() for label in axes} <= set(mesh.axis_names or ()):
+            return None
+        cuts = {dim: [mesh.axis(label) for label in axes] for dim, axes in labels.items()}
+    spec = ShardingSpec(len(kind.shape), cuts)
+    whole = tuple((0, size) for size in kind.shape)
+    boxes: Mapping[int, Box] = dict.fromkeys(mesh.ids, whole)
+    if cuts:
+        boxes = Layout(mesh, spec, kind.shape, kind.dtype).boxes()
+    wanted = {rank: box for rank, box in boxes.items() if box_size(box)}
+    held = {
+        state.rank: box
+        for cut, group in zip(found, groups, strict=True)
+        for state in group.states
+        for (box, _), shape in (cut.part(state.rank),)
+        if 0 not in shape
+    }
+    return spec if held == wanted else None
+
+
+def others_of(groups: Sequence[RankGroup], world: int) -> dict[str, object]:
+    """Return what is no tensor: a value that all ranks share, or else one per rank."""
+    found: dict[str, dict[int, object]] = {}
+    for contents, states in groups:
+        for name, value in contents.others.items():
+            plain = plain_value(value)
+            found.setdefault(name, {}).update((state.rank, plain) for state in states)
+    others: dict[str, object] = {}
+    for name, by_rank in found.items():
+        first, *rest = by_rank.values()
+        if len(by_rank) == world and all(value is first or value == first for value in rest):
+            others[name] = first
+        else:
+            others[name] = {f"rank {rank}": by_rank[rank] for rank in sorted(by_rank)}
+    return others

@@ -1,0 +1,152 @@
+"""Pickles that end alike: what one of them means tells what the others do.
+
+A pickle is a program, and one that differs from another near its start only, as what ranks save
+does, goes on as that one from where the two are at the same point: with the same things on the
+stack, and under the numbers that the rest refers to. So its start is run, and compared; then the
+rest, which is most of it, means what it meant before.
+"""
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+from typing import Final, TypeAlias
+
+from shardspec.checkpoint.torch_files.pickle_values import Global, Halfway, Record, Trace
+
+__all__ = ["Special", "TracedPickle", "same"]
+
+_LEAST_HEAD: Final = 64 << 10
+_PART_OF_IT: Final = 8
+"""A start that is longer than an eighth of the whole is hardly faster to run."""
+_PLAIN: Final = (str, bytes, int, type(None), Global)
+
+Special: TypeAlias = Callable[[object, object], bool | None]
+"""Whether two values are the same; None if that depends on what they hold."""
+
+
+class TracedPickle:
+    """A pickle that was read, for others that end as it does.
+
+    Parameters
+    ----------
+    data, trace
+        The pickle, and what was noted of it.
+    settled
+        From where on it depends on nothing but what it says itself.
+    """
+
+    def __init__(self, data: bytes, trace: Trace, settled: int) -> None:
+        self.data = data
+        most = max(_LEAST_HEAD, len(data) // _PART_OF_IT)
+        first, last = bisect_left(trace.ends, settled), bisect_right(trace.ends, most)
+        self._ends = array("Q", trace.ends[first:last])
+        self._taken_up = trace.memo.taken_up
+        self._first = 0
+        """Among the ends, the one from which others were alike."""
+
+    def common_tail(self, data: bytes) -> int | None:
+        """Return where in this pickle starts what another one ends with; None if that is little.
+
+        It is a place between two instructions.
+        """
+        ends, shift = self._ends, len(data) - len(self.data)
+
+        def shared(end: int) -> bool:
+            return end + shift >= 0 and data[end + shift :] == self.data[end:]
+
+        if not ends or not shared(ends[-1]):
+            return None
+        if not shared(ends[self._first]):
+            self._first = bisect_left(ends, True, lo=self._first + 1, key=shared)
+        return ends[self._first]
+
+    def goes_on_alike(self, one: Halfway, other: Halfway, special: Special) -> bool:
+        """Say whether the rest means the same after another start.
+
+        Parameters
+        ----------
+        one, other
+            What the rest of this pickle goes on from, and what the other one's does.
+        special
+            Asked first about every pair of values.
+        """
+        if len(one.memo) != len(other.memo) or len(one.stacks) != len(other.stacks):
+            return False
+        pairs: list[tuple[object, object]] = [
+            (list(mine), list(others))
+            for mine, others in zip(one.stacks, other.stacks, strict=True)
+        ]
+        for place, count in self._taken_up.items():
+            # What was referred to last when there were fewer is not needed any more.
+            if place < len(one.memo) <= count:
+                pairs.append((one.memo[place], other.memo[place]))
+        return same(pairs, special)
+
+
+def same(pairs: Iterable[tuple[object, object]], special: Special) -> bool:
+    """Say whether inert values are the same by pairs, and hold each other in the same way.
+
+    Parameters
+    ----------
+    pairs
+        Values out of two pickles; they may hold themselves.
+    special
+        Asked first about every pair.
+
+    Examples
+    --------
+    >>> one = [1, "a"]
+    >>> same([({"x": one}, {"x": [1, "a"]})], lambda a, b: None)
+    True
+    >>> same([([one, one], [[1, "a"], [1, "a"]])], lambda a, b: None)
+    False
+    """
+    todo = list(pairs)
+    partner: dict[int, object] = {}
+    compared: set[tuple[int, int]] = set()
+    held: list[object] = []
+    """What is known by its id has to stay."""
+    while todo:
+        a, b = todo.pop()
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, float | complex):
+            # Zeros have signs, and what is no number is not equal to itself.
+            if repr(a) != repr(b):
+                return False
+            continue
+        if isinstance(a, _PLAIN):
+            if a != b:
+                return False
+            continue
+        if (id(a), id(b)) in compared:
+            continue
+        compared.add((id(a), id(b)))
+        held += (a, b)
+        if isinstance(a, list | dict | Record):
+            # What can be changed must be one in both where it is one in either.
+            if id(a) in partner or id(b) in partner:
+                return False
+            partner[id(a)], partner[id(b)] = b, a
+        found = special(a, b)
+        inside = _inside(a, b) if found is None else found
+        if isinstance(inside, bool):
+            if not inside:
+                return False
+        else:
+            todo += inside
+    return True
+
+
+def _inside(a: object, b: object) -> list[tuple[object, object]] | bool:
+    """Return what two values of one type hold, by pairs; or whether they are the same."""
+    if isinstance(a, Record) and isinstance(b, Record):
+        return a.name == b.name and [(a.args, b.args), (a.state, b.state)]
+    if isinstance(a, dict) and isinstance(b, dict):
+        return len(a) == len(b) and [
+            *zip(a.keys(), b.keys(), strict=True),
+            *zip(a.values(), b.values(), strict=True),
+        ]
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and list(zip(a, b, strict=True))
+    return False

@@ -1,0 +1,174 @@
+"""What the files of many ranks hold; those that differ only in who wrote them are read once.
+
+Ranks that hold equal parts of a model save pickles that differ in a few bytes, where the mesh of
+the first DTensor notes its rank. So of all but the first only that much is read.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.pickle_tails import TracedPickle
+from shardspec.checkpoint.torch_files.pickle_values import Halfway, Record, Trace
+from shardspec.checkpoint.torch_files.torch_dtensors import DTensorReader, TorchDTensor
+from shardspec.checkpoint.torch_files.torch_lines import AlikeLines, TorchLines
+from shardspec.checkpoint.torch_files.torch_state import (
+    ARGUMENT_NAMES,
+    TorchContents,
+    contents_of,
+    local_of,
+)
+from shardspec.checkpoint.torch_files.torch_values import (
+    TorchStorage,
+    TorchTensor,
+    check_record,
+    read_torch_pickle,
+    run_torch_head,
+)
+from shardspec.checkpoint.torch_files.torch_zip import TorchZip, read_torch_zip
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["RankState", "RankStates"]
+
+_MOST_KNOWN: Final = 16
+"""Pickles that others are compared with; one for each device of a machine, which they name."""
+
+_Written: TypeAlias = tuple[DeviceMesh, int | None]
+"""A mesh, and who saved it, where it says so."""
+
+
+class RankState(NamedTuple):
+    """What the file of one rank holds."""
+
+    path: Path
+    rank: int
+    """As the name of the file says."""
+    contents: TorchContents
+    """One object for all files that say the same; meshes in it note the first of these ranks."""
+    found: TorchZip
+    """Where in the file it lies."""
+
+
+class _Known:
+    """A file that was read, for others that are like it."""
+
+    def __init__(
+        self, path: Path, rank: int, pickle: TracedPickle, contents: TorchContents
+    ) -> None:
+        self.path = path
+        self.rank = rank
+        self.pickle = pickle
+        self.contents = contents
+        self._head: tuple[int, _Head | None] = -1, None
+
+    def head(self, end: int) -> "_Head | None":
+        """Return what comes before a place in it."""
+        if self._head[0] != end:
+            with SourceFile(self.path) as file:
+                found = read_torch_zip(file)
+                self._head = end, _head(self.pickle.data, end, file, found, self.rank)
+        return self._head[1]
+
+
+class _Head(NamedTuple):
+    """What a pickle comes to up to some place."""
+
+    halfway: Halfway
+    rank: int
+    meshes: dict[Record, _Written]
+
+
+def _head(data: bytes, end: int, file: SourceFile, found: TorchZip, rank: int) -> _Head | None:
+    reader = DTensorReader(file, found, rank)
+    halfway = run_torch_head(data, end, reader.names(ARGUMENT_NAMES))
+    return None if halfway is None else _Head(halfway, rank, reader.meshes)
+
+
+class RankStates:
+    """Reads the files of ranks, one after the other."""
+
+    def __init__(self) -> None:
+        self._lines = AlikeLines()
+        self._known: list[_Known] = []
+        self._fitting: dict[int, tuple[TorchContents, list[TorchLines]]] = {}
+        """By the id of contents, directories that have all their records."""
+
+    def read(self, path: Path, rank: int) -> RankState:
+        """Read what describes the state in a file of `torch.save`; not its data.
+
+        Raises
+        ------
+        CheckpointError
+            If it is damaged, holds no dict, names what does not belong in a checkpoint, or has two
+            entries of one flat name.
+        """
+        with SourceFile(path) as file:
+            found = read_torch_zip(file, alike=self._lines)
+            data = found.pickle(file)
+            contents = self._alike(data, file, found, rank)
+            if contents is None:
+                contents = self._read(data, file, found, rank)
+        self._check(contents, found)
+        return RankState(path, rank, contents, found)
+
+    def _read(self, data: bytes, file: SourceFile, found: TorchZip, rank: int) -> TorchContents:
+        trace = Trace() if len(self._known) < _MOST_KNOWN else None
+        reader = DTensorReader(file, found, rank, trace)
+        value = read_torch_pickle(data, found.what, reader.names(ARGUMENT_NAMES), trace)
+        contents = contents_of(value, file.path)
+        if trace is not None:
+            pickle = TracedPickle(data, trace, reader.settled)
+            self._known.append(_Known(file.path, rank, pickle, contents))
+        return contents
+
+    def _alike(
+        self, data: bytes, file: SourceFile, found: TorchZip, rank: int
+    ) -> TorchContents | None:
+        """Return the contents of a file that this one is like."""
+        for known in self._known:
+            end = known.pickle.common_tail(data)
+            if end is None:
+                continue
+            one = known.head(end)
+            if one is None:
+                continue
+            end += len(data) - len(known.pickle.data)
+            other = _head(data, end, file, found, rank)
+            if other is not None and known.pickle.goes_on_alike(
+                one.halfway, other.halfway, _Same(one, other)
+            ):
+                return known.contents
+        return None
+
+    def _check(self, contents: TorchContents, found: TorchZip) -> None:
+        """Compare what the pickle says of all tensors with the directory, if it is a new pair."""
+        _, fitting = self._fitting.setdefault(id(contents), (contents, []))
+        if not any(lines is found.lines for lines in fitting):
+            for tensor in contents.tensors.values():
+                check_record(local_of(tensor), found)
+            fitting.append(found.lines)
+
+
+class _Same:
+    """Says whether values of two files mean the same, but for who wrote them."""
+
+    def __init__(self, one: _Head, other: _Head) -> None:
+        self._one = one
+        self._other = other
+
+    def __call__(self, a: object, b: object) -> bool | None:
+        if isinstance(a, Record) and isinstance(b, Record):
+            mesh, other = self._one.meshes.get(a), self._other.meshes.get(b)
+            if mesh is None or other is None:
+                return None if mesh is other else False
+            return mesh[0] == other[0] and self._own(mesh[1], other[1])
+        if isinstance(a, TorchDTensor) and isinstance(b, TorchDTensor):
+            return replace(a, rank=b.rank) == b and self._own(a.rank, b.rank)
+        if isinstance(a, TorchTensor | TorchStorage):
+            return a == b
+        return None
+
+    def _own(self, one: int | None, other: int | None) -> bool:
+        """Return whether each is noted as written by the rank that its file's name says."""
+        return (one, other) in ((None, None), (self._one.rank, self._other.rank))

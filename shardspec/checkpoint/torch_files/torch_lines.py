@@ -1,0 +1,111 @@
+"""The lines of a zip's directory, and directories that were made alike.
+
+What ranks saved differs in the name of the archive and in the digests of records; names, sizes and
+places of records are mostly the same. The first directory of a kind is read line by line; of others
+that have the same bytes everywhere else, only the digests are taken.
+"""
+
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+__all__ = ["ENTRY", "ENTRY_BYTES", "AlikeLines", "Directory", "TorchLines"]
+
+ENTRY: Final = struct.Struct("<4s4x2H4x3L4H6xL")
+"""A line without versions, times and attributes, which say nothing here."""
+ENTRY_BYTES: Final = ENTRY.size
+_CRC_AT: Final = 16
+_CRC_BYTES: Final = 4
+_MOST_KEPT: Final = 16
+"""Kinds: ranks of one, two and more digits make names, and so places, of several lengths."""
+
+
+class TorchLines(NamedTuple):
+    """The lines of a directory but for what differs in files that were made alike.
+
+    They are kept as columns, in the order of the records: a file may have many, and there may be
+    many files.
+    """
+
+    places: Mapping[str, int]
+    """Name without the archive's to its place in the columns."""
+    headers: "array[int]"
+    """Positions of their own headers in the file."""
+    sizes: "array[int]"
+    end: int
+    """Where the last record ends at the latest."""
+
+
+class Directory(NamedTuple):
+    """What a directory says."""
+
+    archive: bytes
+    """What all names start with."""
+    lines: TorchLines
+    crcs: "array[int]"
+    """CRC-32 of every record, in the order of the columns."""
+
+
+class _Kind(NamedTuple):
+    """A directory that was read line by line."""
+
+    archive: bytes
+    lines: TorchLines
+    fields: struct.Struct
+    """What lies between the digests, and them, in turns."""
+    between: tuple[bytes, ...]
+
+
+class AlikeLines:
+    """Directories of zips that start their files, those that differ in digests read once."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[int, int, int], _Kind] = {}
+
+    def find(self, data: bytes, count: int, end: int) -> Directory | None:
+        """Return what a directory says; None if none before was like it.
+
+        Parameters
+        ----------
+        data, count
+            The directory, and how many lines it has.
+        end
+            Where it starts in the file.
+        """
+        kind = self._kinds.get((len(data), count, end))
+        if kind is None:
+            return None
+        archive = data[ENTRY_BYTES : ENTRY_BYTES + len(kind.archive)]
+        folder = archive + b"/"
+        if data.count(folder) != count:
+            return None
+        fields = kind.fields.unpack(data.replace(folder, kind.archive + b"/"))
+        if fields[0::2] != kind.between:
+            return None
+        return Directory(archive, kind.lines, array("I", fields[1::2]))
+
+    def keep(self, data: bytes, starts: Sequence[int], directory: Directory) -> None:
+        """Take note of a directory that was read line by line.
+
+        Parameters
+        ----------
+        data, starts
+            The directory, and where each of its lines starts, in the order of the records.
+        directory
+            What it says.
+        """
+        # A digest, replaced as if it were a name, would be another.
+        named = len(directory.archive) >= _CRC_BYTES
+        if len(self._kinds) >= _MOST_KEPT or not named or not starts:
+            return
+        crcs = [start + _CRC_AT for start in starts]
+        gaps = [b - a - _CRC_BYTES for a, b in pairwise((-_CRC_BYTES, *crcs, len(data)))]
+        if min(gaps) < 0:
+            # The lines are not in the order of the records.
+            return
+        fields = struct.Struct("<" + "L".join(f"{gap}s" for gap in gaps))
+        _, lines, _ = directory
+        key = len(data), len(starts), lines.end
+        self._kinds[key] = _Kind(directory.archive, lines, fields, fields.unpack(data)[0::2])
