@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from shardspec.checkpoint.reading.source import (
     Outline,
     StoredTensor,
 )
-from shardspec.checkpoint.reading.tiling import check_tiling
+from shardspec.checkpoint.reading.tiling import ByBoxes, check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -306,9 +306,9 @@ def inspect_checkpoint(directory: Path | str | CheckpointSource) -> CheckpointSu
     source = as_source(directory)
     tensors = tuple(_summary(source, name) for name in source.names)
     # Many tensors are cut alike.
-    tiled: set[object] = set()
+    check = ByBoxes(partial(check_tiling, tiled=set()))
     for tensor in tensors:
-        check_tiling(tensor.outline, tiled)
+        check(tensor.outline)
     return CheckpointSummary(
         source.directory, source.format, source.mesh, tensors, dict(source.others)
     )

@@ -9,7 +9,7 @@ is found by the lengths, shapes and dtypes of its chunks. **That files were swap
 be told where these are equal.**
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -126,7 +126,7 @@ class DcpCheckpoint:
         entry = self._metadata.tensors[name]
         ranks, files = self._ranks, self._files
         boxes = tuple(
-            HeldBox(chunk.box, (), ranks[item.file], files[item.file], item.offset)
+            HeldBox(chunk.box, (), ranks[item.file], files[item.file])
             for chunk in entry.chunks
             for item in (chunk.item,)
         )
@@ -141,6 +141,15 @@ class DcpCheckpoint:
             If a chunk is damaged, or is not what the metadata says.
         """
         return self._tensors(name)
+
+    def origin(self, name: str) -> Hashable:
+        """Return where its chunks lie, by the metadata."""
+        chunks = self._metadata.tensors[name].chunks
+        return frozenset((chunk.item.file, chunk.item.offset, chunk.box) for chunk in chunks)
+
+    def copies_agree(self, name: str) -> bool:  # noqa: ARG002
+        """Say no: the metadata has no digests."""
+        return False
 
     def _dtype(self, name: str, entry: TensorEntry) -> str:
         try:

@@ -1,10 +1,10 @@
 """A checkpoint whose tensors were all listed when it was opened; most formats are read so."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardspec.checkpoint.reading.source import StoredBox, StoredTensor
+from shardspec.checkpoint.reading.source import StoredBox, StoredTensor, origin_of
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["ListedCheckpoint", "whole_tensor"]
@@ -38,6 +38,14 @@ class ListedCheckpoint:
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor and its boxes."""
         return self.tensors[name]
+
+    def origin(self, name: str) -> Hashable:
+        """Return where its bytes lie."""
+        return origin_of(self.tensor(name))
+
+    def copies_agree(self, name: str) -> bool:  # noqa: ARG002
+        """Say no: that is looked at when they are read."""
+        return False
 
 
 def whole_tensor(

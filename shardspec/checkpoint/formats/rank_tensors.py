@@ -1,6 +1,6 @@
 """The tensors of a checkpoint with one file per rank, put together from what the ranks hold."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -52,10 +52,11 @@ class RankFilesCheckpoint:
         self._described = tensors
         self._mesh = mesh
         self._others = others
-        groups = grouped(states)
-        place = {id(group.contents): at for at, group in enumerate(groups)}
+        self._groups = grouped(states)
+        place = {id(group.contents): at for at, group in enumerate(self._groups)}
         self._places = [place[id(state.contents)] for state in states]
         """For every rank, which of the cuts of a tensor is its."""
+        self._boxes: dict[Sequence[Cut], tuple[HeldBox, ...]] = {}
         self._tensors = OnDemand(self._look_up)
 
     @property
@@ -89,16 +90,15 @@ class RankFilesCheckpoint:
         return self._others
 
     def outline(self, name: str) -> Outline[HeldBox]:
-        """Return a tensor by what the pickles say; offsets are those of what torch puts around."""
-        kind, spec, _ = self._described[name]
-        boxes = []
-        for state, (box, addend) in self._parts(name):
-            local, found = local_of(state.contents.tensors[name]), state.found
-            key = local.storage.key
-            offset = found.begins(key) + local.start * item_bytes(local.dtype)
-            crc = found.crc32(key) if _fills(local) else None
-            boxes.append(HeldBox(box, addend, state.rank, state.path, offset, crc32=crc))
-        return Outline(name, kind.shape, kind.dtype, spec, kind.pending, tuple(boxes))
+        """Return a tensor by what the pickles say."""
+        kind, spec, cuts = self._described[name]
+        boxes = self._boxes.get(cuts)
+        if boxes is None:
+            boxes = self._boxes[cuts] = tuple(
+                HeldBox(box, addend, state.rank, state.path)
+                for state, (box, addend) in self._parts(cuts)
+            )
+        return Outline(name, kind.shape, kind.dtype, spec, kind.pending, boxes)
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor; what torch puts around its bytes in every file is read and checked.
@@ -111,9 +111,9 @@ class RankFilesCheckpoint:
         return self._tensors(name)
 
     def _look_up(self, name: str) -> StoredTensor:
-        kind, spec, _ = self._described[name]
+        kind, spec, cuts = self._described[name]
         boxes = []
-        for state, (box, addend) in self._parts(name):
+        for state, (box, addend) in self._parts(cuts):
             with SourceFile(state.path) as file:
                 place = state.contents.place(name, file, state.found)
             boxes.append(
@@ -123,10 +123,32 @@ class RankFilesCheckpoint:
             )
         return StoredTensor(name, kind.shape, kind.dtype, spec, kind.pending, tuple(boxes))
 
-    def _parts(self, name: str) -> Iterator[tuple[RankState, Part]]:
+    def origin(self, name: str) -> Hashable:
+        """Return where in storages the ranks have it."""
+        tensors = (local_of(group.contents.tensors[name]) for group in self._groups)
+        return tuple((tensor.storage.key, tensor.start) for tensor in tensors)
+
+    def copies_agree(self, name: str) -> bool:
+        """Say whether all that hold the same part note the same CRC-32 for it."""
+        crcs: dict[Part, int | None] = {}
+        places: dict[tuple[int, int], int] = {}
+        for state, part in self._parts(self._described[name].cuts):
+            contents, found = state.contents, state.found
+            at = id(contents), id(found.lines)
+            place = places.get(at)
+            if place is None:
+                local = local_of(contents.tensors[name])
+                if not _fills(local):
+                    return False
+                place = places[at] = found.place(local.storage.key)
+            crc = found.crc32_at(place)
+            if crc is None or crcs.setdefault(part, crc) != crc:
+                return False
+        return True
+
+    def _parts(self, cuts: Sequence[Cut]) -> Iterator[tuple[RankState, Part]]:
         """Return what each rank holds of a tensor; not those that hold nothing."""
-        kind, _, cuts = self._described[name]
-        if 0 in kind.shape:
+        if 0 in cuts[0].kind.shape:
             return
         for state, place in zip(self._states, self._places, strict=True):
             part, shape = cuts[place].part(state.rank)

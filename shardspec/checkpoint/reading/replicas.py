@@ -5,19 +5,14 @@ from math import prod
 from typing import Final
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.reading.source import HeldBox, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.reading.source import StoredBox, StoredTensor, box_text
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["check_replicas", "known_to_agree"]
+__all__ = ["check_replicas"]
 
 _PIECE_BYTES: Final = 1 << 20
-
-
-def known_to_agree(group: Sequence[HeldBox]) -> bool:
-    """Say whether digests of boxes that claim the same part are known, and the same."""
-    return group[0].crc32 is not None and len({held.crc32 for held in group}) == 1
 
 
 def check_replicas(

@@ -5,8 +5,8 @@ where its bytes lie. Whoever merges or loads copies bytes between places and nee
 so that a new format is one new file that makes these values.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ __all__ = [
     "StoredTensor",
     "box_text",
     "distinct",
+    "origin_of",
 ]
 
 
@@ -51,19 +52,17 @@ class HeldBox:
     """Physical id of the device that wrote it."""
     path: Path
     """The file."""
-    offset: int
-    """Position in the file of its first byte, or of what it is a part of."""
-    crc32: int | None = field(default=None, kw_only=True)
-    """Of its bytes and no others, where that is known without looking at them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox(HeldBox):
-    """A part of a tensor that is known to start at its offset of a file.
+    """A part of a tensor of which is known where in the file it lies.
 
     It is row-major and contiguous unless it says otherwise.
     """
 
+    offset: int
+    """Position in the file of its first byte."""
     digest: Digest | None = None
     """Of all its bytes, where the format has one."""
     strides: tuple[int, ...] | None = None
@@ -97,7 +96,8 @@ class Outline(Generic[_Box_co]):
     pending: tuple[Pending, ...]
     """One entry per axis over which a reduction is pending, in the order of the spec."""
     boxes: tuple[_Box_co, ...]
-    """Every stored box; one box may be stored more than once."""
+    """Every stored box; one box may be stored more than once. It may be one object for tensors of
+    which the same ranks hold the same parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,11 @@ class Described:
 
     text: str
     """What it is."""
+
+
+def origin_of(tensor: StoredTensor) -> Hashable:
+    """Return `CheckpointSource.origin` of a tensor of which all is known."""
+    return frozenset((box.path, box.offset, box.box) for box in tensor.boxes)
 
 
 def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
@@ -164,6 +169,17 @@ class CheckpointSource(Protocol):
 
     def tensor(self, name: str) -> StoredTensor:
         """Return one of the tensors that `names` lists, all of it."""
+        ...
+
+    def origin(self, name: str) -> Hashable:
+        """Return what is equal for tensors that lie at the same places; for few others it is.
+
+        It is known without looking into files, as `outline` is.
+        """
+        ...
+
+    def copies_agree(self, name: str) -> bool:
+        """Say whether digests that are known like `outline` show that all copies are alike."""
         ...
 
 

@@ -1,16 +1,20 @@
 """Do stored boxes make up a whole tensor? Checked before anything is written."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from shardspec.boxes import Box, contains
 from shardspec.checkpoint.reading.source import HeldBox, Outline, box_text
 from shardspec.errors import CheckpointError
 
 _Box = TypeVar("_Box", bound=HeldBox)
+_Found = TypeVar("_Found")
 
-__all__ = ["Hole", "Overlap", "check_tiling", "find_flaw"]
+__all__ = ["ByBoxes", "Hole", "Overlap", "check_tiling", "find_flaw"]
+
+_MOST_KNOWN: Final = 64
+"""Outlines whose boxes are remembered: a model has few kinds of tensors."""
 
 
 class Hole(NamedTuple):
@@ -142,6 +146,44 @@ def check_tiling(
             case None:
                 tiled.add((tensor.shape, boxes))
     return tuple(tuple(group) for group in same.values() if len(group) > 1)
+
+
+class ByBoxes(Generic[_Found]):
+    """What follows from the boxes of outlines, found once for tensors that have them in common.
+
+    Parameters
+    ----------
+    find
+        Finds it for an outline.
+
+    Examples
+    --------
+    >>> from shardspec.checkpoint.reading.source import HeldBox, Outline
+    >>> from pathlib import Path
+    >>> boxes = (HeldBox(((0, 2),), (), 0, Path("x")),)
+    >>> count = ByBoxes(lambda outline: [len(outline.boxes)])
+    >>> one, other = (Outline(name, (2,), "int8", None, (), boxes) for name in "ab")
+    >>> count(one) is count(other)
+    True
+    """
+
+    def __init__(self, find: Callable[[Outline[HeldBox]], _Found]) -> None:
+        self._find = find
+        self._known: dict[int, tuple[Outline[HeldBox], _Found]] = {}
+        """By the id of the boxes, which live as long as the outline is here."""
+
+    def __call__(self, outline: Outline[HeldBox]) -> _Found:
+        """Return what was found for these boxes; raises what `find` does."""
+        known = self._known.get(id(outline.boxes))
+        if known is not None:
+            like, found = known
+            if (like.shape, like.pending) == (outline.shape, outline.pending):
+                return found
+        found = self._find(outline)
+        if len(self._known) >= _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._known[id(outline.boxes)] = outline, found
+        return found
 
 
 def _where(tensor: Outline[_Box], stored: _Box) -> str:

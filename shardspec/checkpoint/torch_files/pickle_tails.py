@@ -36,29 +36,33 @@ class TracedPickle:
     """
 
     def __init__(self, data: bytes, trace: Trace, settled: int) -> None:
-        self.data = data
         most = max(_LEAST_HEAD, len(data) // _PART_OF_IT)
         first, last = bisect_left(trace.ends, settled), bisect_right(trace.ends, most)
         self._ends = array("Q", trace.ends[first:last])
+        """Where a start may end: the one from which others were alike, and later ones."""
+        self.start = data[: self._ends[-1]] if self._ends else b""
+        """Its first bytes, up to the last of these places."""
+        self._tail = data[self._ends[0] :] if self._ends else b""
+        """What comes after the first of them."""
         self._taken_up = trace.memo.taken_up
-        self._first = 0
-        """Among the ends, the one from which others were alike."""
 
-    def common_tail(self, data: bytes) -> int | None:
-        """Return where in this pickle starts what another one ends with; None if that is little.
+    def common_tail(self, data: bytes) -> tuple[int, int] | None:
+        """Return where what another one ends with starts, here and there; None if that is little.
 
-        It is a place between two instructions.
+        Both are places between two instructions.
         """
-        ends, shift = self._ends, len(data) - len(self.data)
-
-        def shared(end: int) -> bool:
-            return end + shift >= 0 and data[end + shift :] == self.data[end:]
-
-        if not ends or not shared(ends[-1]):
+        if not self._ends:
             return None
-        if not shared(ends[self._first]):
-            self._first = bisect_left(ends, True, lo=self._first + 1, key=shared)
-        return ends[self._first]
+        if not data.endswith(self._tail):
+            first = self._ends[0]
+            if not data.endswith(self._tail[self._ends[-1] - first :]):
+                return None
+            place = bisect_left(
+                self._ends, True, key=lambda end: data.endswith(self._tail[end - first :])
+            )
+            self._tail = self._tail[self._ends[place] - first :]
+            self._ends = self._ends[place:]
+        return self._ends[0], len(data) - len(self._tail)
 
     def goes_on_alike(self, one: Halfway, other: Halfway, special: Special) -> bool:
         """Say whether the rest means the same after another start.

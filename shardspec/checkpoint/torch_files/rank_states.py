@@ -5,13 +5,19 @@ the first DTensor notes its rank. So of all but the first only that much is read
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.storage.files import SourceFile
 from shardspec.checkpoint.torch_files.pickle_tails import TracedPickle
 from shardspec.checkpoint.torch_files.pickle_values import Halfway, Record, Trace
-from shardspec.checkpoint.torch_files.torch_dtensors import DTensorReader, TorchDTensor
+from shardspec.checkpoint.torch_files.torch_dtensors import (
+    DTensorReader,
+    MeshMaker,
+    TorchDTensor,
+    device_mesh,
+)
 from shardspec.checkpoint.torch_files.torch_lines import AlikeLines, TorchLines
 from shardspec.checkpoint.torch_files.torch_state import (
     ARGUMENT_NAMES,
@@ -33,6 +39,9 @@ __all__ = ["RankState", "RankStates"]
 
 _MOST_KNOWN: Final = 16
 """Pickles that others are compared with; one for each device of a machine, which they name."""
+
+_MOST_MESHES: Final = 64
+"""Meshes that are kept: the same few are in every file."""
 
 _Written: TypeAlias = tuple[DeviceMesh, int | None]
 """A mesh, and who saved it, where it says so."""
@@ -62,12 +71,12 @@ class _Known:
         self.contents = contents
         self._head: tuple[int, _Head | None] = -1, None
 
-    def head(self, end: int) -> "_Head | None":
-        """Return what comes before a place in it."""
+    def head(self, end: int, make_mesh: MeshMaker) -> "_Head | None":
+        """Return what its pickle comes to up to a place."""
         if self._head[0] != end:
             with SourceFile(self.path) as file:
-                found = read_torch_zip(file)
-                self._head = end, _head(self.pickle.data, end, file, found, self.rank)
+                reader = DTensorReader(file, read_torch_zip(file), self.rank, make_mesh=make_mesh)
+                self._head = end, _head(self.pickle.start, end, reader, self.rank)
         return self._head[1]
 
 
@@ -79,8 +88,7 @@ class _Head(NamedTuple):
     meshes: dict[Record, _Written]
 
 
-def _head(data: bytes, end: int, file: SourceFile, found: TorchZip, rank: int) -> _Head | None:
-    reader = DTensorReader(file, found, rank)
+def _head(data: bytes, end: int, reader: DTensorReader, rank: int) -> _Head | None:
     halfway = run_torch_head(data, end, reader.names(ARGUMENT_NAMES))
     return None if halfway is None else _Head(halfway, rank, reader.meshes)
 
@@ -91,6 +99,7 @@ class RankStates:
     def __init__(self) -> None:
         self._lines = AlikeLines()
         self._known: list[_Known] = []
+        self._make_mesh: MeshMaker = lru_cache(_MOST_MESHES)(device_mesh)
         self._fitting: dict[int, tuple[TorchContents, list[TorchLines]]] = {}
         """By the id of contents, directories that have all their records."""
 
@@ -114,7 +123,7 @@ class RankStates:
 
     def _read(self, data: bytes, file: SourceFile, found: TorchZip, rank: int) -> TorchContents:
         trace = Trace() if len(self._known) < _MOST_KNOWN else None
-        reader = DTensorReader(file, found, rank, trace)
+        reader = DTensorReader(file, found, rank, trace, self._make_mesh)
         value = read_torch_pickle(data, found.what, reader.names(ARGUMENT_NAMES), trace)
         contents = contents_of(value, file.path)
         if trace is not None:
@@ -127,14 +136,14 @@ class RankStates:
     ) -> TorchContents | None:
         """Return the contents of a file that this one is like."""
         for known in self._known:
-            end = known.pickle.common_tail(data)
-            if end is None:
+            ends = known.pickle.common_tail(data)
+            if ends is None:
                 continue
-            one = known.head(end)
+            one = known.head(ends[0], self._make_mesh)
             if one is None:
                 continue
-            end += len(data) - len(known.pickle.data)
-            other = _head(data, end, file, found, rank)
+            reader = DTensorReader(file, found, rank, make_mesh=self._make_mesh)
+            other = _head(data, ends[1], reader, rank)
             if other is not None and known.pickle.goes_on_alike(
                 one.halfway, other.halfway, _Same(one, other)
             ):

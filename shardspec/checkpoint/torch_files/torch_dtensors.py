@@ -6,7 +6,7 @@ as one such layout per axis. All are read. Source: ``torch/distributed/device_me
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -29,10 +29,22 @@ from shardspec.layout.placements import Pending, Placement, Split, Whole, spec_o
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["DTensorReader", "ShardOrder", "TorchDTensor", "dtensor_spec", "read_dtensors"]
+__all__ = [
+    "DTensorReader",
+    "MeshMaker",
+    "ShardOrder",
+    "TorchDTensor",
+    "device_mesh",
+    "dtensor_spec",
+    "read_dtensors",
+]
 
 ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """Per dim the axes that split it, the major one first."""
+
+MeshMaker: TypeAlias = Callable[
+    [tuple[int, ...], tuple[int, ...], tuple[str, ...] | None], DeviceMesh
+]
 
 _MOST_DEVICES: Final = 1 << 20
 _MOST_NESTED: Final = 256
@@ -105,6 +117,13 @@ def read_dtensors(
     return read_torch(file, found, DTensorReader(file, found, rank).names(more))
 
 
+def device_mesh(
+    ids: tuple[int, ...], shape: tuple[int, ...], axis_names: tuple[str, ...] | None
+) -> DeviceMesh:
+    """Return a mesh; raises what `DeviceMesh` does."""
+    return DeviceMesh(ids, shape, axis_names=axis_names)
+
+
 def _refuse(problem: str) -> Never:
     raise ValueError(problem)
 
@@ -118,10 +137,17 @@ class DTensorReader:
         As for `read_dtensors`.
     trace
         What is noted of the pickle on the way.
+    make_mesh
+        Makes a mesh of ids, sizes and perhaps names of axes.
     """
 
     def __init__(
-        self, file: SourceFile, found: TorchZip, rank: int | None, trace: Trace | None = None
+        self,
+        file: SourceFile,
+        found: TorchZip,
+        rank: int | None,
+        trace: Trace | None = None,
+        make_mesh: MeshMaker | None = None,
     ) -> None:
         self._file = file
         self._found = found
@@ -129,6 +155,7 @@ class DTensorReader:
         self.meshes: dict[Record, tuple[DeviceMesh, int | None]] = {}
         """Every mesh that a DTensor was on, and who saved it, where it says so."""
         self._trace = trace
+        self._make_mesh = make_mesh or device_mesh
         self.settled = 0
         """Where in the pickle the last of them was read, if it is traced."""
 
@@ -179,10 +206,10 @@ class DTensorReader:
             isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
         ):
             _refuse("the names of a mesh are no texts")
-        axis_names = None if names is None else [str(name) for name in names]
+        axis_names = None if names is None else tuple(str(name) for name in names)
         tensor = mesh.get("mesh")
         if isinstance(tensor, TorchTensor):
-            return DeviceMesh(self._numbers(tensor), tensor.shape, axis_names=axis_names)
+            return self._make_mesh(tuple(self._numbers(tensor)), tensor.shape, axis_names)
         layout, ids = mesh.get("_layout"), mesh.get("_flatten_rank_map")
         if not isinstance(ids, tuple):
             ids = mesh.get("_rank_map")
@@ -203,7 +230,7 @@ class DTensorReader:
         places = [base + sum(offsets) for offsets in product(*axes)]
         if min(places) < 0 or max(places) >= len(ids):
             _refuse(f"a mesh of shape {shape} reaches past its {len(ids)} ids")
-        return DeviceMesh([ids[place] for place in places], shape, axis_names=axis_names)
+        return self._make_mesh(tuple(ids[place] for place in places), shape, axis_names)
 
     def _base(self, mesh: Record, ids: Sequence[object], axes: Sequence[Sequence[int]]) -> int:
         """Return where in the list of ids a slice of a mesh starts: the writer is part of it."""

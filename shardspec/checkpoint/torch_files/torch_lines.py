@@ -18,8 +18,8 @@ ENTRY: Final = struct.Struct("<4s4x2H4x3L4H6xL")
 ENTRY_BYTES: Final = ENTRY.size
 _CRC_AT: Final = 16
 _CRC_BYTES: Final = 4
-_MOST_KEPT: Final = 16
-"""Kinds: ranks of one, two and more digits make names, and so places, of several lengths."""
+_MOST_KEPT: Final = 32
+"""Kinds: ranks of one, two and more digits make names and pickles of several lengths."""
 
 
 class TorchLines(NamedTuple):
@@ -57,12 +57,28 @@ class _Kind(NamedTuple):
     """What lies between the digests, and them, in turns."""
     between: tuple[bytes, ...]
 
+    def find(self, data: bytes, count: int) -> Directory | None:
+        """Return what a directory of the same length says; None if it is not like this one."""
+        archive = data[ENTRY_BYTES : ENTRY_BYTES + len(self.archive)]
+        folder, own = archive + b"/", self.archive + b"/"
+        # The first line has the size of the pickle, which differs most often.
+        first = _CRC_AT + _CRC_BYTES
+        if data[first : first + len(self.between[1])].replace(folder, own) != self.between[1]:
+            return None
+        if data.count(folder) != count:
+            return None
+        fields = self.fields.unpack(data.replace(folder, own))
+        if fields[0::2] != self.between:
+            return None
+        return Directory(archive, self.lines, array("I", fields[1::2]))
+
 
 class AlikeLines:
     """Directories of zips that start their files, those that differ in digests read once."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[int, int, int], _Kind] = {}
+        self._kinds: dict[tuple[int, int, int], list[_Kind]] = {}
+        self._left = _MOST_KEPT
 
     def find(self, data: bytes, count: int, end: int) -> Directory | None:
         """Return what a directory says; None if none before was like it.
@@ -74,17 +90,14 @@ class AlikeLines:
         end
             Where it starts in the file.
         """
-        kind = self._kinds.get((len(data), count, end))
-        if kind is None:
-            return None
-        archive = data[ENTRY_BYTES : ENTRY_BYTES + len(kind.archive)]
-        folder = archive + b"/"
-        if data.count(folder) != count:
-            return None
-        fields = kind.fields.unpack(data.replace(folder, kind.archive + b"/"))
-        if fields[0::2] != kind.between:
-            return None
-        return Directory(archive, kind.lines, array("I", fields[1::2]))
+        kinds = self._kinds.get((len(data), count, end), [])
+        for place, kind in enumerate(kinds):
+            found = kind.find(data, count)
+            if found is not None:
+                # The next file is most like this one.
+                kinds.insert(0, kinds.pop(place))
+                return found
+        return None
 
     def keep(self, data: bytes, starts: Sequence[int], directory: Directory) -> None:
         """Take note of a directory that was read line by line.
@@ -98,7 +111,7 @@ class AlikeLines:
         """
         # A digest, replaced as if it were a name, would be another.
         named = len(directory.archive) >= _CRC_BYTES
-        if len(self._kinds) >= _MOST_KEPT or not named or not starts:
+        if not self._left or not named or not starts:
             return
         crcs = [start + _CRC_AT for start in starts]
         gaps = [b - a - _CRC_BYTES for a, b in pairwise((-_CRC_BYTES, *crcs, len(data)))]
@@ -106,6 +119,7 @@ class AlikeLines:
             # The lines are not in the order of the records.
             return
         fields = struct.Struct("<" + "L".join(f"{gap}s" for gap in gaps))
-        _, lines, _ = directory
-        key = len(data), len(starts), lines.end
-        self._kinds[key] = _Kind(directory.archive, lines, fields, fields.unpack(data)[0::2])
+        archive, lines, _ = directory
+        kind = _Kind(archive, lines, fields, fields.unpack(data)[0::2])
+        self._kinds.setdefault((len(data), len(starts), lines.end), []).append(kind)
+        self._left -= 1

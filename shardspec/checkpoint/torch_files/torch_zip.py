@@ -38,7 +38,8 @@ _TAIL_BYTES: Final = 2048
 """Read at once from the end; it holds the whole directory of a single tensor."""
 _MOST_DIRECTORY_BYTES: Final = 16 << 20
 """Of some 150,000 records; more than that would fill the memory."""
-_SLACK_BYTES: Final = 1 << 16
+_AT_ONCE_BYTES: Final = 1 << 16
+"""Read along with a header; taking a long record out of what was read would copy it."""
 _LITTLE: Final = (6, crc32(b"little"))
 """Size and CRC-32 of what names the usual order of bytes, which then need not be read."""
 _OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
@@ -97,28 +98,22 @@ class TorchZip:
         CheckpointError
             If there is no such storage.
         """
-        return self.lines.sizes[self._place(f"data/{key}")]
+        return self.lines.sizes[self.place(key)]
 
-    def crc32(self, key: str) -> int | None:
-        """Return the CRC-32 of a storage; None where torch was told not to take it.
-
-        Raises
-        ------
-        CheckpointError
-            If there is no such storage.
-        """
-        place = self._place(f"data/{key}")
-        return self._crcs[place] if self._crcs[place] or not self.lines.sizes[place] else None
-
-    def begins(self, key: str) -> int:
-        """Return where the own header of a storage starts, which is known without reading anything.
+    def place(self, key: str) -> int:
+        """Return the place of a storage in the columns of `lines`.
 
         Raises
         ------
         CheckpointError
             If there is no such storage.
         """
-        return self.lines.headers[self._place(f"data/{key}")]
+        return self._place(f"data/{key}")
+
+    def crc32_at(self, place: int) -> int | None:
+        """Return the CRC-32 of the record at a place; None where torch was told not to take it."""
+        value = self._crcs[place]
+        return value if value or not self.lines.sizes[place] else None
 
     def record(self, file: SourceFile, key: str) -> TorchRecord:
         """Return where a storage lies; its own header is read and compared with the directory.
@@ -130,7 +125,7 @@ class TorchZip:
         """
         entry = self._entry(f"data/{key}")
         start = self._start(entry, file.read(entry.header, _LOCAL_BYTES + len(entry.name)))
-        return TorchRecord(start, entry.num_bytes, self.crc32(key))
+        return TorchRecord(start, entry.num_bytes, self.crc32_at(self.place(key)))
 
     def pickle(self, file: SourceFile) -> bytes:
         """Return the bytes of its pickle, compared with their CRC-32.
@@ -180,9 +175,9 @@ class TorchZip:
         return start
 
     def _small(self, file: SourceFile, entry: _Entry) -> bytes:
-        """Return the bytes of a record, in one read where the padding is as torch's."""
+        """Return the bytes of a record; those of a short one in one read with its header."""
         ahead = entry.limit - entry.header
-        if ahead > entry.num_bytes + _SLACK_BYTES:
+        if ahead > _AT_ONCE_BYTES:
             ahead = _LOCAL_BYTES + len(entry.name)
         head = file.read(entry.header, ahead)
         start = self._start(entry, head)

@@ -3,14 +3,15 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.replicas import check_replicas, known_to_agree
+from shardspec.checkpoint.reading.replicas import check_replicas
 from shardspec.checkpoint.reading.source import CheckpointSource, distinct
-from shardspec.checkpoint.reading.tiling import check_tiling
+from shardspec.checkpoint.reading.tiling import ByBoxes, check_tiling
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.storage.remote import RemotePath
@@ -154,21 +155,19 @@ def _check_tensors(
     paths: set[Path] = set()
     num_bytes = 0
     tiled: set[object] = set()
+    copies_of = ByBoxes(partial(check_tiling, tiled=tiled))
+    files_of = ByBoxes(lambda outline: {held.path for held in distinct(outline)})
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in wanted})):
             outline = source.outline(name)
-            repeated = check_tiling(outline, tiled)
-            agree = verify and all(map(known_to_agree, repeated))
+            copies = copies_of(outline)
+            unsure = copies and not (verify and source.copies_agree(name))
             # Each of several processes compares its share.
-            if (
-                repeated
-                and not agree
-                and (team is None or place % team.member.size == team.member.rank)
-            ):
+            if unsure and (team is None or place % team.member.size == team.member.rank):
                 tensor = source.tensor(name)
                 for group in check_tiling(tensor, tiled):
                     check_replicas(tensor, group, files, trust_digests=verify)
-            paths.update(held.path for held in (distinct(outline) if repeated else outline.boxes))
+            paths |= files_of(outline)
             # They tile it, for every addend once.
             addends = prod(pending.addends for pending in outline.pending)
             num_bytes += addends * prod(outline.shape) * item_bytes(outline.dtype)

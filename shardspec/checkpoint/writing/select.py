@@ -174,9 +174,9 @@ def tied(source: CheckpointSource, wanted: Sequence[Wanted]) -> dict[str, str]:
     by_place: dict[object, list[Wanted]] = {}
     for tensor in wanted:
         outline = source.outline(tensor.source)
-        held = frozenset((box.path, box.offset, box.box) for box in outline.boxes)
-        if held:
-            key = (outline.shape, outline.dtype, tensor.dtype, held)
+        if outline.boxes:
+            origin = source.origin(tensor.source)
+            key = (outline.shape, outline.dtype, tensor.dtype, origin)
             by_place.setdefault(key, []).append(tensor)
     same = {}
     for alike in by_place.values():
