@@ -56,7 +56,9 @@ class RankFilesCheckpoint:
         place = {id(group.contents): at for at, group in enumerate(self._groups)}
         self._places = [place[id(state.contents)] for state in states]
         """For every rank, which of the cuts of a tensor is its."""
+        self._directories = _Directories(states)
         self._boxes: dict[Sequence[Cut], tuple[HeldBox, ...]] = {}
+        self._copies: dict[Sequence[Cut], list[list[int]]] = {}
         self._tensors = OnDemand(self._look_up)
 
     @property
@@ -130,34 +132,69 @@ class RankFilesCheckpoint:
 
     def copies_agree(self, name: str) -> bool:
         """Say whether all that hold the same part note the same CRC-32 for it."""
-        crcs: dict[Part, int | None] = {}
-        places: dict[tuple[int, int], int] = {}
-        for state, part in self._parts(self._described[name].cuts):
-            contents, found = state.contents, state.found
-            at = id(contents), id(found.lines)
-            place = places.get(at)
-            if place is None:
-                local = local_of(contents.tensors[name])
-                if not _fills(local):
-                    return False
-                place = places[at] = found.place(local.storage.key)
-            crc = found.crc32_at(place)
-            if crc is None or crcs.setdefault(part, crc) != crc:
-                return False
-        return True
+        cuts = self._described[name].cuts
+        if cuts not in self._copies:
+            self._copies[cuts] = _copies(self._held(cuts))
+        return self._directories.agree(name, self._copies[cuts])
 
     def _parts(self, cuts: Sequence[Cut]) -> Iterator[tuple[RankState, Part]]:
         """Return what each rank holds of a tensor; not those that hold nothing."""
+        return ((self._states[at], part) for at, part in self._held(cuts))
+
+    def _held(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, Part]]:
+        """Return the same, ranks by their places in the list of states."""
         if 0 in cuts[0].kind.shape:
             return
-        for state, place in zip(self._states, self._places, strict=True):
+        for at, (state, place) in enumerate(zip(self._states, self._places, strict=True)):
             part, shape = cuts[place].part(state.rank)
             if 0 not in shape:
-                yield state, part
+                yield at, part
+
+
+def _copies(held: Iterable[tuple[int, Part]]) -> list[list[int]]:
+    """Return those that hold the same part, for each part that several do."""
+    by_part: dict[Part, list[int]] = {}
+    for at, part in held:
+        by_part.setdefault(part, []).append(at)
+    return [holders for holders in by_part.values() if len(holders) > 1]
+
+
+class _Directories:
+    """The directories of all files, as columns of digests."""
+
+    def __init__(self, states: Sequence[RankState]) -> None:
+        kinds: dict[tuple[int, int], int] = {}
+        self._first: list[RankState] = []
+        """Of each kind: those that have the same contents at the same places are of one."""
+        self._kind_of: list[int] = []
+        for state in states:
+            alike = id(state.contents), id(state.found.lines)
+            if alike not in kinds:
+                kinds[alike] = len(kinds)
+                self._first.append(state)
+            self._kind_of.append(kinds[alike])
+        self._crcs = [state.found.crcs for state in states]
+
+    def agree(self, name: str, copies: Iterable[Sequence[int]]) -> bool:
+        """Say whether files note one CRC-32 for a tensor, for each of some groups of files."""
+        places = []
+        for state in self._first:
+            local = local_of(state.contents.tensors[name])
+            if not _fills(local):
+                return False
+            places.append(state.found.place(local.storage.key))
+        noted = [crcs[places[kind]] for crcs, kind in zip(self._crcs, self._kind_of, strict=True)]
+        # Where torch was told not to take it there is a 0.
+        return all(
+            noted[first] != 0 and all(noted[other] == noted[first] for other in others)
+            for first, *others in copies
+        )
 
 
 def _fills(tensor: TorchTensor) -> bool:
     """Return whether a tensor is all that lies in its storage, in the order in which it does."""
+    if 0 in tensor.shape:
+        return True
     storage = tensor.storage
     num_bytes = prod(tensor.shape) * item_bytes(tensor.dtype)
     return num_bytes == storage.size * item_bytes(storage.dtype) and row_major(

@@ -79,11 +79,11 @@ class TorchZip:
         Its directory.
     """
 
-    __slots__ = ("_archive", "_crcs", "lines", "what")
+    __slots__ = ("_archive", "crcs", "lines", "what")
 
     def __init__(self, what: str, directory: Directory) -> None:
         self.what = what
-        self._archive, self.lines, self._crcs = directory
+        self._archive, self.lines, self.crcs = directory
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -110,11 +110,6 @@ class TorchZip:
         """
         return self._place(f"data/{key}")
 
-    def crc32_at(self, place: int) -> int | None:
-        """Return the CRC-32 of the record at a place; None where torch was told not to take it."""
-        value = self._crcs[place]
-        return value if value or not self.lines.sizes[place] else None
-
     def record(self, file: SourceFile, key: str) -> TorchRecord:
         """Return where a storage lies; its own header is read and compared with the directory.
 
@@ -125,7 +120,8 @@ class TorchZip:
         """
         entry = self._entry(f"data/{key}")
         start = self._start(entry, file.read(entry.header, _LOCAL_BYTES + len(entry.name)))
-        return TorchRecord(start, entry.num_bytes, self.crc32_at(self.place(key)))
+        value = entry.crc32
+        return TorchRecord(start, entry.num_bytes, value if value or not entry.num_bytes else None)
 
     def pickle(self, file: SourceFile) -> bytes:
         """Return the bytes of its pickle, compared with their CRC-32.
@@ -154,7 +150,7 @@ class TorchZip:
         _, headers, sizes, end = self.lines
         limit = headers[place + 1] if place + 1 < len(headers) else end
         full = self._archive + b"/" + name.encode("utf-8", "surrogateescape")
-        return _Entry(full, headers[place], sizes[place], self._crcs[place], limit)
+        return _Entry(full, headers[place], sizes[place], self.crcs[place], limit)
 
     def _start(self, entry: _Entry, head: bytes) -> int:
         """Return where the bytes of a record start, given its own header."""
