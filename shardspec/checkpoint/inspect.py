@@ -201,18 +201,31 @@ class CheckpointSummary:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
+    def _boxes(self) -> Iterable[tuple[Sequence[HeldBox], int]]:
+        """All boxes, those that tensors have in common once, and the bytes of one element of all.
+
+        A million boxes take seconds to go through.
+        """
+        found: dict[int, tuple[Sequence[HeldBox], int]] = {}
+        for tensor in self.tensors:
+            boxes = tensor.outline.boxes
+            _, size = found.get(id(boxes), (boxes, 0))
+            found[id(boxes)] = boxes, size + item_bytes(tensor.outline.dtype)
+        return found.values()
+
+    @property
     def bytes_by_rank(self) -> dict[int, int]:
         """Bytes of the boxes that each device of the mesh stored."""
         stored: dict[int, int] = {} if self.mesh is None else dict.fromkeys(self.mesh.ids, 0)
-        for tensor in self.tensors:
-            for box in tensor.outline.boxes:
-                stored[box.rank] = stored.get(box.rank, 0) + tensor.box_bytes(box)
+        for boxes, size in self._boxes:
+            for box in boxes:
+                stored[box.rank] = stored.get(box.rank, 0) + size * box_size(box.box)
         return stored if self.mesh is not None else dict(sorted(stored.items()))
 
     @property
     def files_by_rank(self) -> dict[int, str]:
         """Name of the file of each device that stored any box."""
-        paths = {box.rank: box.path for tensor in self.tensors for box in tensor.outline.boxes}
+        paths = {box.rank: box.path for boxes, _ in self._boxes for box in boxes}
         return {rank: _file(path, self.directory) for rank, path in paths.items()}
 
     def to_json(self) -> dict[str, object]:

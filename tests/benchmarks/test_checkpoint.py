@@ -11,7 +11,7 @@ from benchmarks.checkpoint_holes import FORMS as HOLES
 from benchmarks.checkpoint_holes import many_tensors
 from benchmarks.checkpoint_shapes import model_of
 from benchmarks.checkpoint_timing import cat_command, cats_command, python, run, touch
-from shardspec import DeviceMesh
+from shardspec import DeviceMesh, Layout
 from shardspec.checkpoint.open import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,9 +50,9 @@ def test_a_small_run_has_a_line_for_every_command(tmp_path):
     peaks = {row[1]: float(row[head.index("peak MiB")]) for row in rows[1:]}
     assert 20 < peaks["merge"] < 64
     assert peaks["merge"] < peaks["consolidate"]
-    assert [line.partition(":")[0] for line in lines[-7:-1]] == [
+    assert [line.partition(":")[0] for line in lines[-9:-1]] == [
         f"{command}, {form}, 50 tensors on 2x2x2 ranks"
-        for form in ("shardspec's own", "torch DCP", "DCP's HuggingFace form")
+        for form in ("shardspec's own", "torch DCP", "DCP's HuggingFace form", "a .pt of each rank")
         for command in ("merge --dry-run", "inspect")
     ]
     assert list(tmp_path.iterdir()) == []
@@ -73,6 +73,11 @@ def test_checkpoints_of_holes_hold_the_same_in_every_form(tmp_path):
         (name, shape) for name, (shape, _) in tensors.items()
     )
     assert held["dcp"] == held["dcp-hf"] == held["shardspec"]
+    # There every rank has stored its own copy.
+    for name, shape, dtype, boxes in held["ranks"]:
+        layout = Layout(mesh, tensors[name][1], shape, dtype)
+        assert boxes == sorted((box, rank) for rank, box in layout.boxes().items())
+    assert [one[:3] for one in held["ranks"]] == [one[:3] for one in held["dcp"]]
 
 
 def test_models_have_the_tensors_and_sizes_that_are_asked_for():

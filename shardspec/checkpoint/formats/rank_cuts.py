@@ -19,6 +19,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.placements import Placement
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.text import shown
 
 __all__ = ["Cut", "Cuts", "Kind", "RankGroup", "grouped"]
 
@@ -139,7 +140,7 @@ class Cuts:
 def _check_part(state: RankState, name: str, tensor: TorchDTensor, cut: Cut) -> None:
     """Make sure that a rank could have saved what its file holds of a tensor."""
     if state.rank not in tensor.mesh:
-        raise _elsewhere(state, name, f"ranks {list(tensor.mesh.ids)}")
+        raise _elsewhere(state, name, f"ranks {shown(list(tensor.mesh.ids))}")
     _, shape = cut.part(state.rank)
     if shape != tensor.local.shape:
         raise CheckpointError(

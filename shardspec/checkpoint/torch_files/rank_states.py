@@ -37,8 +37,9 @@ from shardspec.mesh import DeviceMesh
 
 __all__ = ["RankState", "RankStates"]
 
-_MOST_KNOWN: Final = 16
-"""Pickles that others are compared with; one for each device of a machine, which they name."""
+_MOST_KNOWN: Final = 32
+"""Pickles that others are compared with: there is one for each device of a machine, which they
+name, and for each slice of a mesh."""
 
 _MOST_MESHES: Final = 64
 """Meshes that are kept: the same few are in every file."""
@@ -135,7 +136,7 @@ class RankStates:
         self, data: bytes, file: SourceFile, found: TorchZip, rank: int
     ) -> TorchContents | None:
         """Return the contents of a file that this one is like."""
-        for known in self._known:
+        for place, known in enumerate(self._known):
             ends = known.pickle.common_tail(data)
             if ends is None:
                 continue
@@ -147,6 +148,8 @@ class RankStates:
             if other is not None and known.pickle.goes_on_alike(
                 one.halfway, other.halfway, _Same(one, other)
             ):
+                # The next file is most like this one.
+                self._known.insert(0, self._known.pop(place))
                 return known.contents
         return None
 

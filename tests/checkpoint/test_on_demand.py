@@ -1,0 +1,107 @@
+"""Tensors that are looked up when they are wanted, and what follows from boxes in common."""
+
+from pathlib import Path
+from threading import Barrier, Thread
+
+import pytest
+
+from shardspec.checkpoint.formats.on_demand import OnDemand
+from shardspec.checkpoint.reading.source import HeldBox, Outline, Pending, StoredBox, StoredTensor
+from shardspec.checkpoint.reading.tiling import ByBoxes
+from shardspec.errors import CheckpointError
+
+
+def tensor(name, boxes):
+    box = StoredBox(((0, 1),), (), 0, Path("x"), 0)
+    return StoredTensor(name, (1,), "int8", None, (), (box,) * boxes)
+
+
+def test_those_wanted_last_are_kept_while_they_have_few_boxes():
+    looked_up = []
+
+    def look_up(name):
+        looked_up.append(name)
+        return tensor(name, 1 << 14)
+
+    find = OnDemand(look_up)
+    for name in "abacab":
+        assert find(name).name == name
+    # Two of 2**14 boxes are kept: a and b; then a and c, as a was wanted after b.
+    assert looked_up == ["a", "b", "c", "b"]
+
+
+def test_one_that_is_larger_than_all_is_kept_until_the_next():
+    looked_up = []
+
+    def look_up(name):
+        looked_up.append(name)
+        return tensor(name, 1 << 16)
+
+    find = OnDemand(look_up)
+    assert find("a") is find("a")
+    assert find("b") is find("b")
+    assert looked_up == ["a", "b"]
+
+
+def test_of_threads_that_want_the_same_one_looks():
+    looked_up = []
+    begin = Barrier(8)
+
+    def look_up(name):
+        looked_up.append(name)
+        return tensor(name, 1)
+
+    find, found = OnDemand(look_up), []
+
+    def want():
+        begin.wait()
+        found.append(find("a"))
+
+    threads = [Thread(target=want) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert looked_up == ["a"]
+    assert len(found) == 8
+    assert all(one is found[0] for one in found)
+
+
+def test_what_fails_is_looked_up_again():
+    answers = [CheckpointError("gone"), tensor("a", 1)]
+
+    def look_up(_):
+        answer = answers.pop(0)
+        if isinstance(answer, CheckpointError):
+            raise answer
+        return answer
+
+    find = OnDemand(look_up)
+    with pytest.raises(CheckpointError, match="gone"):
+        find("a")
+    assert find("a").name == "a"
+
+
+def test_what_follows_from_boxes_in_common():
+    asked = []
+
+    def outline(name, boxes, shape=(4,), pending=()):
+        return Outline(name, shape, "int8", None, pending, boxes)
+
+    def find(one):
+        asked.append(one.name)
+        return one.name
+
+    boxes = (HeldBox(((0, 4),), (), 0, Path("x")),)
+    equal = (HeldBox(((0, 4),), (), 0, Path("x")),)
+    found = ByBoxes(find)
+    assert [found(outline(name, boxes)) for name in "abc"] == ["a", "a", "a"]
+    # They have to be the same ones, and mean the same.
+    assert found(outline("d", equal)) == "d"
+    assert found(outline("e", boxes, shape=(5,))) == "e"
+    assert found(outline("f", boxes, shape=(5,))) == "e"
+    assert found(outline("g", boxes, (5,), (Pending("sum", 2),))) == "g"
+    for place in range(64):
+        found(outline(f"{place}", (*boxes,)))
+    assert found(outline("h", equal)) == "h"
+    assert asked == ["a", "d", "e", "g", *map(str, range(64)), "h"]

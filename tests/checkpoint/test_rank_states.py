@@ -1,0 +1,244 @@
+"""Files of many ranks: reading most of them by another one tells what reading them alone does."""
+
+import shutil
+import struct
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.torch_files.rank_states import RankState, RankStates
+from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
+from shardspec.checkpoint.torch_files.torch_lines import ENTRY
+from shardspec.checkpoint.torch_files.torch_state import read_torch_state
+from shardspec.errors import CheckpointError
+from tests.dist.processes import run_ranks
+
+WORLD = 6
+SIZES = {"w": (6, 6), "v": (12, 2), "u": (4, 3), "b": (6,)}
+PLACED = {
+    "w": (Shard(0), Shard(1)),
+    "v": (_StridedShard(0, split_factor=3), Shard(0)),
+    "u": (Shard(0), Shard(1)),
+    "b": (Replicate(), Shard(0)),
+}
+
+
+def save(rank, directory):
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("fsdp", "tp"))
+    whole = {name: torch.arange(float(prod(size))).view(size) for name, size in SIZES.items()}
+    state = {name: distribute_tensor(whole[name], mesh, PLACED[name]) for name in SIZES}
+    # On a mesh of its own, which stands behind others in the pickle.
+    state["s"] = distribute_tensor(torch.arange(4.0), mesh["fsdp"], (Shard(0),))
+    plain = {"step": torch.tensor(7), "epoch": 3, "twice": state["w"]}
+    for name, more in {
+        "alike": plain,
+        "told": {**plain, "rank": rank},
+        "uneven": {**plain, "x": distribute_tensor(torch.arange(7.0), mesh, (Shard(0), Shard(0)))},
+    }.items():
+        (directory / name).mkdir(exist_ok=True)
+        torch.save({"model": state, **more}, directory / name / f"rank-{rank}.pt")
+    one = {"w": distribute_tensor(whole["w"], mesh, PLACED["w"])}
+    sizes = {**one, "x": distribute_tensor(torch.arange(7.0), mesh, (Shard(0), Shard(0)))}
+    # Two ranks hold it, but all say so.
+    part = {"w": distribute_tensor(whole["w"], DeviceMesh("cpu", [0, 1]), (Shard(0),))}
+    for name, some in {"one": one, "sizes": sizes, "part": part}.items():
+        (directory / name).mkdir(exist_ok=True)
+        torch.save(some, directory / name / f"rank-{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("rank_states")
+    run_ranks(WORLD, directory, save, directory)
+    return directory
+
+
+def paths_of(directory):
+    return [directory / f"rank-{rank}.pt" for rank in range(WORLD)]
+
+
+def told(state, first):
+    """Return what a file says, tensors as saved by the rank that wrote it."""
+    tensors = {}
+    with SourceFile(state.path) as file:
+        for name, tensor in state.contents.tensors.items():
+            if isinstance(tensor, TorchDTensor) and tensor.rank == first.rank:
+                tensor = replace(tensor, rank=state.rank)
+            tensors[name] = tensor, state.contents.place(name, file, state.found)
+    return tensors, state.contents.others
+
+
+# Slices of a mesh are of several kinds, and so are parts of several sizes: 2, 2, 0, 1, 1, 1.
+KINDS = {"alike": 3, "told": 6, "uneven": 6, "one": 1, "sizes": 3}
+
+
+@pytest.mark.parametrize(("form", "kinds"), KINDS.items())
+def test_all_ranks_are_read_as_they_are_alone(saved, form, kinds):
+    states = RankStates()
+    read = [states.read(path, rank) for rank, path in enumerate(paths_of(saved / form))]
+    firsts: dict[int, RankState] = {}
+    for rank, state in enumerate(read):
+        first = firsts.setdefault(id(state.contents), state)
+        alone = read_torch_state(state.path, rank=rank)
+        tensors = {name: (at.tensor, at.place) for name, at in alone.tensors.items()}
+        assert told(state, first) == (tensors, alone.others)
+        assert list(state.contents.tensors) == list(alone.tensors)
+    assert len(firsts) == kinds
+
+
+def test_what_ranks_tell_of_themselves_is_kept(saved):
+    assert open_checkpoint(saved / "alike").others == {"epoch": 3}
+    by_rank = {f"rank {rank}": rank for rank in range(WORLD)}
+    assert open_checkpoint(saved / "told").others == {"epoch": 3, "rank": by_rank}
+
+
+def outcome(states, path, first=None):
+    """Return what reading the file of rank 1 says, or how it is refused."""
+    try:
+        state = states.read(path, 1)
+        alike = first is not None and state.contents is first.contents
+        return told(state, first if alike else state), alike
+    except CheckpointError as error:
+        return str(error), False
+
+
+def pickle_at(data):
+    """Return where the pickle and its CRC-32 in the directory are."""
+    line = data.index(b"PK\1\2")
+    assert data[line + ENTRY.size :].split(b"/")[1].startswith(b"data.pkl")
+    size = struct.unpack_from("<L", data, line + 24)[0]
+    names = struct.unpack_from("<2H", data, 26)
+    return 30 + sum(names), size, line + 16
+
+
+@pytest.mark.parametrize("change", [1, 0x80])
+def test_every_byte_of_a_pickle(saved, tmp_path, change):
+    first, data = paths_of(saved / "one")[0], bytearray(paths_of(saved / "one")[1].read_bytes())
+    start, size, noted = pickle_at(data)
+    path = tmp_path / "rank-1.pt"
+    alike = 0
+    for at in range(start, start + size):
+        data[at] ^= change
+        struct.pack_into("<L", data, noted, crc32(data[start : start + size]))
+        path.write_bytes(data)
+        data[at] ^= change
+        states = RankStates()
+        due, _ = outcome(RankStates(), path)
+        found, shared = outcome(states, path, states.read(first, 0))
+        assert found == due, at - start
+        alike += shared
+    # Names of process groups, and what only torch reads of a mesh, make no difference.
+    assert 0 < alike < size // 5
+
+
+@pytest.mark.parametrize("change", [1, 0x80])
+def test_every_byte_of_a_directory(saved, tmp_path, change):
+    first, data = paths_of(saved / "one")[0], bytearray(paths_of(saved / "one")[1].read_bytes())
+    path = tmp_path / "rank-1.pt"
+    alike = 0
+    for at in range(data.index(b"PK\1\2"), len(data)):
+        data[at] ^= change
+        path.write_bytes(data)
+        data[at] ^= change
+        states = RankStates()
+        due, _ = outcome(RankStates(), path)
+        known = states.read(first, 0)
+        found, _ = outcome(states, path, known)
+        assert found == due, at
+        alike += not isinstance(due, str)
+    assert alike > 0
+
+
+def test_copies_that_differ_are_compared_byte_by_byte(saved, tmp_path):
+    ckpt = shutil.copytree(saved / "alike", tmp_path / "ckpt")
+    source = open_checkpoint(ckpt)
+    assert source.copies_agree("model.b")
+    assert source.copies_agree("model.w")
+    assert source.copies_agree("step")
+    boxes = [box for box in source.tensor("model.b").boxes if box.box == ((2, 4),)]
+    assert [box.rank for box in boxes] == [1, 4]
+    spoil(boxes[1])
+    source = open_checkpoint(ckpt)
+    assert not source.copies_agree("model.b")
+    assert source.copies_agree("model.w")
+    with pytest.raises(CheckpointError) as caught:
+        merge(ckpt, tmp_path / "out.safetensors")
+    assert str(caught.value) == (
+        f"tensor 'model.b': ranks 1 and 4 claim different data for box [2:4], first at index [2], "
+        f"in {boxes[0].path} and {boxes[1].path}; keep the right one of the two"
+    )
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def noted_at(box, data):
+    """Return where in its file a box's digest is noted, and what it is of."""
+    digest = box.digest
+    assert digest is not None, "torch takes it"
+    return data.index(struct.pack("<L", digest.crc32), data.index(b"PK\1\2")), digest
+
+
+def spoil(box):
+    """Change the first element of a box, and what is noted of it."""
+    data = bytearray(box.path.read_bytes())
+    noted, digest = noted_at(box, data)
+    data[box.offset] ^= 1
+    value = crc32(data[digest.start : digest.start + digest.num_bytes])
+    struct.pack_into("<L", data, noted, value)
+    box.path.write_bytes(data)
+
+
+def test_without_digests_copies_are_not_known_to_agree(saved, tmp_path):
+    ckpt = shutil.copytree(saved / "alike", tmp_path / "ckpt")
+    box = open_checkpoint(ckpt).tensor("model.b").boxes[1]
+    data = bytearray(box.path.read_bytes())
+    noted, _ = noted_at(box, data)
+    struct.pack_into("<L", data, noted, 0)
+    box.path.write_bytes(data)
+    source = open_checkpoint(ckpt)
+    assert source.tensor("model.b").boxes[1].digest is None
+    assert not source.copies_agree("model.b")
+    merge(ckpt, tmp_path / "out.safetensors")
+
+
+def test_what_torch_puts_around_a_tensor_is_looked_at_when_it_is_read(saved, tmp_path):
+    ckpt = shutil.copytree(saved / "alike", tmp_path / "ckpt")
+    path = ckpt / "rank-3.pt"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"rank-3/data/2") + 12] = ord("7")
+    path.write_bytes(data)
+    out = tmp_path / "out.safetensors"
+    assert not merge(ckpt, out, dry_run=True).written
+    with pytest.raises(CheckpointError, match=r"the header of record b'rank-3/data/2' at byte"):
+        merge(ckpt, out)
+    assert sorted(at.name for at in tmp_path.iterdir()) == ["ckpt"]
+
+
+def test_swapped_files_that_are_alike(saved, tmp_path):
+    ckpt = shutil.copytree(saved / "alike", tmp_path / "ckpt")
+    (ckpt / "rank-2.pt").rename(ckpt / "x")
+    (ckpt / "rank-5.pt").rename(ckpt / "rank-2.pt")
+    (ckpt / "x").rename(ckpt / "rank-5.pt")
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(ckpt)
+    assert str(caught.value) == (
+        f"{ckpt / 'rank-2.pt'}: tensor 'model.b' was saved by rank 5, not by rank 2 as the name of "
+        "the file says; the file belongs elsewhere, restore its name"
+    )
+
+
+def test_a_rank_beyond_the_mesh(saved):
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(saved / "part")
+    assert str(caught.value) == (
+        f"{saved / 'part' / 'rank-2.pt'}: tensor 'w' was saved by ranks [0, 1], not by rank 2 as "
+        "the name of the file says; the file belongs elsewhere, restore its name"
+    )
