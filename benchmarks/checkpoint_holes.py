@@ -133,25 +133,29 @@ def write_dcp_hf(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
 def write_ranks(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
     """Write what a `.pt` of each rank starts and ends with, and holes between: for plans only.
 
-    Pickles of ranks differ in the mesh, which stands in the first tensor. So torch pickles all
-    tensors for rank 0 only, and two for the others.
+    Pickles of ranks that have parts of the same sizes differ in the mesh, which stands in the first
+    tensor. So torch pickles all tensors for the first of these ranks only, and two for the others.
     """
     layouts = {n: Layout(mesh, spec, shape, "bfloat16") for n, (shape, spec) in tensors.items()}
-    whole = _pickled(mesh, layouts, 0)
     first = dict(list(layouts.items())[:2])
-    starts = [_pickled(mesh, first, rank) for rank in mesh.ids]
-    alike = min(_common_end(start, starts[0]) for start in starts)
+    pickles: dict[object, tuple[bytes, bytes]] = {}
     ids = array("i", mesh.ids).tobytes()
     at.mkdir(parents=True)
-    for rank, start in zip(mesh.ids, starts, strict=True):
+    for rank in mesh.ids:
+        shapes = tuple(layout.local_shape(rank) for layout in layouts.values())
+        sizes = [2 * prod(shape) for shape in shapes]
+        start = _pickled(mesh, first, rank)
+        if shapes not in pickles:
+            pickles[shapes] = start, _pickled(mesh, layouts, rank)
+        like, whole = pickles[shapes]
+        alike = _common_end(start, like)
         plan = ZipPlan()
-        plan.add("data.pkl", start[: len(start) - alike] + whole[len(starts[0]) - alike :])
-        sizes = [2 * prod(layout.local_shape(rank)) for layout in layouts.values()]
+        plan.add("data.pkl", start[: len(start) - alike] + whole[len(like) - alike :])
         plan.add_tensor("data/0", sizes[0])
         plan.add("data/1", ids)
         for key, num_bytes in enumerate(sizes[1:], 2):
             plan.add_tensor(f"data/{key}", num_bytes)
-        # Any digests: nothing looks at the holes.
+        # Any digests, the same for all ranks: nothing looks at the holes.
         between = plan.late(range(1, 1 + len(sizes)))
         with (at / f"model_world_size_{mesh.size}_rank_{rank}.pt").open("wb") as out:
             for piece in (*plan.pieces(), between[0], between[-1]):
