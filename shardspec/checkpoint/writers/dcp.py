@@ -69,7 +69,7 @@ def dcp_target(
             "version": "1.0.0",
         },
     )
-    data = pickled(metadata)
+    data = pickled(metadata, numbered=True)
     return Target(
         tuple(files),
         directory=True,

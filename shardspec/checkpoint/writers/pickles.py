@@ -7,6 +7,7 @@ and torch's checkpoint metadata need. Source: Lib/pickletools.py of CPython.
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from shardspec.errors import CheckpointError
 
@@ -51,13 +52,16 @@ class Pairs:
     items: tuple[tuple[object, object], ...]
 
 
-def pickled(value: object) -> bytes:
-    """Return a value as a pickle of protocol 2.
+def pickled(value: object, *, numbered: bool = False) -> bytes:
+    """Return a value as a pickle.
 
     Parameters
     ----------
     value
         None, numbers, text, bytes, and tuples, lists and dicts of such; and the values above.
+    numbered
+        Write protocol 4 and number all that Python's pickler does, as readers of many like things
+        may expect; otherwise protocol 2, as torch's files have it.
 
     Raises
     ------
@@ -67,18 +71,25 @@ def pickled(value: object) -> bytes:
     Examples
     --------
     >>> import pickle
-    >>> pickle.loads(pickled({"a": [1, -2.5, None], ("b", 2**70): Call(Name("builtins", "list"))}))
+    >>> value = {"a": [1, -2.5, None], ("b", 2**70): Call(Name("builtins", "list"))}
+    >>> pickle.loads(pickled(value))
     {'a': [1, -2.5, None], ('b', 1180591620717411303424): []}
+    >>> pickle.loads(pickled(value, numbered=True)) == pickle.loads(pickled(value))
+    True
     """
-    writer = _Writer()
+    writer = _NumberingWriter() if numbered else _Writer()
     writer.put(value)
-    return b"\x80\x02" + b"".join(writer.parts) + b"."
+    protocol = 4 if numbered else 2
+    return b"\x80" + bytes((protocol,)) + b"".join(writer.parts) + b"."
 
 
 class _Writer:
+    """Writes protocol 2; numbers texts and names only."""
+
     def __init__(self) -> None:
         self.parts: list[bytes] = []
-        self._memo: dict[object, int] = {}
+        self._known: dict[object, int] = {}
+        self._numbers = 0
 
     def put(self, value: object) -> None:
         """Write a value."""
@@ -89,41 +100,41 @@ class _Writer:
             case bool():
                 parts.append(b"\x88" if value else b"\x89")
             case int():
-                parts.append(_int(value))
+                parts.append(self.int_(value))
             case float():
                 parts.append(b"G" + struct.pack(">d", value))
-            case str():
-                self._known(value, b"X" + _sized(_utf8(value)))
+            case str() | Name():
+                self._once(value)
             case bytes():
-                # Protocol 2 has no bytes of its own; this is what Python writes for them.
-                self.put(Call(Name("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
+                self.bytes_(value)
             case tuple():
-                parts.append(b"(")
-                for item in value:
-                    self.put(item)
-                parts.append(b"t")
+                self.tuple_(value)
             case list():
-                parts.append(b"](")
+                parts.append(b"]")
+                self.made()
+                parts.append(b"(")
                 for item in value:
                     self.put(item)
                 parts.append(b"e")
             case Mapping():
                 self.put(Pairs(tuple(value.items())))
             case Pairs(items):
-                parts.append(b"}(")
+                parts.append(b"}")
+                self.made()
+                parts.append(b"(")
                 for key, item in items:
                     self.put(key)
                     self.put(item)
                 parts.append(b"u")
-            case Name(module, name):
-                self._known(value, b"c" + _utf8(module) + b"\n" + _utf8(name) + b"\n")
             case Call(function, args):
                 self.put(function)
                 self.put(args)
                 parts.append(b"R")
+                self.made()
             case Made(kind, state):
                 self.put(kind)
                 parts.append(b")\x81")
+                self.made()
                 if state is not None:
                     self.put(state)
                     parts.append(b"b")
@@ -135,14 +146,116 @@ class _Writer:
                     f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"
                 )
 
-    def _known(self, value: object, instructions: bytes) -> None:
+    def _once(self, value: "str | Name") -> None:
         """Write a text or a name once, and refer to it afterwards."""
-        place = self._memo.get(value)
+        place = self._known.get(value)
         if place is not None:
-            self.parts.append(b"j" + struct.pack("<I", place))
+            self.parts.append(self.taken_up(place))
             return
-        place = self._memo[value] = len(self._memo)
-        self.parts.append(instructions + b"r" + struct.pack("<I", place))
+        if isinstance(value, Name):
+            self.name(value)
+        else:
+            self.parts.append(self.text(_utf8(value)))
+        self._known[value] = self._numbers
+        self.parts.append(self.number(self._numbers))
+        self._numbers += 1
+
+    def made(self) -> None:
+        """Take note that something was made, which is numbered if all is to be."""
+
+    def tuple_(self, value: tuple[object, ...]) -> None:
+        """Write a tuple."""
+        self.parts.append(b"(")
+        for item in value:
+            self.put(item)
+        self.parts.append(b"t")
+
+    def bytes_(self, value: bytes) -> None:
+        """Write bytes, of which protocol 2 has none of its own, as Python does there."""
+        self.put(Call(Name("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
+
+    def name(self, value: Name) -> None:
+        """Write a name."""
+        self.parts.append(b"c" + _utf8(value.module) + b"\n" + _utf8(value.name) + b"\n")
+
+    @staticmethod
+    def text(data: bytes) -> bytes:
+        """Return what writes a text."""
+        return b"X" + _sized(data)
+
+    @staticmethod
+    def int_(value: int) -> bytes:
+        """Return what writes a whole number."""
+        return _int(value)
+
+    @staticmethod
+    def number(place: int) -> bytes:
+        """Return what numbers the value that was written last."""
+        return b"r" + struct.pack("<I", place)
+
+    @staticmethod
+    def taken_up(place: int) -> bytes:
+        """Return what refers to a number."""
+        return b"j" + struct.pack("<I", place)
+
+
+class _NumberingWriter(_Writer):
+    """Writes protocol 4; numbers all that Python's pickler does."""
+
+    def made(self) -> None:
+        """Give it a number."""
+        self.parts.append(b"\x94")
+        self._numbers += 1
+
+    def tuple_(self, value: tuple[object, ...]) -> None:
+        """Write a tuple."""
+        if not value:
+            self.parts.append(b")")
+            return
+        short = _SHORT_TUPLES.get(len(value))
+        if short is None:
+            super().tuple_(value)
+        else:
+            for item in value:
+                self.put(item)
+            self.parts.append(short)
+        self.made()
+
+    def bytes_(self, value: bytes) -> None:
+        """Write bytes."""
+        self.parts.append(b"B" + _sized(value))
+        self.made()
+
+    def name(self, value: Name) -> None:
+        """Write a name."""
+        self.put(value.module)
+        self.put(value.name)
+        self.parts.append(b"\x93")
+
+    @staticmethod
+    def text(data: bytes) -> bytes:
+        """Return what writes a text."""
+        return b"\x8c" + bytes((len(data),)) + data if len(data) < 256 else b"X" + _sized(data)
+
+    @staticmethod
+    def int_(value: int) -> bytes:
+        """Return what writes a whole number."""
+        if 0 <= value < 1 << 8:
+            return b"K" + bytes((value,))
+        return b"M" + struct.pack("<H", value) if 0 <= value < 1 << 16 else _int(value)
+
+    @staticmethod
+    def number(_: int) -> bytes:
+        """Return what numbers the value that was written last."""
+        return b"\x94"
+
+    @staticmethod
+    def taken_up(place: int) -> bytes:
+        """Return what refers to a number."""
+        return b"h" + bytes((place,)) if place < 256 else b"j" + struct.pack("<I", place)
+
+
+_SHORT_TUPLES: Final = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 def _int(value: int) -> bytes:
