@@ -6,7 +6,14 @@ from threading import Barrier, Thread
 import pytest
 
 from shardspec.checkpoint.formats.on_demand import OnDemand
-from shardspec.checkpoint.reading.source import HeldBox, Outline, Pending, StoredBox, StoredTensor
+from shardspec.checkpoint.reading.source import (
+    Digest,
+    HeldBox,
+    Outline,
+    Pending,
+    StoredBox,
+    StoredTensor,
+)
 from shardspec.checkpoint.reading.tiling import ByBoxes
 from shardspec.errors import CheckpointError
 
@@ -16,18 +23,53 @@ def tensor(name, boxes):
     return StoredTensor(name, (1,), "int8", None, (), (box,) * boxes)
 
 
-def test_those_wanted_last_are_kept_while_they_have_few_boxes():
+def test_all_are_looked_up_once_and_those_wanted_last_are_kept_as_they_are():
     looked_up = []
 
     def look_up(name):
         looked_up.append(name)
-        return tensor(name, 1 << 14)
+        return tensor(name, 3)
 
-    find = OnDemand(look_up)
-    for name in "abacab":
-        assert find(name).name == name
-    # Two of 2**14 boxes are kept: a and b; then a and c, as a was wanted after b.
-    assert looked_up == ["a", "b", "c", "b"]
+    find = OnDemand(look_up, outline, most_boxes=6)
+    a, b = find("a"), find("b")
+    assert find("a") is a
+    c = find("c")
+    assert find("a") is a
+    # b was packed; it is made again, and then c is.
+    again = find("b")
+    assert again == b
+    assert again is not b
+    assert find("a") is a
+    assert find("c") == c
+    assert looked_up == ["a", "b", "c"]
+
+
+def test_packed_ones_are_as_they_were():
+    digests = [None, Digest(2**32 - 1, 2**63, 2**62), Digest(0, 0, 0)]
+    boxes = tuple(
+        StoredBox(((at, at + 1),), (at,), at, Path(f"{at}"), 2**63 + at, digest, strides)
+        for at, (digest, strides) in enumerate(zip(digests, (None, (4, 1), ()), strict=True))
+    )
+    whole = StoredTensor("w", (3,), "int8", None, (Pending("sum", 3),), boxes)
+    looked_up = []
+
+    def look_up(name):
+        looked_up.append(name)
+        return whole if name == "w" else tensor(name, 3)
+
+    held = tuple(HeldBox(box.box, box.addend, box.rank, box.path) for box in boxes)
+    find = OnDemand(look_up, lambda _: Outline("w", (3,), "int8", None, whole.pending, held), 3)
+    assert find("w") is whole
+    find("other")
+    assert find("w") == whole
+    assert find("w") is not whole
+    assert looked_up == ["w", "other"]
+
+
+def outline(name):
+    whole = tensor(name, 3)
+    held = tuple(HeldBox(box.box, box.addend, box.rank, box.path) for box in whole.boxes)
+    return Outline(name, whole.shape, whole.dtype, None, (), held)
 
 
 def test_one_that_is_larger_than_all_is_kept_until_the_next():
@@ -35,9 +77,9 @@ def test_one_that_is_larger_than_all_is_kept_until_the_next():
 
     def look_up(name):
         looked_up.append(name)
-        return tensor(name, 1 << 16)
+        return tensor(name, 3)
 
-    find = OnDemand(look_up)
+    find = OnDemand(look_up, outline, most_boxes=2)
     assert find("a") is find("a")
     assert find("b") is find("b")
     assert looked_up == ["a", "b"]
@@ -51,7 +93,7 @@ def test_of_threads_that_want_the_same_one_looks():
         looked_up.append(name)
         return tensor(name, 1)
 
-    find, found = OnDemand(look_up), []
+    find, found = OnDemand(look_up, outline), []
 
     def want():
         begin.wait()
@@ -76,7 +118,7 @@ def test_what_fails_is_looked_up_again():
             raise answer
         return answer
 
-    find = OnDemand(look_up)
+    find = OnDemand(look_up, outline)
     with pytest.raises(CheckpointError, match="gone"):
         find("a")
     assert find("a").name == "a"

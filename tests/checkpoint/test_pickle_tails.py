@@ -2,6 +2,8 @@
 
 import pickle
 from collections import OrderedDict
+from copy import deepcopy
+from itertools import product
 from math import copysign
 from typing import Any
 
@@ -139,6 +141,41 @@ def test_what_is_taken_for_the_same_is_the_same(made, protocol):
         assert first == second
 
 
+INSIDE = ["a", "b", 7, (), ("a",), ("a", "b"), ["a"], ["b"], {"k": "a"}, [["a"]]]
+
+
+def small(inside, beside, taken):
+    """Return a value that begins with a mesh and something beside it, and then takes up either.
+
+    None if there is nothing of that number to take up.
+    """
+    held = deepcopy(inside)
+    mesh = Mesh(held)
+    other = ["a", ["a"], held, [held], Mesh(held)][beside]
+    inside = held if isinstance(held, list | tuple) else ()
+    choices = [1, mesh, held, other, (mesh, other), *inside]
+    if taken >= len(choices):
+        return None
+    return [[mesh, other], OrderedDict(), choices[taken], "end", OrderedDict()]
+
+
+def test_all_small_pickles_that_differ_in_a_mesh():
+    same_ones = different = refused = 0
+    for first, second, *which in product(INSIDE, INSIDE, range(5), range(7)):
+        values = small(first, *which), small(second, *which)
+        if None in values:
+            continue
+        one, other = (pickle.dumps(value, 2) for value in values)
+        found = alike(one, other, any_mesh)
+        if found:
+            assert written(read(one)) == written(read(other))
+        same_ones += one == other
+        different += found is True and one != other
+        refused += found is False
+    # That which is taken for the same though it differs is what all of it is for.
+    assert (same_ones, different, refused) == (280, 238, 282)
+
+
 @given(pairs(), st.sampled_from([2, 3]))
 def test_a_pickle_is_like_itself(made, protocol):
     data = pickle.dumps(made[0], protocol)
@@ -226,6 +263,31 @@ def test_nothing_in_common_and_nothing_called():
 def test_values(one, other, due):
     assert same([(one, other)], by_what_they_hold) is due
     assert same([(other, one)], by_what_they_hold) is due
+
+
+def test_what_is_referred_to_often_is_compared_once():
+    asked = []
+
+    def special(a, b):
+        asked.append((a, b))
+
+    one, other = (tuple(range(number)) for number in (3, 3))
+    assert same([([one] * 100, [other] * 100)], special) is True
+    assert len(asked) == 2
+
+
+def test_very_many_values_are_not_the_same():
+    assert same([(list(range(1 << 20)), list(range(1 << 20)))], by_what_they_hold) is False
+    assert same([(list(range(1 << 19)), list(range(1 << 19)))], by_what_they_hold) is True
+
+
+def test_little_is_kept_of_a_pickle_that_refers_to_very_much():
+    shown = b"".join(b"X\x01\x00\x00\x00aq" + bytes((n,)) for n in range(3, 200))
+    data = numbered(shown, b"ccollections\nOrderedDict\n)R", b"h\x05" * 10_000)
+    _, known = traced(data)
+    assert known.common_tail(data) is not None
+    assert set(known._taken_up) == {5}
+    assert known.num_bytes < 2 * len(data)
 
 
 def test_values_that_hold_themselves_or_one_thing_many_times():

@@ -19,6 +19,7 @@ from shardspec.checkpoint.torch_files.rank_states import RankState, RankStates
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
 from shardspec.checkpoint.torch_files.torch_lines import ENTRY
 from shardspec.checkpoint.torch_files.torch_state import read_torch_state
+from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.dist.processes import run_ranks
 
@@ -93,6 +94,10 @@ def test_all_ranks_are_read_as_they_are_alone(saved, form, kinds):
         assert told(state, first) == (tensors, alone.others)
         assert list(state.contents.tensors) == list(alone.tensors)
     assert len(firsts) == kinds
+    # Directories differ where records have other sizes.
+    assert len({id(state.found.lines) for state in read}) == (
+        3 if form in ("sizes", "uneven") else 1
+    )
 
 
 def test_what_ranks_tell_of_themselves_is_kept(saved):
@@ -198,15 +203,84 @@ def spoil(box):
 
 def test_without_digests_copies_are_not_known_to_agree(saved, tmp_path):
     ckpt = shutil.copytree(saved / "alike", tmp_path / "ckpt")
-    box = open_checkpoint(ckpt).tensor("model.b").boxes[1]
-    data = bytearray(box.path.read_bytes())
-    noted, _ = noted_at(box, data)
-    struct.pack_into("<L", data, noted, 0)
-    box.path.write_bytes(data)
+    boxes = open_checkpoint(ckpt).tensor("model.b").boxes
+    for box in boxes:
+        data = bytearray(box.path.read_bytes())
+        noted, _ = noted_at(box, data)
+        struct.pack_into("<L", data, noted, 0)
+        box.path.write_bytes(data)
     source = open_checkpoint(ckpt)
-    assert source.tensor("model.b").boxes[1].digest is None
+    assert [box.digest for box in source.tensor("model.b").boxes] == [None] * WORLD
     assert not source.copies_agree("model.b")
     merge(ckpt, tmp_path / "out.safetensors")
+    flip(boxes[4])
+    assert "ranks 1 and 4 claim different data for box [2:4]" in refused(ckpt, tmp_path)
+
+
+def flip(box):
+    """Change the first element of a box."""
+    data = bytearray(box.path.read_bytes())
+    data[box.offset] ^= 1
+    box.path.write_bytes(data)
+
+
+def refused(ckpt, tmp_path, **options):
+    out = tmp_path / "refused.safetensors"
+    with pytest.raises(CheckpointError) as caught:
+        merge(ckpt, out, **options)
+    assert not out.exists()
+    return str(caught.value)
+
+
+def test_digests_are_not_trusted_when_they_are_not_to_be_verified(saved, tmp_path):
+    ckpt = shutil.copytree(saved / "alike", tmp_path / "ckpt")
+    flip(open_checkpoint(ckpt).tensor("model.b").boxes[4])
+    # What is not read is not looked at; `verify` reads all.
+    merge(ckpt, tmp_path / "out.safetensors")
+    problem = "ranks 1 and 4 claim different data for box [2:4]"
+    assert problem in refused(ckpt, tmp_path, verify=False)
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        verify_checkpoint(ckpt)
+
+
+def test_digests_of_storages_are_not_those_of_parts(tmp_path):
+    base = torch.arange(6.0)
+    ckpt = tmp_path / "ckpt"
+    ckpt.mkdir()
+    for rank, part in enumerate((base[:3], base[3:])):
+        torch.save({"w": part, "all": base}, ckpt / f"rank-{rank}.pt")
+    source = open_checkpoint(ckpt)
+    assert source.copies_agree("all")
+    assert not source.copies_agree("w")
+    assert source.origin("w") != source.origin("all")
+    assert "ranks 0 and 1 claim different data for box [0:3]" in refused(ckpt, tmp_path)
+
+
+def test_sizes_are_compared_with_the_directory_before_anything_is_read(saved, tmp_path):
+    ckpt = shutil.copytree(saved / "one", tmp_path / "ckpt")
+    path = ckpt / "rank-4.pt"
+    data = bytearray(path.read_bytes())
+    line = data.index(b"rank-4/data/0", data.index(b"PK\1\2")) - ENTRY.size
+    assert struct.unpack_from("<2L", data, line + 20) == (24, 24)
+    struct.pack_into("<2L", data, line + 20, 20, 20)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(ckpt)
+    assert str(caught.value) == (
+        f"{path}: record data/0 has 20 bytes, but the pickle says 6 elements of float32; the file "
+        "is damaged"
+    )
+
+
+def test_what_is_around_nothing_is_looked_at_too(saved, tmp_path):
+    ckpt = shutil.copytree(saved / "sizes", tmp_path / "ckpt")
+    path = ckpt / "rank-2.pt"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"rank-2/data/2") + 12] = ord("7")
+    path.write_bytes(data)
+    source = open_checkpoint(ckpt)
+    assert [box.rank for box in source.outline("x").boxes] == [0, 1, 3, 4, 5]
+    assert "the header of record b'rank-2/data/2' at byte" in refused(ckpt, tmp_path)
 
 
 def test_what_torch_puts_around_a_tensor_is_looked_at_when_it_is_read(saved, tmp_path):

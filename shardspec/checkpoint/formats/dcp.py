@@ -66,7 +66,7 @@ class DcpCheckpoint:
         self._metadata = metadata
         self._files = files
         self._ranks = _ranks(files)
-        self._tensors = OnDemand(self._look_up)
+        self._tensors = OnDemand(self._look_up, self.outline)
         self._meant: dict[bytes, TorchTensor] = {}
         self._others: dict[str, object] | None = None
 

@@ -12,7 +12,7 @@ from shardspec.checkpoint.reading.form_names import RANK_FILES
 from shardspec.checkpoint.reading.holders import Part
 from shardspec.checkpoint.reading.plain import plain_value
 from shardspec.checkpoint.reading.source import HeldBox, Outline, StoredBox, StoredTensor
-from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.storage.files import Glances
 from shardspec.checkpoint.torch_files.rank_states import RankState
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
 from shardspec.checkpoint.torch_files.torch_state import local_of
@@ -59,7 +59,8 @@ class RankFilesCheckpoint:
         self._directories = _Directories(states)
         self._boxes: dict[Sequence[Cut], tuple[HeldBox, ...]] = {}
         self._copies: dict[Sequence[Cut], list[list[int]]] = {}
-        self._tensors = OnDemand(self._look_up)
+        self._glances = Glances()
+        self._tensors = OnDemand(self._look_up, self.outline)
 
     @property
     def format(self) -> str:
@@ -115,20 +116,24 @@ class RankFilesCheckpoint:
     def _look_up(self, name: str) -> StoredTensor:
         kind, spec, cuts = self._described[name]
         boxes = []
-        for state, (box, addend) in self._parts(cuts):
-            with SourceFile(state.path) as file:
+        # Of what holds nothing, too, it is looked at what is around it.
+        for state, cut in zip(self._states, self._places, strict=True):
+            path, rank = state.path, state.rank
+            (box, addend), shape = cuts[cut].part(rank)
+            with self._glances.file(path) as file:
                 place = state.contents.place(name, file, state.found)
-            boxes.append(
-                StoredBox(
-                    box, addend, state.rank, state.path, place.offset, place.digest, place.strides
+            if 0 not in shape:
+                boxes.append(
+                    StoredBox(box, addend, rank, path, place.offset, place.digest, place.strides)
                 )
-            )
         return StoredTensor(name, kind.shape, kind.dtype, spec, kind.pending, tuple(boxes))
 
     def origin(self, name: str) -> Hashable:
         """Return where in storages the ranks have it."""
-        tensors = (local_of(group.contents.tensors[name]) for group in self._groups)
-        return tuple((tensor.storage.key, tensor.start) for tensor in tensors)
+        tensors = [local_of(group.contents.tensors[name]) for group in self._groups]
+        return tuple(
+            None if 0 in tensor.shape else (tensor.storage.key, tensor.start) for tensor in tensors
+        )
 
     def copies_agree(self, name: str) -> bool:
         """Say whether all that hold the same part note the same CRC-32 for it."""
@@ -303,7 +308,9 @@ def others_of(groups: Sequence[RankGroup], world: int) -> dict[str, object]:
     others: dict[str, object] = {}
     for name, by_rank in found.items():
         first, *rest = by_rank.values()
-        if len(by_rank) == world and all(value is first or value == first for value in rest):
+        # What is no number is not equal to itself.
+        alike = all(value == first or repr(value) == repr(first) for value in rest)
+        if len(by_rank) == world and alike:
             others[name] = first
         else:
             others[name] = {f"rank {rank}": by_rank[rank] for rank in sorted(by_rank)}

@@ -3,8 +3,10 @@
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Final, Self
 
@@ -12,10 +14,20 @@ from shardspec.checkpoint.storage.ranges import RangeReader
 from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.errors import CheckpointError
 
-__all__ = ["OpenFiles", "SourceFile", "file_inside", "is_there", "open_regular", "reason"]
+__all__ = [
+    "Glances",
+    "OpenFiles",
+    "SourceFile",
+    "file_inside",
+    "is_there",
+    "open_regular",
+    "reason",
+]
 
 _OPEN_AT_ONCE: Final = 128
 """Files kept open: far below the usual limit of 1024 for a process."""
+_GLANCED_AT_ONCE: Final = 256
+"""Readers of files in stores; each keeps 64 KiB."""
 _ROWS_AT_ONCE: Final = 1024
 """Stretches of memory filled by one call, which is as many as Linux takes."""
 _KEPT_BYTES: Final = 32 << 20
@@ -212,10 +224,13 @@ class OpenFiles:
     ----------
     at_once
         Most files that are open.
+    kept_bytes
+        Bytes kept of all files in stores together.
     """
 
-    def __init__(self, at_once: int = _OPEN_AT_ONCE) -> None:
+    def __init__(self, at_once: int = _OPEN_AT_ONCE, kept_bytes: int = _KEPT_BYTES) -> None:
         self._at_once = at_once
+        self._kept_bytes = kept_bytes
         self._files: OrderedDict[Path, SourceFile] = OrderedDict()
 
     def file(self, path: Path) -> SourceFile:
@@ -229,7 +244,7 @@ class OpenFiles:
         self._files[path] = SourceFile(path)
         remote = [file.remote for file in self._files.values() if file.remote is not None]
         for reader in remote:
-            reader.keep(_KEPT_BYTES // len(remote))
+            reader.keep(self._kept_bytes // len(remote))
         return self._files[path]
 
     def __enter__(self) -> Self:
@@ -244,3 +259,25 @@ class OpenFiles:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+class Glances:
+    """Short looks into many files, by any number of threads.
+
+    Files are open for a moment only. Readers of those in stores stay for a while, as asking for the
+    size of a file takes as long as reading of it, and what lies near may be looked at next.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._stored = OpenFiles(_GLANCED_AT_ONCE, 0)
+
+    @contextmanager
+    def file(self, path: Path) -> Iterator[SourceFile]:
+        """Return an open file, for a ``with`` block."""
+        if isinstance(path, RemotePath):
+            with self._lock:
+                yield self._stored.file(path)
+        else:
+            with SourceFile(path) as file:
+                yield file

@@ -88,7 +88,7 @@ def run_pickle(
     """
     machine = _Machine(data, allowed, persistent, shortcuts or {})
     if trace is not None:
-        machine.memo, machine.ends = trace.memo, trace.ends
+        machine.memo, machine.trace = trace.memo, trace
     machine.run()
     if len(machine.stack) != 1 or machine.outer:
         raise RefusedError("does not end with one value; it is damaged")
@@ -140,8 +140,7 @@ class _Machine:
         self.shortcuts = shortcuts
         self.short: dict[int, Shortcut] = {}
         """By the id of what `names` holds."""
-        self.ends: list[int] | None = None
-        """As in `Trace`."""
+        self.trace: Trace | None = None
 
     def run(self) -> int:
         """Follow the instructions, and return where the one that says stop ends."""
@@ -443,8 +442,8 @@ class _Machine:
         args, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Global) or not isinstance(args, tuple):
             raise RefusedError(f"calls {shown(function)}, which is no name; nothing was run")
-        if self.ends is not None:
-            self.ends.append(self.at)
+        if self.trace is not None:
+            self.trace.end(self.at)
         builder = self.allowed[function.name]
         if builder is None:
             raise RefusedError(f"calls {function.name}, which is no function; nothing was run")

@@ -6,18 +6,21 @@ stack, and under the numbers that the rest refers to. So its start is run, and c
 rest, which is most of it, means what it meant before.
 """
 
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 from shardspec.checkpoint.torch_files.pickle_values import Global, Halfway, Record, Trace
 
-__all__ = ["Special", "TracedPickle", "same"]
+__all__ = ["QUICK_BYTES", "Special", "TracedPickle", "same"]
 
-_LEAST_HEAD: Final = 64 << 10
+QUICK_BYTES: Final = 8 << 10
+"""Of instructions, which take about a millisecond."""
+_SHORT_BYTES: Final = 64 << 10
 _PART_OF_IT: Final = 8
-"""A start that is longer than an eighth of the whole is hardly faster to run."""
+"""A start that is longer than an eighth of the whole, or half of a short one, is not worth it."""
+_MOST_STEPS: Final = 1 << 20
+"""Values that are compared; starts have some hundred."""
 _PLAIN: Final = (str, bytes, int, type(None), Global)
 
 Special: TypeAlias = Callable[[object, object], bool | None]
@@ -36,15 +39,24 @@ class TracedPickle:
     """
 
     def __init__(self, data: bytes, trace: Trace, settled: int) -> None:
-        most = max(_LEAST_HEAD, len(data) // _PART_OF_IT)
+        most = max(len(data) // _PART_OF_IT, min(_SHORT_BYTES, len(data) // 2), QUICK_BYTES)
         first, last = bisect_left(trace.ends, settled), bisect_right(trace.ends, most)
-        self._ends = array("Q", trace.ends[first:last])
+        if not trace.memo.complete:
+            last = first
+        self._ends = trace.ends[first:last]
         """Where a start may end: the one from which others were alike, and later ones."""
         self.start = data[: self._ends[-1]] if self._ends else b""
         """Its first bytes, up to the last of these places."""
         self._tail = data[self._ends[0] :] if self._ends else b""
         """What comes after the first of them."""
-        self._taken_up = trace.memo.taken_up
+        numbered = trace.counts[last - 1] if self._ends else 0
+        taken_up = trace.memo.taken_up.items()
+        self._taken_up = {place: count for place, count in taken_up if place < numbered}
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept of it."""
+        return len(self.start) + len(self._tail)
 
     def common_tail(self, data: bytes) -> tuple[int, int] | None:
         """Return where what another one ends with starts, here and there; None if that is little.
@@ -93,7 +105,7 @@ def same(pairs: Iterable[tuple[object, object]], special: Special) -> bool:
     Parameters
     ----------
     pairs
-        Values out of two pickles; they may hold themselves.
+        Values out of two pickles; they may hold themselves. Very many are taken for different.
     special
         Asked first about every pair.
 
@@ -110,10 +122,17 @@ def same(pairs: Iterable[tuple[object, object]], special: Special) -> bool:
     compared: set[tuple[int, int]] = set()
     held: list[object] = []
     """What is known by its id has to stay."""
-    while todo:
+    for _ in range(_MOST_STEPS):
+        if not todo:
+            return True
         a, b = todo.pop()
         if type(a) is not type(b):
             return False
+        # Long texts, too, are looked at once, however often they are referred to.
+        if (id(a), id(b)) in compared:
+            continue
+        compared.add((id(a), id(b)))
+        held += (a, b)
         if isinstance(a, float | complex):
             # Zeros have signs, and what is no number is not equal to itself.
             if repr(a) != repr(b):
@@ -123,10 +142,6 @@ def same(pairs: Iterable[tuple[object, object]], special: Special) -> bool:
             if a != b:
                 return False
             continue
-        if (id(a), id(b)) in compared:
-            continue
-        compared.add((id(a), id(b)))
-        held += (a, b)
         if isinstance(a, list | dict | Record):
             # What can be changed must be one in both where it is one in either.
             if id(a) in partner or id(b) in partner:
@@ -139,7 +154,7 @@ def same(pairs: Iterable[tuple[object, object]], special: Special) -> bool:
                 return False
         else:
             todo += inside
-    return True
+    return False
 
 
 def _inside(a: object, b: object) -> list[tuple[object, object]] | bool:

@@ -3,9 +3,10 @@
 And what is noted on the way.
 """
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from typing import Any, Final, NamedTuple, SupportsIndex, TypeAlias
 
 __all__ = [
     "Allowed",
@@ -18,6 +19,8 @@ __all__ = [
     "Trace",
     "as_record",
 ]
+
+_MOST_NOTED: Final = 1 << 18
 
 Builder: TypeAlias = Callable[[tuple[object, ...]], object]
 """Makes a value from the arguments of a call that a pickle states."""
@@ -92,13 +95,24 @@ class Halfway(NamedTuple):
 class Trace:
     """What is noted of a pickle while it is read."""
 
-    __slots__ = ("ends", "memo")
+    __slots__ = ("counts", "ends", "last_end", "memo")
 
     def __init__(self) -> None:
-        self.ends: list[int] = []
-        """Where calls end: places between two instructions."""
+        self.ends = array("Q")
+        """Where calls end: places between two instructions. Of very many the first are noted."""
+        self.last_end = 0
+        """Where the last one did."""
+        self.counts = array("Q")
+        """How many values were numbered by then."""
         self.memo = TracedMemo()
         """What has been numbered."""
+
+    def end(self, at: int) -> None:
+        """Take note that a call ends."""
+        self.last_end = at
+        if len(self.ends) < _MOST_NOTED:
+            self.ends.append(at)
+            self.counts.append(len(self.memo))
 
 
 class TracedMemo(list[object]):
@@ -107,10 +121,15 @@ class TracedMemo(list[object]):
     def __init__(self) -> None:
         self.taken_up: dict[int, int] = {}
         """By place, how many there were when it was last referred to."""
+        self.complete = True
+        """Whether all places that were referred to are noted; of very many, the first are."""
 
     # The parent's is overloaded for slices, which nobody takes.
     def __getitem__(self, place: SupportsIndex | slice) -> Any:  # noqa: ANN401
         """Return what is at a place."""
         if isinstance(place, int):
-            self.taken_up[place] = len(self)
+            if len(self.taken_up) < _MOST_NOTED or place in self.taken_up:
+                self.taken_up[place] = len(self)
+            else:
+                self.complete = False
         return super().__getitem__(place)

@@ -1,7 +1,8 @@
-"""What the files of many ranks hold; those that differ only in who wrote them are read once.
+"""What the files of many ranks hold; those that differ only in who wrote them are run once.
 
 Ranks that hold equal parts of a model save pickles that differ in a few bytes, where the mesh of
-the first DTensor notes its rank. So of all but the first only that much is read.
+the first DTensor notes its rank. So of all but the first only that much is run, and the rest is
+compared.
 """
 
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.storage.files import SourceFile
-from shardspec.checkpoint.torch_files.pickle_tails import TracedPickle
+from shardspec.checkpoint.torch_files.pickle_tails import QUICK_BYTES, TracedPickle
 from shardspec.checkpoint.torch_files.pickle_values import Halfway, Record, Trace
 from shardspec.checkpoint.torch_files.torch_dtensors import (
     DTensorReader,
@@ -41,6 +42,8 @@ _MOST_KNOWN: Final = 32
 """Pickles that others are compared with: there is one for each device of a machine, which they
 name, and for each slice of a mesh."""
 
+_MOST_KNOWN_BYTES: Final = 64 << 20
+"""Of these pickles; those of 10,000 tensors have 3 MB."""
 _MOST_MESHES: Final = 64
 """Meshes that are kept: the same few are in every file."""
 
@@ -129,22 +132,29 @@ class RankStates:
         contents = contents_of(value, file.path)
         if trace is not None:
             pickle = TracedPickle(data, trace, reader.settled)
-            self._known.append(_Known(file.path, rank, pickle, contents))
+            kept = sum(known.pickle.num_bytes for known in self._known)
+            if 0 < pickle.num_bytes <= _MOST_KNOWN_BYTES - kept:
+                self._known.append(_Known(file.path, rank, pickle, contents))
         return contents
 
     def _alike(
         self, data: bytes, file: SourceFile, found: TorchZip, rank: int
     ) -> TorchContents | None:
         """Return the contents of a file that this one is like."""
+        heads: dict[int, _Head | None] = {}
+        # What is run in vain, and then again, takes at most half as long as the whole.
+        left = max(len(data) // 2, QUICK_BYTES)
         for place, known in enumerate(self._known):
             ends = known.pickle.common_tail(data)
-            if ends is None:
+            one = None if ends is None else known.head(ends[0], self._make_mesh)
+            if ends is None or one is None:
                 continue
-            one = known.head(ends[0], self._make_mesh)
-            if one is None:
-                continue
-            reader = DTensorReader(file, found, rank, make_mesh=self._make_mesh)
-            other = _head(data, ends[1], reader, rank)
+            end = ends[1]
+            if end not in heads and end <= left:
+                left -= end
+                reader = DTensorReader(file, found, rank, make_mesh=self._make_mesh)
+                heads[end] = _head(data, end, reader, rank)
+            other = heads.get(end)
             if other is not None and known.pickle.goes_on_alike(
                 one.halfway, other.halfway, _Same(one, other)
             ):
@@ -174,7 +184,9 @@ class _Same:
             mesh, other = self._one.meshes.get(a), self._other.meshes.get(b)
             if mesh is None or other is None:
                 return None if mesh is other else False
-            return mesh[0] == other[0] and self._own(mesh[1], other[1])
+            # Nothing else is read of a mesh once it was made, but for its name.
+            named = a.name == b.name and not a.args and not b.args
+            return named and mesh[0] == other[0] and self._own(mesh[1], other[1])
         if isinstance(a, TorchDTensor) and isinstance(b, TorchDTensor):
             return replace(a, rank=b.rank) == b and self._own(a.rank, b.rank)
         if isinstance(a, TorchTensor | TorchStorage):

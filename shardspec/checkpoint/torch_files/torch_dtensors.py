@@ -178,18 +178,23 @@ class DTensorReader:
         if (
             not kind.name.endswith(".DTensor")
             or not isinstance(spec, Record)
+            or spec.name != "DTensorSpec"
             or not isinstance(local, TorchTensor)
         ):
             _refuse(f"a {kind.name} is no DTensor with a local tensor and a spec")
         shape = sizes_of(inner[2])
         mesh, placements = spec.get("mesh"), spec.get("placements")
-        if not isinstance(mesh, Record) or not isinstance(placements, tuple | list):
+        if (
+            not isinstance(mesh, Record)
+            or mesh.name != "DeviceMesh"
+            or not isinstance(placements, tuple | list)
+        ):
             _refuse("the spec of a DTensor lacks its mesh or its placements")
         if mesh not in self.meshes:
             found = self._mesh(mesh)
             self.meshes[mesh] = found, _writer(mesh, found)
             if self._trace is not None:
-                self.settled = self._trace.ends[-1]
+                self.settled = self._trace.last_end
         order = spec.get("shard_order")
         return TorchDTensor(
             local,
@@ -217,7 +222,7 @@ class DTensorReader:
         if (
             ids is None
             or not isinstance(layout, Record)
-            or not all(isinstance(id_, int) for id_ in ids)
+            or not all(type(id_) is int for id_ in ids)
         ):
             _refuse("a mesh lacks its ids; its version of torch is not known")
         axes = [_offsets(*axis, len(ids)) for axis in _axes(layout)]
@@ -325,7 +330,9 @@ def _placement(value: object) -> Placement:
 def _shard_order(value: object) -> ShardOrder:
     order = []
     for entry in value if isinstance(value, tuple | list) else _refuse("a shard order"):
-        match entry.args if isinstance(entry, Record) else entry:
+        if isinstance(entry, Record) and entry.name == "ShardOrderEntry":
+            entry = entry.args
+        match entry:
             case int() as dim, tuple() as axes:
                 order.append((dim, sizes_of(axes)))
             case _:

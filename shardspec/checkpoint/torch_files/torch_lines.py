@@ -60,6 +60,8 @@ class _Kind(NamedTuple):
     def find(self, data: bytes, count: int) -> Directory | None:
         """Return what a directory of the same length says; None if it is not like this one."""
         archive = data[ENTRY_BYTES : ENTRY_BYTES + len(self.archive)]
+        if b"/" in archive:
+            return None
         folder, own = archive + b"/", self.archive + b"/"
         # The first line has the size of the pickle, which differs most often.
         first = _CRC_AT + _CRC_BYTES
@@ -109,9 +111,10 @@ class AlikeLines:
         directory
             What it says.
         """
-        # A digest, replaced as if it were a name, would be another.
-        named = len(directory.archive) >= _CRC_BYTES
-        if not self._left or not named or not starts:
+        # Nothing may be replaced but names: no digest, and nothing within one.
+        folder = directory.archive + b"/"
+        named = len(folder) > _CRC_BYTES and data.count(folder) == len(starts)
+        if not self._left or not named:
             return
         crcs = [start + _CRC_AT for start in starts]
         gaps = [b - a - _CRC_BYTES for a, b in pairwise((-_CRC_BYTES, *crcs, len(data)))]
