@@ -208,6 +208,7 @@ def _pickled(mesh: DeviceMesh, layouts: Mapping[str, Layout], rank: int) -> byte
         )
     found = _Pickle()
     with torch.serialization.skip_data():
+        # What `torch.save` calls; that would also write room for gigabytes of storages.
         torch.serialization._save(state, found, pickle, 2, False)  # type: ignore[no-untyped-call]  # untyped in torch
     destroy_process_group()
     return found.data

@@ -23,13 +23,19 @@ def tensor(name, boxes):
     return StoredTensor(name, (1,), "int8", None, (), (box,) * boxes)
 
 
-def test_all_are_looked_up_once_and_those_wanted_last_are_kept_as_they_are():
+def counting(boxes):
+    """Return a list, and what looks tensors up and notes their names there."""
     looked_up = []
 
     def look_up(name):
         looked_up.append(name)
-        return tensor(name, 3)
+        return tensor(name, boxes)
 
+    return looked_up, look_up
+
+
+def test_all_are_looked_up_once_and_those_wanted_last_are_kept_as_they_are():
+    looked_up, look_up = counting(3)
     find = OnDemand(look_up, outline, most_boxes=6)
     a, b = find("a"), find("b")
     assert find("a") is a
@@ -73,12 +79,7 @@ def outline(name):
 
 
 def test_one_that_is_larger_than_all_is_kept_until_the_next():
-    looked_up = []
-
-    def look_up(name):
-        looked_up.append(name)
-        return tensor(name, 3)
-
+    looked_up, look_up = counting(3)
     find = OnDemand(look_up, outline, most_boxes=2)
     assert find("a") is find("a")
     assert find("b") is find("b")
@@ -86,13 +87,8 @@ def test_one_that_is_larger_than_all_is_kept_until_the_next():
 
 
 def test_of_threads_that_want_the_same_one_looks():
-    looked_up = []
+    looked_up, look_up = counting(1)
     begin = Barrier(8)
-
-    def look_up(name):
-        looked_up.append(name)
-        return tensor(name, 1)
-
     find, found = OnDemand(look_up, outline), []
 
     def want():

@@ -271,12 +271,16 @@ def test_sizes_are_compared_with_the_directory_before_anything_is_read(saved, tm
     )
 
 
+def misname(path, record):
+    """Have the own header of a record contradict the directory."""
+    data = bytearray(path.read_bytes())
+    data[data.index(record) + len(record) - 1] = ord("7")
+    path.write_bytes(data)
+
+
 def test_what_is_around_nothing_is_looked_at_too(saved, tmp_path):
     ckpt = shutil.copytree(saved / "sizes", tmp_path / "ckpt")
-    path = ckpt / "rank-2.pt"
-    data = bytearray(path.read_bytes())
-    data[data.index(b"rank-2/data/2") + 12] = ord("7")
-    path.write_bytes(data)
+    misname(ckpt / "rank-2.pt", b"rank-2/data/2")
     source = open_checkpoint(ckpt)
     assert [box.rank for box in source.outline("x").boxes] == [0, 1, 3, 4, 5]
     assert "the header of record b'rank-2/data/2' at byte" in refused(ckpt, tmp_path)
@@ -284,10 +288,7 @@ def test_what_is_around_nothing_is_looked_at_too(saved, tmp_path):
 
 def test_what_torch_puts_around_a_tensor_is_looked_at_when_it_is_read(saved, tmp_path):
     ckpt = shutil.copytree(saved / "alike", tmp_path / "ckpt")
-    path = ckpt / "rank-3.pt"
-    data = bytearray(path.read_bytes())
-    data[data.index(b"rank-3/data/2") + 12] = ord("7")
-    path.write_bytes(data)
+    misname(ckpt / "rank-3.pt", b"rank-3/data/2")
     out = tmp_path / "out.safetensors"
     assert not merge(ckpt, out, dry_run=True).written
     with pytest.raises(CheckpointError, match=r"the header of record b'rank-3/data/2' at byte"):

@@ -1,17 +1,17 @@
 """A checkpoint whose tensors were all listed when it was opened; most formats are read so."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardspec.checkpoint.reading.source import StoredBox, StoredTensor, origin_of
+from shardspec.checkpoint.reading.source import AllKnown, StoredBox, StoredTensor
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["ListedCheckpoint", "whole_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
-class ListedCheckpoint:
+class ListedCheckpoint(AllKnown):
     """A `CheckpointSource` that holds what it says."""
 
     format: str
@@ -31,21 +31,9 @@ class ListedCheckpoint:
         """Every tensor, sorted."""
         return tuple(sorted(self.tensors))
 
-    def outline(self, name: str) -> StoredTensor:
-        """Return a tensor: all is known of it."""
-        return self.tensor(name)
-
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor and its boxes."""
         return self.tensors[name]
-
-    def origin(self, name: str) -> Hashable:
-        """Return where its bytes lie."""
-        return origin_of(self.tensor(name))
-
-    def copies_agree(self, name: str) -> bool:  # noqa: ARG002
-        """Say no: that is looked at when they are read."""
-        return False
 
 
 def whole_tensor(

@@ -1,6 +1,6 @@
 """Reading shardspec's own format: the sharding info joined with the headers of its files."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,7 +21,7 @@ from shardspec.checkpoint.reading.safetensors_file import (
     encode_header,
     read_header,
 )
-from shardspec.checkpoint.reading.source import Digest, StoredBox, StoredTensor, box_text, origin_of
+from shardspec.checkpoint.reading.source import AllKnown, Digest, StoredBox, StoredTensor, box_text
 from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -40,7 +40,7 @@ def shard_metadata(save: str, rank: int) -> dict[str, str]:
     return {"format": "pt", "shardspec.rank": str(rank), SAVE_KEY: save}
 
 
-class NativeCheckpoint:
+class NativeCheckpoint(AllKnown):
     """A `CheckpointSource` over a directory that `save_sharded` wrote; made by `open_native`."""
 
     def __init__(
@@ -86,10 +86,6 @@ class NativeCheckpoint:
         """Nothing: the format holds tensors only."""
         return {}
 
-    def outline(self, name: str) -> StoredTensor:
-        """Return a tensor: all is known of it."""
-        return self.tensor(name)
-
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor and its boxes."""
         layout = self._info.tensors[name]
@@ -101,14 +97,6 @@ class NativeCheckpoint:
             pending_of(layout),
             self._boxes.get(name, ()),
         )
-
-    def origin(self, name: str) -> Hashable:
-        """Return where its bytes lie."""
-        return origin_of(self.tensor(name))
-
-    def copies_agree(self, name: str) -> bool:  # noqa: ARG002
-        """Say no: that is looked at when they are read."""
-        return False
 
 
 def open_native(directory: Path) -> NativeCheckpoint:

@@ -98,8 +98,8 @@ class RankFilesCheckpoint:
         boxes = self._boxes.get(cuts)
         if boxes is None:
             boxes = self._boxes[cuts] = tuple(
-                HeldBox(box, addend, state.rank, state.path)
-                for state, (box, addend) in self._parts(cuts)
+                HeldBox(box, addend, self._states[at].rank, self._states[at].path)
+                for at, (box, addend) in self._held(cuts)
             )
         return Outline(name, kind.shape, kind.dtype, spec, kind.pending, boxes)
 
@@ -142,12 +142,8 @@ class RankFilesCheckpoint:
             self._copies[cuts] = _copies(self._held(cuts))
         return self._directories.agree(name, self._copies[cuts])
 
-    def _parts(self, cuts: Sequence[Cut]) -> Iterator[tuple[RankState, Part]]:
-        """Return what each rank holds of a tensor; not those that hold nothing."""
-        return ((self._states[at], part) for at, part in self._held(cuts))
-
     def _held(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, Part]]:
-        """Return the same, ranks by their places in the list of states."""
+        """Return what ranks, by their places, hold of a tensor; not those that hold nothing."""
         if 0 in cuts[0].kind.shape:
             return
         for at, (state, place) in enumerate(zip(self._states, self._places, strict=True)):

@@ -1,19 +1,19 @@
 """One plain safetensors file as a checkpoint: every tensor is one box, held by rank 0."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardspec.checkpoint.formats.hf_index import whole_header
 from shardspec.checkpoint.reading.form_names import SAFETENSORS
 from shardspec.checkpoint.reading.info import SAVE_KEY
-from shardspec.checkpoint.reading.source import StoredBox, StoredTensor, origin_of
+from shardspec.checkpoint.reading.source import AllKnown, StoredBox, StoredTensor
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["SingleFile"]
 
 
-class SingleFile:
+class SingleFile(AllKnown):
     """A `CheckpointSource` over one safetensors file.
 
     Raises
@@ -62,21 +62,9 @@ class SingleFile:
         """Nothing: the format holds tensors only."""
         return {}
 
-    def outline(self, name: str) -> StoredTensor:
-        """Return a tensor: all is known of it."""
-        return self.tensor(name)
-
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor as one box."""
         entry = self._entries[name]
         whole = tuple((0, size) for size in entry.shape)
         boxes = () if 0 in entry.shape else (StoredBox(whole, (), 0, self._path, entry.offset),)
         return StoredTensor(name, entry.shape, entry.dtype, None, (), boxes)
-
-    def origin(self, name: str) -> Hashable:
-        """Return where its bytes lie."""
-        return origin_of(self.tensor(name))
-
-    def copies_agree(self, name: str) -> bool:  # noqa: ARG002
-        """Say no: that is looked at when they are read."""
-        return False

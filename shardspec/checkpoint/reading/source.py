@@ -5,6 +5,7 @@ where its bytes lie. Whoever merges or loads copies bytes between places and nee
 so that a new format is one new file that makes these values.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
+    "AllKnown",
     "CheckpointSource",
     "Described",
     "Digest",
@@ -26,7 +28,6 @@ __all__ = [
     "StoredTensor",
     "box_text",
     "distinct",
-    "origin_of",
 ]
 
 
@@ -113,11 +114,6 @@ class Described:
     """What it is."""
 
 
-def origin_of(tensor: StoredTensor) -> Hashable:
-    """Return `CheckpointSource.origin` of a tensor of which all is known."""
-    return frozenset((box.path, box.offset, box.box) for box in tensor.boxes)
-
-
 def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
     """Return the boxes of a tensor without copies: of each part, the one stored first."""
     first: dict[tuple[tuple[int, ...], Box], _Box] = {}
@@ -181,6 +177,28 @@ class CheckpointSource(Protocol):
     def copies_agree(self, name: str) -> bool:
         """Say whether digests that are known like `outline` show that all copies are alike."""
         ...
+
+
+class AllKnown(ABC):
+    """The part of a `CheckpointSource` that is alike where all is known of tensors at once."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor and its boxes."""
+
+    def outline(self, name: str) -> StoredTensor:
+        """Return a tensor: all is known of it."""
+        return self.tensor(name)
+
+    def origin(self, name: str) -> Hashable:
+        """Return where its bytes lie."""
+        return frozenset((box.path, box.offset, box.box) for box in self.tensor(name).boxes)
+
+    def copies_agree(self, name: str) -> bool:  # noqa: ARG002
+        """Say no: that is looked at when they are read."""
+        return False
 
 
 def box_text(box: Box) -> str:
