@@ -85,7 +85,7 @@ KINDS = {"alike": 3, "told": 6, "uneven": 6, "one": 1, "sizes": 3}
 @pytest.mark.parametrize(("form", "kinds"), KINDS.items())
 def test_all_ranks_are_read_as_they_are_alone(saved, form, kinds):
     states = RankStates()
-    read = [states.read(path, rank) for rank, path in enumerate(paths_of(saved / form))]
+    read = list(states.read((path, rank) for rank, path in enumerate(paths_of(saved / form))))
     firsts: dict[int, RankState] = {}
     for rank, state in enumerate(read):
         first = firsts.setdefault(id(state.contents), state)
@@ -108,7 +108,7 @@ def test_what_ranks_tell_of_themselves_is_kept(saved):
 def outcome(states, path, first=None):
     """Return what reading the file of rank 1 says, or how it is refused."""
     try:
-        state = states.read(path, 1)
+        [state] = states.read([(path, 1)])
         alike = first is not None and state.contents is first.contents
         return told(state, first if alike else state), alike
     except CheckpointError as error:
@@ -137,7 +137,8 @@ def test_every_byte_of_a_pickle(saved, tmp_path, change):
         data[at] ^= change
         states = RankStates()
         due, _ = outcome(RankStates(), path)
-        found, shared = outcome(states, path, states.read(first, 0))
+        [known] = states.read([(first, 0)])
+        found, shared = outcome(states, path, known)
         assert found == due, at - start
         alike += shared
     # Names of process groups, and what only torch reads of a mesh, make no difference.
@@ -155,7 +156,7 @@ def test_every_byte_of_a_directory(saved, tmp_path, change):
         data[at] ^= change
         states = RankStates()
         due, _ = outcome(RankStates(), path)
-        known = states.read(first, 0)
+        [known] = states.read([(first, 0)])
         found, _ = outcome(states, path, known)
         assert found == due, at
         alike += not isinstance(due, str)

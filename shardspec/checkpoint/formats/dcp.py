@@ -10,6 +10,7 @@ be told where these are equal.**
 """
 
 from collections.abc import Hashable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,7 @@ from shardspec.checkpoint.reading.source import (
     StoredTensor,
     box_text,
 )
+from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
 from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
 from shardspec.checkpoint.torch_files.pickles import UnlistedNameError
 from shardspec.checkpoint.torch_files.torch_dtensors import read_dtensors
@@ -163,7 +165,8 @@ class DcpCheckpoint:
     def _look_up(self, name: str) -> StoredTensor:
         entry = self._metadata.tensors[name]
         dtype = self._dtype(name, entry)
-        boxes = tuple(self._box(name, dtype, chunk) for chunk in entry.chunks)
+        look = partial(self._box, name, dtype)
+        boxes = tuple(in_turn(entry.chunks, look, looks_ahead(self._directory)))
         return StoredTensor(name, entry.shape, dtype, None, (), boxes)
 
     def _box(self, name: str, dtype: str, chunk: Chunk) -> StoredBox:

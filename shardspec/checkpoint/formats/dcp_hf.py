@@ -37,6 +37,7 @@ from shardspec.checkpoint.formats.saved_offsets import saved_offsets
 from shardspec.checkpoint.reading.form_names import DCP_HF, DCP_HF_SHARD, find_index, is_data_file
 from shardspec.checkpoint.reading.safetensors_file import Header, read_header
 from shardspec.checkpoint.reading.source import StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
 from shardspec.checkpoint.storage.files import SourceFile, file_inside
 from shardspec.errors import CheckpointError
 
@@ -115,8 +116,9 @@ def _read(shards: list[_Shard]) -> dict[str, StoredTensor]:
     """Return the tensors, as large as their boxes reach."""
     boxes: dict[str, dict[Box, StoredBox]] = {}
     reach: dict[str, tuple[tuple[int, ...], str, Path]] = {}
-    for shard in shards:
-        header, offsets = _header(shard.path)
+    paths = [shard.path for shard in shards]
+    headers = in_turn(paths, _header, looks_ahead(paths[0]))
+    for shard, (header, offsets) in zip(shards, headers, strict=True):
         for entry in header.entries:
             starts = offsets[entry.name]
             ends = tuple(lo + size for lo, size in zip(starts, entry.shape, strict=True))

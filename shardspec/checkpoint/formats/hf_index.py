@@ -33,6 +33,7 @@ from shardspec.checkpoint.reading.info import SAVE_KEY
 from shardspec.checkpoint.reading.safetensors_file import Header, read_header
 from shardspec.checkpoint.reading.source import StoredTensor
 from shardspec.checkpoint.reading.strict_json import as_object, as_text, member, parse_json
+from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
 from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
 from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.errors import CheckpointError
@@ -79,8 +80,9 @@ def open_index_file(index: Path) -> ListedCheckpoint:
     """
     tensors: dict[str, StoredTensor] = {}
     files = by_file(index)
-    for path, names in files.items():
-        entries = {entry.name: entry for entry in whole_header(path).entries}
+    headers = in_turn(files, whole_header, looks_ahead(index))
+    for (path, names), header in zip(files.items(), headers, strict=True):
+        entries = {entry.name: entry for entry in header.entries}
         check_listed(path, entries, names, index)
         for name, entry in entries.items():
             tensors[name] = whole_tensor(name, entry.shape, entry.dtype, path, entry.offset)
@@ -145,8 +147,8 @@ def open_plain(directory: Path) -> ListedCheckpoint:
     paths = [_file(directory, name, directory) for name in names]
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
-    for path in paths:
-        header = whole_header(path)
+    headers = in_turn(paths, whole_header, looks_ahead(directory))
+    for path, header in zip(paths, headers, strict=True):
         if SAVE_KEY in header.metadata:
             raise CheckpointError(
                 f"{directory}: has no {INFO_NAME}, which is written last; the save did not finish, "

@@ -29,6 +29,7 @@ Ranks are numbered stage by stage, without the data parallel ones between them, 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Final
@@ -51,6 +52,7 @@ from shardspec.checkpoint.reading.form_names import (
 )
 from shardspec.checkpoint.reading.plain import plain_value
 from shardspec.checkpoint.reading.source import Described, StoredTensor
+from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
 from shardspec.checkpoint.storage.files import SourceFile, file_inside
 from shardspec.checkpoint.torch_files.pickles import Allowed, Record, as_record
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
@@ -226,7 +228,7 @@ def _read(place: Path) -> tuple[list[_File], int, int]:
                 "those of the other away"
             )
     stages, ranks = (1 + max(key[at] for key in found) for at in (0, 1))
-    files = []
+    paths = {}
     for stage, rank in product(range(stages), range(ranks)):
         folder = found.get((stage, rank))
         if folder is None:
@@ -239,7 +241,9 @@ def _read(place: Path) -> tuple[list[_File], int, int]:
         path = file_inside(inside, MEGATRON_FILE, inside)
         if not path.exists():
             raise CheckpointError(f"{path}: is missing; restore it")
-        files.append(_File(rank, stage, read_torch_state(path, more=_NAMES)))
+        paths[stage, rank] = path
+    states = in_turn(paths.values(), partial(read_torch_state, more=_NAMES), looks_ahead(place))
+    files = [_File(rank, stage, state) for (stage, rank), state in zip(paths, states, strict=True)]
     return files, ranks, stages
 
 

@@ -22,6 +22,7 @@ from shardspec.checkpoint.reading.safetensors_file import (
     read_header,
 )
 from shardspec.checkpoint.reading.source import AllKnown, Digest, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
 from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -119,9 +120,13 @@ def open_native(directory: Path) -> NativeCheckpoint:
         return found
 
     stored: dict[str, list[StoredBox]] = {name: [] for name in info.tensors}
-    for file in info.files:
-        path = file_inside(directory, file.name, directory / INFO_NAME)
-        header = _read_file(path, file, info, due)
+    paths = [file_inside(directory, file.name, directory / INFO_NAME) for file in info.files]
+    headers = in_turn(
+        list(zip(paths, info.files, strict=True)),
+        lambda at: _read_file(*at, info, due),
+        looks_ahead(directory),
+    )
+    for path, file, header in zip(paths, info.files, headers, strict=True):
         places = {entry.name: (entry.offset, entry.num_bytes) for entry in header.entries}
         for entry in file.boxes:
             offset, num_bytes = places[entry.tensor]

@@ -106,10 +106,8 @@ def _open(
 ) -> RankFilesCheckpoint:
     files = sorted(families[family], key=lambda file: file.rank)
     world = _world(directory, files)
-    reader = RankStates()
-    states = [
-        reader.read(file_inside(directory, file.name, directory), file.rank) for file in files
-    ]
+    paths = ((file_inside(directory, file.name, directory), file.rank) for file in files)
+    states = list(RankStates().read(paths))
     groups = grouped(states)
     _check_all(directory, files, max(world, reach(groups)))
     mesh, tensors = tensors_of(states, groups)

@@ -12,11 +12,12 @@ from shardspec.checkpoint.reading.form_names import RANK_FILES
 from shardspec.checkpoint.reading.holders import Part
 from shardspec.checkpoint.reading.plain import plain_value
 from shardspec.checkpoint.reading.source import HeldBox, Outline, StoredBox, StoredTensor
+from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
 from shardspec.checkpoint.storage.files import Glances
 from shardspec.checkpoint.torch_files.rank_states import RankState
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
 from shardspec.checkpoint.torch_files.torch_state import local_of
-from shardspec.checkpoint.torch_files.torch_values import TorchTensor, row_major
+from shardspec.checkpoint.torch_files.torch_values import TensorPlace, TorchTensor, row_major
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -114,18 +115,19 @@ class RankFilesCheckpoint:
         return self._tensors(name)
 
     def _look_up(self, name: str) -> StoredTensor:
+        def look(state: RankState) -> TensorPlace:
+            with self._glances.file(state.path) as file:
+                return state.contents.place(name, file, state.found)
+
         kind, spec, cuts = self._described[name]
-        boxes = []
         # Of what holds nothing, too, it is looked at what is around it.
-        for state, cut in zip(self._states, self._places, strict=True):
-            path, rank = state.path, state.rank
-            (box, addend), shape = cuts[cut].part(rank)
-            with self._glances.file(path) as file:
-                place = state.contents.place(name, file, state.found)
+        looks = in_turn(self._states, look, looks_ahead(self._directory))
+        boxes = []
+        for state, cut, place in zip(self._states, self._places, looks, strict=True):
+            (box, addend), shape = cuts[cut].part(state.rank)
             if 0 not in shape:
-                boxes.append(
-                    StoredBox(box, addend, rank, path, place.offset, place.digest, place.strides)
-                )
+                where = state.rank, state.path, place.offset
+                boxes.append(StoredBox(box, addend, *where, place.digest, place.strides))
         return StoredTensor(name, kind.shape, kind.dtype, spec, kind.pending, tuple(boxes))
 
     def origin(self, name: str) -> Hashable:

@@ -271,13 +271,19 @@ class Glances:
     def __init__(self) -> None:
         self._lock = Lock()
         self._stored = OpenFiles(_GLANCED_AT_ONCE, 0)
+        self._turns: dict[Path, Lock] = {}
+        """A reader serves one at a time."""
 
     @contextmanager
     def file(self, path: Path) -> Iterator[SourceFile]:
         """Return an open file, for a ``with`` block."""
         if isinstance(path, RemotePath):
             with self._lock:
-                yield self._stored.file(path)
+                # Nothing is closed of one that makes room for another.
+                file = self._stored.file(path)
+                turn = self._turns.setdefault(path, Lock())
+            with turn:
+                yield file
         else:
             with SourceFile(path) as file:
                 yield file

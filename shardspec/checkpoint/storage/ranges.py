@@ -6,9 +6,10 @@ What will be wanted next is on its way while what has come is worked on.
 """
 
 from collections import deque
-from threading import Thread
-from typing import Final
+from functools import partial
+from typing import Final, NamedTuple
 
+from shardspec.checkpoint.storage.aside import Aside
 from shardspec.checkpoint.storage.remote import RemotePath, Store, StoreErrors
 from shardspec.errors import CheckpointError
 
@@ -26,34 +27,12 @@ _CERTAIN: Final = 1 << 20
 """Bytes of a request from which on a reader is taken for one that goes on to the end."""
 
 
-class _Request:
-    """A range of bytes that a thread asks for."""
+class _Request(NamedTuple):
+    """A range of bytes that is on its way."""
 
-    __slots__ = ("_data", "_error", "_path", "_store", "_thread", "end", "start")
-
-    def __init__(self, store: Store, path: RemotePath, start: int, end: int) -> None:
-        self.start = start
-        self.end = end
-        self._store = store
-        self._path = path
-        self._data = b""
-        self._error: BaseException | None = None
-        # Nobody waits for one that is not needed any more.
-        self._thread = Thread(target=self._ask, daemon=True)
-        self._thread.start()
-
-    def _ask(self) -> None:
-        try:
-            self._data = _asked(self._store, self._path, self.start, self.end)
-        except BaseException as error:
-            self._error = error
-
-    def answer(self) -> bytes:
-        """Wait for the bytes; raise what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._data
+    start: int
+    end: int
+    data: Aside[bytes]
 
 
 def _asked(store: Store, path: RemotePath, start: int, end: int) -> bytes:
@@ -150,7 +129,7 @@ class RangeReader:
             self._ahead.popleft()
         if self._ahead:
             ahead = self._ahead.popleft()
-            data = ahead.answer()
+            data = ahead.data.answer()
             start, end = ahead.start, ahead.end
         else:
             first, last = self._expected
@@ -176,4 +155,6 @@ class RangeReader:
             end = min(start + self._most, last)
             if start >= end:
                 break
-            self._ahead.append(_Request(self._store, self._path, start, end))
+            data = Aside(partial(_asked, self._store, self._path, start, end))
+            data.start()
+            self._ahead.append(_Request(start, end, data))

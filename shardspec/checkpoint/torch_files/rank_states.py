@@ -5,11 +5,14 @@ the first DTensor notes its rank. So of all but the first only that much is run,
 compared.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
+from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
 from shardspec.checkpoint.storage.files import SourceFile
 from shardspec.checkpoint.torch_files.pickle_tails import QUICK_BYTES, TracedPickle
 from shardspec.checkpoint.torch_files.pickle_values import Halfway, Record, Trace
@@ -44,6 +47,11 @@ name, and for each slice of a mesh."""
 
 _MOST_KNOWN_BYTES: Final = 64 << 20
 """Of these pickles; those of 10,000 tensors have 3 MB."""
+_MOST_KEPT_OF_ONE: Final = 4 << 20
+"""Bytes kept of a file in a store, as there are several at once."""
+_AHEAD: Final = 3
+"""Files of this machine that are read while one is made sense of. A disk is as fast as it can be
+when it is asked for some things at once."""
 _MOST_MESHES: Final = 64
 """Meshes that are kept: the same few are in every file."""
 
@@ -97,8 +105,18 @@ def _head(data: bytes, end: int, reader: DTensorReader, rank: int) -> _Head | No
     return None if halfway is None else _Head(halfway, rank, reader.meshes)
 
 
+class _Looked(NamedTuple):
+    """A file, open, and what is read of it."""
+
+    file: SourceFile
+    rank: int
+    found: TorchZip
+    data: bytes
+    """Its pickle."""
+
+
 class RankStates:
-    """Reads the files of ranks, one after the other."""
+    """Reads the files of ranks."""
 
     def __init__(self) -> None:
         self._lines = AlikeLines()
@@ -107,8 +125,15 @@ class RankStates:
         self._fitting: dict[int, tuple[TorchContents, list[TorchLines]]] = {}
         """By the id of contents, directories that have all their records."""
 
-    def read(self, path: Path, rank: int) -> RankState:
-        """Read what describes the state in a file of `torch.save`; not its data.
+    def read(self, files: Iterable[tuple[Path, int]]) -> Iterator[RankState]:
+        """Yield what describes the state in files of `torch.save`; not their data.
+
+        What is read next is read while what has been read is made sense of.
+
+        Parameters
+        ----------
+        files
+            Each, and its rank.
 
         Raises
         ------
@@ -116,14 +141,31 @@ class RankStates:
             If it is damaged, holds no dict, names what does not belong in a checkpoint, or has two
             entries of one flat name.
         """
-        with SourceFile(path) as file:
+        files = list(files)
+        ahead = looks_ahead(files[0][0], here=_AHEAD) if files else 0
+        with closing(in_turn(files, self._look, ahead, _close)) as looks:
+            for looked in looks:
+                with looked.file:
+                    yield self._state(looked)
+
+    def _look(self, of_rank: tuple[Path, int]) -> _Looked:
+        path, rank = of_rank
+        with ExitStack() as stack:
+            file = stack.enter_context(SourceFile(path))
+            if file.remote is not None:
+                file.remote.keep(_MOST_KEPT_OF_ONE)
             found = read_torch_zip(file, alike=self._lines)
-            data = found.pickle(file)
-            contents = self._alike(data, file, found, rank)
-            if contents is None:
-                contents = self._read(data, file, found, rank)
+            looked = _Looked(file, rank, found, found.pickle(file))
+            stack.pop_all()
+        return looked
+
+    def _state(self, looked: _Looked) -> RankState:
+        file, rank, found, data = looked
+        contents = self._alike(data, file, found, rank)
+        if contents is None:
+            contents = self._read(data, file, found, rank)
         self._check(contents, found)
-        return RankState(path, rank, contents, found)
+        return RankState(file.path, rank, contents, found)
 
     def _read(self, data: bytes, file: SourceFile, found: TorchZip, rank: int) -> TorchContents:
         trace = Trace() if len(self._known) < _MOST_KNOWN else None
@@ -170,6 +212,10 @@ class RankStates:
             for tensor in contents.tensors.values():
                 check_record(local_of(tensor), found)
             fitting.append(found.lines)
+
+
+def _close(looked: _Looked) -> None:
+    looked.file.close()
 
 
 class _Same:

@@ -7,8 +7,9 @@ that have the same bytes everywhere else, only the digests are taken.
 
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from threading import Lock
 from typing import Final, NamedTuple
 
 __all__ = ["ENTRY", "ENTRY_BYTES", "AlikeLines", "Directory", "TorchLines"]
@@ -76,14 +77,20 @@ class _Kind(NamedTuple):
 
 
 class AlikeLines:
-    """Directories of zips that start their files, those that differ in digests read once."""
+    """Directories of zips that start their files, those that differ in digests read once.
+
+    For any number of threads.
+    """
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._kinds: dict[tuple[int, int, int], list[_Kind]] = {}
         self._left = _MOST_KEPT
 
-    def find(self, data: bytes, count: int, end: int) -> Directory | None:
-        """Return what a directory says; None if none before was like it.
+    def read(
+        self, data: bytes, count: int, end: int, read: Callable[[], tuple[Directory, Sequence[int]]]
+    ) -> Directory:
+        """Return what a directory says.
 
         Parameters
         ----------
@@ -91,7 +98,19 @@ class AlikeLines:
             The directory, and how many lines it has.
         end
             Where it starts in the file.
+        read
+            Reads it line by line; returns what it says, and where each of its lines starts, in the
+            order of the records.
         """
+        with self._lock:
+            found = self._find(data, count, end)
+            if found is None:
+                found, starts = read()
+                self._keep(data, starts, found)
+        return found
+
+    def _find(self, data: bytes, count: int, end: int) -> Directory | None:
+        """Return what a directory says; None if none before was like it."""
         kinds = self._kinds.get((len(data), count, end), [])
         for place, kind in enumerate(kinds):
             found = kind.find(data, count)
@@ -101,16 +120,8 @@ class AlikeLines:
                 return found
         return None
 
-    def keep(self, data: bytes, starts: Sequence[int], directory: Directory) -> None:
-        """Take note of a directory that was read line by line.
-
-        Parameters
-        ----------
-        data, starts
-            The directory, and where each of its lines starts, in the order of the records.
-        directory
-            What it says.
-        """
+    def _keep(self, data: bytes, starts: Sequence[int], directory: Directory) -> None:
+        """Take note of a directory that was read line by line."""
         # Nothing may be replaced but names: no digest, and nothing within one.
         folder = directory.archive + b"/"
         named = len(folder) > _CRC_BYTES and data.count(folder) == len(starts)

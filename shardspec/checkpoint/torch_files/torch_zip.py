@@ -264,11 +264,10 @@ def read_torch_zip(
         )
     first = num_bytes - len(tail)
     data = tail[start - first :][:size] if start >= first else file.read(offset + start, size)
-    directory = alike.find(data, count, start) if alike is not None and offset == 0 else None
-    if directory is None:
-        directory, starts = _read_lines(data, count, offset, start, what)
-        if alike is not None and offset == 0:
-            alike.keep(data, starts, directory)
+    if alike is not None and offset == 0:
+        directory = alike.read(data, count, start, lambda: _read_lines(data, count, 0, start, what))
+    else:
+        directory, _ = _read_lines(data, count, offset, start, what)
     found = TorchZip(what, directory)
     found.check(file)
     return found
