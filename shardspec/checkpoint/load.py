@@ -1,10 +1,11 @@
 """Loading: every rank reads the bytes that its devices need, for the saved or another layout."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardspec.boxes import Box, box_shape, box_size
+from shardspec.checkpoint.moving.ahead import in_files, stretches
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Checks
@@ -13,6 +14,8 @@ from shardspec.checkpoint.open import as_source
 from shardspec.checkpoint.reading.source import CheckpointSource, HeldBox, Outline, StoredTensor
 from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.storage.planned import FileStretch
+from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.checkpoint.writing.agree import agree
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, LayoutError
@@ -150,6 +153,8 @@ def _read(
     loaded = {}
     buffers = Buffers()
     with OpenFiles() as files:
+        if isinstance(source.directory, RemotePath):
+            files.will_read(_stretches(source, layouts, communicator.addressable))
         for name, layout in layouts.items():
             tensor = source.tensor(name)
             check_tiling(tensor)
@@ -163,6 +168,15 @@ def _read(
                     read[box] = shards[device] = _read_box(tensor, box, files, buffers)
             loaded[name] = DTensor.from_shards(shards, layout, communicator)
     return loaded
+
+
+def _stretches(
+    source: CheckpointSource, layouts: Mapping[str, Layout], devices: Iterable[int]
+) -> Iterator[FileStretch]:
+    """Return what will be read, as far as it is known and in its order."""
+    for name, layout in layouts.items():
+        for box in dict.fromkeys(map(layout.box, devices)):
+            yield from in_files(stretches(source.tensor(name), box))
 
 
 def _read_box(tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers) -> "torch.Tensor":

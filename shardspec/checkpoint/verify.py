@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,8 @@ from shardspec.checkpoint.reading.replicas import check_replicas
 from shardspec.checkpoint.reading.source import CheckpointSource, Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.storage.planned import FileStretch
+from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.checkpoint.writing.fill import Progress
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -105,6 +108,8 @@ def _flaws(
 ) -> Iterator[CheckpointError]:
     done = 0
     with OpenFiles() as files:
+        if isinstance(source.directory, RemotePath):
+            files.will_read(_stretches(source))
         room = memoryview(bytearray(_PIECE_BYTES))
         for name in source.names:
             tensor = source.tensor(name)
@@ -136,12 +141,30 @@ def _flaws(
                     yield error
 
 
+def _stretches(source: CheckpointSource) -> Iterator[FileStretch]:
+    """Return what will be read to judge every box, in its order."""
+    for name in source.names:
+        tensor = source.tensor(name)
+        found = {
+            (stored.path, stored.offset, _span(tensor, stored))
+            if stored.digest is None
+            else (stored.path, stored.digest.start, stored.digest.num_bytes): None
+            for stored in tensor.boxes
+        }
+        yield from starmap(FileStretch, found)
+
+
 def _read(tensor: StoredTensor, stored: StoredBox, files: OpenFiles, room: memoryview) -> None:
     """Read a box without a digest from start to end, which shows that it can be read."""
-    num_bytes = stored_bytes(tensor, stored)
-    if stored.strides is not None:
-        steps = zip(box_shape(stored.box), stored.strides, strict=True)
-        num_bytes = sum((size - 1) * step for size, step in steps) + item_bytes(tensor.dtype)
+    num_bytes = _span(tensor, stored)
     for at in range(0, num_bytes, _PIECE_BYTES):
         part = room[: min(_PIECE_BYTES, num_bytes - at)]
         files.file(stored.path).read_into(part, stored.offset + at)
+
+
+def _span(tensor: StoredTensor, stored: StoredBox) -> int:
+    """Return how many bytes of its file a box lies in."""
+    if stored.strides is None:
+        return stored_bytes(tensor, stored)
+    steps = zip(box_shape(stored.box), stored.strides, strict=True)
+    return sum((size - 1) * step for size, step in steps) + item_bytes(tensor.dtype)

@@ -19,7 +19,7 @@ from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.reading.source import StoredBox, StoredTensor
 from shardspec.checkpoint.storage.files import OpenFiles, SourceFile
-from shardspec.checkpoint.storage.ranges import MOST_AHEAD
+from shardspec.checkpoint.storage.planned import MOST_OF_ONE
 from shardspec.checkpoint.storage.remote import RemotePath, as_path
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
@@ -80,7 +80,7 @@ def test_a_shard_is_read_and_not_the_whole(counted):
         copy_box(tensor, ((0, rows), (2, 9)), MemorySink(out.data), files, Buffers())
     assert (out.view(np.int32).reshape(rows, 7) == whole[:, 2:9]).all()
     assert len(CountingStore.requests) < 20
-    assert max(CountingStore.requests) <= MOST_AHEAD
+    assert max(CountingStore.requests) <= MOST_OF_ONE
 
 
 @pytest.mark.parametrize("row_bytes", [2048, 1 << 40], ids=["rows", "numpy"])
@@ -120,7 +120,7 @@ def test_what_comes_next_is_asked_for_ahead(counted):
         while len(CountingStore.requests) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         # No more is asked for until some of it is taken.
-        assert CountingStore.requests == [MOST_AHEAD] * 4
+        assert CountingStore.requests == [MOST_OF_ONE] * 4
         for at in range(first + step, last, step):
             assert file.read(at, step) == data[at : at + step]
         assert sum(CountingStore.requests) == last - first

@@ -22,9 +22,10 @@ from shardspec.checkpoint.moving.pieces import Place, Run, byte_box, pieces
 from shardspec.checkpoint.moving.rows import stretch_of
 from shardspec.checkpoint.reading.source import StoredTensor, distinct
 from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.storage.planned import FileStretch
 from shardspec.dtypes import item_bytes
 
-__all__ = ["Ahead", "Stretch", "stretches"]
+__all__ = ["Ahead", "Stretch", "in_files", "stretches"]
 
 _AHEAD_BYTES: Final = 8 << 20
 """How far ahead of the one that copies: some blocks, so that one that is late is there in time."""
@@ -88,6 +89,13 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[Stretch]:
             found = None if shared is None else stretch_of(place, shared)
             if found is not None:
                 yield Stretch(place.stored.path, *found, first)
+
+
+def in_files(wanted: Iterable[Stretch]) -> Iterator[FileStretch]:
+    """Return those of some stretches that can be asked for."""
+    for path, start, num_bytes, _ in wanted:
+        if path is not None:
+            yield FileStretch(path, start, num_bytes)
 
 
 class Ahead:

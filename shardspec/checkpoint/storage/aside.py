@@ -73,12 +73,20 @@ def looks_ahead(place: Path, *, here: int = 0) -> int:
     here
         What is returned for files of this machine, which answer soon.
 
+    Raises
+    ------
+    CheckpointError
+        If there is no such store.
+
     Examples
     --------
-    >>> looks_ahead(Path("models")), looks_ahead(RemotePath("s3://models"))
-    (0, 7)
+    >>> looks_ahead(Path("models")), looks_ahead(RemotePath("memory://models"), here=3)
+    (0, 0)
     """
-    return _STORE_LOOKS - 1 if isinstance(place, RemotePath) else here
+    if not isinstance(place, RemotePath):
+        return here
+    # Of other stores every thread has one, and connects by itself.
+    return _STORE_LOOKS - 1 if place.store.async_impl else 0
 
 
 def in_turn(

@@ -3,13 +3,14 @@
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Final, Self
 
+from shardspec.checkpoint.storage.planned import FileStretch, Planned
 from shardspec.checkpoint.storage.ranges import RangeReader
 from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.errors import CheckpointError
@@ -232,6 +233,11 @@ class OpenFiles:
         self._at_once = at_once
         self._kept_bytes = kept_bytes
         self._files: OrderedDict[Path, SourceFile] = OrderedDict()
+        self._planned: Planned | None = None
+
+    def will_read(self, stretches: Iterable[FileStretch]) -> None:
+        """Take note of what will be read, in that order: stores are asked for it ahead."""
+        self._planned = Planned(stretches)
 
     def file(self, path: Path) -> SourceFile:
         """Return an open file that is good until the next call."""
@@ -241,11 +247,13 @@ class OpenFiles:
             return found
         while len(self._files) >= self._at_once:
             self._files.popitem(last=False)[1].close()
-        self._files[path] = SourceFile(path)
+        opened = self._files[path] = SourceFile(path)
+        if opened.remote is not None and self._planned is not None:
+            opened.remote.plan(self._planned)
         remote = [file.remote for file in self._files.values() if file.remote is not None]
         for reader in remote:
             reader.keep(self._kept_bytes // len(remote))
-        return self._files[path]
+        return opened
 
     def __enter__(self) -> Self:
         return self

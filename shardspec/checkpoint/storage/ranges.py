@@ -6,40 +6,26 @@ What will be wanted next is on its way while what has come is worked on.
 """
 
 from collections import deque
-from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
-from shardspec.checkpoint.storage.aside import Aside
-from shardspec.checkpoint.storage.remote import RemotePath, Store, StoreErrors
+from shardspec.checkpoint.storage.planned import (
+    MOST_OF_ONE,
+    Planned,
+    Request,
+    read_range,
+    request,
+)
+from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.errors import CheckpointError
 
-__all__ = ["MOST_AHEAD", "RangeReader"]
+__all__ = ["RangeReader"]
 
 _LEAST: Final = 64 << 10
 """Least bytes of a request: headers and what lies around them come in one."""
-MOST_AHEAD: Final = 4 << 20
-"""Most bytes of a request."""
-
-
 _ON_THE_WAY: Final = 3
 """Most requests that are under way while bytes are worked on: one alone does not fill the line."""
 _CERTAIN: Final = 1 << 20
 """Bytes of a request from which on a reader is taken for one that goes on to the end."""
-
-
-class _Request(NamedTuple):
-    """A range of bytes that is on its way."""
-
-    start: int
-    end: int
-    data: Aside[bytes]
-
-
-def _asked(store: Store, path: RemotePath, start: int, end: int) -> bytes:
-    if start >= end:
-        return b""
-    with StoreErrors(path, "read"):
-        return store.cat_file(str(path), start=start, end=end)
 
 
 class RangeReader:
@@ -61,7 +47,9 @@ class RangeReader:
         "_block",
         "_expected",
         "_most",
+        "_once",
         "_path",
+        "_planned",
         "_start",
         "_store",
         "_window",
@@ -71,21 +59,32 @@ class RangeReader:
     def __init__(self, path: RemotePath) -> None:
         self.num_bytes = path.num_bytes()
         self._path = path
+        # Other threads would get one of their own from fsspec, with other connections.
         self._store = path.store
+        self._planned: Planned | None = None
         self._start = 0
         self._block = b""
+        self._once = False
+        """Whether what is kept is let go as soon as all of it was read."""
         self._window = _LEAST
         self._expected = (0, 0)
-        self._most = MOST_AHEAD
-        self._ahead: deque[_Request] = deque()
+        self._most = MOST_OF_ONE
+        self._ahead: deque[Request] = deque()
 
     def keep(self, num_bytes: int) -> None:
         """Keep at most so many bytes from now on; not below what headers need."""
-        self._most = max(_LEAST, min(num_bytes // (1 + _ON_THE_WAY), MOST_AHEAD))
+        self._most = max(_LEAST, min(num_bytes // (1 + _ON_THE_WAY), MOST_OF_ONE))
         if len(self._block) > self._most:
-            self._start += len(self._block)
-            self._block = b""
+            self._let_go()
             self._ahead.clear()
+
+    def _let_go(self) -> None:
+        self._start += len(self._block)
+        self._block = b""
+
+    def plan(self, planned: Planned) -> None:
+        """Take what is planned from there when it is its turn."""
+        self._planned = planned
 
     def expect(self, start: int, end: int) -> None:
         """Take note that all bytes of a stretch will be wanted."""
@@ -116,9 +115,18 @@ class RangeReader:
             part = memoryview(self._block)[inside : inside + len(buffer) - done]
             buffer[done : done + len(part)] = part
             done += len(part)
+            if self._once and inside + len(part) == len(self._block):
+                self._let_go()
 
     def _fetch(self, start: int, num_bytes: int, needed: int) -> None:
         """Read a range from `start` on, of so many bytes if the limit allows, and keep it."""
+        planned = None if self._planned is None else self._planned.take(self._path, start)
+        if planned is not None:
+            self._block = b""
+            self._keep(planned.start, planned.end, planned.data.answer(), needed)
+            # Many files have their turn, one after the other.
+            self._once = True
+            return
         # Rows of columns are read along with what lies between them, where that is little.
         stopped = self._start + len(self._block)
         goes_on = 0 <= start - stopped < _LEAST
@@ -135,14 +143,17 @@ class RangeReader:
             first, last = self._expected
             rest = last - start if first <= start else 0
             end = min(start + min(max(num_bytes, rest, self._window), self._most), self.num_bytes)
-            data = _asked(self._store, self._path, start, end)
+            data = read_range(self._store, self._path, start, end)
+        self._keep(start, end, data, needed)
+        self._ask_ahead(goes_on)
+
+    def _keep(self, start: int, end: int, data: bytes, needed: int) -> None:
         if len(data) != max(end - start, 1):
             raise CheckpointError(
                 f"{self._path}: ends at byte {start + len(data)}, but bytes up to {needed} are "
                 "needed; it was cut short while being read"
             )
-        self._start, self._block = start, data
-        self._ask_ahead(goes_on)
+        self._start, self._block, self._once = start, data, False
 
     def _ask_ahead(self, goes_on: bool) -> None:
         """Ask for the next ranges where it is all but certain that they will be wanted."""
@@ -155,6 +166,4 @@ class RangeReader:
             end = min(start + self._most, last)
             if start >= end:
                 break
-            data = Aside(partial(_asked, self._store, self._path, start, end))
-            data.start()
-            self._ahead.append(_Request(start, end, data))
+            self._ahead.append(request(self._store, self._path, start, end))

@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from shardspec.checkpoint.moving.ahead import Stretch, stretches
+from shardspec.checkpoint.moving.ahead import Stretch, in_files, stretches
 from shardspec.checkpoint.moving.behind import Behind, different
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
@@ -14,6 +14,7 @@ from shardspec.checkpoint.moving.digests import Arrival, Checks, crc32, crc32_co
 from shardspec.checkpoint.moving.sinks import FileSink, Sink
 from shardspec.checkpoint.reading.source import CheckpointSource, StoredBox, distinct
 from shardspec.checkpoint.storage.files import OpenFiles, SourceFile, reason
+from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.checkpoint.writing.output import reserve
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target
 from shardspec.dtypes import is_cast, item_bytes
@@ -35,6 +36,7 @@ __all__ = [
     "fill_by",
     "fill_slot",
     "parts_of",
+    "plan",
     "wanted_by",
 ]
 
@@ -171,6 +173,12 @@ def wanted_by(job: Job, slots: Iterable[Slot]) -> Iterator[Stretch]:
         for stretch in stretches(tensor, slot.box):
             yield stretch._replace(at=written + stretch.at // size * wanted)
         written += slot.num_bytes
+
+
+def plan(job: Job, slots: Iterable[Slot], files: OpenFiles) -> None:
+    """Have stores asked ahead for what will be read to fill slots, in that order."""
+    if isinstance(job.source.directory, RemotePath):
+        files.will_read(in_files(wanted_by(job, slots)))
 
 
 def fill_slot(

@@ -24,6 +24,7 @@ from shardspec.checkpoint.writing.fill import (
     digest_of_file,
     fill_slot,
     parts_of,
+    plan,
     wanted_by,
 )
 from shardspec.checkpoint.writing.output import sync_directory
@@ -140,6 +141,7 @@ def _write(job: Job, file: OutputFile, place: Path) -> _Found:
     with NewFile(place, job.path, file.num_bytes) as fd, OpenFiles() as files:
         buffers = Buffers()
         put_pieces(job, fd, file.pieces)
+        plan(job, file.slots, files)
         with ahead, Behind(fd, job.path, beside=job.beside) as behind:
             filled = [fill_slot(job, slot, behind, files, buffers, advance) for slot in file.slots]
         for slot_filled in filled:

@@ -27,6 +27,7 @@ from shardspec.checkpoint.writing.fill import (
     dtypes_of,
     fill_by,
     parts_of,
+    plan,
 )
 from shardspec.checkpoint.writing.replacing import Places
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target
@@ -108,6 +109,7 @@ def _write(uploads: Uploads, file: OutputFile) -> _Found:
     parts: Sequence[Piece | Slot] = sorted((*file.pieces, *file.slots), key=lambda p: p.offset)
     with Upload(place, file.num_bytes, overwrite=uploads.overwrite) as upload, OpenFiles() as files:
         buffers = Buffers()
+        plan(job, (part for part in parts if isinstance(part, Slot)), files)
         for part in parts:
             if isinstance(part, Piece):
                 _write_piece(job, upload, part)

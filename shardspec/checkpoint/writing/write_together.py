@@ -24,6 +24,7 @@ from shardspec.checkpoint.writing.fill import (
     digest_of_file,
     fill_slot,
     parts_of,
+    plan,
 )
 from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.targets import OutputFile, Slot, Target
@@ -152,6 +153,7 @@ def _fill(job: Job, target: Target, shares: Sequence[Share], place: Path) -> obj
     judged: list[tuple[str, int]] = []
     buffers = Buffers()
     with OpenFiles() as files:
+        plan(job, (share.part for share in shares), files)
         for number, of_file in groupby(shares, lambda share: share.file):
             at = _place(place, target, target.files[number])
             with (
