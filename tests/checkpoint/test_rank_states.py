@@ -1,5 +1,6 @@
 """Files of many ranks: reading most of them by another one tells what reading them alone does."""
 
+import os
 import shutil
 import struct
 from dataclasses import replace
@@ -317,3 +318,16 @@ def test_a_rank_beyond_the_mesh(saved):
         f"{saved / 'part' / 'rank-2.pt'}: tensor 'w' was saved by ranks [0, 1], not by rank 2 as "
         "the name of the file says; the file belongs elsewhere, restore its name"
     )
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2, 5])
+def test_what_was_opened_ahead_is_closed(saved, tmp_path, damaged):
+    ckpt = shutil.copytree(saved / "alike", tmp_path / "ckpt")
+    path = ckpt / f"rank-{damaged}.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    # One further on is not what is told.
+    (ckpt / "rank-5.pt").write_bytes(b"")
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError, match=f"^{path}: "):
+        open_checkpoint(ckpt)
+    assert set(os.listdir("/proc/self/fd")) == before

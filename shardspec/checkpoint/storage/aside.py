@@ -115,7 +115,7 @@ def in_turn(
     """
     items = list(items)
     calls: SimpleQueue[Aside[_Found] | None] = SimpleQueue()
-    workers = _start(calls, min(ahead, len(items) - 1))
+    workers = _start(calls, min(ahead, len(items)) if len(items) > 1 else 0)
     if not workers:
         yield from map(look, items)
         return
@@ -152,4 +152,4 @@ def _start(calls: "SimpleQueue[Aside[_Found] | None]", count: int) -> int:
             Thread(target=make_all, name="shardspec-aside", daemon=True).start()
         except RuntimeError:
             return started
-    return max(count, 0)
+    return count

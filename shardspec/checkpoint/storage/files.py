@@ -238,6 +238,9 @@ class OpenFiles:
     def will_read(self, stretches: Iterable[FileStretch]) -> None:
         """Take note of what will be read, in that order: stores are asked for it ahead."""
         self._planned = Planned(stretches)
+        for file in self._files.values():
+            if file.remote is not None:
+                file.remote.plan(self._planned)
 
     def file(self, path: Path) -> SourceFile:
         """Return an open file that is good until the next call."""

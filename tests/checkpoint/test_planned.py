@@ -1,0 +1,247 @@
+"""What will be read of stores is asked for ahead: in that order, once, and not too much."""
+
+import time
+from functools import partial
+from threading import Barrier
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
+from shardspec.checkpoint.diff import diff_checkpoints
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.storage.planned import FileStretch, Planned
+from shardspec.checkpoint.storage.remote import as_path
+from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.errors import CheckpointError
+from tests.checkpoint.formats.reading import assert_same, read_whole
+from tests.checkpoint.stores import FORMS, STATE, CountingStore, SharedStore, upload
+
+MIB = 1 << 20
+DATA = np.random.default_rng(0).bytes(40 * MIB)
+
+
+@pytest.fixture
+def files(counted):
+    """Three files, all of them in memory."""
+    store = fsspec.filesystem("counted")
+    paths = [as_path(f"{counted}/{name}") for name in "abc"]
+    for path in paths:
+        store.pipe_file(str(path), DATA)
+    return paths
+
+
+def requests(count):
+    """Return the sizes of requests, once so many were made."""
+    deadline = time.monotonic() + 60
+    while len(CountingStore.requests) < count and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return CountingStore.requests
+
+
+def stretches(*found):
+    return [FileStretch(path, start, num_bytes) for path, start, num_bytes in found]
+
+
+def test_what_goes_on_is_one_request_and_what_is_long_several(files, tmp_path):
+    a, b, _ = files
+    parts = [(a, 0, MIB), (a, MIB, MIB), (tmp_path, 0, 9), (a, 3 * MIB, 5), (b, 7, 9 * MIB)]
+    planned = Planned(stretches(*parts))
+    due = [2 * MIB, 5, 4 * MIB, 4 * MIB, MIB]
+    assert sorted(requests(len(due))) == sorted(due)
+    starts = [(a, 0), (a, 3 * MIB), (b, 7), (b, 7 + 4 * MIB), (b, 7 + 8 * MIB)]
+    for (path, start), size in zip(starts, due, strict=True):
+        found = planned.take(path, start)
+        assert found is not None
+        assert found.data.answer() == DATA[start : start + size]
+    assert planned.take(b, 7) is None
+
+
+def test_so_much_is_under_way_and_no_more(files):
+    a, b, c = files
+    large = Planned(
+        stretches(*((path, at * 5 * MIB, 4 * MIB) for at in range(3) for path in files))
+    )
+    assert requests(6) == [4 * MIB] * 6
+    assert large.take(a, 0) is not None
+    assert requests(7) == [4 * MIB] * 7
+    time.sleep(0.05)
+    assert len(CountingStore.requests) == 7
+    CountingStore.requests.clear()
+    small = Planned(stretches(*((path, at * 9, 3) for at in range(9) for path in files)))
+    assert requests(12) == [3] * 12
+    # What should have been read before is let go.
+    assert small.take(c, 9) is not None
+    assert requests(18) == [3] * 18
+    for gone in ((a, 0), (b, 9), (c, 9)):
+        assert small.take(*gone) is None
+    time.sleep(0.05)
+    assert len(CountingStore.requests) == 18
+
+
+def test_bytes_are_taken_from_the_plan_and_others_are_asked_for(files):
+    a, b, _ = files
+    wanted = [(a, 5, 3 * MIB), (b, 0, MIB), (a, 30 * MIB, MIB), (b, MIB, MIB)]
+    with OpenFiles() as opened:
+        assert opened.file(a).read(0, 5) == DATA[:5]
+        opened.will_read(stretches(*wanted))
+        requests(5)
+        for path, start, num_bytes in wanted:
+            for at in range(start, start + num_bytes, MIB):
+                assert opened.file(path).read(at, MIB) == DATA[at : at + MIB]
+        assert len(CountingStore.requests) == 5
+        # What was planned is not kept: of many files there would be much.
+        for count, start in ((6, MIB), (7, 9 * MIB)):
+            assert opened.file(b).read(start, 7) == DATA[start : start + 7]
+            assert len(CountingStore.requests) == count
+
+
+def test_a_plan_that_fails_ends(files):
+    a, b, _ = files
+
+    def wanted():
+        yield from stretches((a, 0, 9), (b, 0, 9))
+        raise CheckpointError("the tensor after it is damaged")
+
+    planned = Planned(wanted())
+    found = planned.take(a, 3)
+    assert found is not None
+    assert found.data.answer() == DATA[:9]
+    assert planned.take(a, 3) is None
+    with OpenFiles() as opened:
+        opened.will_read(wanted())
+        assert opened.file(a).read(0, 9) == DATA[:9]
+        assert opened.file(b).read(4, 9) == DATA[4:13]
+
+
+def test_what_ends_too_early_or_is_gone_is_said_when_it_is_read(files):
+    a, b, c = files
+    with OpenFiles() as opened:
+        opened.file(a)
+        opened.file(b)
+        store = fsspec.filesystem("counted")
+        store.pipe_file(str(a), DATA[:MIB])
+        store.rm_file(str(b))
+        opened.will_read(stretches((a, 0, 2 * MIB), (b, 0, MIB), (c, 0, MIB)))
+        with pytest.raises(CheckpointError, match=r"/a: ends at byte 1048576, but bytes up to "):
+            opened.file(a).read(0, 2 * MIB)
+        with pytest.raises(CheckpointError, match=r"/b: cannot be read: "):
+            opened.file(b).read(0, MIB)
+        assert opened.file(c).read(0, MIB) == DATA[:MIB]
+
+
+STATE_OF_MANY = {
+    "columns": torch.arange(768 * 1024.0).view(768, 1024),
+    "long": torch.arange(3 << 20, dtype=torch.int32),
+    "rows": torch.arange(1200 * 600.0).view(1200, 600),
+    "whole": torch.arange(70_000.0),
+}
+CUTS = {"columns": "[R,S0]", "long": "[S0]", "rows": "[S10,R]", "whole": "[R]"}
+MESH = DeviceMesh(range(6), (3, 2))
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A checkpoint of six ranks, whose boxes are long enough to be asked for one by one."""
+    at = tmp_path_factory.mktemp("many")
+    save_sharded({n: DTensor(v, MESH, CUTS[n]) for n, v in STATE_OF_MANY.items()}, at / "own")
+    reshard(at / "own", at / "dcp", like=at / "own", form="dcp")
+    merge(at / "own", at / "hub", max_shard_bytes=4 * MIB)
+    return at
+
+
+NUM_BYTES = sum(value.nbytes for value in STATE_OF_MANY.values())
+AROUND_BYTES = {"own": 7 << 17, "dcp": 22 * 2 << 17, "hub": 4 << 17}
+"""What headers and pickles come to, at most: 128 KiB for each request."""
+
+
+def asked(call):
+    """Return how many bytes of a store were asked for by a call."""
+    CountingStore.requests.clear()
+    call()
+    return sum(CountingStore.requests)
+
+
+@pytest.mark.parametrize("form", AROUND_BYTES)
+def test_every_byte_is_asked_for_once(many, counted, tmp_path, form):
+    url, out = f"{counted}/{form}", tmp_path / "out.safetensors"
+    upload(many / form, url)
+    due = NUM_BYTES + AROUND_BYTES[form]
+    for verify, dtype, names in (
+        (True, None, list(STATE_OF_MANY)),
+        (False, None, list(STATE_OF_MANY)),
+        (True, "float16", ["rows", "whole"]),
+    ):
+        asked_for = asked(
+            partial(merge, url, out, force=True, verify=verify, dtype=dtype, include=names)
+        )
+        assert asked_for <= due
+        found = load_file(out)
+        assert sorted(found) == names
+        for name, value in found.items():
+            assert torch.equal(value, STATE_OF_MANY[name].to(value.dtype))
+    assert asked(partial(verify_checkpoint, url)) <= due
+    assert asked(partial(merge, url, f"{counted}/out", max_shard_bytes=4 * MIB)) <= due + NUM_BYTES
+    assert list(diff_checkpoints(f"{counted}/out", many / "own")) == []
+    loaded = {}
+
+    def load():
+        loaded.update(load_sharded(url, MESH, CUTS))
+
+    # Of whole rows, each third of the columns is read with what lies between.
+    again = 2 * STATE_OF_MANY["columns"].nbytes if form == "hub" else 0
+    assert asked(load) <= due + again
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor.to_global(), STATE_OF_MANY[name])
+
+
+@pytest.mark.parametrize("form", ["own", "dcp"])
+def test_what_is_read_next_is_on_its_way(many, tmp_path, form):
+    url = f"together://{tmp_path.name}"
+    upload(many / form, url)
+    source = open_checkpoint(url)
+    for name in source.names:
+        source.tensor(name)
+    # Boxes of rows and of what is long; without a plan there is one request at a time.
+    SharedStore.meeting[:] = [Barrier(6)] * 6
+    merge(source, tmp_path / "out.safetensors", include=["long", "rows"])
+    assert not SharedStore.meeting
+    found = load_file(tmp_path / "out.safetensors")
+    assert_same(found, {name: STATE_OF_MANY[name] for name in ("long", "rows")})
+    SharedStore.store.clear()
+
+
+def test_files_are_looked_into_side_by_side(many, forms, tmp_path):
+    url = f"together://{tmp_path.name}"
+    for form in ("own", "dcp", "hub"):
+        upload(many / form, f"{url}/{form}")
+    for form in ("ranks", "megatron", "sharded"):
+        upload(forms / form, f"{url}/{form}")
+
+    def meet(count, call):
+        SharedStore.meeting[:] = [Barrier(count)] * count
+        found = call()
+        assert not SharedStore.meeting
+        return found
+
+    info = open_checkpoint(f"{url}/own").files
+    assert len(info) == 7
+    # The first request is of what describes all files, and is made alone.
+    for form, count in (("own", 5), ("hub", 3)):
+        SharedStore.meeting[:] = [*[Barrier(count)] * count, Barrier(1)]
+        assert_same(read_whole(f"{url}/{form}"), STATE_OF_MANY)
+        assert not SharedStore.meeting
+    source = open_checkpoint(f"{url}/dcp")
+    tensor = meet(5, partial(source.tensor, "rows"))
+    assert [box.box for box in tensor.boxes] == [
+        box.box for box in open_checkpoint(many / "dcp").tensor("rows").boxes
+    ]
+    for form in ("ranks", "megatron", "sharded"):
+        state = {"w": STATE["n"]} if form == "megatron" else STATE
+        assert_same(read_whole(f"{url}/{form}", **FORMS[form]), state)
+    SharedStore.store.clear()
