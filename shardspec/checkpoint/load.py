@@ -15,7 +15,6 @@ from shardspec.checkpoint.reading.source import CheckpointSource, HeldBox, Outli
 from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.storage.planned import FileStretch
-from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.checkpoint.writing.agree import agree
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, LayoutError
@@ -153,8 +152,7 @@ def _read(
     loaded = {}
     buffers = Buffers()
     with OpenFiles() as files:
-        if isinstance(source.directory, RemotePath):
-            files.will_read(_stretches(source, layouts, communicator.addressable))
+        files.will_read(source.directory, _stretches(source, layouts, communicator.addressable))
         for name, layout in layouts.items():
             tensor = source.tensor(name)
             check_tiling(tensor)
@@ -176,7 +174,7 @@ def _stretches(
     """Return what will be read, as far as it is known and in its order."""
     for name, layout in layouts.items():
         for box in dict.fromkeys(map(layout.box, devices)):
-            yield from in_files(stretches(source.tensor(name), box))
+            yield from in_files(stretches(source.tensor(name), box, least_bytes=0))
 
 
 def _read_box(tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers) -> "torch.Tensor":

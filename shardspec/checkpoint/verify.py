@@ -14,7 +14,6 @@ from shardspec.checkpoint.reading.source import CheckpointSource, Digest, Stored
 from shardspec.checkpoint.reading.tiling import check_tiling
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.storage.planned import FileStretch
-from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.checkpoint.writing.fill import Progress
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -108,8 +107,7 @@ def _flaws(
 ) -> Iterator[CheckpointError]:
     done = 0
     with OpenFiles() as files:
-        if isinstance(source.directory, RemotePath):
-            files.will_read(_stretches(source))
+        files.will_read(source.directory, _stretches(source))
         room = memoryview(bytearray(_PIECE_BYTES))
         for name in source.names:
             tensor = source.tensor(name)

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.checkpoint.stores import CountingStore, s3_server, write_forms
+from tests.checkpoint.stores import CountingStore, SharedStore, s3_server, write_forms
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,16 @@ def counted(tmp_path):
     CountingStore.store.clear()
     CountingStore.spoil.clear()
     CountingStore.copies[:] = [True]
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """The same, of a store that all threads share."""
+    SharedStore.requests.clear()
+    yield f"together://{tmp_path.name}"
+    SharedStore.store.clear()
+    SharedStore.spoil.clear()
+    SharedStore.meeting.clear()
 
 
 @pytest.fixture(scope="session")

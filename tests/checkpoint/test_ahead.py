@@ -220,7 +220,7 @@ def test_the_distance_is_that_of_the_output_also_if_numbers_are_cast(tmp_path, w
         Slot(Wanted(name, name, array.shape, wanted), ((0, 3000), (0, 1000)), 100 + at)
         for name, at in [("a", 0), ("b", 3_000_000 * size)]
     ]
-    job = Job(source, tmp_path, True, True, True, Meter(1, None), True)
+    job = Job(source, tmp_path, True, True, True, Meter(1, None), True, 1)
     at, read = 0, 0
     for stretch in wanted_by(job, slots):
         # Every byte comes when those of the numbers before it have been written.

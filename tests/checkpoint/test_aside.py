@@ -1,6 +1,7 @@
 """Looking into several files at once: in their order, and with nothing left over."""
 
 import gc
+import time
 import weakref
 from threading import Barrier, Event, Thread, get_ident
 from threading import enumerate as enumerate_threads
@@ -15,6 +16,11 @@ from shardspec.errors import CheckpointError
 WAIT_S = 60
 
 
+def all_of(items, look, ahead):
+    with in_turn(items, look, ahead) as found:
+        return list(found)
+
+
 def test_so_many_calls_are_made_at_once():
     together = Barrier(3)
 
@@ -22,9 +28,11 @@ def test_so_many_calls_are_made_at_once():
         together.wait(WAIT_S)
         return item * 2
 
-    assert list(in_turn(range(9), look, 3)) == [0, 2, 4, 6, 8, 10, 12, 14, 16]
-    assert list(in_turn([5], lambda item: item, 3)) == [5]
-    assert list(in_turn([], lambda item: item, 3)) == []
+    assert all_of(range(9), look, 3) == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+    together = Barrier(2)
+    assert all_of(range(2), look, 7) == [0, 2]
+    assert all_of([5], str, 3) == ["5"]
+    assert all_of([], str, 3) == []
 
 
 def test_no_more_is_looked_at_than_so_far_ahead():
@@ -36,63 +44,109 @@ def test_no_more_is_looked_at_than_so_far_ahead():
         done[item].set()
         return item
 
-    found = in_turn(range(10), look, 2)
-    for item in range(10):
-        assert next(found) == item
-        for ahead in done[item : item + 3]:
-            assert ahead.wait(WAIT_S)
-        assert sorted(looked) == list(range(min(item + 3, 10)))
+    with in_turn(range(10), look, 2) as found:
+        for item in range(10):
+            assert next(found) == item
+            for ahead in done[item : item + 3]:
+                assert ahead.wait(WAIT_S)
+            assert sorted(looked) == list(range(min(item + 3, 10)))
 
 
 def test_without_looking_ahead_the_caller_looks():
-    assert set(in_turn("ab", lambda _: get_ident(), 0)) == {get_ident()}
-    assert get_ident() not in in_turn("abc", lambda _: get_ident(), 1)
+    assert set(all_of("ab", lambda _: get_ident(), 0)) == {get_ident()}
+    assert get_ident() not in all_of("abc", lambda _: get_ident(), 1)
 
 
 def test_an_error_comes_when_it_is_its_turn():
-    second_failed = Event()
+    made = [Event() for _ in range(4)]
 
     def look(item):
         if item == 1:
-            try:
-                raise CheckpointError(f"file {item}")
-            finally:
-                second_failed.set()
-        assert second_failed.wait(WAIT_S)
-        if item == 2:
+            # The one after it fails before.
+            assert made[2].wait(WAIT_S)
+        made[item].set()
+        if item in (1, 2):
             raise CheckpointError(f"file {item}")
         return item
 
     undone: list[int] = []
-    found = in_turn(range(5), look, 3, undone.append)
-    assert next(found) == 0
+    found: list[int] = []
+
+    def go_through():
+        with in_turn(range(4), look, 3, undone.append) as answers:
+            found.append(next(answers))
+            for event in made:
+                assert event.wait(WAIT_S)
+            # What was found is handed over a moment later.
+            time.sleep(0.1)
+            found.append(next(answers))
+
     with pytest.raises(CheckpointError, match=r"^file 1$"):
-        next(found)
+        go_through()
+    assert found == [0]
     # The one that failed as well is nobody's.
-    assert sorted(undone) == [3, 4]
+    assert undone == [3]
 
 
-def test_what_is_not_wanted_any_more_is_undone():
+def test_what_had_no_turn_is_undone_when_it_comes():
     undone: list[str] = []
-    found = in_turn(range(9), str, 3, undone.append)
-    assert [next(found), next(found)] == ["0", "1"]
-    found.close()
-    assert undone == ["2", "3", "4"]
+    goes_on, taken_back = Event(), Event()
+
+    def look(item):
+        if item == 3:
+            assert goes_on.wait(WAIT_S)
+        return str(item)
+
+    def undo(found):
+        undone.append(found)
+        if found == "3":
+            taken_back.set()
+
+    with in_turn(range(9), look, 3, undo) as answers:
+        assert [next(answers), next(answers)] == ["0", "1"]
+    # Nobody waits for the one that takes long.
+    assert "3" not in undone
+    goes_on.set()
+    assert taken_back.wait(WAIT_S)
+    for worker in workers():
+        worker.join(WAIT_S)
+    assert set(undone) <= {"2", "3", "4"}
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_ends_it(at):
+    forever = Event()
+
+    def look(item):
+        if item >= at:
+            forever.wait(WAIT_S)
+        return item
+
+    def interrupted():
+        with in_turn(range(9), look, 3) as found:
+            next(found)
+            raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - started < WAIT_S / 2
+    forever.set()
 
 
 def workers():
     return [thread for thread in enumerate_threads() if thread.name == "shardspec-aside"]
 
 
-def test_threads_end_with_the_calls():
+def test_threads_end_with_the_block():
     for worker in workers():
         worker.join(WAIT_S)
     together = Barrier(4)
-    found = in_turn(range(8), lambda _: together.wait(WAIT_S), 4)
-    next(found)
-    started = workers()
-    assert len(started) == 4
-    list(found)
+    with in_turn(range(8), lambda _: together.wait(WAIT_S), 4) as found:
+        next(found)
+        started = workers()
+        assert len(started) == 4
+        list(found)
     for worker in started:
         worker.join(WAIT_S)
     assert not workers()
@@ -110,10 +164,8 @@ def test_without_more_threads_all_goes_on(monkeypatch, possible):
             super().start()
 
     monkeypatch.setattr(aside, "Thread", Few)
-    assert list(in_turn(range(7), str, 3)) == list("0123456")
-    call = Aside(get_ident)
-    call.start()
-    assert call.answer() == get_ident()
+    assert all_of(range(7), str, 3) == list("0123456")
+    assert Aside(get_ident).answer() == get_ident()
     assert len(started) == possible
 
 
@@ -131,7 +183,6 @@ def test_errors_hold_nothing():
     try:
         for _ in range(3):
             call = Aside(lambda: look(0))
-            call.start()
             with pytest.raises(CheckpointError) as caught:
                 call.answer()
             caught.value.__traceback__ = None

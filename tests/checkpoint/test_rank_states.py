@@ -5,6 +5,7 @@ import shutil
 import struct
 from dataclasses import replace
 from math import prod
+from threading import enumerate as enumerate_threads
 
 import pytest
 import torch
@@ -330,4 +331,7 @@ def test_what_was_opened_ahead_is_closed(saved, tmp_path, damaged):
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(CheckpointError, match=f"^{path}: "):
         open_checkpoint(ckpt)
+    for thread in enumerate_threads():
+        if thread.name == "shardspec-aside":
+            thread.join(60)
     assert set(os.listdir("/proc/self/fd")) == before

@@ -166,8 +166,8 @@ class DcpCheckpoint:
         entry = self._metadata.tensors[name]
         dtype = self._dtype(name, entry)
         look = partial(self._box, name, dtype)
-        boxes = tuple(in_turn(entry.chunks, look, looks_ahead(self._directory)))
-        return StoredTensor(name, entry.shape, dtype, None, (), boxes)
+        with in_turn(entry.chunks, look, looks_ahead(self._directory)) as boxes:
+            return StoredTensor(name, entry.shape, dtype, None, (), tuple(boxes))
 
     def _box(self, name: str, dtype: str, chunk: Chunk) -> StoredBox:
         path = self._files[chunk.item.file]

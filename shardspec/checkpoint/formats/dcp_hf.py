@@ -117,27 +117,28 @@ def _read(shards: list[_Shard]) -> dict[str, StoredTensor]:
     boxes: dict[str, dict[Box, StoredBox]] = {}
     reach: dict[str, tuple[tuple[int, ...], str, Path]] = {}
     paths = [shard.path for shard in shards]
-    headers = in_turn(paths, _header, looks_ahead(paths[0]))
-    for shard, (header, offsets) in zip(shards, headers, strict=True):
-        for entry in header.entries:
-            starts = offsets[entry.name]
-            ends = tuple(lo + size for lo, size in zip(starts, entry.shape, strict=True))
-            before, dtype, path = reach.setdefault(entry.name, (ends, entry.dtype, shard.path))
-            if entry.dtype != dtype or len(ends) != len(before):
-                raise CheckpointError(
-                    f"tensor {entry.name!r} is {dtype} of {len(before)} dims in {path} and "
-                    f"{entry.dtype} of {len(ends)} in {shard.path}; the files are not of one save"
-                )
-            reach[entry.name] = tuple(map(max, before, ends)), dtype, path
-            found = boxes.setdefault(entry.name, {})
-            box = tuple(zip(starts, ends, strict=True))
-            if box in found:
-                raise CheckpointError(
-                    f"tensor {entry.name!r}: {found[box].path} and {shard.path} both hold its box "
-                    f"{box_text(box)}, which torch stores once; one is a copy, restore the right "
-                    "file"
-                )
-            found[box] = StoredBox(box, (), shard.number - 1, shard.path, entry.offset)
+    with in_turn(paths, _header, looks_ahead(paths[0])) as headers:
+        for shard, (header, offsets) in zip(shards, headers, strict=True):
+            for entry in header.entries:
+                starts = offsets[entry.name]
+                ends = tuple(lo + size for lo, size in zip(starts, entry.shape, strict=True))
+                before, dtype, path = reach.setdefault(entry.name, (ends, entry.dtype, shard.path))
+                if entry.dtype != dtype or len(ends) != len(before):
+                    raise CheckpointError(
+                        f"tensor {entry.name!r} is {dtype} of {len(before)} dims in {path} and "
+                        f"{entry.dtype} of {len(ends)} in {shard.path}; the files are not of one "
+                        "save"
+                    )
+                reach[entry.name] = tuple(map(max, before, ends)), dtype, path
+                found = boxes.setdefault(entry.name, {})
+                box = tuple(zip(starts, ends, strict=True))
+                if box in found:
+                    raise CheckpointError(
+                        f"tensor {entry.name!r}: {found[box].path} and {shard.path} both hold its "
+                        f"box {box_text(box)}, which torch stores once; one is a copy, restore the "
+                        "right file"
+                    )
+                found[box] = StoredBox(box, (), shard.number - 1, shard.path, entry.offset)
     return {
         name: StoredTensor(
             name,

@@ -80,12 +80,12 @@ def open_index_file(index: Path) -> ListedCheckpoint:
     """
     tensors: dict[str, StoredTensor] = {}
     files = by_file(index)
-    headers = in_turn(files, whole_header, looks_ahead(index))
-    for (path, names), header in zip(files.items(), headers, strict=True):
-        entries = {entry.name: entry for entry in header.entries}
-        check_listed(path, entries, names, index)
-        for name, entry in entries.items():
-            tensors[name] = whole_tensor(name, entry.shape, entry.dtype, path, entry.offset)
+    with in_turn(files, whole_header, looks_ahead(index)) as headers:
+        for (path, names), header in zip(files.items(), headers, strict=True):
+            entries = {entry.name: entry for entry in header.entries}
+            check_listed(path, entries, names, index)
+            for name, entry in entries.items():
+                tensors[name] = whole_tensor(name, entry.shape, entry.dtype, path, entry.offset)
     return ListedCheckpoint(SAFETENSORS, index.parent, tensors, (index, *files))
 
 
@@ -147,24 +147,24 @@ def open_plain(directory: Path) -> ListedCheckpoint:
     paths = [_file(directory, name, directory) for name in names]
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
-    headers = in_turn(paths, whole_header, looks_ahead(directory))
-    for path, header in zip(paths, headers, strict=True):
-        if SAVE_KEY in header.metadata:
-            raise CheckpointError(
-                f"{directory}: has no {INFO_NAME}, which is written last; the save did not finish, "
-                "or that file was lost; save again"
-            )
-        for entry in header.entries:
-            if entry.name in home:
+    with in_turn(paths, whole_header, looks_ahead(directory)) as headers:
+        for path, header in zip(paths, headers, strict=True):
+            if SAVE_KEY in header.metadata:
                 raise CheckpointError(
-                    f"{directory}: {home[entry.name].name} and {path.name} both hold tensor "
-                    f"{entry.name!r}, and no index says which counts; name the file to read, or "
-                    "move the other away"
+                    f"{directory}: has no {INFO_NAME}, which is written last; the save did not "
+                    "finish, or that file was lost; save again"
                 )
-            home[entry.name] = path
-            tensors[entry.name] = whole_tensor(
-                entry.name, entry.shape, entry.dtype, path, entry.offset
-            )
+            for entry in header.entries:
+                if entry.name in home:
+                    raise CheckpointError(
+                        f"{directory}: {home[entry.name].name} and {path.name} both hold tensor "
+                        f"{entry.name!r}, and no index says which counts; name the file to read, "
+                        "or move the other away"
+                    )
+                home[entry.name] = path
+                tensors[entry.name] = whole_tensor(
+                    entry.name, entry.shape, entry.dtype, path, entry.offset
+                )
     return ListedCheckpoint(SAFETENSORS, directory, tensors, tuple(paths))
 
 

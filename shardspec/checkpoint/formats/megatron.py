@@ -242,8 +242,11 @@ def _read(place: Path) -> tuple[list[_File], int, int]:
         if not path.exists():
             raise CheckpointError(f"{path}: is missing; restore it")
         paths[stage, rank] = path
-    states = in_turn(paths.values(), partial(read_torch_state, more=_NAMES), looks_ahead(place))
-    files = [_File(rank, stage, state) for (stage, rank), state in zip(paths, states, strict=True)]
+    look = partial(read_torch_state, more=_NAMES)
+    with in_turn(paths.values(), look, looks_ahead(place)) as states:
+        files = [
+            _File(rank, stage, state) for (stage, rank), state in zip(paths, states, strict=True)
+        ]
     return files, ranks, stages
 
 

@@ -121,19 +121,16 @@ def open_native(directory: Path) -> NativeCheckpoint:
 
     stored: dict[str, list[StoredBox]] = {name: [] for name in info.tensors}
     paths = [file_inside(directory, file.name, directory / INFO_NAME) for file in info.files]
-    headers = in_turn(
-        list(zip(paths, info.files, strict=True)),
-        lambda at: _read_file(*at, info, due),
-        looks_ahead(directory),
-    )
-    for path, file, header in zip(paths, info.files, headers, strict=True):
-        places = {entry.name: (entry.offset, entry.num_bytes) for entry in header.entries}
-        for entry in file.boxes:
-            offset, num_bytes = places[entry.tensor]
-            digest = None if entry.crc32 is None else Digest(entry.crc32, offset, num_bytes)
-            stored[entry.tensor].append(
-                StoredBox(entry.box, entry.addend, file.rank, path, offset, digest)
-            )
+    due_in = list(zip(paths, info.files, strict=True))
+    with in_turn(due_in, lambda at: _read_file(*at, info, due), looks_ahead(directory)) as headers:
+        for path, file, header in zip(paths, info.files, headers, strict=True):
+            places = {entry.name: (entry.offset, entry.num_bytes) for entry in header.entries}
+            for entry in file.boxes:
+                offset, num_bytes = places[entry.tensor]
+                digest = None if entry.crc32 is None else Digest(entry.crc32, offset, num_bytes)
+                stored[entry.tensor].append(
+                    StoredBox(entry.box, entry.addend, file.rank, path, offset, digest)
+                )
     parts_of: dict[Layout, dict[Part, tuple[int, ...]]] = {}
     for name, layout in info.tensors.items():
         if layout not in parts_of:

@@ -121,14 +121,23 @@ class RankFilesCheckpoint:
 
         kind, spec, cuts = self._described[name]
         # Of what holds nothing, too, it is looked at what is around it.
-        looks = in_turn(self._states, look, looks_ahead(self._directory))
+        ahead = looks_ahead(self._directory)
+        if ahead and all(self._is_held(name, state) for state in self._states):
+            ahead = 0
         boxes = []
-        for state, cut, place in zip(self._states, self._places, looks, strict=True):
-            (box, addend), shape = cuts[cut].part(state.rank)
-            if 0 not in shape:
-                where = state.rank, state.path, place.offset
-                boxes.append(StoredBox(box, addend, *where, place.digest, place.strides))
+        with in_turn(self._states, look, ahead) as places:
+            for state, cut, place in zip(self._states, self._places, places, strict=True):
+                (box, addend), shape = cuts[cut].part(state.rank)
+                if 0 not in shape:
+                    where = state.rank, state.path, place.offset
+                    boxes.append(StoredBox(box, addend, *where, place.digest, place.strides))
         return StoredTensor(name, kind.shape, kind.dtype, spec, kind.pending, tuple(boxes))
+
+    def _is_held(self, name: str, state: RankState) -> bool:
+        """Return whether the header of a tensor in a store has been read with one before it."""
+        key = local_of(state.contents.tensors[name]).storage.key
+        with self._glances.file(state.path) as file:
+            return file.remote is not None and file.remote.holds(*state.found.header(key))
 
     def origin(self, name: str) -> Hashable:
         """Return where in storages the ranks have it."""

@@ -53,11 +53,21 @@ class Stretch(NamedTuple):
     """Bytes that are written before the first of them is wanted."""
 
 
-def stretches(tensor: StoredTensor, target: Box) -> Iterator[Stretch]:
+def stretches(
+    tensor: StoredTensor, target: Box, least_bytes: int | None = None
+) -> Iterator[Stretch]:
     """Return what will be read to put one box of a tensor together, in that order.
 
-    What does not lie in a file as one stretch, or is short, is left out, and so are addends of a
-    pending reduction. `Stretch.at` counts bytes of the box, in the tensor's own dtype.
+    What does not lie in a file as one stretch is left out, and so are addends of a pending
+    reduction. `Stretch.at` counts bytes of the box, in the tensor's own dtype.
+
+    Parameters
+    ----------
+    tensor, target
+        The tensor, and the box, in elements.
+    least_bytes
+        Of a block that comes from several files, stretches are left out if they are shorter on
+        average; by default than is worth it on a disk.
 
     Examples
     --------
@@ -72,6 +82,7 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[Stretch]:
     """
     if tensor.pending:
         return
+    least_bytes = _LEAST_BYTES if least_bytes is None else least_bytes
     size = item_bytes(tensor.dtype)
     places = [Place(byte_box(stored.box, size), stored) for stored in distinct(tensor)]
     for piece in pieces(byte_box(target, size), places, BLOCK_BYTES):
@@ -82,7 +93,7 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[Stretch]:
                 yield Stretch(piece.source.path, piece.source_offset + at, length, first + at)
             continue
         yield Stretch(None, 0, 0, first)
-        if piece.num_bytes < _LEAST_BYTES * len(piece.sources):
+        if piece.num_bytes < least_bytes * len(piece.sources):
             continue
         for place in piece.sources:
             shared = intersect(place.box, piece.box)

@@ -1,12 +1,12 @@
 """Looking into several files at once where most of the time goes by waiting for them."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
-from typing import Final, Generic, TypeVar
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from shardspec.checkpoint.storage.remote import RemotePath
 
@@ -20,14 +20,38 @@ _STORE_LOOKS: Final = 8
 """Files in a store that are looked into at once: each look is some requests, one after another."""
 
 
+class _Outcome(NamedTuple, Generic[_T]):
+    """What a call returned, or raised."""
+
+    found: Sequence[_T]
+    error: BaseException | None
+
+    @classmethod
+    def of(cls, call: Callable[[], _T]) -> "_Outcome[_T]":
+        """Make a call."""
+        try:
+            return cls((call(),), None)
+        except BaseException as error:
+            return cls((), error)
+
+    def answer(self) -> _T:
+        """Return it or raise it."""
+        error = self.error
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # Otherwise the error and its traceback hold each other, and what is held there.
+                del error, self
+        return self.found[0]
+
+
 class Aside(Generic[_T]):
-    """A call that is made by another thread than the one that asks for its answer.
+    """A call that is made by a thread of its own, which nobody waits for but who wants its answer.
 
     Examples
     --------
-    >>> call = Aside(lambda: 2 + 3)
-    >>> call.start()
-    >>> call.answer()
+    >>> Aside(lambda: 2 + 3).answer()
     5
     """
 
@@ -35,32 +59,19 @@ class Aside(Generic[_T]):
 
     def __init__(self, call: Callable[[], _T]) -> None:
         self._call = call
-        self._outcome: SimpleQueue[tuple[list[_T], BaseException | None]] = SimpleQueue()
-
-    def start(self) -> None:
-        """Make the call by a thread of its own, which nobody waits for; here if there is none."""
+        self._outcome: SimpleQueue[_Outcome[_T]] = SimpleQueue()
         try:
-            Thread(target=self.make, daemon=True).start()
+            Thread(target=self._make, daemon=True).start()
         except RuntimeError:
-            self.make()
+            # There can be no more threads.
+            self._make()
 
-    def make(self) -> None:
-        """Make the call here."""
-        try:
-            self._outcome.put(([self._call()], None))
-        except BaseException as error:
-            self._outcome.put(([], error))
+    def _make(self) -> None:
+        self._outcome.put(_Outcome.of(self._call))
 
     def answer(self) -> _T:
         """Wait for what the call returns; raises what it raises. To be asked for once."""
-        found, error = self._outcome.get()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                # Otherwise the error and its traceback hold each other, and what is held there.
-                del error
-        return found.pop()
+        return self._outcome.get().answer()
 
 
 def looks_ahead(place: Path, *, here: int = 0) -> int:
@@ -85,17 +96,17 @@ def looks_ahead(place: Path, *, here: int = 0) -> int:
     """
     if not isinstance(place, RemotePath):
         return here
-    # Of other stores every thread has one, and connects by itself.
-    return _STORE_LOOKS - 1 if place.store.async_impl else 0
+    return _STORE_LOOKS - 1 if place.shared_store else 0
 
 
+@contextmanager
 def in_turn(
     items: Iterable[_Item],
     look: Callable[[_Item], _Found],
     ahead: int,
     undo: Callable[[_Found], None] | None = None,
-) -> Generator[_Found, None, None]:
-    """Yield what a call for every item gives, in their order.
+) -> Generator[Iterator[_Found], None, None]:
+    """Return an iterator over what a call for every item gives, in their order.
 
     Parameters
     ----------
@@ -105,51 +116,92 @@ def in_turn(
         How many calls are made beside while the caller has one answer in hand, by as many threads;
         with 0, all are made by the caller's own.
     undo
-        Called with what was found ahead and is not yielded any more, when the iterator is closed
-        or a call has failed; it is waited for then.
+        Called with what was found ahead and had no turn when the block ends.
+
+    Yields
+    ------
+    Iterator
+        For the ``with`` block. At its end nobody waits for calls that are being made.
 
     Examples
     --------
-    >>> list(in_turn("abc", str.upper, 2))
+    >>> with in_turn("abc", str.upper, 2) as found:
+    ...     list(found)
     ['A', 'B', 'C']
     """
     items = list(items)
-    calls: SimpleQueue[Aside[_Found] | None] = SimpleQueue()
-    workers = _start(calls, min(ahead, len(items)) if len(items) > 1 else 0)
-    if not workers:
-        yield from map(look, items)
-        return
-    handed: deque[Aside[_Found]] = deque()
+    looks = _Looks(look, undo)
     try:
-        for item in items:
-            handed.append(Aside(partial(look, item)))
-            calls.put(handed[-1])
-            if len(handed) > ahead:
-                yield handed.popleft().answer()
-        while handed:
-            yield handed.popleft().answer()
+        workers = looks.start(min(ahead, len(items)) if len(items) > 1 else 0)
+        yield looks.answers(items, ahead) if workers else map(look, items)
     finally:
-        for _ in range(workers):
-            calls.put(None)
-        while handed and undo is not None:
+        looks.end()
+
+
+class _Looks(Generic[_Item, _Found]):
+    """Calls that are made by some threads."""
+
+    def __init__(
+        self, look: Callable[[_Item], _Found], undo: Callable[[_Found], None] | None
+    ) -> None:
+        self._look = look
+        self._undo = undo
+        self._workers = 0
+        self._ended = False
+        self._lock = Lock()
+        """Whoever has it knows whether all has ended, and what was found before that."""
+        self._handed: SimpleQueue[tuple[_Item, SimpleQueue[_Outcome[_Found]]] | None] = (
+            SimpleQueue()
+        )
+        self._waiting: deque[SimpleQueue[_Outcome[_Found]]] = deque()
+
+    def start(self, count: int) -> int:
+        """Start threads, and return how many there can be."""
+        while self._workers < count:
             try:
-                found = handed.popleft().answer()
-            except Exception:
-                # It was not its turn, so nobody has asked.
+                Thread(target=self._work, name="shardspec-aside", daemon=True).start()
+            except RuntimeError:
+                break
+            self._workers += 1
+        return self._workers
+
+    def answers(self, items: Iterable[_Item], ahead: int) -> Iterator[_Found]:
+        """Yield what is found, in the order of the items."""
+        for item in items:
+            self._waiting.append(SimpleQueue())
+            self._handed.put((item, self._waiting[-1]))
+            if len(self._waiting) > ahead:
+                yield self._waiting.popleft().get().answer()
+        while self._waiting:
+            yield self._waiting.popleft().get().answer()
+
+    def end(self) -> None:
+        """Undo what had no turn; what is still to come is undone when it comes."""
+        with self._lock:
+            self._ended = True
+        for _ in range(self._workers):
+            self._handed.put(None)
+        for outcome in self._waiting:
+            try:
+                self._drop(outcome.get_nowait())
+            except Empty:
+                # It was not made yet.
                 continue
-            undo(found)
 
+    def _work(self) -> None:
+        while (handed := self._handed.get()) is not None:
+            item, outcome = handed
+            if self._ended:
+                continue
+            made = _Outcome.of(lambda: self._look(item))  # noqa: B023  # made at once
+            with self._lock:
+                wanted = not self._ended
+                if wanted:
+                    outcome.put(made)
+            if not wanted:
+                self._drop(made)
 
-def _start(calls: "SimpleQueue[Aside[_Found] | None]", count: int) -> int:
-    """Start threads that make calls, until they get None; return how many there could be."""
-
-    def make_all() -> None:
-        while (call := calls.get()) is not None:
-            call.make()
-
-    for started in range(count):
-        try:
-            Thread(target=make_all, name="shardspec-aside", daemon=True).start()
-        except RuntimeError:
-            return started
-    return count
+    def _drop(self, made: _Outcome[_Found]) -> None:
+        if self._undo is not None:
+            for found in made.found:
+                self._undo(found)

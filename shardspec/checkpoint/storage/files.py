@@ -10,7 +10,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Final, Self
 
-from shardspec.checkpoint.storage.planned import FileStretch, Planned
+from shardspec.checkpoint.storage.planned import AHEAD_BYTES, FileStretch, Planned
 from shardspec.checkpoint.storage.ranges import RangeReader
 from shardspec.checkpoint.storage.remote import RemotePath
 from shardspec.errors import CheckpointError
@@ -235,9 +235,24 @@ class OpenFiles:
         self._files: OrderedDict[Path, SourceFile] = OrderedDict()
         self._planned: Planned | None = None
 
-    def will_read(self, stretches: Iterable[FileStretch]) -> None:
-        """Take note of what will be read, in that order: stores are asked for it ahead."""
-        self._planned = Planned(stretches)
+    def will_read(
+        self, directory: Path, stretches: Iterable[FileStretch], most_bytes: int = AHEAD_BYTES
+    ) -> None:
+        """Take note of what will be read, in that order; a store is asked for it ahead.
+
+        Parameters
+        ----------
+        directory
+            Where the files lie; nothing is done for those of this machine, nor for stores of which
+            every thread has its own.
+        stretches
+            What will be read.
+        most_bytes
+            How far ahead.
+        """
+        if not (isinstance(directory, RemotePath) and directory.shared_store):
+            return
+        self._planned = Planned(stretches, most_bytes)
         for file in self._files.values():
             if file.remote is not None:
                 file.remote.plan(self._planned)
@@ -270,6 +285,25 @@ class OpenFiles:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        self._planned = None
+
+
+class _Glanced:
+    """A file in a store, for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._turn = Lock()
+        self._file: SourceFile | None = None
+
+    @contextmanager
+    def file(self, path: Path) -> Iterator[SourceFile]:
+        with self._turn:
+            if self._file is None:
+                # This asks for its size.
+                self._file = SourceFile(path)
+                if self._file.remote is not None:
+                    self._file.remote.keep(0)
+            yield self._file
 
 
 class Glances:
@@ -281,19 +315,19 @@ class Glances:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._stored = OpenFiles(_GLANCED_AT_ONCE, 0)
-        self._turns: dict[Path, Lock] = {}
-        """A reader serves one at a time."""
+        self._stored: OrderedDict[Path, _Glanced] = OrderedDict()
 
     @contextmanager
     def file(self, path: Path) -> Iterator[SourceFile]:
         """Return an open file, for a ``with`` block."""
         if isinstance(path, RemotePath):
             with self._lock:
-                # Nothing is closed of one that makes room for another.
-                file = self._stored.file(path)
-                turn = self._turns.setdefault(path, Lock())
-            with turn:
+                glanced = self._stored.setdefault(path, _Glanced())
+                self._stored.move_to_end(path)
+                if len(self._stored) > _GLANCED_AT_ONCE:
+                    # There is nothing to close.
+                    self._stored.popitem(last=False)
+            with glanced.file(path) as file:
                 yield file
         else:
             with SourceFile(path) as file:

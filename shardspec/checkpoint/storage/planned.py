@@ -13,14 +13,30 @@ from typing import Final, NamedTuple
 
 from shardspec.checkpoint.storage.aside import Aside
 from shardspec.checkpoint.storage.remote import RemotePath, Store, StoreErrors
+from shardspec.errors import CheckpointError
 
-__all__ = ["MOST_OF_ONE", "FileStretch", "Planned", "Request", "read_range", "request"]
+__all__ = [
+    "AHEAD_BYTES",
+    "MOST_OF_ONE",
+    "FileStretch",
+    "Planned",
+    "Request",
+    "read_range",
+    "request",
+]
 
+AHEAD_BYTES: Final = 24 << 20
+"""Bytes that are under way, or have come and were not taken yet."""
 MOST_OF_ONE: Final = 4 << 20
 """Most bytes of a request."""
-_MOST_BYTES: Final = 24 << 20
 _MOST_REQUESTS: Final = 12
-"""Of all that is under way, or has come and was not taken yet."""
+"""Under way at once: about as many as a store's package has connections."""
+_JOINED_BYTES: Final = 8 << 20
+_JOINED: Final = 1024
+"""So many stretches, or bytes of them, are looked at together: those of one file become one
+request, though others are read in between."""
+_GAP_BYTES: Final = 64 << 10
+"""What is shorter and lies between two stretches is read along."""
 
 
 class FileStretch(NamedTuple):
@@ -30,24 +46,25 @@ class FileStretch(NamedTuple):
     start: int
     num_bytes: int
 
+    @property
+    def end(self) -> int:
+        """Where they end."""
+        return self.start + self.num_bytes
+
 
 class Request(NamedTuple):
     """Bytes of a file that are on their way."""
 
-    path: RemotePath
-    start: int
-    end: int
+    stretch: FileStretch
     data: Aside[bytes]
 
 
-def request(store: Store, path: RemotePath, start: int, end: int) -> Request:
-    """Ask for bytes of a file; the answer raises a CheckpointError if the store refuses."""
-    data = Aside(partial(read_range, store, path, start, end))
-    data.start()
-    return Request(path, start, end, data)
+def request(store: Store, stretch: FileStretch) -> Request:
+    """Ask for bytes of a file; the answer is as `read_range` gives it."""
+    return Request(stretch, Aside(partial(read_range, store, stretch)))
 
 
-def read_range(store: Store, path: RemotePath, start: int, end: int) -> bytes:
+def read_range(store: Store, stretch: FileStretch) -> bytes:
     """Return bytes of a file, fewer if it ends before.
 
     Raises
@@ -55,26 +72,34 @@ def read_range(store: Store, path: RemotePath, start: int, end: int) -> bytes:
     CheckpointError
         If the store refuses.
     """
-    if start >= end:
+    path, start, num_bytes = stretch
+    if num_bytes <= 0:
         return b""
     with StoreErrors(path, "read"):
-        return store.cat_file(str(path), start=start, end=end)
+        return store.cat_file(str(path), start=start, end=start + num_bytes)
 
 
 class Planned:
-    """What will be read of files in stores; for one thread.
+    """What will be read of files in a store; for one thread.
 
     Parameters
     ----------
     stretches
-        What will be read, in that order. Whatever goes wrong there ends the plan, and no more:
-        whoever reads finds it too. Files of this machine are left out.
+        What will be read, in that order. They are asked for when bytes are taken, by the thread
+        that takes them. A CheckpointError there ends the plan, and no more: whoever reads finds it
+        too.
+    most_bytes
+        How far ahead.
     """
 
-    def __init__(self, stretches: Iterable[FileStretch]) -> None:
-        self._left = _joined(stretches)
+    def __init__(self, stretches: Iterable[FileStretch], most_bytes: int = AHEAD_BYTES) -> None:
+        self._left = iter(stretches)
+        self._most_bytes = most_bytes
+        self._next: deque[FileStretch] = deque()
+        """What is asked for next."""
         self._under_way: deque[Request] = deque()
         self._num_bytes = 0
+        """Of what is under way."""
         self._ask()
 
     def take(self, path: Path, start: int) -> Request | None:
@@ -82,46 +107,67 @@ class Planned:
 
         What was to be read before it is let go.
         """
-
-        def brings(one: Request) -> bool:
-            return one.path == path and one.start <= start < one.end
-
-        if not any(map(brings, self._under_way)):
+        if not any(_brings(one.stretch, path, start) for one in self._under_way):
             return None
         while True:
             found = self._under_way.popleft()
-            self._num_bytes -= found.end - found.start
-            if brings(found):
+            self._num_bytes -= found.stretch.num_bytes
+            if _brings(found.stretch, path, start):
                 self._ask()
                 return found
 
+    def next_start(self, path: Path, start: int) -> int | None:
+        """Return where what is under way of a file, or asked for next, starts after some place."""
+        coming = [*(one.stretch for one in self._under_way), *self._next]
+        starts = [one.start for one in coming if one.path == path and one.start > start]
+        return min(starts, default=None)
+
     def _ask(self) -> None:
-        with suppress(Exception):
-            while len(self._under_way) < _MOST_REQUESTS and self._num_bytes < _MOST_BYTES:
-                stretch = next(self._left, None)
-                if stretch is None:
-                    return
-                path, start, num_bytes = stretch
-                assert isinstance(path, RemotePath), "others are left out"
-                self._under_way.append(request(path.store, path, start, start + num_bytes))
-                self._num_bytes += num_bytes
+        while len(self._under_way) < _MOST_REQUESTS:
+            if not self._next:
+                self._next.extend(_joined(self._some()))
+            if not self._next:
+                return
+            stretch = self._next[0]
+            if self._under_way and self._num_bytes + stretch.num_bytes > self._most_bytes:
+                return
+            assert isinstance(stretch.path, RemotePath), "plans are made for stores"
+            self._under_way.append(request(stretch.path.store, self._next.popleft()))
+            self._num_bytes += stretch.num_bytes
+
+    def _some(self) -> list[FileStretch]:
+        """Return the next stretches, none longer than a request may be."""
+        found: list[FileStretch] = []
+        num_bytes = 0
+        with suppress(CheckpointError):
+            for path, first, length in self._left:
+                for start in range(first, first + length, MOST_OF_ONE):
+                    part = min(MOST_OF_ONE, first + length - start)
+                    found.append(FileStretch(path, start, part))
+                num_bytes += length
+                if len(found) >= _JOINED or num_bytes >= min(_JOINED_BYTES, self._most_bytes):
+                    break
+        return found
+
+
+def _brings(stretch: FileStretch, path: Path, start: int) -> bool:
+    return stretch.path == path and stretch.start <= start < stretch.end
 
 
 def _joined(stretches: Iterable[FileStretch]) -> Iterator[FileStretch]:
-    """Yield what lies in stores, joined where it goes on, and cut where it is long."""
-    last: FileStretch | None = None
+    """Join stretches of one file that follow each other there, at the place of the first."""
+    found: list[FileStretch] = []
+    last_of: dict[Path, int] = {}
     for stretch in stretches:
-        if not isinstance(stretch.path, RemotePath):
-            continue
-        path, start, num_bytes = stretch
-        if last is not None:
-            if path == last.path and start == last.start + last.num_bytes:
-                start, num_bytes = last.start, last.num_bytes + num_bytes
-            else:
-                yield last
-        while num_bytes > MOST_OF_ONE:
-            yield FileStretch(path, start, MOST_OF_ONE)
-            start, num_bytes = start + MOST_OF_ONE, num_bytes - MOST_OF_ONE
-        last = FileStretch(path, start, num_bytes)
-    if last is not None:
-        yield last
+        path, start, _ = stretch
+        place = last_of.get(path)
+        if place is not None:
+            last = found[place]
+            end = max(last.end, stretch.end)
+            near = last.start <= start <= last.end + _GAP_BYTES
+            if near and end - last.start <= MOST_OF_ONE:
+                found[place] = FileStretch(path, last.start, end - last.start)
+                continue
+        last_of[path] = len(found)
+        found.append(stretch)
+    return iter(found)

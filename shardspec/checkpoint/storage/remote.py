@@ -115,6 +115,17 @@ class RemotePath(PosixPath):
             ) from None
         return store
 
+    @property
+    def shared_store(self) -> bool:
+        """Whether threads share its store; of other kinds each has one, and connects by itself.
+
+        Raises
+        ------
+        CheckpointError
+            As by `store`.
+        """
+        return self.store.async_impl
+
     def _info(self) -> dict[str, Any] | None:
         """Return what the store knows of it; None if there is nothing."""
         store = self.store

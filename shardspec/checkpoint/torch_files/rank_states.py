@@ -6,7 +6,7 @@ compared.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -143,7 +143,7 @@ class RankStates:
         """
         files = list(files)
         ahead = looks_ahead(files[0][0], here=_AHEAD) if files else 0
-        with closing(in_turn(files, self._look, ahead, _close)) as looks:
+        with in_turn(files, self._look, ahead, _close) as looks:
             for looked in looks:
                 with looked.file:
                     yield self._state(looked)

@@ -110,6 +110,17 @@ class TorchZip:
         """
         return self._place(f"data/{key}")
 
+    def header(self, key: str) -> tuple[int, int]:
+        """Return where in the file the own header of a storage starts and ends.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such storage.
+        """
+        entry = self._entry(f"data/{key}")
+        return entry.header, entry.header + _LOCAL_BYTES + len(entry.name)
+
     def record(self, file: SourceFile, key: str) -> TorchRecord:
         """Return where a storage lies; its own header is read and compared with the directory.
 

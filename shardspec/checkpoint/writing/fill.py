@@ -14,7 +14,7 @@ from shardspec.checkpoint.moving.digests import Arrival, Checks, crc32, crc32_co
 from shardspec.checkpoint.moving.sinks import FileSink, Sink
 from shardspec.checkpoint.reading.source import CheckpointSource, StoredBox, distinct
 from shardspec.checkpoint.storage.files import OpenFiles, SourceFile, reason
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.storage.planned import AHEAD_BYTES
 from shardspec.checkpoint.writing.output import reserve
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target
 from shardspec.dtypes import is_cast, item_bytes
@@ -94,7 +94,8 @@ class Order(NamedTuple):
         """Return what the writing of every file has in common."""
         digested = self.verify or self.target.digested
         reread = self.verify and self.reread
-        return Job(self.source, self.path, self.verify, reread, digested, meter, beside)
+        at_once = max(1, min(self.threads, len(self.target.files)))
+        return Job(self.source, self.path, self.verify, reread, digested, meter, beside, at_once)
 
 
 class Job(NamedTuple):
@@ -109,6 +110,7 @@ class Job(NamedTuple):
     meter: Meter
     beside: bool
     """Whether what is written is read again by a thread of its own."""
+    files_at_once: int
 
 
 class NewFile:
@@ -159,10 +161,11 @@ class NewFile:
         )
 
 
-def wanted_by(job: Job, slots: Iterable[Slot]) -> Iterator[Stretch]:
+def wanted_by(job: Job, slots: Iterable[Slot], least_bytes: int | None = None) -> Iterator[Stretch]:
     """Return what will be read to fill slots of a file, as far as it is known and in their order.
 
-    `Stretch.at` counts bytes of the slots, in the dtypes of the output.
+    `Stretch.at` counts bytes of the slots, in the dtypes of the output; `least_bytes` is as for
+    `stretches`.
     """
     written = 0
     for slot in slots:
@@ -170,15 +173,15 @@ def wanted_by(job: Job, slots: Iterable[Slot]) -> Iterator[Stretch]:
         yield Stretch(None, 0, 0, written)
         tensor = job.source.tensor(slot.tensor.source)
         size, wanted = item_bytes(tensor.dtype), item_bytes(slot.tensor.dtype)
-        for stretch in stretches(tensor, slot.box):
+        for stretch in stretches(tensor, slot.box, least_bytes):
             yield stretch._replace(at=written + stretch.at // size * wanted)
         written += slot.num_bytes
 
 
 def plan(job: Job, slots: Iterable[Slot], files: OpenFiles) -> None:
     """Have stores asked ahead for what will be read to fill slots, in that order."""
-    if isinstance(job.source.directory, RemotePath):
-        files.will_read(in_files(wanted_by(job, slots)))
+    wanted = in_files(wanted_by(job, slots, least_bytes=0))
+    files.will_read(job.source.directory, wanted, AHEAD_BYTES // job.files_at_once)
 
 
 def fill_slot(
