@@ -2,11 +2,12 @@
 
 import time
 from functools import partial
-from threading import Barrier
+from threading import Barrier, Thread
 
 import fsspec
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
@@ -14,6 +15,7 @@ from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.storage import aside
 from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.storage.planned import FileStretch, Planned
 from shardspec.checkpoint.storage.remote import as_path
@@ -262,3 +264,49 @@ def test_files_are_looked_into_side_by_side(many, forms, tmp_path):
         state = {"w": STATE["n"]} if form == "megatron" else STATE
         assert_same(read_whole(f"{url}/{form}", **FORMS[form]), state)
     SharedStore.store.clear()
+
+
+def test_small_tensors_come_together(shared, tmp_path):
+    mesh = DeviceMesh(range(4), (4,))
+    state = {f"t{at:03d}": torch.arange(64.0) + at for at in range(300)}
+    save_sharded({n: DTensor(v, mesh, "[S0]") for n, v in state.items()}, tmp_path / "own")
+    upload(tmp_path / "own", shared)
+    source = open_checkpoint(shared)
+    CountingStore.requests.clear()
+    merge(source, tmp_path / "out.safetensors")
+    # Of each file twice, though there are 1200 boxes: 1024 are looked at together.
+    assert requests(8) == [256 * 64] * 4 + [44 * 64] * 4
+    assert_same(load_file(tmp_path / "out.safetensors"), state)
+
+
+def test_headers_that_are_there_are_looked_at_at_once(forms, shared, monkeypatch):
+    upload(forms / "ranks", shared)
+    source = open_checkpoint(shared)
+    first, *others = source.names
+    here = {name: open_checkpoint(forms / "ranks").tensor(name) for name in others}
+    source.tensor(first)
+
+    class NoThread(Thread):
+        def start(self):
+            raise AssertionError("all of a small file came with its first header")
+
+    monkeypatch.setattr(aside, "Thread", NoThread)
+    for name in others:
+        found = source.tensor(name)
+        assert [box.offset for box in found.boxes] == [box.offset for box in here[name].boxes]
+
+
+def test_who_reads_past_the_end_is_told_and_no_other(shared):
+    store = fsspec.filesystem("together")
+    state = {name: torch.arange(200_000, dtype=torch.int32) for name in "abcd"}
+    data = safetensors.torch.save(state)
+    store.pipe_file(f"{shared}/m.safetensors", data)
+    source = open_checkpoint(f"{shared}/m.safetensors")
+    store.pipe_file(f"{shared}/m.safetensors", data[:-900_000])
+    report = verify_checkpoint(source, every=True)
+    ends = len(data) - 900_000
+    starts = [source.tensor(name).boxes[0].offset for name in "abcd"]
+    assert starts[2] < ends < starts[3]
+    assert len(report.flaws) == 2
+    assert f"ends at byte {ends}, but bytes up to {starts[3]} are needed" in report.flaws[0]
+    assert f"bytes up to {starts[3] + 800_000} are needed" in report.flaws[1]
