@@ -18,6 +18,7 @@ from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardspec import DeviceMesh, DTensor, merge, save_sharded
+from shardspec.checkpoint.storage.remote import kept_store
 from shardspec.cli.main import cli
 
 STATE = {
@@ -85,6 +86,14 @@ class SharedStore(CountingStore):
         return super().cat_file(path, start, end, **kwargs)
 
 
+class NewStore(SharedStore):
+    """The same, of which fsspec makes another one whenever it is asked."""
+
+    protocol = "new"
+    cachable = False
+
+
+fsspec.register_implementation("new", NewStore, clobber=True)
 fsspec.register_implementation("counted", CountingStore, clobber=True)
 fsspec.register_implementation("together", SharedStore, clobber=True)
 
@@ -110,11 +119,13 @@ def s3_server():
         for name, value in variables.items():
             patch.setenv(name, value)
         store = fsspec.filesystem("s3")
+        kept_store.cache_clear()
         store.mkdir("models")
         try:
             yield
         finally:
             store.clear_instance_cache()
+            kept_store.cache_clear()
             # What it holds outlives it.
             urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
             server.stop()

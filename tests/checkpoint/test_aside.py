@@ -197,3 +197,10 @@ def test_stores_that_threads_share_are_asked_for_many_at_once(counted, tmp_path)
     assert looks_ahead(tmp_path, here=3) == 3
     assert looks_ahead(RemotePath(counted), here=3) == 0
     assert looks_ahead(RemotePath("together://x"), here=3) == 7
+
+
+def test_threads_have_one_store_where_it_is_made_for_that():
+    # As fsspec makes one for each thread, in older versions.
+    new, own = RemotePath("new://models/x"), RemotePath("counted://models/x")
+    assert Aside(lambda: new.store).answer() is new.store is (new.parent / "y").store
+    assert Aside(lambda: own.store).answer() is not own.store

@@ -275,7 +275,7 @@ def test_small_tensors_come_together(shared, tmp_path):
     CountingStore.requests.clear()
     merge(source, tmp_path / "out.safetensors")
     # Of each file twice, though there are 1200 boxes: 1024 are looked at together.
-    assert requests(8) == [256 * 64] * 4 + [44 * 64] * 4
+    assert sorted(requests(8)) == [44 * 64] * 4 + [256 * 64] * 4
     assert_same(load_file(tmp_path / "out.safetensors"), state)
 
 

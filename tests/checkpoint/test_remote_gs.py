@@ -11,6 +11,7 @@ from gcp_storage_emulator.server import create_server
 
 from shardspec import merge, reshard
 from shardspec.checkpoint.diff import diff_checkpoints
+from shardspec.checkpoint.storage.remote import kept_store
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole
@@ -31,8 +32,10 @@ def gs():
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         store = fsspec.filesystem("gs", token="anon")
         store.clear_instance_cache()
+        kept_store.cache_clear()
         yield
         store.clear_instance_cache()
+        kept_store.cache_clear()
     server.stop()
 
 

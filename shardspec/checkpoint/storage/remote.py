@@ -4,16 +4,18 @@ What lies behind a URL is reached through fsspec, which knows the stores and, fr
 or its own files of settings, keys and endpoints. It is imported when the first URL is given.
 """
 
+import os
 import re
 from collections.abc import Generator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path, PosixPath
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from shardspec.errors import CheckpointError, ShardSpecError
 
-__all__ = ["RemotePath", "Store", "StoreErrors", "as_path"]
+__all__ = ["RemotePath", "Store", "StoreErrors", "as_path", "kept_store"]
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
 _OF_THIS_MACHINE: Final = ("file", "local")
@@ -87,7 +89,7 @@ class RemotePath(PosixPath):
 
     @property
     def store(self) -> Store:
-        """Where it lies; fsspec keeps it for the next time.
+        """Where it lies; kept for the next time, by fsspec or for all threads.
 
         Raises
         ------
@@ -104,7 +106,8 @@ class RemotePath(PosixPath):
                 f"{self}: URLs need fsspec: pip install 'shardspec[remote]'"
             ) from None
         try:
-            store: Store = url_to_fs(str(self))[0]
+            shared = kept_store(f"{self.parts[0]}//{'/'.join(self.parts[1:2])}", os.getpid())
+            store: Store = shared or url_to_fs(str(self))[0]
         except ImportError as error:
             raise CheckpointError(
                 f"{self}: {scheme}:// needs a package that is not there: {error}"
@@ -257,6 +260,18 @@ def as_path(place: Path | str) -> Path:
     if not mark or _SCHEME.fullmatch(scheme) is None:
         return Path(place)
     return Path(rest) if scheme in _OF_THIS_MACHINE else RemotePath(place)
+
+
+@lru_cache(maxsize=16)
+def kept_store(root: str, pid: int) -> Store | None:  # noqa: ARG001  # a fork has its own
+    """Return what fsspec makes of scheme and bucket, if it is made for many threads.
+
+    fsspec itself keeps one for each thread, up to its version 2026.4, and each would connect again.
+    """
+    from fsspec.core import url_to_fs
+
+    store: Store = url_to_fs(root)[0]
+    return store if store.async_impl else None
 
 
 class StoreErrors:
