@@ -77,6 +77,20 @@ class DcpMetadata(NamedTuple):
 
 _HOME: Final = "torch.distributed.checkpoint.metadata"
 _OLD_HOME: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_MEMORY_FORMATS: Final = (f"{_HOME}._MEM_FORMAT_ENCODING", f"{_OLD_HOME}.MEM_FORMAT_ENCODING")
+
+
+def _member(args: tuple[object, ...]) -> Record:
+    """Stand for a memory format, as Python 3.11.0 to 3.11.3 pickle the members of an enum."""
+    match args:
+        case (Global(name=name), str()) if name in _MEMORY_FORMATS:
+            return Record("memory format", args)
+    raise ValueError(
+        "only a memory format is taken from its class by name; nothing of it was run. If you trust "
+        "its writer, save it again as a state dict of tensors and plain values"
+    )
+
+
 _NAMES: Final[Allowed] = {
     **TORCH_NAMES,
     f"{_HOME}.Metadata": as_record("Metadata"),
@@ -87,8 +101,8 @@ _NAMES: Final[Allowed] = {
     # How a tensor lay in memory; torch 2.2 and before had both elsewhere.
     f"{_HOME}.TensorProperties": as_record("properties"),
     f"{_OLD_HOME}.TensorProperties": as_record("properties"),
-    f"{_HOME}._MEM_FORMAT_ENCODING": as_record("memory format"),
-    f"{_OLD_HOME}.MEM_FORMAT_ENCODING": as_record("memory format"),
+    **dict.fromkeys(_MEMORY_FORMATS, as_record("memory format")),
+    "builtins.getattr": _member,
     # Where the checkpoint was once; shown to nobody.
     **{
         f"{home}.{kind}": as_record("path")

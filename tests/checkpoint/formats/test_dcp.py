@@ -1,10 +1,13 @@
 """Directories of torch.distributed.checkpoint: what torch saved, on gloo ranks and on one."""
 
+import io
 import os
+import pickle
 import random
 import shutil
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from threading import Barrier
 
 import pytest
@@ -333,6 +336,40 @@ def test_parameters_and_objects(tmp_path):
     assert isinstance(unread, Described)
     assert unread.text.startswith("an object that is not read: ")
     assert "names argparse.Namespace, which does not belong" in unread.text
+
+
+class MembersByName(pickle._Pickler):  # the one in C cannot be told how to save a member
+    """Saves members of enums as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_metadata_of_the_first_pythons_311(tmp_path):
+    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}
+    save_alone(state, tmp_path / "c")
+    place = tmp_path / "c" / ".metadata"
+    metadata = pickle.loads(place.read_bytes())
+    buffer = io.BytesIO()
+    MembersByName(buffer, 4).dump(metadata)
+    assert b"getattr" in buffer.getvalue()
+    place.write_bytes(buffer.getvalue())
+    found = read_whole(tmp_path / "c")
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.float32", "torch.distributed.checkpoint.metadata.Metadata"]
+)
+def test_nothing_else_is_taken_from_a_class(tmp_path, name):
+    save_alone({"a": torch.ones(2)}, tmp_path / "c")
+    module, _, inner = name.rpartition(".")
+    program = f"\x80\x02cbuiltins\ngetattr\n(c{module}\n{inner}\nX\x08\0\0\0__init__tR."
+    (tmp_path / "c" / ".metadata").write_bytes(program.encode("latin1"))
+    with pytest.raises(CheckpointError, match=r"builtins\.getattr"):
+        open_checkpoint(tmp_path / "c")
 
 
 def test_without_crcs_of_torch(tmp_path):
