@@ -174,7 +174,7 @@ def _stretches(
     """Return what will be read, as far as it is known and in its order."""
     for name, layout in layouts.items():
         for box in dict.fromkeys(map(layout.box, devices)):
-            yield from in_files(stretches(source.tensor(name), box, least_bytes=0))
+            yield from in_files(stretches(source.tensor(name), box))
 
 
 def _read_box(tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers) -> "torch.Tensor":

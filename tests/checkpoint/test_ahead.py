@@ -13,8 +13,9 @@ import safetensors.numpy
 
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.moving import ahead as module
-from shardspec.checkpoint.moving.ahead import Ahead, Stretch, stretches
+from shardspec.checkpoint.moving.ahead import LEAST_BYTES, Ahead, Stretch, stretches
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.writing import write
 from shardspec.checkpoint.writing.fill import Job, Meter, wanted_by
 from shardspec.checkpoint.writing.targets import Slot, Wanted
 from shardspec.errors import CheckpointError
@@ -24,9 +25,8 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 3), (2, 2, 2)])
-def test_stretches_are_what_a_box_is_made_of_once_and_in_order(tmp_path, mesh_shape, monkeypatch):
+def test_stretches_are_what_a_box_is_made_of_once_and_in_order(tmp_path, mesh_shape):
     """Every number is another one, so that what is read says where it came from."""
-    monkeypatch.setattr(module, "_LEAST_BYTES", 0)
     tensors = {}
     for shape in [(), (13,), (5, 7), (8, 3), (2, 7, 3), (3, 0)]:
         array = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
@@ -237,7 +237,7 @@ def test_narrow_columns_are_not_looked_at_one_by_one(tmp_path):
     """What is asked for in pieces of less than 64 KiB costs more than it gains."""
     array = np.zeros((60_000, 128), np.uint8)
     source = open_checkpoint(handmade({"a": ("[R,S0]", array)}, (64,)).write(tmp_path / "c"))
-    found = list(stretches(source.tensor("a"), ((0, 60_000), (0, 128))))
+    found = list(stretches(source.tensor("a"), ((0, 60_000), (0, 128)), LEAST_BYTES))
     assert {stretch.path for stretch in found} == {None}
     assert len(found) == 8
 
@@ -311,7 +311,7 @@ def test_a_merge_asks_for_all_of_its_source(tmp_path, monkeypatch):
     # However fast the other is.
     monkeypatch.setattr(Ahead, "advance", lambda *_: None)
     monkeypatch.setattr(module, "_AHEAD_BYTES", num_bytes)
-    monkeypatch.setattr(module, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(write, "LEAST_BYTES", 0)
     real_exit = Ahead.__exit__
 
     def exit_late(ahead, *error):

@@ -121,8 +121,8 @@ def open_native(directory: Path) -> NativeCheckpoint:
 
     stored: dict[str, list[StoredBox]] = {name: [] for name in info.tensors}
     paths = [file_inside(directory, file.name, directory / INFO_NAME) for file in info.files]
-    due_in = list(zip(paths, info.files, strict=True))
-    with in_turn(due_in, lambda at: _read_file(*at, info, due), looks_ahead(directory)) as headers:
+    files = zip(paths, info.files, strict=True)
+    with in_turn(files, lambda at: _read_file(*at, info, due), looks_ahead(directory)) as headers:
         for path, file, header in zip(paths, info.files, headers, strict=True):
             places = {entry.name: (entry.offset, entry.num_bytes) for entry in header.entries}
             for entry in file.boxes:

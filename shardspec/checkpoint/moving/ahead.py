@@ -25,12 +25,13 @@ from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.storage.planned import FileStretch
 from shardspec.dtypes import item_bytes
 
-__all__ = ["Ahead", "Stretch", "in_files", "stretches"]
+__all__ = ["LEAST_BYTES", "Ahead", "Stretch", "in_files", "stretches"]
 
 _AHEAD_BYTES: Final = 8 << 20
 """How far ahead of the one that copies: some blocks, so that one that is late is there in time."""
-_LEAST_BYTES: Final = 64 << 10
-"""Shorter stretches are left to the system: each costs the one that copies some time as well."""
+LEAST_BYTES: Final = 64 << 10
+"""Of a disk, shorter stretches are left to the system: each costs the one that copies some time as
+well. A store brings many with one request."""
 _LOOKED_AT_ONE_OF: Final = 32
 """Until a block is found missing from memory, only one of so many is looked at; from then on all
 are asked for. Looking makes the disk read a little of the block, and so the rest of it later."""
@@ -53,9 +54,7 @@ class Stretch(NamedTuple):
     """Bytes that are written before the first of them is wanted."""
 
 
-def stretches(
-    tensor: StoredTensor, target: Box, least_bytes: int | None = None
-) -> Iterator[Stretch]:
+def stretches(tensor: StoredTensor, target: Box, least_bytes: int = 0) -> Iterator[Stretch]:
     """Return what will be read to put one box of a tensor together, in that order.
 
     What does not lie in a file as one stretch is left out, and so are addends of a pending
@@ -67,7 +66,7 @@ def stretches(
         The tensor, and the box, in elements.
     least_bytes
         Of a block that comes from several files, stretches are left out if they are shorter on
-        average; by default than is worth it on a disk.
+        average.
 
     Examples
     --------
@@ -82,7 +81,6 @@ def stretches(
     """
     if tensor.pending:
         return
-    least_bytes = _LEAST_BYTES if least_bytes is None else least_bytes
     size = item_bytes(tensor.dtype)
     places = [Place(byte_box(stored.box, size), stored) for stored in distinct(tensor)]
     for piece in pieces(byte_box(target, size), places, BLOCK_BYTES):

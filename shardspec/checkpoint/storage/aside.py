@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -193,7 +194,7 @@ class _Looks(Generic[_Item, _Found]):
             item, outcome = handed
             if self._ended:
                 continue
-            made = _Outcome.of(lambda: self._look(item))  # noqa: B023  # made at once
+            made = _Outcome.of(partial(self._look, item))
             with self._lock:
                 wanted = not self._ended
                 if wanted:

@@ -225,13 +225,10 @@ class OpenFiles:
     ----------
     at_once
         Most files that are open.
-    kept_bytes
-        Bytes kept of all files in stores together.
     """
 
-    def __init__(self, at_once: int = _OPEN_AT_ONCE, kept_bytes: int = _KEPT_BYTES) -> None:
+    def __init__(self, at_once: int = _OPEN_AT_ONCE) -> None:
         self._at_once = at_once
-        self._kept_bytes = kept_bytes
         self._files: OrderedDict[Path, SourceFile] = OrderedDict()
         self._planned: Planned | None = None
 
@@ -270,7 +267,7 @@ class OpenFiles:
             opened.remote.plan(self._planned)
         remote = [file.remote for file in self._files.values() if file.remote is not None]
         for reader in remote:
-            reader.keep(self._kept_bytes // len(remote))
+            reader.keep(_KEPT_BYTES // len(remote))
         return opened
 
     def __enter__(self) -> Self:

@@ -111,6 +111,7 @@ class Job(NamedTuple):
     beside: bool
     """Whether what is written is read again by a thread of its own."""
     files_at_once: int
+    """How many files share what may be asked of a store ahead."""
 
 
 class NewFile:
@@ -161,7 +162,7 @@ class NewFile:
         )
 
 
-def wanted_by(job: Job, slots: Iterable[Slot], least_bytes: int | None = None) -> Iterator[Stretch]:
+def wanted_by(job: Job, slots: Iterable[Slot], least_bytes: int = 0) -> Iterator[Stretch]:
     """Return what will be read to fill slots of a file, as far as it is known and in their order.
 
     `Stretch.at` counts bytes of the slots, in the dtypes of the output; `least_bytes` is as for
@@ -180,7 +181,7 @@ def wanted_by(job: Job, slots: Iterable[Slot], least_bytes: int | None = None) -
 
 def plan(job: Job, slots: Iterable[Slot], files: OpenFiles) -> None:
     """Have stores asked ahead for what will be read to fill slots, in that order."""
-    wanted = in_files(wanted_by(job, slots, least_bytes=0))
+    wanted = in_files(wanted_by(job, slots))
     files.will_read(job.source.directory, wanted, AHEAD_BYTES // job.files_at_once)
 
 

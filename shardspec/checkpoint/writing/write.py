@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.moving.ahead import Ahead
+from shardspec.checkpoint.moving.ahead import LEAST_BYTES, Ahead
 from shardspec.checkpoint.moving.behind import Behind
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import crc32, crc32_combine
@@ -132,7 +132,7 @@ def _write(job: Job, file: OutputFile, place: Path) -> _Found:
     judged: list[StoredBox] = []
     here = not isinstance(job.source.directory, RemotePath)
     worth = here and job.beside and file.num_bytes >= _WORTH_READING_AHEAD
-    ahead = Ahead(wanted_by(job, file.slots) if worth else None)
+    ahead = Ahead(wanted_by(job, file.slots, LEAST_BYTES) if worth else None)
 
     def advance(num_bytes: int) -> None:
         ahead.advance(num_bytes)
