@@ -3,6 +3,7 @@
 ``python -m tests.test_docs`` writes what they print now into the pages.
 """
 
+import inspect
 import re
 import tempfile
 from importlib import import_module
@@ -62,7 +63,7 @@ def test_every_public_name_has_its_place_in_the_reference():
     assert "<!-- public names -->" in (DOCS / "reference.md").read_text("utf-8")
     for name, home in shardspec._HOME.items():
         assert re.search(rf"\.\. auto(class|function):: {home}\.{name}$", text, re.MULTILINE)
-        assert "\n    Examples\n    --------\n" in (getattr(shardspec, name).__doc__ or ""), name
+        assert "\nExamples\n--------\n" in (inspect.getdoc(getattr(shardspec, name)) or ""), name
     assert "<!-- names beside -->" in (DOCS / "reference.md").read_text("utf-8")
     beside = conf._names_beside()
     for name in ("parallel.rules.llama_rules", "comm.steps.AllToAll", "errors.LayoutError"):

@@ -90,7 +90,7 @@ def local_of(tensor: TorchDTensor) -> torch.Tensor:
     local = tensor.to_local(grad_placements=_of_gradient(tensor.placements))
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    means = [p.is_partial("avg") for p in tensor.placements]
+    means = [p == Partial("avg") for p in tensor.placements]
     return _with_gradient_times(local, _devices(tensor.device_mesh.shape, means))
 
 

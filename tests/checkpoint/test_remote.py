@@ -215,6 +215,8 @@ def test_a_url_is_no_file_of_this_machine():
     assert url == url.parent / url.name
     assert hash(url) == hash(url.parent / url.name)
     assert url.parent in url.parents
+    assert url not in url.parents
+    assert [str(place) for place in url.parent.parents] == ["s3://models", "s3://", "."]
     for act in (url.stat, url.read_bytes, url.mkdir, lambda: os.path.exists(url)):
         with pytest.raises(TypeError, match="is no file of this machine"):
             act()

@@ -25,10 +25,14 @@ KINDS = f"{NEW}.placement_types"
 
 def tensor(key, shape, kind="FloatStorage"):
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    place = Outside(("storage", Name("torch", kind), key, "cpu", prod(shape)))
+    return part(key, kind, prod(shape), 0, shape, strides)
+
+
+def part(key, kind, size, start, shape, strides):
+    place = Outside(("storage", Name("torch", kind), key, "cpu", size))
     hooks = Call(Name("collections", "OrderedDict"))
     return Call(
-        Name("torch._utils", "_rebuild_tensor_v2"), (place, 0, shape, strides, False, hooks)
+        Name("torch._utils", "_rebuild_tensor_v2"), (place, start, shape, strides, False, hooks)
     )
 
 
@@ -49,7 +53,11 @@ def partial(op, kind="Partial"):
 
 def mesh_of_ids(ids="1", shape=(2, 2), names=("dp", "tp")):
     """Up to torch 2.8: a tensor of ids."""
-    state = {"device_type": "cpu", "mesh": tensor(ids, shape, "IntStorage")}
+    return mesh_of_tensor(tensor(ids, shape, "IntStorage"), names)
+
+
+def mesh_of_tensor(ids, names=None):
+    state = {"device_type": "cpu", "mesh": ids}
     return Made(
         Name("torch.distributed.device_mesh", "DeviceMesh"), {**state, "mesh_dim_names": names}
     )
@@ -142,6 +150,12 @@ def test_meshes_of_every_version(path, form):
         (mesh_of_axes((((2,), (2,)),), names=None, _rank=2, _coordinate_on_dim=[1]), (1, 2), (2,)),
         (mesh_of_layout((2,), (2,), names=None, _coordinate_on_dim=[0]), (1, 2), (2,)),
         (mesh_of_axes((((), ()),), names=None, _rank=0, _coordinate_on_dim=(0,)), (0,), (1,)),
+        # Slices of a tensor of ids.
+        (mesh_of_tensor(part("1", "IntStorage", 4, 0, (2,), (2,))), (3, 0), (2,)),
+        (mesh_of_tensor(part("1", "IntStorage", 4, 1, (2,), (2,))), (1, 2), (2,)),
+        (mesh_of_tensor(part("1", "IntStorage", 4, 2, (2,), (1,))), (0, 2), (2,)),
+        (mesh_of_tensor(part("1", "IntStorage", 4, 0, (2, 2), (1, 2))), (3, 0, 1, 2), (2, 2)),
+        (mesh_of_tensor(part("1", "IntStorage", 4, 1, (2, 1), (2, 1))), (1, 2), (2, 1)),
     ],
 )
 def test_slices_and_other_orders_of_a_mesh(path, mesh, ids, shape):
@@ -205,6 +219,14 @@ def test_one_mesh_for_many(path):
         (dtensor(None, CUT), "lacks its mesh or its placements"),
         (dtensor(mesh_of_ids("2"), CUT), "has no record 'data/2'"),
         (dtensor(mesh_of_ids(shape=(3, 2)), CUT), "has 16 bytes, but the pickle says 6 elements"),
+        (
+            dtensor(mesh_of_tensor(part("1", "IntStorage", 4, 2, (2,), (2,))), CUT),
+            "reaches past its storage of 16 bytes",
+        ),
+        (
+            dtensor(mesh_of_tensor(part("1", "IntStorage", 4, 1, (2,), (0,))), CUT),
+            "arguments that it does not take",
+        ),
         (dtensor(mesh_of_ids(names=("dp",)), CUT), "arguments that it does not take"),
         (dtensor(mesh_of_ids(names=(1, 2)), CUT), "the names of a mesh are no texts"),
         (dtensor(mesh_of_axes((((4,), (1,)), ((4,), (1,)))), CUT), "has 4 ids"),

@@ -81,6 +81,8 @@ class RemotePath(PosixPath):
     __slots__ = ()
 
     def __str__(self) -> str:
+        if not self.parts:
+            return "."  # what all is in, for pathlib
         scheme, *rest = self.parts
         return f"{scheme}//{'/'.join(rest)}"
 

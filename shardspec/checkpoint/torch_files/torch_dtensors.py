@@ -24,6 +24,7 @@ from shardspec.checkpoint.torch_files.torch_values import (
     tensor_place,
 )
 from shardspec.checkpoint.torch_files.torch_zip import TorchZip
+from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.placements import Pending, Placement, Split, Whole, spec_of_placements
 from shardspec.layout.spec import ShardingSpec
@@ -263,19 +264,23 @@ class DTensorReader:
         letter = {"int32": "i", "int64": "q"}.get(tensor.dtype)
         if letter is None or not 0 < count <= _MOST_DEVICES:
             _refuse(f"a mesh of shape {list(tensor.shape)} and dtype {tensor.dtype}")
-        # Little endian, as everything that is read.
-        kind = f"<{count}{letter}"
         place = tensor_place(tensor, self._file, self._found)
-        if place.strides is not None:
-            _refuse("the ids of a mesh are not contiguous")
-        data = self._file.read(place.offset, struct.calcsize(kind))
-        digest = place.digest
-        if digest is not None and digest.num_bytes == len(data) and (crc32(data) != digest.crc32):
+        # All of the storage, of which a slice of a mesh has some: the digest is of all.
+        num_bytes = self._found.num_bytes(tensor.storage.key)
+        if num_bytes > 8 * _MOST_DEVICES:
+            _refuse(f"the ids of a mesh lie in {num_bytes} bytes")
+        size = item_bytes(tensor.dtype)
+        data = self._file.read(place.offset - tensor.start * size, num_bytes)
+        if place.digest is not None and crc32(data) != place.digest.crc32:
             raise CheckpointError(
                 f"{self._found.what}: the ids of a mesh are not as saved (CRC-32); restore the "
                 "file or save again"
             )
-        return list(struct.unpack(kind, data))
+        # Little endian, as everything that is read.
+        ids = struct.unpack_from(f"<{num_bytes // size}{letter}", data)
+        steps = zip(tensor.shape, tensor.strides, strict=True)
+        axes = [[step * at for at in range(count)] for count, step in steps]
+        return [ids[tensor.start + sum(offsets)] for offsets in product(*axes)]
 
 
 def _writer(mesh: Record, found: DeviceMesh) -> int | None:
