@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from shardspec.checkpoint.storage.files import OpenFiles
 from shardspec.checkpoint.writing.fill import Progress
 from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, select
 from shardspec.dtypes import is_floating, item_bytes, packed
+from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
 
 __all__ = ["Difference", "diff_checkpoints", "names_to_compare"]
@@ -76,7 +77,7 @@ def diff_checkpoints(
     a: Path | str | CheckpointSource,
     b: Path | str | CheckpointSource,
     *,
-    include: Patterns = (),
+    include: Patterns | None = None,
     exclude: Patterns = (),
     rename: Renames = (),
     atol: float = 0.0,
@@ -86,8 +87,9 @@ def diff_checkpoints(
     """Yield every tensor that differs, by name.
 
     Without tolerances, bits are compared: equal NaNs are the same, 0 and -0 are not. With any,
-    numbers are: ``|x - y| <= atol + rtol * |y|`` in float64; NaN is the same as any NaN, an
-    infinity only as itself. Floating point numbers of two dtypes are then compared too.
+    numbers are: ``|x - y| <= atol + rtol * |y|`` in float64, of which ``x - y`` is exact for whole
+    numbers; NaN is the same as any NaN, an infinity only as itself. Floating point numbers of two
+    dtypes are then compared too.
 
     Parameters
     ----------
@@ -97,15 +99,15 @@ def diff_checkpoints(
         Which tensors of the first are compared, and under which names, as for `merge`. Tensors of
         the second that the patterns leave out are not missed in the first.
     atol, rtol
-        Tolerances.
+        Tolerances, finite and not negative.
     progress
         Called with the bytes of the first that were compared so far, and those of all.
 
     Raises
     ------
     CheckpointError
-        If either cannot be read or contradicts itself, or a pattern or an expression matches
-        nothing of the first.
+        If either cannot be read or contradicts itself, a pattern or an expression matches nothing
+        of the first, or a tolerance is none.
 
     Examples
     --------
@@ -119,6 +121,9 @@ def diff_checkpoints(
     >>> list(diff_checkpoints(a, b, atol=1.0))
     []
     """
+    for name, value in (("atol", atol), ("rtol", rtol)):
+        if not (isfinite(value) and value >= 0):
+            raise CheckpointError(f"{name} {value!r} is no tolerance; give a number from 0")
     left, right = as_source(a), as_source(b)
     old, others = names_to_compare(left, right, Choice(include, exclude, rename))
     count = _Count(sum(_num_bytes(left.outline(name)) for name in old.values()), progress)
@@ -272,5 +277,11 @@ def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
 
 
 def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArray[np.bool_]:
+    if x.dtype.kind in "iu":
+        # In float64, 2**53 and the number after it are one. Without signs, what wraps wraps back.
+        one, other = x.astype(np.uint64), y.astype(np.uint64)
+        apart = np.where(x > y, one - other, other - one)
+        close: NDArray[np.bool_] = apart <= atol + rtol * np.abs(y.astype(np.float64))
+        return close
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
     return np.isclose(x.astype(wide), y.astype(wide), rtol=rtol, atol=atol, equal_nan=True)

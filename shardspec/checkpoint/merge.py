@@ -32,7 +32,7 @@ def merge(
     form: MergedForm | None = None,
     max_shard_bytes: int | None = None,
     dtype: str | None = None,
-    include: Patterns = (),
+    include: Patterns | None = None,
     exclude: Patterns = (),
     rename: Renames = (),
     threads: int = 1,
@@ -67,8 +67,8 @@ def merge(
     dtype
         What floating point tensors are cast to; by default none is.
     include, exclude
-        Patterns as in a shell, one or several: what matches any of `include`, all if there is
-        none, and none of `exclude`, is written.
+        Patterns as in a shell, one or several: what matches any of `include`, all if it is
+        None, and none of `exclude`, is written.
     rename
         Regular expressions, and what the first match of each in every name is replaced with, one
         after the other: ``{"^model[.]": ""}``, or pairs.
@@ -136,6 +136,12 @@ def _form(
     output: Path, form: MergedForm | None, max_shard_bytes: int | None, *, directory: bool
 ) -> MergedForm:
     if form is None:
+        one_file = output.suffix in (".safetensors", *_TORCH_SUFFIXES)
+        if max_shard_bytes is not None and one_file and not directory:
+            raise CheckpointError(
+                f"{output}: is named as one file, but files of a limited size make a directory; "
+                "name one, or leave out the limit"
+            )
         if max_shard_bytes is not None or directory:
             return "huggingface"
         return "torch" if output.suffix in _TORCH_SUFFIXES else "safetensors"
@@ -145,6 +151,11 @@ def _form(
         raise CheckpointError(
             f"the form {form!r} has no limit of the size of its files; leave it out, or choose "
             "the form 'huggingface'"
+        )
+    if directory and form in ("safetensors", "torch"):
+        raise CheckpointError(
+            f"{output}/: is named as a directory, but the form {form!r} is one file; leave out "
+            "the slash, or choose another form"
         )
     return form
 
@@ -172,7 +183,9 @@ def _target(
 
             limit = _SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
             if limit < 1:
-                raise CheckpointError(f"a file of at most {limit} bytes holds nothing")
+                raise CheckpointError(
+                    f"files of at most {limit} bytes hold nothing; give max_shard_bytes from 1"
+                )
             return huggingface_target(wanted, limit)
         case "torch":
             from shardspec.checkpoint.writers.torch_file import torch_target

@@ -38,7 +38,7 @@ def reshard(
     like: Path | str | CheckpointSource | None = None,
     form: ReshardedForm = "shardspec",
     dtype: str | None = None,
-    include: Patterns = (),
+    include: Patterns | None = None,
     exclude: Patterns = (),
     rename: Renames = (),
     threads: int = 1,

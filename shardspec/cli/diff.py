@@ -1,7 +1,7 @@
 """The command `shardspec diff`."""
 
 import json
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 
 import click
@@ -19,6 +19,12 @@ __all__ = ["command"]
 _DIFFERENT = 3
 
 
+def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    if not isfinite(value):
+        raise click.BadParameter(f"{value} is not finite.", ctx, param)
+    return value
+
+
 @click.command(
     "diff",
     epilog="""\b
@@ -34,6 +40,7 @@ Examples:
 @click.option(
     "--atol",
     type=click.FloatRange(0),
+    callback=_finite,
     default=0.0,
     metavar="NUMBER",
     help="Largest absolute difference that is none.",
@@ -41,6 +48,7 @@ Examples:
 @click.option(
     "--rtol",
     type=click.FloatRange(0),
+    callback=_finite,
     default=0.0,
     metavar="NUMBER",
     help="Largest one relative to B.",
@@ -55,7 +63,7 @@ def command(
     b: Path,
     atol: float,
     rtol: float,
-    include: tuple[str, ...],
+    include: tuple[str, ...] | None,
     exclude: tuple[str, ...],
     rename: tuple[tuple[str, str], ...],
     ranks: int | None,

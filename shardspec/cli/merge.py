@@ -17,6 +17,13 @@ from shardspec.cli.writing import WritingOptions, output_option, write, writing_
 __all__ = ["command"]
 
 
+def _size(text: str) -> int:
+    size = parse_bytes(text)
+    if not size:
+        raise ValueError("files of no bytes hold nothing")
+    return size
+
+
 @click.command(
     "merge",
     epilog="""\b
@@ -42,7 +49,7 @@ Examples:
 @click.option(
     "--max-shard-size",
     "max_shard_bytes",
-    callback=parsed(parse_bytes),
+    callback=parsed(_size),
     metavar="SIZE",
     help="Most bytes of tensors in a file, as 5GB or 500MiB.",
 )

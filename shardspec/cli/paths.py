@@ -16,8 +16,10 @@ class CheckpointPath(click.Path):
     def convert(
         self,
         value: str | os.PathLike[str],
-        param: click.Parameter | None,  # noqa: ARG002  # named by click
-        ctx: click.Context | None,  # noqa: ARG002  # named by click
+        param: click.Parameter | None,
+        ctx: click.Context | None,
     ) -> Path:
         """Return what the word names."""
+        if not value:
+            self.fail("an empty text is no path; '.' is the working directory.", param, ctx)
         return as_path(value if isinstance(value, Path) else os.fspath(value))

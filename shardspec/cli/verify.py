@@ -38,14 +38,14 @@ Examples:
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
 @choosing_options
 @source_options
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON, all flaws.")
 @click.pass_context
 def command(
     ctx: click.Context,
     checkpoint: Path,
     against: Path | None,
     every: bool,
-    include: tuple[str, ...],
+    include: tuple[str, ...] | None,
     exclude: tuple[str, ...],
     rename: tuple[tuple[str, str], ...],
     ranks: int | None,
@@ -59,6 +59,7 @@ def command(
     """
     if against is None and (include or exclude or rename):
         raise click.UsageError("patterns choose what is compared; give --against too")
+    every = every or as_json
     source, other = open_both(checkpoint, against, ranks, source_rules)
     with progress_bar(not as_json, "verify") as progress:
         report = verify_checkpoint(source, every=every, progress=progress)

@@ -5,6 +5,7 @@ are those that `merge` and `reshard` give their parameters.
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ class WritingOptions(TypedDict):
     """What `writing_options` adds."""
 
     dtype: str | None
-    include: tuple[str, ...]
+    include: tuple[str, ...] | None
     exclude: tuple[str, ...]
     rename: tuple[tuple[str, str], ...]
     threads: int
@@ -45,12 +46,32 @@ class WritingOptions(TypedDict):
     dry_run: bool
 
 
+def _if_any(
+    _: click.Context, __: click.Parameter, patterns: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    return patterns or None
+
+
+def _expressions(
+    ctx: click.Context, param: click.Parameter, pairs: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, str], ...]:
+    for pattern, _ in pairs:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise click.BadParameter(
+                f"{pattern!r} is no regular expression: {error}.", ctx, param
+            ) from None
+    return pairs
+
+
 def choosing_options(command: _Command) -> _Command:
     """Add ``include``, ``exclude`` and ``rename``."""
     options = (
         click.option(
             "--include",
             multiple=True,
+            callback=_if_any,
             metavar="PATTERN",
             help="Only tensors whose name matches (as in a shell); may be given several times.",
         ),
@@ -64,6 +85,7 @@ def choosing_options(command: _Command) -> _Command:
             "--rename",
             multiple=True,
             nargs=2,
+            callback=_expressions,
             metavar="REGEX NEW",
             help="Replace the first match of REGEX in every name by NEW; may be given several "
             "times.",

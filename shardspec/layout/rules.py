@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from shardspec.errors import AxisError, LayoutError, SpecSyntaxError
 from shardspec.layout.layout import SpecLike
 from shardspec.layout.spec import ShardingSpec
+from shardspec.text import counted
 
 __all__ = ["match_rules"]
 
@@ -55,8 +56,9 @@ def match_rules(
         for pattern in patterns:
             if specs[pattern].dims != dims:
                 raise LayoutError(
-                    f"rule {pattern!r} has spec {specs[pattern]} for {specs[pattern].dims} dims, "
-                    f"but tensor {name!r} has {dims}; give it a rule of its own"
+                    f"rule {pattern!r} has spec {specs[pattern]} of "
+                    f"{counted(specs[pattern].dims, 'dim')}, but tensor {name!r} has {dims}; "
+                    "narrow the pattern, and give that tensor a rule of its own"
                 )
             matched[name] = specs[pattern]
     if unused:

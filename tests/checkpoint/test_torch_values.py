@@ -1,5 +1,7 @@
 """What torch says of tensors: how each looks into its storage, for every dtype and kind of view."""
 
+from collections import Counter, defaultdict
+
 import numpy as np
 import pytest
 import torch
@@ -122,6 +124,20 @@ def test_attributes_of_tensors_are_left_out(path):
     weight.sequence_parallel = True  # type: ignore[attr-defined]  # as trainers do
     torch.save({"w": weight}, path)
     assert read(path)["w"].shape == (2,)
+
+
+def test_states_of_schedulers_and_counts_are_read(path):
+    adam = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(adam, [30, 60, 60])
+    made = {
+        name: defaultdict(kind, {"a": kind()})
+        for name, kind in {"i": int, "f": float, "s": str, "l": list}.items()
+    }
+    torch.save({"state": scheduler.state_dict(), "none": Counter(), **made}, path)
+    found = read(path)
+    assert found["state"]["milestones"] == {30: 1, 60: 2}
+    assert found["none"] == {}
+    assert [found[name] for name in made] == [{"a": 0}, {"a": 0.0}, {"a": ""}, {"a": []}]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from click.testing import CliRunner
 
 from shardspec import DeviceMesh, DTensor, save_sharded
 from shardspec.checkpoint.diff import Difference, diff_checkpoints
@@ -16,6 +17,7 @@ from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.moving.numbers import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
 
@@ -72,6 +74,35 @@ def test_the_first_difference_by_exhaustion(tmp_path):
         assert (found.index, found.ranks) == ((i, j), (tuple(holder), (0,)))
     assert not list(diff_checkpoints(a, tmp_path / "b.safetensors", atol=1.5))
     assert list(diff_checkpoints(a, tmp_path / "b.safetensors", atol=1.4))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.uint64])
+@pytest.mark.parametrize("tolerance", [(0.5, 0), (1.0, 0), (4.0, 0), (200.0, 0), (0, 0.3)])
+def test_whole_numbers_are_compared_as_such(tmp_path, dtype, tolerance):
+    """In float64, 2**53 and 2**53 + 1 are one number."""
+    atol, rtol = tolerance
+    info = torch.iinfo(dtype)
+    some = (info.min, info.min + 1, 0, 1, 5, 2**53, 2**53 + 1, info.max - 1, info.max)
+    pairs = list(product([number for number in some if number <= info.max], repeat=2))
+    apart = [abs(x - y) > atol + rtol * abs(y) for x, y in pairs]
+    for side, name in enumerate("ab"):
+        tensors = {
+            f"{at:03}": torch.tensor([pair[side]], dtype=dtype) for at, pair in enumerate(pairs)
+        }
+        safetensors.torch.save_file(tensors, tmp_path / name)
+    found = diff_checkpoints(tmp_path / "a", tmp_path / "b", atol=atol, rtol=rtol)
+    assert [int(d.name) for d in found] == [at for at, due in enumerate(apart) if due]
+    assert 0 < sum(apart) < len(pairs)
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
+def test_what_is_no_tolerance(tmp_path, number):
+    a = save(tmp_path / "a", w=(torch.ones(2), "[S0]"))
+    for name in ("atol", "rtol"):
+        with pytest.raises(CheckpointError, match=f"{name} {number!r} is no tolerance"):
+            list(diff_checkpoints(a, a, **{name: number}))
+        refused = CliRunner().invoke(cli, ["diff", str(a), str(a), f"--{name}", str(number)])
+        assert refused.exit_code == 2
 
 
 def test_names_shapes_dtypes_nan_and_zero(tmp_path):
@@ -136,9 +167,13 @@ def test_the_commands(tmp_path):
     flip(open_checkpoint(ckpt).tensor("w").boxes[1], 0)
     bad = shardspec("verify", ckpt)
     assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (3, "", 1)
-    listed = shardspec("verify", ckpt, "--all", "--json")
-    assert listed.returncode == 3
-    assert len(json.loads(listed.stdout)["flaws"]) == 1
+    for options in (("--json",), ("--all", "--json")):
+        listed = shardspec("verify", ckpt, *options)
+        assert listed.returncode == 3
+        assert len(json.loads(listed.stdout)["flaws"]) == 1
+        listed = shardspec("verify", ckpt, "--against", tmp_path / "m", *options)
+        assert listed.returncode == 3
+        assert len(json.loads(listed.stdout)["flaws"]) == 2
     differing = shardspec("diff", ckpt, tmp_path / "m", "--json")
     assert differing.returncode == 3
     assert json.loads(differing.stdout)[0]["index"] == [3]

@@ -8,12 +8,15 @@ import sys
 import zlib
 
 import numpy as np
+import pytest
 import safetensors.numpy
 import torch
 from click.testing import CliRunner
 
 from shardspec import save_sharded
+from shardspec.checkpoint.merge import merge
 from shardspec.cli.main import cli
+from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
 
 
@@ -88,9 +91,47 @@ def test_a_name_that_ends_in_a_slash_is_a_directory(tmp_path):
     assert run(f"{ckpt}/", "-o", f"{tmp_path}/out/").exit_code == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     check(tmp_path / "out" / "model.safetensors")
-    # What was asked for comes first.
-    assert run(ckpt, "-o", f"{tmp_path}/file/", "--to", "safetensors").exit_code == 0
-    check(tmp_path / "file")
+    for form in ("safetensors", "torch"):
+        refused = run(ckpt, "-o", f"{tmp_path}/file/", "--to", form)
+        assert refused.exit_code == 3
+        assert f"is named as a directory, but the form '{form}' is one file" in refused.stderr
+    for name in ("a.pt", "a.safetensors", "a.bin"):
+        refused = run(ckpt, "-o", tmp_path / name, "--max-shard-size", "1KB")
+        assert refused.exit_code == 3
+        assert f"{name}: is named as one file" in refused.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
+    options = ("--to", "huggingface", "--max-shard-size", "1KB")
+    assert run(ckpt, "-o", tmp_path / "a.pt", *options).exit_code == 0
+    assert (tmp_path / "a.pt").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-shard-size", "0"], ["'--max-shard-size'", "files of no bytes hold nothing"]),
+        (["--rename", "(", "x"], ["'--rename'", "'(' is no regular expression"]),
+    ],
+)
+def test_wrong_usage(tmp_path, options, words):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    refused = run(ckpt, "-o", tmp_path / "out", *options)
+    assert refused.exit_code == 2
+    assert [word for word in words if word not in refused.stderr] == []
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_an_empty_text_is_no_path(tmp_path, monkeypatch):
+    """As that of a variable that is not set: the working directory is not what was meant."""
+    handmade(sample()).write(tmp_path / "ckpt")
+    monkeypatch.chdir(tmp_path / "ckpt")
+    assert run("", "-o", tmp_path / "out").exit_code == 2
+    assert run(".", "-o", "").exit_code == 3
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match=r"an empty text is no path"):
+        save_sharded({"w": torch.ones(2)}, "")
+    for place in (None, b"ckpt", 7):
+        with pytest.raises(CheckpointError, match=f"a {type(place).__name__} is no path"):
+            merge(place, tmp_path / "out")  # type: ignore[arg-type]
 
 
 def test_no_verify_leaves_digests_alone(tmp_path):

@@ -46,7 +46,7 @@ def test_no_rules_match_nothing():
             LayoutError,
             ["'layers.0.up.bias'", "'*.bias'", "'layers.0*s'", "narrow"],
         ),
-        ({"*.weight": "[S0]"}, LayoutError, ["'*.weight'", "[S0]", "1 dims", "has 2"]),
+        ({"*.weight": "[S0]"}, LayoutError, ["'*.weight'", "[S0]", "of 1 dim,", "has 2", "narrow"]),
         ({"Norm": "[Q]"}, SpecSyntaxError, ["rule 'Norm': expected R or S", "[Q]", "^"]),
         ({"Norm": "[S00]"}, AxisError, ["rule 'Norm': ", "axis 0 is used twice"]),
     ],

@@ -249,6 +249,11 @@ class RemotePath(PosixPath):
 def as_path(place: Path | str) -> Path:
     """Return a path, which is a `RemotePath` if it is given as a URL.
 
+    Raises
+    ------
+    CheckpointError
+        If it is neither, or empty, as the text of a variable that is not set.
+
     Examples
     --------
     >>> [type(as_path(text)).__name__ for text in ("s3://a/b", "memory://a")]
@@ -258,6 +263,10 @@ def as_path(place: Path | str) -> Path:
     """
     if isinstance(place, Path):
         return place
+    if not isinstance(place, str):
+        raise CheckpointError(f"a {type(place).__name__} is no path; give text or a Path")
+    if not place:
+        raise CheckpointError("an empty text is no path; '.' is the working directory")
     scheme, mark, rest = place.partition("://")
     if not mark or _SCHEME.fullmatch(scheme) is None:
         return Path(place)

@@ -172,6 +172,8 @@ class DTensorReader:
         ):
             _refuse("it takes two names, arguments and a state")
         if function.name != _WRAPPER:
+            if kind.name != "torch.Tensor":
+                _refuse(f"{kind.name} is no plain tensor")
             builder: Builder | None = TORCH_NAMES[function.name]
             return builder(inner) if builder else _refuse(f"{function.name} is no function")
         members = _members(state)

@@ -332,6 +332,13 @@ def _default_dict(_: tuple[object, ...]) -> dict[object, object]:
     return {}
 
 
+def _counter(args: tuple[object, ...]) -> dict[object, object]:
+    (counts,) = args or ({},)
+    if not isinstance(counts, dict):
+        raise ValueError("it is made of a dict of counts")
+    return counts
+
+
 def _encoded(args: tuple[object, ...]) -> bytes:
     """Return bytes as protocol 2 writes them: as text, one character a byte."""
     text, *rest = args
@@ -386,7 +393,9 @@ _DTYPES: Final = tuple(
 )
 
 _FACTORIES: Final = tuple(
-    f"{home}.{kind}" for home in ("builtins", "__builtin__") for kind in ("list", "dict", "int")
+    f"{home}.{kind}"
+    for home in ("builtins", "__builtin__")
+    for kind in ("list", "dict", "int", "long", "float", "str", "unicode", "bool", "tuple")
 )
 """What a defaultdict may be said to make."""
 
@@ -401,6 +410,7 @@ _CALLS: Final[Mapping[str, Builder]] = {
     "torch.serialization._get_layout": as_record("torch.layout"),
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": _default_dict,
+    "collections.Counter": _counter,
     "_codecs.encode": _encoded,
     **{
         f"{home}.{kind}": as_record(kind)
@@ -433,7 +443,9 @@ _KEPT: Final[Mapping[str, Builder]] = {
 """Parts of DTensors, under every path at which a version of torch had them."""
 
 TORCH_NAMES: Final[Allowed] = {
-    **dict.fromkeys((*_STORAGES, *_STRANGE_STORAGES, *_DTYPES, "torch.strided", *_FACTORIES)),
+    **dict.fromkeys(
+        (*_STORAGES, *_STRANGE_STORAGES, *_DTYPES, "torch.strided", "torch.Tensor", *_FACTORIES)
+    ),
     **_CALLS,
     **_KEPT,
 }

@@ -21,7 +21,7 @@ Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 class Choice(NamedTuple):
     """What is wanted of a checkpoint."""
 
-    include: Patterns = ()
+    include: Patterns | None = None
     """Name patterns as in a shell (``*``, ``?``, ``[abc]``): what matches any of them, all if there
     is none,"""
     exclude: Patterns = ()
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
         >>> Choice(include=("model.*",), exclude=("*.bias",)).wants("model.up.bias")
         False
         """
-        wanted = not self.include or _any(name, _several(self.include))
+        wanted = self.include is None or _any(name, _several(self.include))
         return wanted and not _any(name, _several(self.exclude))
 
 
@@ -55,7 +55,9 @@ def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
         If the dtype is unknown or not of floating point numbers.
     """
     target = None if choice.dtype is None else _float_dtype(choice.dtype)
-    for pattern in (*_several(choice.include), *_several(choice.exclude)):
+    if choice.include is not None and not choice.include:
+        raise CheckpointError("include has no pattern; leave it out where all is wanted")
+    for pattern in (*_several(choice.include or ()), *_several(choice.exclude)):
         matched = _any_of(source.names, pattern) or _any_of(source.others, pattern)
         if not matched:
             shown = ", ".join(map(repr, source.names[:3])) or "(there are none)"
@@ -65,7 +67,10 @@ def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
             )
     names = [name for name in source.names if choice.wants(name)]
     if not names and source.names:
-        raise CheckpointError(f"no tensor of {source.directory} is left")
+        raise CheckpointError(
+            f"no tensor of {source.directory} is left of {len(source.names)}; include more, or "
+            "exclude less"
+        )
     renamed, idle = _renamed(names, choice.rename)
     for pattern in idle:
         if not any(re.search(pattern, name) for name in source.others):

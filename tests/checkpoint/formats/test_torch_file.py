@@ -38,6 +38,18 @@ def write(directory):
     return directory
 
 
+def test_tensors_with_attributes(tmp_path):
+    """As what `keep_vars=True` leaves of a module, and as trainers note things."""
+    module = torch.nn.Linear(3, 2)
+    module.seen = torch.nn.Buffer(torch.arange(4))
+    noted = torch.arange(5.0)
+    noted.sequence_parallel = True  # type: ignore[attr-defined]
+    state = {**module.state_dict(keep_vars=True), "noted": noted}
+    torch.save(state, tmp_path / "m.pt")
+    due = {name: tensor.detach() for name, tensor in state.items()}
+    assert_same(read_whole(tmp_path / "m.pt"), due)
+
+
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "any name"])
 def test_one_file(tmp_path, name):
     path = tmp_path / name
