@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeAlias
 
-from shardspec.boxes import Box, box_size, intersect
+from shardspec.boxes import Box, box_size
 
 __all__ = ["Distance", "Transfer", "exchange_routes", "permute_routes"]
 
@@ -70,15 +70,23 @@ def exchange_routes(
     sent: dict[int, int] = defaultdict(int)
     moves = []
     for device, wanted in after.items():
-        overlapping = (
+        if not box_size(wanted):
+            continue
+        own = before.get(device)
+        overlapping = [
             side[bisect_right(end, lo) : bisect_left(start, hi)]
             for side, start, end, (lo, hi) in zip(sides, starts, ends, wanted, strict=True)
-        )
-        for cell in product(*overlapping) if box_size(wanted) else ():
-            piece = intersect(cell, wanted)
-            assert piece is not None, "found by bisection"
-            holder = min(holders[cell], key=lambda src: (distance(src, device), sent[src]))
-            if holder != device:
+        ]
+        shared = [
+            [(max(cut_lo, lo), min(cut_hi, hi)) for cut_lo, cut_hi in side]
+            for side, (lo, hi) in zip(overlapping, wanted, strict=True)
+        ]
+        for cell, piece in zip(product(*overlapping), product(*shared), strict=True):
+            holder = device
+            if cell != own:
+                holder, *others = holders[cell]
+                if others:
+                    holder = min(holders[cell], key=lambda src: (distance(src, device), sent[src]))
                 sent[holder] += box_size(piece)
             moves.append(Transfer(holder, device, piece))
     return moves

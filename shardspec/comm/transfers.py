@@ -7,30 +7,31 @@ disjoint and are put side by side. Exchange and permute have routes of their own
 """
 
 from collections import defaultdict
+from operator import ne
 from typing import TypeAlias
 
 from shardspec.boxes import Box, intersect
 from shardspec.comm.communicator import BoxOf
-from shardspec.comm.routing import exchange_routes, permute_routes
+from shardspec.comm.routing import Distance, exchange_routes, permute_routes
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["Parts", "Transfers", "differing_axes"]
+__all__ = ["Parts", "Transfers", "distance_on"]
 
 Parts: TypeAlias = list[tuple[int, Box]]
 """Pairs of peer and box."""
 
 
-def differing_axes(mesh: DeviceMesh, a: int, b: int) -> int:
-    """Return on how many axes two devices of a mesh differ.
+def distance_on(mesh: DeviceMesh) -> Distance:
+    """Return the function that says on how many axes two devices of a mesh differ.
 
     Examples
     --------
-    >>> differing_axes(DeviceMesh(range(8), (2, 2, 2)), 0, 6)
+    >>> distance_on(DeviceMesh(range(8), (2, 2, 2)))(0, 6)
     2
     """
-    pairs = zip(mesh.coordinates(a), mesh.coordinates(b), strict=True)
-    return sum(here != there for here, there in pairs)
+    at = {device: mesh.coordinates(device) for device in mesh.ids}
+    return lambda a, b: sum(map(ne, at[a], at[b]))
 
 
 class Transfers:
@@ -62,7 +63,7 @@ class Transfers:
             moves = routes(
                 {device: before(device) for device in mesh.ids},
                 {device: after(device) for device in mesh.ids},
-                lambda a, b: differing_axes(mesh, a, b),
+                distance_on(mesh),
             )
             for move in moves:
                 self._incoming[move.dst].append((move.src, move.box))

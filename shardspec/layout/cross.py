@@ -8,11 +8,12 @@ is the exchange among the devices of that one mesh, and nothing here knows more 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import ne
 
 from shardspec.boxes import Box, box_size
 from shardspec.comm.cost import CostModel, Link
 from shardspec.comm.routing import Transfer, exchange_routes
-from shardspec.comm.transfers import differing_axes
+from shardspec.comm.transfers import distance_on
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -93,7 +94,7 @@ def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     6.0
     """
     mesh = common_mesh(before.mesh, after.mesh)
-    moves = exchange_routes(before.boxes(), after.boxes(), lambda a, b: differing_axes(mesh, a, b))
+    moves = exchange_routes(before.boxes(), after.boxes(), distance_on(mesh))
     return routes_seconds(moves, mesh, model, item_bytes(before.dtype))
 
 
@@ -114,11 +115,15 @@ def routes_seconds(
     busy: dict[tuple[str, int], float] = defaultdict(float)
     peers: dict[tuple[str, int], int] = defaultdict(int)
     latency = per_byte = moved = 0.0
+    at = {device: mesh.coordinates(device) for device in mesh.ids}
+    links: dict[tuple[bool, ...], tuple[float, float]] = {}
     for move in moves:
         if move.src == move.dst:
             continue
-        differ = _differ(mesh, move.src, move.dst)
-        alpha, beta = model.slowest(differ)
+        differ = tuple(map(ne, at[move.src], at[move.dst]))
+        if differ not in links:
+            links[differ] = model.slowest([axis for axis, other in enumerate(differ) if other])
+        alpha, beta = links[differ]
         num_bytes = box_size(move.box) * item
         latency, per_byte, moved = max(latency, alpha), max(per_byte, beta), moved + num_bytes
         for end in (("sends", move.src), ("receives", move.dst)):
@@ -127,11 +132,6 @@ def routes_seconds(
     if model.link_model == "shared-bus":
         return max(peers.values(), default=0) * latency + moved * per_byte
     return max(busy.values(), default=0.0)
-
-
-def _differ(mesh: DeviceMesh, a: int, b: int) -> list[int]:
-    pairs = zip(mesh.coordinates(a), mesh.coordinates(b), strict=True)
-    return [axis for axis, (here, there) in enumerate(pairs) if here != there]
 
 
 def received_bytes(before: Layout, after: Layout) -> int:

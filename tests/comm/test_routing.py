@@ -10,7 +10,7 @@ from shardspec.boxes import box_size, contains
 from shardspec.comm.cost import CostModel, Link
 from shardspec.comm.routing import exchange_routes, permute_routes
 from shardspec.comm.steps import AllGather, AllReduce, Exchange, Permute, Slice
-from shardspec.comm.transfers import Transfers, differing_axes
+from shardspec.comm.transfers import Transfers, distance_on
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from tests.conversions import plain_specs
@@ -22,7 +22,7 @@ CUBE = DeviceMesh([6, 1, 7, 0, 3, 2, 5, 4], (2, 2, 2))
 
 def routes(plan, before, after):
     def distance(a, b):
-        return differing_axes(before.mesh, a, b)
+        return distance_on(before.mesh)(a, b)
 
     return plan(before.boxes(), after.boxes(), distance)
 
@@ -43,8 +43,8 @@ def test_every_exchange(mesh, shape):
             assert box_size(move.box) > 0
             wanted[move.dst][tuple(slice(lo, hi) for lo, hi in move.box)] += 1
             holders = [d for d in mesh.ids if contains(before.box(d), move.box)]
-            nearest = min(differing_axes(mesh, d, move.dst) for d in holders)
-            assert differing_axes(mesh, move.src, move.dst) == nearest
+            nearest = min(distance_on(mesh)(d, move.dst) for d in holders)
+            assert distance_on(mesh)(move.src, move.dst) == nearest
         for device, times in wanted.items():
             box = tuple(slice(lo, hi) for lo, hi in after.box(device))
             assert (times[box] == 1).all()
