@@ -94,6 +94,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return import_module("importlib.metadata").version(__name__)
     if name not in _HOME:
         raise AttributeError(f"module 'shardspec' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

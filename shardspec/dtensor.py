@@ -79,6 +79,11 @@ class DTensor(ShardStorage):
         *,
         communicator: Communicator | None = None,
     ) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise LayoutError(
+                f"a {type(tensor).__name__} is no tensor; torch.as_tensor makes one of arrays and "
+                "lists"
+            )
         layout = Layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
         if layout.spec.partials:
             raise LayoutError(

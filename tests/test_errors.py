@@ -1,9 +1,13 @@
 import copy
 import pickle
+from importlib.metadata import version
 
+import numpy as np
 import pytest
+import torch
 
-from shardspec import errors
+import shardspec
+from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter, errors
 
 BUILT_IN = {
     "AxisError": ValueError,
@@ -41,3 +45,61 @@ def test_a_syntax_error_survives_the_way_between_processes(again):
     error = again(errors.SpecSyntaxError("expected R", "[S0,X]", 4))
     assert (error.problem, error.text, error.position) == ("expected R", "[S0,X]", 4)
     assert str(error) == "expected R\n  [S0,X]\n      ^"
+
+
+MESH = DeviceMesh(range(4), (2, 2))
+WHOLE = torch.ones(4, 4)
+CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        *(
+            (call, "SpecSyntaxError", f"a {kind} is no spec; write one as in '[S0,R]'")
+            for call, kind in [
+                (lambda: Layout(MESH, None, (4, 4), "f32"), "NoneType"),  # type: ignore[arg-type]
+                (lambda: Layout(MESH, ("S0", "R"), (4, 4), "f32"), "tuple"),  # type: ignore[arg-type]
+                (lambda: Layout(MESH, b"[R,R]", (4, 4), "f32"), "bytes"),  # type: ignore[arg-type]
+                (lambda: LayoutConverter().plan(CUT, None), "NoneType"),  # type: ignore[arg-type]
+                (lambda: DTensor(WHOLE, MESH, "[S0,R]").redistribute(7), "int"),  # type: ignore[arg-type]
+            ]
+        ),
+        (
+            lambda: LayoutConverter().plan("[S0,R]", "[R,S0]"),  # type: ignore[arg-type]
+            "LayoutError",
+            "a str is no layout to leave from",
+        ),
+        (
+            lambda: DTensor(np.ones((4, 4)), MESH, "[S0,R]"),  # type: ignore[arg-type]
+            "LayoutError",
+            "a ndarray is no tensor",
+        ),
+        (
+            lambda: DTensor([[1.0]], MESH, "[S0,R]"),  # type: ignore[arg-type]
+            "LayoutError",
+            "a list is no tensor",
+        ),
+        (
+            lambda: shardspec.match_rules([("*", "[R]")], {"w": 1}),  # type: ignore[arg-type]
+            "LayoutError",
+            "a list is no rules",
+        ),
+        *(
+            (
+                lambda mesh=mesh: shardspec.reshard("a", "b", mesh=mesh),
+                "CheckpointError",
+                f"a {type(mesh).__name__} is no mesh to cut for",
+            )
+            for mesh in ((2, 2), "2x2")
+        ),
+    ],
+)
+def test_what_is_of_another_kind(call, error, words):
+    with pytest.raises(getattr(errors, error)) as caught:
+        call()
+    assert words in str(caught.value).splitlines()[0]
+
+
+def test_the_version_is_that_of_the_command():
+    assert shardspec.__version__ == version("shardspec")

@@ -95,6 +95,11 @@ def reshard(
     if like is not None and (mesh is not None or rules is not None):
         raise CheckpointError("give either a checkpoint to cut like, or a mesh and rules")
 
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise CheckpointError(
+            f"a {type(mesh).__name__} is no mesh to cut for; give a DeviceMesh, as of "
+            "DeviceMesh(range(8), (2, 4))"
+        )
     choice = Choice(include, exclude, rename, dtype)
 
     def build(source: CheckpointSource, save: str | None) -> Plan:
@@ -184,7 +189,7 @@ def read_rules(path: Path) -> dict[str, str]:
     """
     try:
         with SourceFile(path) as file:
-            table = tomllib.loads(file.read(0, file.num_bytes).decode("utf-8"))
+            table = tomllib.loads(file.read(0, file.num_bytes).decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f'{path}: is no TOML: {error}; write one rule a line: "*.weight" = "[S0,R]"'

@@ -97,6 +97,11 @@ class LayoutConverter:
         >>> plan.steps, plan.bytes_received
         ((Exchange(axes=()),), 64)
         """
+        if not isinstance(source, Layout):
+            raise LayoutError(
+                f"a {type(source).__name__} is no layout to leave from; give a Layout, which knows "
+                "mesh, shape and dtype"
+            )
         goal = target if isinstance(target, Layout) else source.with_spec(target)
         _check_same_tensor(source, goal)
         model = self._model_of(source.mesh)

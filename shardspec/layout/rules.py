@@ -42,6 +42,10 @@ def match_rules(
     >>> match_rules({"*.weight": "[S0,R]", "*.bias": "[S0]"}, {"up.weight": 2, "up.bias": 1})
     {'up.weight': ShardingSpec.parse('[S0,R]'), 'up.bias': ShardingSpec.parse('[S0]')}
     """
+    if not isinstance(rules, Mapping):
+        raise LayoutError(
+            f"a {type(rules).__name__} is no rules; give a dict of name pattern to spec"
+        )
     specs = {pattern: _spec(pattern, spec) for pattern, spec in rules.items()}
     unused = set(specs)
     matched: dict[str, ShardingSpec] = {}

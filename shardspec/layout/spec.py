@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, get_args
 
 from shardspec.comm.reduce_op import ReduceOp
-from shardspec.errors import AxisError
+from shardspec.errors import AxisError, SpecSyntaxError
 from shardspec.mesh import Axis
 
 __all__ = ["DimSpec", "Partial", "ShardingSpec"]
@@ -178,8 +178,22 @@ class ShardingSpec:
 
     @classmethod
     def of(cls, spec: "ShardingSpec | str") -> "ShardingSpec":
-        """Return a spec given as one or in its notation."""
-        return cls.parse(spec) if isinstance(spec, str) else spec
+        """Return a spec given as one or in its notation.
+
+        Raises
+        ------
+        SpecSyntaxError
+            If it is neither, or does not follow the grammar.
+        AxisError
+            As the constructor.
+        """
+        if isinstance(spec, str):
+            return cls.parse(spec)
+        if not isinstance(spec, ShardingSpec):
+            raise SpecSyntaxError(
+                f"a {type(spec).__name__} is no spec; write one as in '[S0,R]'", repr(spec), 0
+            )
+        return spec
 
     def __str__(self) -> str:
         text = ",".join(map(str, self.dim_specs))

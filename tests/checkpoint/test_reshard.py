@@ -106,6 +106,9 @@ def test_files_of_rules(tmp_path):
     path = tmp_path / "rules.toml"
     path.write_text('"*.up" = "[S0,R]"\nplain = "[R]"\n')
     assert read_rules(path) == {"*.up": "[S0,R]", "plain": "[R]"}
+    # As some editors begin what they save.
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_rules(path) == {"*.up": "[S0,R]", "plain": "[R]"}
     for text, problem in [
         ("a = 1", "the rule of 'a' is 1, not a spec in quotes"),
         ("a.b = '[R]'", "the rule of 'a' is {'b': '\\[R\\]'}, not a spec"),

@@ -119,7 +119,7 @@ def read_cut_rules(path: Path) -> dict[str, CutRule]:
         If the file cannot be read, is no TOML, or holds something else.
     """
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: is no TOML: {error}") from None
     except OSError as error:
