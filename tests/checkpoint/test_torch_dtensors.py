@@ -241,6 +241,10 @@ def test_one_mesh_for_many(path):
             dtensor(mesh_of_axes((((2,), (1,)),), _rank=0, _coordinate_on_dim=(5,)), CUT),
             "no coordinate",
         ),
+        (
+            Made(Name("torch.distributed._shard.sharded_tensor.shard", "Shard"), {}),
+            "a ShardedTensor, which FSDP1 makes without a device mesh, is read from torch DCP only",
+        ),
         (dtensor(mesh_of_ids(), CUT, shard_order=7), "a shard order"),
         (dtensor(mesh_of_ids(), CUT, shard_order=((0,),)), "a shard order is no list of dims"),
     ],

@@ -8,7 +8,7 @@ nothing is imported or called. Source: ``torch/_utils.py`` (``_rebuild_*``), ``t
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Never
 
 from shardspec.checkpoint.reading.source import Digest
 from shardspec.checkpoint.storage.files import SourceFile
@@ -354,6 +354,13 @@ def _complex(args: tuple[object, ...]) -> complex:
     return complex(real, imag)
 
 
+def _sharded(_: tuple[object, ...]) -> Never:
+    raise ValueError(
+        "a ShardedTensor, which FSDP1 makes without a device mesh, is read from torch DCP only; "
+        "save with torch.distributed.checkpoint, or give FSDP a device_mesh"
+    )
+
+
 _STORAGES: Final[Mapping[str, str]] = {
     **{
         f"torch.{kind}Storage": dtype
@@ -412,6 +419,10 @@ _CALLS: Final[Mapping[str, Builder]] = {
     "collections.defaultdict": _default_dict,
     "collections.Counter": _counter,
     "_codecs.encode": _encoded,
+    **{
+        f"torch.distributed._shard.sharded_tensor.{kind}": _sharded
+        for kind in ("api.ShardedTensor", "shard.Shard")
+    },
     **{
         f"{home}.{kind}": as_record(kind)
         for home in ("builtins", "__builtin__")
