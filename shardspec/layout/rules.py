@@ -59,10 +59,13 @@ def match_rules(
             )
         for pattern in patterns:
             if specs[pattern].dims != dims:
+                remedy = "narrow the pattern, and give that tensor a rule of its own"
+                if pattern == name:
+                    remedy = f"give it a spec of {counted(dims, 'dim')}"
                 raise LayoutError(
                     f"rule {pattern!r} has spec {specs[pattern]} of "
                     f"{counted(specs[pattern].dims, 'dim')}, but tensor {name!r} has {dims}; "
-                    "narrow the pattern, and give that tensor a rule of its own"
+                    f"{remedy}"
                 )
             matched[name] = specs[pattern]
     if unused:

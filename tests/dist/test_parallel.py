@@ -339,7 +339,8 @@ def played(tmp_path_factory):
 REFUSALS = [
     "LayoutError: rule '*.q_porj.weight' matches no tensor; the names start with 'scale', ",
     "LayoutError: tensor 'layers.0.self_attn.q_proj.weight' is matched by the rules [",
-    "LayoutError: rule 'norm.weight' has spec [S(tp),R] for 2 dims, but tensor 'norm.weight' has 1",
+    "LayoutError: rule 'norm.weight' has spec [S(tp),R] of 2 dims, but tensor 'norm.weight' has 1; "
+    "give it a spec of 1 dim",
     "LayoutError: tensor 'norm.weight' cannot be cut as [R|P(tp)]: a parameter has no reduction",
     "AxisError: rule 'norm.weight': pending reductions ['max', 'sum'] do not commute, so their "
     "result depends on the order; finish one",

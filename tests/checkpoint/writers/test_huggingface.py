@@ -45,7 +45,7 @@ def test_one_file_needs_no_index(tmp_path):
 
 def test_a_limit_that_holds_nothing(tmp_path):
     ckpt = save(tmp_path / "ckpt", {"w": torch.ones(3)})
-    with pytest.raises(CheckpointError, match="a file of at most 0 bytes holds nothing"):
+    with pytest.raises(CheckpointError, match="files of at most 0 bytes hold nothing"):
         merge(ckpt, tmp_path / "out", max_shard_bytes=0)
     with pytest.raises(CheckpointError, match="the form 'torch' has no limit"):
         merge(ckpt, tmp_path / "out", form="torch", max_shard_bytes=9)
