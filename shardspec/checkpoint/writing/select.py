@@ -22,8 +22,8 @@ class Choice(NamedTuple):
     """What is wanted of a checkpoint."""
 
     include: Patterns | None = None
-    """Name patterns as in a shell (``*``, ``?``, ``[abc]``): what matches any of them, all if there
-    is none,"""
+    """Name patterns as in a shell (``*``, ``?``, ``[abc]``): what matches any of them, all if it
+    is None,"""
     exclude: Patterns = ()
     """and none of these, is wanted."""
     rename: Renames = ()
