@@ -11,13 +11,14 @@ LOG := $(VENV)/setup.log
 PYTHON ?= python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test demo faults clean again
+.PHONY: help setup lint docs test cuda demo faults clean again
 
 help:
 	@echo 'make setup   make .venv and install the pinned dependencies (only when they changed)'
 	@echo 'make lint    setup, then formatting, lint rules and types'
 	@echo 'make docs    setup, then the site of docs/ in build/docs, without a warning'
 	@echo 'make test    setup, lint and docs, then every test'
+	@echo 'make cuda    the tests that need a GPU, by the Python that CUDA_PYTHON names'
 	@echo 'make demo    setup, then save, merge and compare real weights (examples/minilm.py)'
 	@echo 'make faults  setup, then every fault of docs/faults.md, and its table (a quarter of an hour)'
 	@echo 'make clean   remove .venv, caches and what the demo wrote'
@@ -90,6 +91,11 @@ docs: setup
 
 test: lint docs
 	$(PY) -m pytest
+
+# `make setup` pins torch's CPU build, so these run where torch has CUDA.
+CUDA_PYTHON ?= python3
+cuda:
+	$(CUDA_PYTHON) -m pytest tests/cuda
 
 demo: setup
 	$(PY) examples/minilm.py

@@ -21,10 +21,11 @@ def _rank(
     work: Callable[..., Any],
     args: tuple[Any, ...],
     out: Any,
+    backend: str,
 ) -> None:
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world
+            backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world
         )
         result = work(rank, *args)
         dist.barrier()
@@ -36,7 +37,12 @@ def _rank(
 
 
 def run_ranks(
-    world: int, tmp_path: Path, work: Callable[..., Any], *args: Any, timeout_s: float = 150
+    world: int,
+    tmp_path: Path,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 150,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Run ``work(rank, *args)`` in so many processes and return what each of them returns.
 
@@ -51,7 +57,7 @@ def run_ranks(
     out = context.Queue()
     rendezvous = str(tmp_path / "rendezvous")
     processes = [
-        context.Process(target=_rank, args=(rank, world, rendezvous, work, args, out))
+        context.Process(target=_rank, args=(rank, world, rendezvous, work, args, out, backend))
         for rank in range(world)
     ]
     for process in processes:
