@@ -16,9 +16,9 @@ from typing import Final, TypeAlias
 from benchmarks.checkpoint_shapes import Model, tensor_parallel_dim
 from shardspec import DeviceMesh, Layout
 from shardspec.boxes import Box, box_shape, box_size
+from shardspec.checkpoint.formats.native import sharded_target
+from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
 from shardspec.checkpoint.moving.digests import crc32, crc32_combine
-from shardspec.checkpoint.reading.safetensors_file import TensorSlot, encode_header
-from shardspec.checkpoint.writers.sharded import sharded_target
 from shardspec.checkpoint.writers.zips import ZipPlan
 from shardspec.checkpoint.writing.assign import assign_boxes
 from shardspec.checkpoint.writing.targets import Wanted

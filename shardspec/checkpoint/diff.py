@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import Box, box_size
+from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.numbers import numbers
 from shardspec.checkpoint.moving.regions import Bytes
 from shardspec.checkpoint.moving.sinks import MemorySink
-from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.source import CheckpointSource, HeldBox, Outline, StoredTensor
-from shardspec.checkpoint.reading.tiling import check_tiling
-from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.checkpoint.writing.fill import Progress
 from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, select
 from shardspec.dtypes import is_floating, item_bytes, packed
@@ -52,9 +52,7 @@ class Difference:
         }
 
 
-def names_to_compare(
-    a: CheckpointSource, b: CheckpointSource, choice: Choice
-) -> tuple[dict[str, str], set[str]]:
+def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
     """Return what is to be found in two checkpoints.
 
     Returns
@@ -74,8 +72,8 @@ def names_to_compare(
 
 
 def diff_checkpoints(
-    a: Path | str | CheckpointSource,
-    b: Path | str | CheckpointSource,
+    a: Path | str | Catalog,
+    b: Path | str | Catalog,
     *,
     include: Patterns | None = None,
     exclude: Patterns = (),
@@ -124,7 +122,7 @@ def diff_checkpoints(
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not (isfinite(value) and value >= 0):
             raise CheckpointError(f"{name} {value!r} is no tolerance; give a number from 0")
-    left, right = as_source(a), as_source(b)
+    left, right = as_catalog(a), as_catalog(b)
     old, others = names_to_compare(left, right, Choice(include, exclude, rename))
     count = _Count(sum(_num_bytes(left.outline(name)) for name in old.values()), progress)
     buffers = Buffers()
@@ -175,7 +173,7 @@ class _Count:
         self._start = self._done
 
 
-def _num_bytes(tensor: Outline[HeldBox]) -> int:
+def _num_bytes(tensor: Outline[FileBox]) -> int:
     return prod(tensor.shape) * item_bytes(tensor.dtype)
 
 

@@ -9,15 +9,15 @@ from types import MappingProxyType
 from typing import Final
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.source import (
-    CheckpointSource,
-    Described,
-    HeldBox,
+from shardspec.checkpoint.catalog import (
+    Catalog,
+    FileBox,
+    OpaqueValue,
     Outline,
     StoredTensor,
 )
-from shardspec.checkpoint.reading.tiling import ByBoxes, check_tiling
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.tiling import MemoizedByBoxes, check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -68,10 +68,10 @@ def _cut_by(layout: Layout) -> _Cut:
 class TensorSummary:
     """One tensor of a checkpoint."""
 
-    outline: Outline[HeldBox]
+    outline: Outline[FileBox]
     layout: Layout | None
     """How it is cut over the mesh that wrote it, where the format says both."""
-    source: CheckpointSource
+    source: Catalog
     """The checkpoint."""
 
     @property
@@ -85,7 +85,7 @@ class TensorSummary:
         """
         return self.source.tensor(self.outline.name)
 
-    def file(self, box: HeldBox) -> str:
+    def file(self, box: FileBox) -> str:
         """Name the file of one of its boxes, from the directory on."""
         return _file(box.path, self.source.directory)
 
@@ -151,7 +151,7 @@ class TensorSummary:
         """Bytes of all its boxes on disk; more than the whole where reductions are pending."""
         return sum(self.box_bytes(box) for box in self.outline.boxes)
 
-    def box_bytes(self, box: HeldBox) -> int:
+    def box_bytes(self, box: FileBox) -> int:
         """Bytes of one of its boxes."""
         return box_size(box.box) * item_bytes(self.outline.dtype)
 
@@ -192,7 +192,7 @@ class CheckpointSummary:
     """The devices that wrote it, where the format says so."""
     tensors: tuple[TensorSummary, ...]
     """Sorted by name."""
-    others: Mapping[str, object]
+    extras: Mapping[str, object]
     """Entries that are no tensors."""
 
     @property
@@ -201,12 +201,12 @@ class CheckpointSummary:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
-    def _boxes(self) -> Iterable[tuple[Sequence[HeldBox], int]]:
+    def _boxes(self) -> Iterable[tuple[Sequence[FileBox], int]]:
         """All boxes, those that tensors have in common once, and the bytes of one element of all.
 
         A million boxes take seconds to go through.
         """
-        found: dict[int, tuple[Sequence[HeldBox], int]] = {}
+        found: dict[int, tuple[Sequence[FileBox], int]] = {}
         for tensor in self.tensors:
             boxes = tensor.outline.boxes
             _, size = found.get(id(boxes), (boxes, 0))
@@ -241,7 +241,7 @@ class CheckpointSummary:
                 for rank, num_bytes in self.bytes_by_rank.items()
             ],
             "tensors": [tensor.to_json() for tensor in self.tensors],
-            "others": {name: other_text(value) for name, value in self.others.items()},
+            "others": {name: other_text(value) for name, value in self.extras.items()},
         }
 
 
@@ -254,10 +254,10 @@ def other_text(value: object, most: int = _LONG) -> str:
 
     Examples
     --------
-    >>> other_text({"lr": [0.1, Described("2 bytes")]}), other_text("a long text", 8)
+    >>> other_text({"lr": [0.1, OpaqueValue("2 bytes")]}), other_text("a long text", 8)
     ("{'lr': [0.1, <2 bytes>]}", "'a long…")
     """
-    text = value.text if isinstance(value, Described) else repr(_marked(value))
+    text = value.text if isinstance(value, OpaqueValue) else repr(_marked(value))
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
@@ -273,7 +273,7 @@ class _Marked(str):
 def _marked(value: object) -> object:
     """Return a value in which descriptions stand in angle brackets."""
     match value:
-        case Described():
+        case OpaqueValue():
             return _Marked(value.text if value.text.startswith("<") else f"<{value.text}>")
         case list():
             return [_marked(item) for item in value]
@@ -293,7 +293,7 @@ def _mesh_json(mesh: DeviceMesh) -> dict[str, object]:
     }
 
 
-def inspect_checkpoint(directory: Path | str | CheckpointSource) -> CheckpointSummary:
+def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     """Return what a checkpoint holds, by what describes it; its data is not read.
 
     Parameters
@@ -316,18 +316,18 @@ def inspect_checkpoint(directory: Path | str | CheckpointSource) -> CheckpointSu
     >>> inspect_checkpoint(path).bytes_by_rank
     {0: 16, 1: 8}
     """
-    source = as_source(directory)
+    source = as_catalog(directory)
     tensors = tuple(_summary(source, name) for name in source.names)
     # Many tensors are cut alike.
-    check = ByBoxes(partial(check_tiling, tiled=set()))
+    check = MemoizedByBoxes(partial(check_tiling, tiled=set()))
     for tensor in tensors:
         check(tensor.outline)
     return CheckpointSummary(
-        source.directory, source.format, source.mesh, tensors, dict(source.others)
+        source.directory, source.format, source.mesh, tensors, dict(source.extras)
     )
 
 
-def _summary(source: CheckpointSource, name: str) -> TensorSummary:
+def _summary(source: Catalog, name: str) -> TensorSummary:
     outline = source.outline(name)
     layout = None
     if source.mesh is not None and outline.spec is not None:

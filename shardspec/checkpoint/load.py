@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardspec.boxes import Box, box_shape, box_size
+from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.moving.ahead import in_files, stretches
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.sinks import MemorySink
-from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.source import CheckpointSource, HeldBox, Outline, StoredTensor
-from shardspec.checkpoint.reading.tiling import check_tiling
-from shardspec.checkpoint.storage.files import OpenFiles
-from shardspec.checkpoint.storage.planned import FileStretch
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.store import FileStretch, OpenFiles
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.checkpoint.writing.agree import agree
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, LayoutError
@@ -32,7 +31,7 @@ __all__ = ["load_sharded"]
 
 
 def load_sharded(
-    directory: Path | str | CheckpointSource,
+    directory: Path | str | Catalog,
     mesh: DeviceMesh | None = None,
     specs: Mapping[str, SpecLike] | None = None,
     *,
@@ -79,7 +78,7 @@ def load_sharded(
 
     # In a job all ranks find out together whether each of them can open the checkpoint.
     opening = communicator or communicator_of(mesh or _world())
-    source = agree(opening, lambda: as_source(directory))
+    source = agree(opening, lambda: as_catalog(directory))
     onto = mesh or (communicator.mesh if communicator else source.mesh)
     if onto is None:
         raise LayoutError(
@@ -97,9 +96,7 @@ def _world() -> DeviceMesh:
     return DeviceMesh(range(dist.get_world_size() if dist.is_initialized() else 1))
 
 
-def _layouts(
-    source: CheckpointSource, mesh: DeviceMesh, specs: Mapping[str, SpecLike]
-) -> dict[str, Layout]:
+def _layouts(source: Catalog, mesh: DeviceMesh, specs: Mapping[str, SpecLike]) -> dict[str, Layout]:
     """Return the layout wanted for every tensor."""
     tensors = {name: source.outline(name) for name in source.names}
     matched = match_rules(specs, {name: len(tensor.shape) for name, tensor in tensors.items()})
@@ -121,7 +118,7 @@ def _layouts(
     return layouts
 
 
-def _as_saved(tensor: Outline[HeldBox], saved: DeviceMesh | None, mesh: DeviceMesh) -> Layout:
+def _as_saved(tensor: Outline[FileBox], saved: DeviceMesh | None, mesh: DeviceMesh) -> Layout:
     """Return the layout with the cuts that were saved."""
     if tensor.spec is None or saved is None:
         raise LayoutError(
@@ -145,7 +142,7 @@ def _as_saved(tensor: Outline[HeldBox], saved: DeviceMesh | None, mesh: DeviceMe
 
 
 def _read(
-    source: CheckpointSource, layouts: Mapping[str, Layout], communicator: Communicator
+    source: Catalog, layouts: Mapping[str, Layout], communicator: Communicator
 ) -> dict[str, "DTensor"]:
     from shardspec.dtensor import DTensor
 
@@ -169,7 +166,7 @@ def _read(
 
 
 def _stretches(
-    source: CheckpointSource, layouts: Mapping[str, Layout], devices: Iterable[int]
+    source: Catalog, layouts: Mapping[str, Layout], devices: Iterable[int]
 ) -> Iterator[FileStretch]:
     """Return what will be read, as far as it is known and in its order."""
     for name, layout in layouts.items():

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
-from shardspec.checkpoint.reading.source import CheckpointSource
+from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.storage.remote import as_path
+from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.writing.fill import Progress
 from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.produce import How, Plan, produce
@@ -26,7 +26,7 @@ _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 
 
 def merge(
-    directory: Path | str | CheckpointSource,
+    directory: Path | str | Catalog,
     output: Path | str,
     *,
     form: MergedForm | None = None,
@@ -115,16 +115,16 @@ def merge(
     chosen = _form(place, form, max_shard_bytes, directory=directory_named)
     choice = Choice(include, exclude, rename, dtype)
 
-    def build(source: CheckpointSource, _: str | None) -> Plan:
+    def build(source: Catalog, _: str | None) -> Plan:
         wanted = select(source, choice)
         # The other forms have no room for what is no tensor.
-        names = plain(source.others, choice) if chosen in ("torch", "dcp") else {}
-        if source.others and not (wanted or names):
+        names = plain(source.extras, choice) if chosen in ("torch", "dcp") else {}
+        if source.extras and not (wanted or names):
             raise CheckpointError(
                 f"{source.directory}: holds no tensor that could be written, but "
-                f"{min(source.others)!r} and the like; name the checkpoint of the model"
+                f"{min(source.extras)!r} and the like; name the checkpoint of the model"
             )
-        others = {new: source.others[name] for name, new in names.items()}
+        others = {new: source.extras[name] for name, new in names.items()}
         target = _target(chosen, place, source, wanted, others, max_shard_bytes)
         return wanted, target._replace(carried=frozenset(names))
 
@@ -167,7 +167,7 @@ _SHARD_BYTES: Final = 5 * 10**9
 def _target(
     form: MergedForm,
     output: Path,
-    source: CheckpointSource,
+    source: Catalog,
     wanted: Sequence[Wanted],
     others: Mapping[str, object],
     max_shard_bytes: int | None,
@@ -175,11 +175,11 @@ def _target(
     # One of them is needed, and starting is a tenth of merging a gigabyte.
     match form:
         case "safetensors":
-            from shardspec.checkpoint.writers.safetensors_file import safetensors_target
+            from shardspec.checkpoint.formats.safetensors import safetensors_target
 
             return safetensors_target(output.name, wanted)
         case "huggingface":
-            from shardspec.checkpoint.writers.huggingface import huggingface_target
+            from shardspec.checkpoint.formats.safetensors import huggingface_target
 
             limit = _SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
             if limit < 1:

@@ -3,12 +3,15 @@
 A format is one module of `shardspec.checkpoint.formats` and one line in `FORMATS`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.reading.form_names import (
+from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
     BIN_NAME,
     DCP,
@@ -34,14 +37,17 @@ from shardspec.checkpoint.reading.form_names import (
     is_rank_file,
     is_torch_file,
 )
-from shardspec.checkpoint.reading.nearby import nearby
-from shardspec.checkpoint.reading.source import CheckpointSource
-from shardspec.checkpoint.storage.files import SourceFile, reason
-from shardspec.checkpoint.storage.remote import as_path
+from shardspec.checkpoint.store import RemotePath, SourceFile, as_path, reason
 from shardspec.errors import CheckpointError
 
-__all__ = ["FORMATS", "Format", "as_source", "open_checkpoint", "open_checkpoints"]
-
+__all__ = [
+    "FORMATS",
+    "Format",
+    "as_catalog",
+    "nearby",
+    "open_checkpoint",
+    "open_checkpoints",
+]
 
 _OLD_TORCH: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 """How a file of torch.save starts that is no zip: a number in a pickle."""
@@ -64,11 +70,11 @@ class Format(NamedTuple):
     in_parts: bool = False
     """Whether no file that `finds` knows is a checkpoint by itself, so that it means all of it."""
 
-    def opens(self, place: Path, **added: object) -> CheckpointSource:
+    def opens(self, place: Path, **added: object) -> Catalog:
         """Import the reader, and read."""
         module, function = self.reader.split(":")
         opens = getattr(import_module(f"shardspec.checkpoint.formats.{module}"), function)
-        opened: CheckpointSource = opens(place, **added)
+        opened: Catalog = opens(place, **added)
         return opened
 
 
@@ -91,8 +97,8 @@ FORMATS: Final = (
         frozenset(("ranks",)),
         in_parts=True,
     ),
-    Format(SAFETENSORS, "an index", find_index, "hf_index:open_index_directory"),
-    Format(SAFETENSORS, "*.safetensors", find_plain, "hf_index:open_plain"),
+    Format(SAFETENSORS, "an index", find_index, "safetensors:open_index_directory"),
+    Format(SAFETENSORS, "*.safetensors", find_plain, "safetensors:open_plain"),
     Format(RANK_FILES, "…_rank_0.pt", find_rank_files, "rank_files:open_rank_files"),
     Format(TORCH_FILE, BIN_NAME, find_bin, "torch_file:open_bin_directory"),
 )
@@ -105,7 +111,7 @@ class _Found(NamedTuple):
     place: Path
     form: str
     takes: frozenset[str]
-    opens: Callable[..., CheckpointSource]
+    opens: Callable[..., Catalog]
 
 
 def open_checkpoint(
@@ -113,7 +119,7 @@ def open_checkpoint(
     *,
     ranks: int | None = None,
     rules: Mapping[str, object] | Path | str | None = None,
-) -> CheckpointSource:
+) -> Catalog:
     """Open a checkpoint; what describes it is read and checked, its data is not.
 
     Parameters
@@ -125,7 +131,7 @@ def open_checkpoint(
         How many ranks have written files, for forms that do not say it.
     rules
         How ranks have cut tensors, for forms that do not say it: pattern of names to spec, or the
-        path of a TOML file (`shardspec.checkpoint.reading.cut_rules`).
+        path of a TOML file (`shardspec.checkpoint.formats.cut_rules`).
 
     Raises
     ------
@@ -141,7 +147,7 @@ def open_checkpoints(
     *,
     ranks: int | None = None,
     rules: Mapping[str, object] | Path | str | None = None,
-) -> list[CheckpointSource]:
+) -> list[Catalog]:
     """Open several checkpoints; each is told what its form does not say, the others are not.
 
     Raises
@@ -164,7 +170,7 @@ def open_checkpoints(
     ]
 
 
-def as_source(checkpoint: Path | str | CheckpointSource) -> CheckpointSource:
+def as_catalog(checkpoint: Path | str | Catalog) -> Catalog:
     """Return a checkpoint that may be open already."""
     return open_checkpoint(checkpoint) if isinstance(checkpoint, Path | str) else checkpoint
 
@@ -217,10 +223,10 @@ def _find_file(place: Path) -> _Found:
     return _Found(place, "a single file", frozenset(), _open_file)
 
 
-def _open_file(place: Path) -> CheckpointSource:
+def _open_file(place: Path) -> Catalog:
     """Open what is a checkpoint by itself."""
     if place.name.endswith(INDEX_SUFFIX):
-        from shardspec.checkpoint.formats.hf_index import open_index_file
+        from shardspec.checkpoint.formats.safetensors import open_index_file
 
         return open_index_file(place)
     if place.name == BIN_INDEX:
@@ -241,7 +247,7 @@ def _open_file(place: Path) -> CheckpointSource:
     wrong = _no_safetensors(place, head, size)
     if wrong is not None:
         raise CheckpointError(f"{place}: {wrong}")
-    from shardspec.checkpoint.formats.single_file import SingleFile
+    from shardspec.checkpoint.formats.safetensors import SingleFile
 
     return SingleFile(place)
 
@@ -259,3 +265,102 @@ def _no_safetensors(place: Path, head: bytes, num_bytes: int) -> str | None:
         "is neither a safetensors file nor one of torch.save; name one of these, or the directory "
         "of a checkpoint"
     )
+
+
+_DEPTH: Final = 2
+_MOST_DIRECTORIES: Final = 256
+"""Directories that are looked into: a wrong path may be that of a whole disk."""
+_SHOWN: Final = 3
+_NUMBERED: Final = re.compile(r"-[0-9]+-of-[0-9]+\.")
+_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def nearby(
+    place: Path, names: Iterable[str], form_of: Callable[[frozenset[str]], str | None]
+) -> str | None:
+    """Say which checkpoints lie in a directory that is none, or which files could be ones.
+
+    Parameters
+    ----------
+    place, names
+        The directory, and what lies in it.
+    form_of
+        Says, of a directory with these names, what it is.
+
+    Returns
+    -------
+    str or None
+        The second half of an error; None if there is nothing to say.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> run = Path(tempfile.mkdtemp())
+    >>> for step in (9, 10):
+    ...     _ = (run / f"step-{step}").mkdir(), (run / f"step-{step}" / "m").touch()
+    >>> print(nearby(run, ["step-9", "step-10"], lambda names: "m form" if "m" in names else None))
+    there are some in it: step-9 (m form), step-10 (m form); name one of them
+    """
+    found = _inside(place, form_of)
+    if len(found) == 1:
+        return f"there is one in it: name {place / found[0][0]} ({found[0][1]})"
+    if found:
+        shown = ", ".join(f"{name} ({form})" for name, form in found[:_SHOWN])
+        return f"there are some in it: {shown}{_more(found)}; name one of them"
+    files = sorted((n for n in names if n.endswith(_TORCH_SUFFIXES)), key=_by_numbers)
+    numbered = [name for name in files if _NUMBERED.search(name)]
+    if numbered:
+        return (
+            f"there are parts of one in it, such as {numbered[0]}, without the index that lists "
+            "them; restore it"
+        )
+    if files:
+        shown = ", ".join(files[:_SHOWN])
+        return f"there are files of torch in it: {shown}{_more(files)}; name one of them"
+    return None
+
+
+def _more(found: list[str] | list[tuple[str, str]]) -> str:
+    return f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+
+
+def _inside(place: Path, form_of: Callable[[frozenset[str]], str | None]) -> list[tuple[str, str]]:
+    """Return the nearest checkpoints below a directory: their paths from there, and forms."""
+    if isinstance(place, RemotePath):
+        # Every look would be a request.
+        return []
+    level = [place]
+    for _ in range(_DEPTH):
+        level = list(islice(_directories(level), _MOST_DIRECTORIES))
+        found = [
+            (str(directory.relative_to(place)), form)
+            for directory in level
+            if (form := form_of(frozenset(_names(directory)))) is not None
+        ]
+        if found:
+            return found
+    return []
+
+
+def _directories(level: Iterable[Path]) -> Iterator[Path]:
+    for directory in level:
+        for name in sorted(_names(directory), key=_by_numbers):
+            inner = directory / name
+            # What starts with a dot may be a save that was killed.
+            if not name.startswith(".") and inner.is_dir():
+                yield inner
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir()]
+    except OSError:
+        return []
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """Return a key by which step-9 comes before step-10."""
+    return [
+        (int(part), "") if part.isdecimal() and part.isascii() else (-1, part)
+        for part in re.split(r"([0-9]{1,18})", name)
+    ]

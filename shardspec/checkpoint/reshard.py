@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
-from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.source import CheckpointSource
+from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.formats.native import sharded_target
+from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.storage.files import SourceFile
-from shardspec.checkpoint.storage.remote import as_path
+from shardspec.checkpoint.store import SourceFile, as_path
 from shardspec.checkpoint.writers.dcp import dcp_target
-from shardspec.checkpoint.writers.sharded import sharded_target
 from shardspec.checkpoint.writing.fill import Progress
 from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.produce import How, Plan, produce
@@ -30,12 +29,12 @@ RESHARDED_FORMS: Final[tuple[ReshardedForm, ...]] = get_args(ReshardedForm)
 
 
 def reshard(
-    directory: Path | str | CheckpointSource,
+    directory: Path | str | Catalog,
     output: Path | str,
     *,
     mesh: DeviceMesh | None = None,
     rules: Mapping[str, SpecLike] | None = None,
-    like: Path | str | CheckpointSource | None = None,
+    like: Path | str | Catalog | None = None,
     form: ReshardedForm = "shardspec",
     dtype: str | None = None,
     include: Patterns | None = None,
@@ -102,17 +101,17 @@ def reshard(
         )
     choice = Choice(include, exclude, rename, dtype)
 
-    def build(source: CheckpointSource, save: str | None) -> Plan:
+    def build(source: Catalog, save: str | None) -> Plan:
         wanted = select(source, choice)
         if like is not None:
-            onto, layouts = _like(as_source(like), wanted)
+            onto, layouts = _like(as_catalog(like), wanted)
         elif mesh is not None:
             onto, layouts = mesh, _by_rules(mesh, rules or {}, wanted)
         else:
             raise CheckpointError("give the mesh to cut for (--mesh), or a checkpoint to cut like")
         if form == "dcp":
-            names = plain(source.others, choice)
-            others = {new: source.others[name] for name, new in names.items()}
+            names = plain(source.extras, choice)
+            others = {new: source.extras[name] for name, new in names.items()}
             target = dcp_target(onto, wanted, layouts, others)
             return wanted, target._replace(carried=frozenset(names))
         return wanted, sharded_target(onto, wanted, layouts, save)
@@ -141,9 +140,7 @@ def _by_rules(
     return layouts
 
 
-def _like(
-    other: CheckpointSource, wanted: Sequence[Wanted]
-) -> tuple[DeviceMesh, dict[str, Layout]]:
+def _like(other: Catalog, wanted: Sequence[Wanted]) -> tuple[DeviceMesh, dict[str, Layout]]:
     """Return the mesh of another checkpoint, and each tensor cut as there."""
     if other.mesh is None:
         raise CheckpointError(

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardspec.boxes import box_shape
+from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
+from shardspec.checkpoint.formats.safetensors_header import Header, TensorSlot, encode_header
 from shardspec.checkpoint.moving.digests import crc32
-from shardspec.checkpoint.reading.form_names import INFO_NAME
-from shardspec.checkpoint.reading.info import (
+from shardspec.checkpoint.sharding_info import (
     BoxEntry,
     FileEntry,
     ShardingInfo,
     format_info,
     read_info,
 )
-from shardspec.checkpoint.reading.safetensors_file import Header, TensorSlot, encode_header
-from shardspec.checkpoint.storage.files import reason
-from shardspec.checkpoint.storage.remote import RemotePath, as_path
+from shardspec.checkpoint.store import RemotePath, as_path, reason
 from shardspec.checkpoint.writing.agree import agree
 from shardspec.checkpoint.writing.assign import assign_boxes
 from shardspec.checkpoint.writing.new_file import Write, write_file

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import box_shape
+from shardspec.checkpoint.catalog import Catalog, Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.moving.digests import Checks, stored_bytes
-from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.replicas import check_replicas
-from shardspec.checkpoint.reading.source import CheckpointSource, Digest, StoredBox, StoredTensor
-from shardspec.checkpoint.reading.tiling import check_tiling
-from shardspec.checkpoint.storage.files import OpenFiles
-from shardspec.checkpoint.storage.planned import FileStretch
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.store import FileStretch, OpenFiles
+from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.checkpoint.writing.fill import Progress
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -49,7 +47,7 @@ class VerifyReport:
 
 
 def verify_checkpoint(
-    directory: Path | str | CheckpointSource,
+    directory: Path | str | Catalog,
     *,
     every: bool = False,
     progress: Progress | None = None,
@@ -83,7 +81,7 @@ def verify_checkpoint(
     >>> report.boxes, report.digested_bytes, report.flaws
     (1, 12, ())
     """
-    source = as_source(directory)
+    source = as_catalog(directory)
     boxes = num_bytes = digested = 0
     for name in source.names:
         tensor = source.tensor(name)
@@ -102,9 +100,7 @@ def verify_checkpoint(
     )
 
 
-def _flaws(
-    source: CheckpointSource, total: int, progress: Progress | None
-) -> Iterator[CheckpointError]:
+def _flaws(source: Catalog, total: int, progress: Progress | None) -> Iterator[CheckpointError]:
     done = 0
     with OpenFiles() as files:
         files.will_read(source.directory, _stretches(source))
@@ -139,7 +135,7 @@ def _flaws(
                     yield error
 
 
-def _stretches(source: CheckpointSource) -> Iterator[FileStretch]:
+def _stretches(source: Catalog) -> Iterator[FileStretch]:
     """Return what will be read to judge every box, in its order."""
     for name in source.names:
         tensor = source.tensor(name)

@@ -9,13 +9,13 @@ from typing import Final
 
 import click
 
+from shardspec.checkpoint.catalog import box_text
 from shardspec.checkpoint.inspect import (
     CheckpointSummary,
     TensorSummary,
     inspect_checkpoint,
     other_text,
 )
-from shardspec.checkpoint.reading.source import box_text
 from shardspec.cli.arguments import parse_index, parsed
 from shardspec.cli.paths import CheckpointPath
 from shardspec.cli.source import open_source, source_options
@@ -158,10 +158,10 @@ def _overview(summary: CheckpointSummary) -> str:
     parts = [f"{summary.directory}: {', '.join(facts)}"]
     if summary.tensors:
         parts += [_tensors(summary), _ranks(summary)]
-    if summary.others:
+    if summary.extras:
         rows = [
             [_plain(name), _plain(other_text(at, _MOST_VALUE))]
-            for name, at in sorted(summary.others.items())
+            for name, at in sorted(summary.extras.items())
         ]
         parts.append(table_text(["no tensor", "value"], rows, text_from=1))
     return "\n\n".join(parts)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from shardspec.checkpoint.storage.remote import as_path
+from shardspec.checkpoint.store import as_path
 
 __all__ = ["CheckpointPath"]
 

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import click
 
+from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.open import open_checkpoint, open_checkpoints
-from shardspec.checkpoint.reading.source import CheckpointSource
 
 __all__ = ["open_both", "open_source", "source_options"]
 
@@ -36,7 +36,7 @@ def source_options(command: _Command) -> _Command:
     return command
 
 
-def open_source(checkpoint: Path, ranks: int | None, source_rules: Path | None) -> CheckpointSource:
+def open_source(checkpoint: Path, ranks: int | None, source_rules: Path | None) -> Catalog:
     """Open a checkpoint with what the user has added.
 
     Raises
@@ -49,7 +49,7 @@ def open_source(checkpoint: Path, ranks: int | None, source_rules: Path | None) 
 
 def open_both(
     one: Path, other: Path | None, ranks: int | None, source_rules: Path | None
-) -> tuple[CheckpointSource, CheckpointSource | None]:
+) -> tuple[Catalog, Catalog | None]:
     """Open a checkpoint, and one to hold beside it if there is one; both by `open_checkpoints`.
 
     Raises

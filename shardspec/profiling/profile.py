@@ -8,7 +8,7 @@ from math import isclose, prod
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from shardspec.checkpoint.reading.strict_json import (
+from shardspec.checkpoint.strict_json import (
     as_list,
     as_object,
     as_size,

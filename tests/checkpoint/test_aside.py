@@ -8,16 +8,15 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 
-from shardspec.checkpoint.storage import aside
-from shardspec.checkpoint.storage.aside import Aside, in_turn, looks_ahead
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint import store as aside
+from shardspec.checkpoint.store import Aside, RemotePath, prefetch_depth, prefetch_map
 from shardspec.errors import CheckpointError
 
 WAIT_S = 60
 
 
 def all_of(items, look, ahead):
-    with in_turn(items, look, ahead) as found:
+    with prefetch_map(items, look, ahead) as found:
         return list(found)
 
 
@@ -44,7 +43,7 @@ def test_no_more_is_looked_at_than_so_far_ahead():
         done[item].set()
         return item
 
-    with in_turn(range(10), look, 2) as found:
+    with prefetch_map(range(10), look, 2) as found:
         for item in range(10):
             assert next(found) == item
             for ahead in done[item : item + 3]:
@@ -73,7 +72,7 @@ def test_an_error_comes_when_it_is_its_turn():
     found: list[int] = []
 
     def go_through():
-        with in_turn(range(4), look, 3, undone.append) as answers:
+        with prefetch_map(range(4), look, 3, undone.append) as answers:
             found.append(next(answers))
             for event in made:
                 assert event.wait(WAIT_S)
@@ -102,7 +101,7 @@ def test_what_had_no_turn_is_undone_when_it_comes():
         if found == "3":
             taken_back.set()
 
-    with in_turn(range(9), look, 3, undo) as answers:
+    with prefetch_map(range(9), look, 3, undo) as answers:
         assert [next(answers), next(answers)] == ["0", "1"]
     # Nobody waits for the one that takes long.
     assert "3" not in undone
@@ -123,7 +122,7 @@ def test_an_interrupt_ends_it(at):
         return item
 
     def interrupted():
-        with in_turn(range(9), look, 3) as found:
+        with prefetch_map(range(9), look, 3) as found:
             next(found)
             raise KeyboardInterrupt
 
@@ -142,7 +141,7 @@ def test_threads_end_with_the_block():
     for worker in workers():
         worker.join(WAIT_S)
     together = Barrier(4)
-    with in_turn(range(8), lambda _: together.wait(WAIT_S), 4) as found:
+    with prefetch_map(range(8), lambda _: together.wait(WAIT_S), 4) as found:
         next(found)
         started = workers()
         assert len(started) == 4
@@ -193,10 +192,10 @@ def test_errors_hold_nothing():
 
 
 def test_stores_that_threads_share_are_asked_for_many_at_once(counted, tmp_path):
-    assert looks_ahead(tmp_path) == 0
-    assert looks_ahead(tmp_path, here=3) == 3
-    assert looks_ahead(RemotePath(counted), here=3) == 0
-    assert looks_ahead(RemotePath("together://x"), here=3) == 7
+    assert prefetch_depth(tmp_path) == 0
+    assert prefetch_depth(tmp_path, here=3) == 3
+    assert prefetch_depth(RemotePath(counted), here=3) == 0
+    assert prefetch_depth(RemotePath("together://x"), here=3) == 7
 
 
 def test_threads_have_one_store_where_it_is_made_for_that():

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec.boxes import slices_within
+from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.moving.behind import Behind
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
@@ -23,8 +24,7 @@ from shardspec.checkpoint.moving.pieces import Block, Place, Run, byte_box, offs
 from shardspec.checkpoint.moving.regions import read_region
 from shardspec.checkpoint.moving.rows import rows_of
 from shardspec.checkpoint.moving.sinks import FileSink, MemorySink
-from shardspec.checkpoint.reading.source import Digest, StoredBox, StoredTensor
-from shardspec.checkpoint.storage.files import OpenFiles, SourceFile
+from shardspec.checkpoint.store import OpenFiles, SourceFile
 from shardspec.errors import CheckpointError
 
 DTYPES = {"uint8": 1, "int16": 2, "float32": 4, "complex64": 8}
@@ -353,9 +353,9 @@ def test_long_rows_need_no_numpy(tmp_path):
         "from pathlib import Path\n"
         "from shardspec.checkpoint.moving.buffers import Buffers\n"
         "from shardspec.checkpoint.moving.copy import copy_box\n"
-        "from shardspec.checkpoint.storage.files import OpenFiles\n"
+        "from shardspec.checkpoint.store import OpenFiles\n"
         "from shardspec.checkpoint.moving.sinks import MemorySink\n"
-        "from shardspec.checkpoint.reading.source import StoredBox, StoredTensor\n"
+        "from shardspec.checkpoint.catalog import StoredBox, StoredTensor\n"
         f"path = Path({str(tmp_path / 'data')!r})\n"
         "boxes = [((0, 3000), (0, 100)), ((0, 3000), (100, 300))]\n"
         "stored = [StoredBox(b, (), 0, path, 5 + o) for b, o in zip(boxes, (0, 300000))]\n"

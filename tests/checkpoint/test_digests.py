@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, DTensor, load_sharded, save_sharded
+from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.reading.source import Digest, StoredBox, StoredTensor
-from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.store import OpenFiles
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
 

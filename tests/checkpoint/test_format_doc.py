@@ -10,7 +10,7 @@ import safetensors.numpy
 import torch
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
-from shardspec.checkpoint.reading.info import VERSION, format_info, parse_info
+from shardspec.checkpoint.sharding_info import VERSION, format_info, parse_info
 from shardspec.dtypes import to_safetensors
 from shardspec.layout.layout import Layout
 from tests.checkpoint.handmade import handmade

@@ -5,16 +5,16 @@ from threading import Barrier, Thread
 
 import pytest
 
-from shardspec.checkpoint.formats.on_demand import OnDemand
-from shardspec.checkpoint.reading.source import (
+from shardspec.checkpoint.catalog import (
     Digest,
-    HeldBox,
+    FileBox,
+    LazyTensorCache,
     Outline,
-    Pending,
     StoredBox,
+    StoredReduction,
     StoredTensor,
 )
-from shardspec.checkpoint.reading.tiling import ByBoxes
+from shardspec.checkpoint.tiling import MemoizedByBoxes
 from shardspec.errors import CheckpointError
 
 
@@ -36,7 +36,7 @@ def counting(boxes):
 
 def test_all_are_looked_up_once_and_those_wanted_last_are_kept_as_they_are():
     looked_up, look_up = counting(3)
-    find = OnDemand(look_up, outline, most_boxes=6)
+    find = LazyTensorCache(look_up, outline, most_boxes=6)
     a, b = find("a"), find("b")
     assert find("a") is a
     c = find("c")
@@ -56,15 +56,17 @@ def test_packed_ones_are_as_they_were():
         StoredBox(((at, at + 1),), (at,), at, Path(f"{at}"), 2**63 + at, digest, strides)
         for at, (digest, strides) in enumerate(zip(digests, (None, (4, 1), ()), strict=True))
     )
-    whole = StoredTensor("w", (3,), "int8", None, (Pending("sum", 3),), boxes)
+    whole = StoredTensor("w", (3,), "int8", None, (StoredReduction("sum", 3),), boxes)
     looked_up = []
 
     def look_up(name):
         looked_up.append(name)
         return whole if name == "w" else tensor(name, 3)
 
-    held = tuple(HeldBox(box.box, box.addend, box.rank, box.path) for box in boxes)
-    find = OnDemand(look_up, lambda _: Outline("w", (3,), "int8", None, whole.pending, held), 3)
+    held = tuple(FileBox(box.box, box.addend, box.rank, box.path) for box in boxes)
+    find = LazyTensorCache(
+        look_up, lambda _: Outline("w", (3,), "int8", None, whole.pending, held), 3
+    )
     assert find("w") is whole
     find("other")
     assert find("w") == whole
@@ -74,13 +76,13 @@ def test_packed_ones_are_as_they_were():
 
 def outline(name):
     whole = tensor(name, 3)
-    held = tuple(HeldBox(box.box, box.addend, box.rank, box.path) for box in whole.boxes)
+    held = tuple(FileBox(box.box, box.addend, box.rank, box.path) for box in whole.boxes)
     return Outline(name, whole.shape, whole.dtype, None, (), held)
 
 
 def test_one_that_is_larger_than_all_is_kept_until_the_next():
     looked_up, look_up = counting(3)
-    find = OnDemand(look_up, outline, most_boxes=2)
+    find = LazyTensorCache(look_up, outline, most_boxes=2)
     assert find("a") is find("a")
     assert find("b") is find("b")
     assert looked_up == ["a", "b"]
@@ -89,7 +91,7 @@ def test_one_that_is_larger_than_all_is_kept_until_the_next():
 def test_of_threads_that_want_the_same_one_looks():
     looked_up, look_up = counting(1)
     begin = Barrier(8)
-    find, found = OnDemand(look_up, outline), []
+    find, found = LazyTensorCache(look_up, outline), []
 
     def want():
         begin.wait()
@@ -114,7 +116,7 @@ def test_what_fails_is_looked_up_again():
             raise answer
         return answer
 
-    find = OnDemand(look_up, outline)
+    find = LazyTensorCache(look_up, outline)
     with pytest.raises(CheckpointError, match="gone"):
         find("a")
     assert find("a").name == "a"
@@ -130,15 +132,15 @@ def test_what_follows_from_boxes_in_common():
         asked.append(one.name)
         return one.name
 
-    boxes = (HeldBox(((0, 4),), (), 0, Path("x")),)
-    equal = (HeldBox(((0, 4),), (), 0, Path("x")),)
-    found = ByBoxes(find)
+    boxes = (FileBox(((0, 4),), (), 0, Path("x")),)
+    equal = (FileBox(((0, 4),), (), 0, Path("x")),)
+    found = MemoizedByBoxes(find)
     assert [found(outline(name, boxes)) for name in "abc"] == ["a", "a", "a"]
     # They have to be the same ones, and mean the same.
     assert found(outline("d", equal)) == "d"
     assert found(outline("e", boxes, shape=(5,))) == "e"
     assert found(outline("f", boxes, shape=(5,))) == "e"
-    assert found(outline("g", boxes, (5,), (Pending("sum", 2),))) == "g"
+    assert found(outline("g", boxes, (5,), (StoredReduction("sum", 2),))) == "g"
     for place in range(64):
         found(outline(f"{place}", (*boxes,)))
     assert found(outline("h", equal)) == "h"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardspec.checkpoint.reading.plain import plain_value
-from shardspec.checkpoint.reading.source import Described
+from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.torch_files.pickles import Global, Record
+from shardspec.checkpoint.torch_files.plain_values import plain_value
 from shardspec.checkpoint.torch_files.torch_values import TorchStorage, TorchTensor
 
 TENSOR = TorchTensor("float32", (2, 3), (3, 1), 0, TorchStorage("0", "float32", 6))
@@ -43,17 +43,17 @@ def test_plain_values_stay(value):
     ],
 )
 def test_other_ones_are_described_where_they_stand(value, text):
-    assert plain_value(value) == Described(text)
-    assert plain_value({"a": [value, 1]}) == {"a": [Described(text), 1]}
+    assert plain_value(value) == OpaqueValue(text)
+    assert plain_value({"a": [value, 1]}) == {"a": [OpaqueValue(text), 1]}
 
 
 def test_values_without_an_end():
     own: list[object] = []
     own.append(own)
-    assert plain_value(own) == Described("a list of many or deeply nested parts")
+    assert plain_value(own) == OpaqueValue("a list of many or deeply nested parts")
     laughs: object = ()
     for _ in range(90):
         laughs = (laughs, laughs)
-    assert plain_value(laughs) == Described("a tuple of many or deeply nested parts")
-    assert plain_value({"a": [0] * 100_000}) == Described("a dict of many or deeply nested parts")
+    assert plain_value(laughs) == OpaqueValue("a tuple of many or deeply nested parts")
+    assert plain_value({"a": [0] * 100_000}) == OpaqueValue("a dict of many or deeply nested parts")
     assert plain_value([0] * 99_000) == [0] * 99_000

@@ -12,13 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
+from shardspec.checkpoint import store as aside
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.reshard import reshard
-from shardspec.checkpoint.storage import aside
-from shardspec.checkpoint.storage.files import OpenFiles
-from shardspec.checkpoint.storage.planned import FileStretch, Planned
-from shardspec.checkpoint.storage.remote import as_path
+from shardspec.checkpoint.store import FileStretch, OpenFiles, Planned, as_path
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole

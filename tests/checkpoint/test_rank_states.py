@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.moving.digests import crc32
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.rank_states import RankState, RankStates
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
 from shardspec.checkpoint.torch_files.torch_lines import ENTRY
@@ -77,7 +77,7 @@ def told(state, first):
             if isinstance(tensor, TorchDTensor) and tensor.rank == first.rank:
                 tensor = replace(tensor, rank=state.rank)
             tensors[name] = tensor, state.contents.place(name, file, state.found)
-    return tensors, state.contents.others
+    return tensors, state.contents.extras
 
 
 # Slices of a mesh are of several kinds, and so are parts of several sizes: 2, 2, 0, 1, 1, 1.
@@ -93,7 +93,7 @@ def test_all_ranks_are_read_as_they_are_alone(saved, form, kinds):
         first = firsts.setdefault(id(state.contents), state)
         alone = read_torch_state(state.path, rank=rank)
         tensors = {name: (at.tensor, at.place) for name, at in alone.tensors.items()}
-        assert told(state, first) == (tensors, alone.others)
+        assert told(state, first) == (tensors, alone.extras)
         assert list(state.contents.tensors) == list(alone.tensors)
     assert len(firsts) == kinds
     # Directories differ where records have other sizes.
@@ -102,9 +102,9 @@ def test_all_ranks_are_read_as_they_are_alone(saved, form, kinds):
 
 
 def test_what_ranks_tell_of_themselves_is_kept(saved):
-    assert open_checkpoint(saved / "alike").others == {"epoch": 3}
+    assert open_checkpoint(saved / "alike").extras == {"epoch": 3}
     by_rank = {f"rank {rank}": rank for rank in range(WORLD)}
-    assert open_checkpoint(saved / "told").others == {"epoch": 3, "rank": by_rank}
+    assert open_checkpoint(saved / "told").extras == {"epoch": 3, "rank": by_rank}
 
 
 def outcome(states, path, first=None):

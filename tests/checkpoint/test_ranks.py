@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
-from shardspec.checkpoint.reading.info import read_info
+from shardspec.checkpoint.sharding_info import read_info
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
 from tests.dist.processes import run_ranks

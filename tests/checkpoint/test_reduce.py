@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardspec.checkpoint.catalog import StoredReduction
 from shardspec.checkpoint.moving.numbers import narrow
 from shardspec.checkpoint.moving.reduce import Reduction
-from shardspec.checkpoint.reading.source import Pending
 from shardspec.comm.reduce import combine
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import is_floating
@@ -50,10 +50,12 @@ def test_every_operation_of_every_dtype_as_in_torch(op, dtype):
             addends[place % 3][place] = value
     if dtype == "complex64":
         # Products of complex numbers are rounded in another order.
-        product = reduced(addends, dtype, [Pending(op, 3)]).view(np.complex64)
+        product = reduced(addends, dtype, [StoredReduction(op, 3)]).view(np.complex64)
         np.testing.assert_allclose(product, combine(addends, op).numpy(), rtol=1e-6)
         return
-    found = torch.from_numpy(reduced(addends, dtype, [Pending(op, 3)])).view(getattr(torch, dtype))
+    found = torch.from_numpy(reduced(addends, dtype, [StoredReduction(op, 3)])).view(
+        getattr(torch, dtype)
+    )
     expected = combine(addends, op)
     assert torch.equal(torch.isnan(found), torch.isnan(expected))
     assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(expected))
@@ -63,7 +65,7 @@ def test_a_nan_stays_a_nan_in_every_operation():
     for dtype in ("float32", "bfloat16", "float16"):
         for op in OPS:
             addends = [torch.tensor(v).to(getattr(torch, dtype)) for v in ([1.0, 2], [np.nan, 3])]
-            found = torch.from_numpy(reduced(addends, dtype, [Pending(op, 2)]))
+            found = torch.from_numpy(reduced(addends, dtype, [StoredReduction(op, 2)]))
             assert torch.isnan(found.view(getattr(torch, dtype))).tolist() == [True, False]
 
 
@@ -84,11 +86,13 @@ def test_float32_rounds_to_bfloat16_as_in_torch():
 def test_sums_of_short_floats_are_rounded_once():
     # One by one in bfloat16, adding 1 to 256 changes nothing.
     ones = [torch.tensor([256.0]).bfloat16(), *([torch.tensor([1.0]).bfloat16()] * 4)]
-    found = torch.from_numpy(reduced(ones, "bfloat16", [Pending("sum", 5)])).view(torch.bfloat16)
+    found = torch.from_numpy(reduced(ones, "bfloat16", [StoredReduction("sum", 5)])).view(
+        torch.bfloat16
+    )
     assert found.tolist() == [260.0]
 
 
 def test_a_sum_of_means():
     addends = [torch.tensor([float(v)]) for v in range(6)]
-    found = reduced(addends, "float32", [Pending("sum", 2), Pending("avg", 3)])
+    found = reduced(addends, "float32", [StoredReduction("sum", 2), StoredReduction("avg", 3)])
     assert found.view(np.float32).tolist() == [5.0]

@@ -12,15 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from shardspec.checkpoint.catalog import StoredBox, StoredTensor
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.reading.source import StoredBox, StoredTensor
-from shardspec.checkpoint.storage.files import OpenFiles, SourceFile
-from shardspec.checkpoint.storage.planned import MOST_OF_ONE
-from shardspec.checkpoint.storage.remote import RemotePath, as_path
+from shardspec.checkpoint.store import MOST_OF_ONE, OpenFiles, RemotePath, SourceFile, as_path
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole

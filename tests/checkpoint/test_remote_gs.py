@@ -11,7 +11,7 @@ from gcp_storage_emulator.server import create_server
 
 from shardspec import merge, reshard
 from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.storage.remote import kept_store
+from shardspec.checkpoint.store import kept_store
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole

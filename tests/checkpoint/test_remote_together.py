@@ -14,7 +14,7 @@ import torch
 
 from shardspec import merge, reshard, save_sharded
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.team import together
 from shardspec.errors import CheckpointError

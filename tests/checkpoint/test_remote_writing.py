@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
 from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.checkpoint.writing.upload import Upload
 from shardspec.errors import CheckpointError, OutputExistsError

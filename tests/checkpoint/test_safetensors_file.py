@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardspec.checkpoint.reading.safetensors_file import TensorSlot, encode_header, read_header
-from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header, read_header
+from shardspec.checkpoint.store import SourceFile
 from shardspec.errors import CheckpointError
 
 GOOD = {

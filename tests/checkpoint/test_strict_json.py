@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardspec.checkpoint.reading.strict_json import parse_json, parse_members
+from shardspec.checkpoint.strict_json import parse_json, parse_members
 from shardspec.errors import CheckpointError
 
 # Few enough to be parsed in no time, and long enough to be more than one part.

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardspec.boxes import split_interval
-from shardspec.checkpoint.reading.source import Pending, StoredBox, StoredTensor
-from shardspec.checkpoint.reading.tiling import Hole, Overlap, check_tiling, find_flaw
+from shardspec.checkpoint.catalog import StoredBox, StoredReduction, StoredTensor
+from shardspec.checkpoint.tiling import Hole, Overlap, check_tiling, find_flaw
 from shardspec.errors import CheckpointError
 
 
@@ -106,7 +106,7 @@ def test_boxes_stored_twice_are_returned_to_be_compared():
 
 
 def test_every_addend_has_to_be_there():
-    pending = (Pending("sum", 2), Pending("avg", 3))
+    pending = (StoredReduction("sum", 2), StoredReduction("avg", 3))
     boxes = [
         stored(((0, 4),), rank, addend) for rank, addend in enumerate(product(range(2), range(3)))
     ]

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec import DeviceMesh, merge, reshard
+from shardspec.checkpoint.formats.safetensors import huggingface_target
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.writers.huggingface import huggingface_target
 from shardspec.checkpoint.writing.claim import claimed
 from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.targets import Wanted

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.inspect import inspect_checkpoint, other_text
 from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reading.source import Described
 from shardspec.cli.main import cli
 from tests.checkpoint.handmade import handmade, sample
 
@@ -123,9 +123,9 @@ def test_columns_in_which_nothing_stands_are_left_out(ckpt, tmp_path):
 
 
 def test_what_is_no_tensor_is_shown_in_short():
-    parts = [Described("2 bytes"), Described("<set>"), {"a": (1, None)}]
+    parts = [OpaqueValue("2 bytes"), OpaqueValue("<set>"), {"a": (1, None)}]
     assert other_text(parts) == "[<2 bytes>, <set>, {'a': (1, None)}]"
-    assert other_text(Described("an object")) == "an object"
+    assert other_text(OpaqueValue("an object")) == "an object"
     assert other_text("x" * 300) == "'" + "x" * 198 + "…"
 
 

@@ -24,7 +24,7 @@ def every_spec(num_axes: int, dims: int) -> list[ShardingSpec]:
     return sorted((spec_of(state) for state in graph.nodes), key=str)
 
 
-def whole_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def unsharded_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     values = (torch.arange(prod(shape)) * 37 % 101).reshape(shape)
     return values % 2 == 0 if dtype == torch.bool else values.to(dtype)
 
@@ -50,7 +50,7 @@ def _convert(rank: int, jobs: list[Any]) -> tuple[int, int, list[str]]:
         torch_mesh = TorchMesh("cpu", torch.tensor(ids).reshape(mesh_shape)) if plain else None
         for index, (source, target) in enumerate(pairs):
             dtype = DTYPES[index % len(DTYPES)]
-            whole = whole_tensor(shape, dtype)
+            whole = unsharded_tensor(shape, dtype)
             start = DTensor(whole, mesh, source)
             got = start.redistribute(target)
             box = got.layout.box(rank)

@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
+from shardspec.checkpoint.formats.safetensors_header import read_header
 from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reading.safetensors_file import read_header
 from shardspec.checkpoint.reshard import reshard
-from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.mesh import DeviceMesh
 from tests.faults.harness import Case
 

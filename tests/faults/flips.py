@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
+from shardspec.checkpoint.catalog import StoredBox
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.reading.source import StoredBox
 from tests.faults.checks import command, one_line, refused, same
 from tests.faults.harness import Case
 from tests.faults.samples import arrays, cut, own, plain, split

@@ -15,6 +15,15 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import Box, box_shape
+from shardspec.checkpoint.catalog import (
+    FileBox,
+    LazyTensorCache,
+    OpaqueValue,
+    Outline,
+    StoredBox,
+    StoredTensor,
+    box_text,
+)
 from shardspec.checkpoint.formats.dcp_metadata import (
     Chunk,
     DcpMetadata,
@@ -22,25 +31,21 @@ from shardspec.checkpoint.formats.dcp_metadata import (
     TensorEntry,
     read_metadata,
 )
-from shardspec.checkpoint.formats.on_demand import OnDemand
-from shardspec.checkpoint.reading.form_names import (
+from shardspec.checkpoint.formats.names import (
     DCP,
     DCP_OF_A_RANK,
     DCP_OWN_METADATA,
     METADATA_NAME,
 )
-from shardspec.checkpoint.reading.plain import plain_value
-from shardspec.checkpoint.reading.source import (
-    Described,
-    HeldBox,
-    Outline,
-    StoredBox,
-    StoredTensor,
-    box_text,
+from shardspec.checkpoint.store import (
+    SourceFile,
+    file_inside,
+    path_exists,
+    prefetch_depth,
+    prefetch_map,
 )
-from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
-from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
 from shardspec.checkpoint.torch_files.pickles import UnlistedNameError
+from shardspec.checkpoint.torch_files.plain_values import plain_value
 from shardspec.checkpoint.torch_files.torch_dtensors import read_dtensors
 from shardspec.checkpoint.torch_files.torch_values import (
     TorchTensor,
@@ -61,14 +66,14 @@ _MOST_KEPT_BYTES: Final = 1024
 
 
 class DcpCheckpoint:
-    """A `CheckpointSource` over a directory of torch's; made by `open_dcp`."""
+    """A `Catalog` over a directory of torch's; made by `open_dcp`."""
 
     def __init__(self, directory: Path, metadata: DcpMetadata, files: Mapping[str, Path]) -> None:
         self._directory = directory
         self._metadata = metadata
         self._files = files
         self._ranks = _ranks(files)
-        self._tensors = OnDemand(self._look_up, self.outline)
+        self._tensors = LazyTensorCache(self._look_up, self.outline)
         self._meant: dict[bytes, TorchTensor] = {}
         self._others: dict[str, object] | None = None
 
@@ -103,7 +108,7 @@ class DcpCheckpoint:
         return self._metadata.paths
 
     @property
-    def others(self) -> Mapping[str, object]:
+    def extras(self) -> Mapping[str, object]:
         """Entries that are no tensors; read when they are first asked for.
 
         Raises
@@ -113,11 +118,11 @@ class DcpCheckpoint:
         """
         if self._others is None:
             self._others = {
-                name: self._other(name, item) for name, item in self._metadata.others.items()
+                name: self._other(name, item) for name, item in self._metadata.extras.items()
             }
         return self._others
 
-    def outline(self, name: str) -> Outline[HeldBox]:
+    def outline(self, name: str) -> Outline[FileBox]:
         """Return a tensor by the metadata alone.
 
         Raises
@@ -128,7 +133,7 @@ class DcpCheckpoint:
         entry = self._metadata.tensors[name]
         ranks, files = self._ranks, self._files
         boxes = tuple(
-            HeldBox(chunk.box, (), ranks[item.file], files[item.file])
+            FileBox(chunk.box, (), ranks[item.file], files[item.file])
             for chunk in entry.chunks
             for item in (chunk.item,)
         )
@@ -166,7 +171,7 @@ class DcpCheckpoint:
         entry = self._metadata.tensors[name]
         dtype = self._dtype(name, entry)
         look = partial(self._box, name, dtype)
-        with in_turn(entry.chunks, look, looks_ahead(self._directory)) as boxes:
+        with prefetch_map(entry.chunks, look, prefetch_depth(self._directory)) as boxes:
             return StoredTensor(name, entry.shape, dtype, None, (), tuple(boxes))
 
     def _box(self, name: str, dtype: str, chunk: Chunk) -> StoredBox:
@@ -202,7 +207,7 @@ class DcpCheckpoint:
             try:
                 return plain_value(read_dtensors(file, found))
             except UnlistedNameError as error:
-                return Described(f"an object that is not read: {error}")
+                return OpaqueValue(f"an object that is not read: {error}")
 
 
 def open_dcp(directory: Path) -> DcpCheckpoint:
@@ -216,7 +221,7 @@ def open_dcp(directory: Path) -> DcpCheckpoint:
         transformed when they were written, or share bytes.
     """
     path = file_inside(directory, METADATA_NAME, directory)
-    if not is_there(path):
+    if not path_exists(path):
         own = any(DCP_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir())
         raise CheckpointError(
             f"{directory}: has no {METADATA_NAME}, "
@@ -248,7 +253,7 @@ def _ranks(files: Mapping[str, Path]) -> dict[str, int]:
 
 
 def _check_file(path: Path, items: list[Item], *, exact: bool) -> None:
-    if not is_there(path):
+    if not path_exists(path):
         raise CheckpointError(
             f"{path}: is missing, but {METADATA_NAME} lists {len(items)} entries in it; restore it "
             "or save again"

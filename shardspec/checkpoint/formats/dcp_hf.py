@@ -28,17 +28,15 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.formats.hf_index import (
+from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, find_index, is_data_file
+from shardspec.checkpoint.formats.safetensors import (
     open_index_directory,
     open_plain,
 )
-from shardspec.checkpoint.formats.listed import ListedCheckpoint
+from shardspec.checkpoint.formats.safetensors_header import Header, read_header
 from shardspec.checkpoint.formats.saved_offsets import saved_offsets
-from shardspec.checkpoint.reading.form_names import DCP_HF, DCP_HF_SHARD, find_index, is_data_file
-from shardspec.checkpoint.reading.safetensors_file import Header, read_header
-from shardspec.checkpoint.reading.source import StoredBox, StoredTensor, box_text
-from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
-from shardspec.checkpoint.storage.files import SourceFile, file_inside
+from shardspec.checkpoint.store import SourceFile, file_inside, prefetch_depth, prefetch_map
 from shardspec.errors import CheckpointError
 
 __all__ = ["open_dcp_hf"]
@@ -59,7 +57,7 @@ class _Shard:
     """How many files the merged model has."""
 
 
-def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCheckpoint:
+def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
     """Read the header and the offsets of every shard, and check what the shapes rest on.
 
     Parameters
@@ -93,7 +91,7 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCheckpoin
         _check_ranks(directory, shards, ranks)
     if whole is None:
         _check_grid(directory, shards)
-    return ListedCheckpoint(DCP_HF, directory, tensors, tuple(shard.path for shard in shards))
+    return ListedCatalog(DCP_HF, directory, tensors, tuple(shard.path for shard in shards))
 
 
 def _check_names(directory: Path, shards: list[_Shard]) -> None:
@@ -117,7 +115,7 @@ def _read(shards: list[_Shard]) -> dict[str, StoredTensor]:
     boxes: dict[str, dict[Box, StoredBox]] = {}
     reach: dict[str, tuple[tuple[int, ...], str, Path]] = {}
     paths = [shard.path for shard in shards]
-    with in_turn(paths, _header, looks_ahead(paths[0])) as headers:
+    with prefetch_map(paths, _header, prefetch_depth(paths[0])) as headers:
         for shard, (header, offsets) in zip(shards, headers, strict=True):
             for entry in header.entries:
                 starts = offsets[entry.name]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box
+from shardspec.checkpoint.catalog import box_text
 from shardspec.checkpoint.formats.dcp_records import (
     RECORD_NAMES,
     RECORD_SHORTCUTS,
@@ -13,8 +14,7 @@ from shardspec.checkpoint.formats.dcp_records import (
     IndexRecord,
     InfoRecord,
 )
-from shardspec.checkpoint.reading.source import box_text
-from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.pickles import (
     MOST_PICKLE_BYTES,
     Allowed,
@@ -67,7 +67,7 @@ class DcpMetadata(NamedTuple):
     """What the metadata says."""
 
     tensors: Mapping[str, TensorEntry]
-    others: Mapping[str, Item]
+    extras: Mapping[str, Item]
     """Entries that are no tensors."""
     paths: Mapping[str, tuple[str | int, ...]]
     """Where in nested dicts and lists an entry was, where that is known."""

@@ -35,26 +35,24 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.formats.listed import ListedCheckpoint
-from shardspec.checkpoint.formats.megatron_model import Chunk, Rules, merged_tensors
-from shardspec.checkpoint.reading.cut_rules import (
+from shardspec.checkpoint.catalog import ListedCatalog, OpaqueValue, StoredTensor
+from shardspec.checkpoint.formats.cut_rules import (
     CutRule,
     parse_rules,
     read_cut_rules,
     shipped_rules,
 )
-from shardspec.checkpoint.reading.form_names import (
+from shardspec.checkpoint.formats.megatron_model import Chunk, Rules, merged_tensors
+from shardspec.checkpoint.formats.names import (
     MEGATRON,
     MEGATRON_FILE,
     MEGATRON_ITERATION,
     MEGATRON_RANK,
     MEGATRON_TRACKER,
 )
-from shardspec.checkpoint.reading.plain import plain_value
-from shardspec.checkpoint.reading.source import Described, StoredTensor
-from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
-from shardspec.checkpoint.storage.files import SourceFile, file_inside
+from shardspec.checkpoint.store import SourceFile, file_inside, prefetch_depth, prefetch_map
 from shardspec.checkpoint.torch_files.pickles import Allowed, Record, as_record
+from shardspec.checkpoint.torch_files.plain_values import plain_value
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
 from shardspec.checkpoint.torch_files.torch_state import StateTensor, TorchState, read_torch_state
 from shardspec.errors import CheckpointError
@@ -103,7 +101,7 @@ class _File:
 
     def argument(self, name: str) -> object:
         """Return an argument of the run, None if the file does not say it."""
-        args = self.state.others.get("args")
+        args = self.state.extras.get("args")
         return args.get(name) if isinstance(args, Record) else None
 
     def number(self, name: str) -> int | None:
@@ -126,7 +124,7 @@ def open_megatron(
     *,
     rules: Mapping[str, object] | Path | str | None = None,
     ranks: int | None = None,
-) -> ListedCheckpoint:
+) -> ListedCatalog:
     """Read what describes the models in the files of all ranks; not their data.
 
     Parameters
@@ -170,7 +168,7 @@ def open_megatron(
         # A spec counts the axes of a mesh on which all ranks hold something of a tensor.
         tensors = {name: replace(tensor, spec=None) for name, tensor in tensors.items()}
     paths = tuple(file.state.path for file in files)
-    return ListedCheckpoint(MEGATRON, place, tensors, paths, mesh, _others(files))
+    return ListedCatalog(MEGATRON, place, tensors, paths, mesh, _others(files))
 
 
 def _iteration(directory: Path) -> Path:
@@ -243,7 +241,7 @@ def _read(place: Path) -> tuple[list[_File], int, int]:
             raise CheckpointError(f"{path}: is missing; restore it")
         paths[stage, rank] = path
     look = partial(read_torch_state, more=_NAMES)
-    with in_turn(paths.values(), look, looks_ahead(place)) as states:
+    with prefetch_map(paths.values(), look, prefetch_depth(place)) as states:
         files = [
             _File(rank, stage, state) for (stage, rank), state in zip(paths, states, strict=True)
         ]
@@ -315,7 +313,7 @@ def _check_iteration(files: list[_File]) -> None:
     """Check that all files are of one iteration, where they say it."""
     first = files[0]
     for file in files:
-        one, other = (f.state.others.get("iteration") for f in (first, file))
+        one, other = (f.state.extras.get("iteration") for f in (first, file))
         if type(one) is int and type(other) is int and one != other:
             raise CheckpointError(
                 f"{first.state.path}: is of iteration {one}, but {file.state.path} of {other}; the "
@@ -395,7 +393,7 @@ def _rules(rules: Mapping[str, object] | Path | str | None, file: _File) -> Rule
         case _:
             # Nothing is said of tensors on which the two differ.
             shipped = {name: rule for name, rule in plain.items() if gated.get(name) == rule}
-    version = file.state.others.get("checkpoint_version", 0)
+    version = file.state.extras.get("checkpoint_version", 0)
     return Rules(own, shipped, isinstance(version, int | float) and version < 1)
 
 
@@ -404,12 +402,12 @@ def _others(files: list[_File]) -> dict[str, object]:
     others: dict[str, object] = {}
     counts: dict[str, int] = {}
     for file in files:
-        for name in (*file.state.tensors, *file.state.others):
+        for name in (*file.state.tensors, *file.state.extras):
             if _MODEL.fullmatch(name) is None:
                 counts[name.partition(".")[0]] = counts.get(name.partition(".")[0], 0) + 1
             elif name.endswith(_EXTRA):
                 counts[_EXTRA[1:]] = counts.get(_EXTRA[1:], 0) + 1
-    first = files[0].state.others
+    first = files[0].state.extras
     for key, count in counts.items():
         value = first.get(key)
         if isinstance(value, Record):
@@ -417,5 +415,7 @@ def _others(files: list[_File]) -> dict[str, object]:
         elif key in first:
             others[key] = plain_value(value)
         else:
-            others[key] = Described(f"{count} entries in the files of {len(files)} ranks, not read")
+            others[key] = OpaqueValue(
+                f"{count} entries in the files of {len(files)} ranks, not read"
+            )
     return others

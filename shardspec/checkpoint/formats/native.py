@@ -1,38 +1,60 @@
 """Reading shardspec's own format: the sharding info joined with the headers of its files."""
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.reading.form_names import INFO_NAME, NATIVE
-from shardspec.checkpoint.reading.holders import Part, holders, part_of, pending_of
-from shardspec.checkpoint.reading.info import (
-    SAVE_KEY,
-    BoxEntry,
-    FileEntry,
-    ShardingInfo,
-    read_info,
+from shardspec.checkpoint.catalog import (
+    Digest,
+    EagerCatalog,
+    ReplicaKey,
+    StoredBox,
+    StoredTensor,
+    box_text,
+    replica_holders,
+    replica_key,
+    stored_reductions,
 )
-from shardspec.checkpoint.reading.safetensors_file import (
+from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
+from shardspec.checkpoint.formats.safetensors_header import (
     Header,
     HeaderEntry,
     TensorSlot,
     encode_header,
     read_header,
 )
-from shardspec.checkpoint.reading.source import AllKnown, Digest, StoredBox, StoredTensor, box_text
-from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
-from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
+from shardspec.checkpoint.sharding_info import (
+    SAVE_KEY,
+    BoxEntry,
+    FileEntry,
+    ShardingInfo,
+    format_info,
+    read_info,
+)
+from shardspec.checkpoint.store import (
+    SourceFile,
+    file_inside,
+    path_exists,
+    prefetch_depth,
+    prefetch_map,
+)
+from shardspec.checkpoint.writing.assign import assign_boxes
+from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target, Wanted
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.text import shown
 
-__all__ = ["NativeCheckpoint", "open_native", "shard_metadata"]
+__all__ = [
+    "NativeCatalog",
+    "open_native",
+    "shard_metadata",
+    "sharded_target",
+]
 
-
-_Due: TypeAlias = Callable[[Layout, int], Part]
+_Due: TypeAlias = Callable[[Layout, int], ReplicaKey]
 """Which part a device holds by a layout."""
 
 
@@ -41,8 +63,8 @@ def shard_metadata(save: str, rank: int) -> dict[str, str]:
     return {"format": "pt", "shardspec.rank": str(rank), SAVE_KEY: save}
 
 
-class NativeCheckpoint(AllKnown):
-    """A `CheckpointSource` over a directory that `save_sharded` wrote; made by `open_native`."""
+class NativeCatalog(EagerCatalog):
+    """A `Catalog` over a directory that `save_sharded` wrote; made by `open_native`."""
 
     def __init__(
         self, directory: Path, info: ShardingInfo, boxes: Mapping[str, tuple[StoredBox, ...]]
@@ -83,7 +105,7 @@ class NativeCheckpoint(AllKnown):
         return (self._directory / INFO_NAME, *named)
 
     @property
-    def others(self) -> Mapping[str, object]:
+    def extras(self) -> Mapping[str, object]:
         """Nothing: the format holds tensors only."""
         return {}
 
@@ -95,12 +117,12 @@ class NativeCheckpoint(AllKnown):
             layout.global_shape,
             layout.dtype,
             layout.spec,
-            pending_of(layout),
+            stored_reductions(layout),
             self._boxes.get(name, ()),
         )
 
 
-def open_native(directory: Path) -> NativeCheckpoint:
+def open_native(directory: Path) -> NativeCatalog:
     """Read the sharding info and the header of every file, and check that they agree.
 
     Raises
@@ -110,19 +132,21 @@ def open_native(directory: Path) -> NativeCheckpoint:
         holds other tensors, shapes or dtypes than the info says; or if a box is stored by no file.
     """
     info = read_info(directory)
-    parts: dict[tuple[Layout, int], Part] = {}
+    parts: dict[tuple[Layout, int], ReplicaKey] = {}
 
-    def due(layout: Layout, rank: int) -> Part:
+    def due(layout: Layout, rank: int) -> ReplicaKey:
         # Many tensors are cut alike.
         found = parts.get((layout, rank))
         if found is None:
-            found = parts[layout, rank] = part_of(layout, rank)
+            found = parts[layout, rank] = replica_key(layout, rank)
         return found
 
     stored: dict[str, list[StoredBox]] = {name: [] for name in info.tensors}
     paths = [file_inside(directory, file.name, directory / INFO_NAME) for file in info.files]
     files = zip(paths, info.files, strict=True)
-    with in_turn(files, lambda at: _read_file(*at, info, due), looks_ahead(directory)) as headers:
+    with prefetch_map(
+        files, lambda at: _read_file(*at, info, due), prefetch_depth(directory)
+    ) as headers:
         for path, file, header in zip(paths, info.files, headers, strict=True):
             places = {entry.name: (entry.offset, entry.num_bytes) for entry in header.entries}
             for entry in file.boxes:
@@ -131,10 +155,10 @@ def open_native(directory: Path) -> NativeCheckpoint:
                 stored[entry.tensor].append(
                     StoredBox(entry.box, entry.addend, file.rank, path, offset, digest)
                 )
-    parts_of: dict[Layout, dict[Part, tuple[int, ...]]] = {}
+    parts_of: dict[Layout, dict[ReplicaKey, tuple[int, ...]]] = {}
     for name, layout in info.tensors.items():
         if layout not in parts_of:
-            parts_of[layout] = holders(layout)
+            parts_of[layout] = replica_holders(layout)
         found = {(box.box, box.addend) for box in stored[name]}
         for part, ranks in parts_of[layout].items():
             if part not in found:
@@ -142,12 +166,12 @@ def open_native(directory: Path) -> NativeCheckpoint:
                     f"{directory}: tensor {name!r}: no file holds its box {_part_text(part)}, "
                     f"which {_ranks_text(ranks)} held; restore that file or save again"
                 )
-    return NativeCheckpoint(directory, info, {name: tuple(b) for name, b in stored.items()})
+    return NativeCatalog(directory, info, {name: tuple(b) for name, b in stored.items()})
 
 
 def _read_file(path: Path, file: FileEntry, info: ShardingInfo, due: _Due) -> Header:
     """Return the header of a file once it agrees with the info in every respect."""
-    if not is_there(path):
+    if not path_exists(path):
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
         )
@@ -200,7 +224,7 @@ def _expected(file: FileEntry, info: ShardingInfo) -> tuple[bytes, Header] | Non
         return None
 
 
-def _check_box(entry: BoxEntry, rank: int, due: Part, path: Path, info: ShardingInfo) -> None:
+def _check_box(entry: BoxEntry, rank: int, due: ReplicaKey, path: Path, info: ShardingInfo) -> None:
     layout = info.tensors[entry.tensor]
     if (entry.box, entry.addend) != due:
         raise CheckpointError(
@@ -231,7 +255,7 @@ def info_path(path: Path) -> Path:
     return path.parent / INFO_NAME
 
 
-def _part_text(part: Part) -> str:
+def _part_text(part: ReplicaKey) -> str:
     box, addend = part
     return f"{box_text(box)} of addend {list(addend)}" if addend else box_text(box)
 
@@ -239,3 +263,63 @@ def _part_text(part: Part) -> str:
 def _ranks_text(ranks: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown} all"
+
+
+def sharded_target(
+    mesh: DeviceMesh,
+    tensors: Sequence[Wanted],
+    layouts: Mapping[str, Layout],
+    save: str | None = None,
+) -> Target:
+    """Return the output that is a checkpoint as the ranks of a mesh would save it.
+
+    Parameters
+    ----------
+    mesh
+        The devices; each that stores a box has a file.
+    tensors
+        What to write.
+    layouts
+        Output name to how it is cut; no reductions pending.
+    save
+        Names this save in all its files; a new name unless stated.
+
+    Examples
+    --------
+    >>> mesh = DeviceMesh(range(2), (2,))
+    >>> layout = Layout(mesh, "[S0]", (3,), "int8")
+    >>> target = sharded_target(mesh, [Wanted("w", "w", (3,), "int8")], {"w": layout})
+    >>> [[slot.box for slot in file.slots] for file in target.files]
+    [[((0, 2),)], [((2, 3),)]]
+    """
+    save = save or os.urandom(8).hex()
+    by_name = {tensor.name: tensor for tensor in tensors}
+    files: list[OutputFile] = []
+    stated: list[FileEntry] = []
+    for rank, boxes in assign_boxes(mesh, layouts).items():
+        if not boxes:
+            continue
+        box_of = {entry.tensor: entry.box for entry in boxes}
+        head, header = encode_header(
+            (TensorSlot(n, layouts[n].dtype, box_shape(box)) for n, box in box_of.items()),
+            shard_metadata(save, rank),
+        )
+        name = f"shard-{rank:05d}-{save}.safetensors"
+        slots = tuple(
+            Slot(by_name[entry.name], box_of[entry.name], entry.offset) for entry in header.entries
+        )
+        files.append(OutputFile(name, header.file_bytes, (Piece(0, head),), slots))
+        # The info lists the boxes of a file in the order of their names.
+        stated.append(FileEntry(name, rank, header.file_bytes, tuple(boxes)))
+
+    def last(crcs: Mapping[str, Sequence[int]]) -> Sequence[tuple[str, bytes]]:
+        entries = []
+        for file, entry in zip(files, stated, strict=True):
+            slots = zip(file.slots, crcs[file.name], strict=True)
+            crc_of = {slot.tensor.name: crc for slot, crc in slots}
+            digested = (box._replace(crc32=crc_of[box.tensor]) for box in entry.boxes)
+            entries.append(entry._replace(boxes=tuple(digested)))
+        info = ShardingInfo(save, mesh, dict(sorted(layouts.items())), tuple(entries))
+        return [(INFO_NAME, format_info(info).encode())]
+
+    return Target(tuple(files), directory=True, last=last, digested=True)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.reading.holders import Part, part_of, pending_of
-from shardspec.checkpoint.reading.source import Pending
+from shardspec.checkpoint.catalog import ReplicaKey, StoredReduction, replica_key, stored_reductions
 from shardspec.checkpoint.torch_files.rank_states import RankState
 from shardspec.checkpoint.torch_files.torch_dtensors import ShardOrder, TorchDTensor, dtensor_spec
 from shardspec.checkpoint.torch_files.torch_state import TorchContents
@@ -37,7 +36,7 @@ class Kind(NamedTuple):
     spec: ShardingSpec | None
     """None if it is a plain tensor."""
     mesh_shape: tuple[int, ...]
-    pending: tuple[Pending, ...]
+    pending: tuple[StoredReduction, ...]
 
     def __str__(self) -> str:
         how = "plain" if self.spec is None else f"{self.spec} on {list(self.mesh_shape)} devices"
@@ -60,21 +59,21 @@ class Cut:
     def __init__(self, kind: Kind, layout: Layout | None) -> None:
         self.kind = kind
         self.layout = layout
-        self._parts: dict[int, tuple[Part, tuple[int, ...]]] = {}
+        self._parts: dict[int, tuple[ReplicaKey, tuple[int, ...]]] = {}
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """Where it lies; None if it is a plain tensor."""
         return None if self.layout is None else self.layout.mesh
 
-    def part(self, rank: int) -> tuple[Part, tuple[int, ...]]:
+    def part(self, rank: int) -> tuple[ReplicaKey, tuple[int, ...]]:
         """Return what a rank holds, and its shape."""
         found = self._parts.get(rank)
         if found is None:
             if self.layout is None:
-                part: Part = tuple((0, size) for size in self.kind.shape), ()
+                part: ReplicaKey = tuple((0, size) for size in self.kind.shape), ()
             else:
-                part = part_of(self.layout, rank)
+                part = replica_key(self.layout, rank)
             found = self._parts[rank] = part, box_shape(part[0])
         return found
 
@@ -125,7 +124,7 @@ class Cuts:
         if cut is None:
             try:
                 layout = Layout(mesh, dtensor_spec(tensor), shape, dtype)
-                kind = Kind(shape, dtype, layout.spec, mesh.shape, pending_of(layout))
+                kind = Kind(shape, dtype, layout.spec, mesh.shape, stored_reductions(layout))
             except ShardSpecError as error:
                 raise CheckpointError(f"{first.path}: tensor {name!r}: {error}") from None
             cut = self._placed[key] = Cut(kind, layout)

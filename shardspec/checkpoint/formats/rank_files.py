@@ -22,6 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from shardspec.checkpoint.catalog import OpaqueValue
+from shardspec.checkpoint.formats.names import RANK_FILE, is_rank_file
 from shardspec.checkpoint.formats.rank_cuts import grouped
 from shardspec.checkpoint.formats.rank_tensors import (
     RankFilesCheckpoint,
@@ -29,9 +31,7 @@ from shardspec.checkpoint.formats.rank_tensors import (
     reach,
     tensors_of,
 )
-from shardspec.checkpoint.reading.form_names import RANK_FILE, is_rank_file
-from shardspec.checkpoint.reading.source import Described
-from shardspec.checkpoint.storage.files import file_inside
+from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.rank_states import RankStates
 from shardspec.errors import CheckpointError
 from shardspec.text import counted
@@ -114,7 +114,7 @@ def _open(
     others = others_of(groups, len(states))
     for other, beside in families.items():
         if other != family:
-            others[f"({beside[0].name})"] = Described(
+            others[f"({beside[0].name})"] = OpaqueValue(
                 f"{counted(len(beside), 'file')} of another family; name one to read it"
             )
     return RankFilesCheckpoint(directory, states, tensors, mesh, others)

@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint.formats.on_demand import OnDemand
+from shardspec.checkpoint.catalog import (
+    FileBox,
+    LazyTensorCache,
+    Outline,
+    ReplicaKey,
+    StoredBox,
+    StoredTensor,
+)
+from shardspec.checkpoint.formats.names import RANK_FILES
 from shardspec.checkpoint.formats.rank_cuts import Cut, Cuts, Kind, RankGroup, grouped
-from shardspec.checkpoint.reading.form_names import RANK_FILES
-from shardspec.checkpoint.reading.holders import Part
-from shardspec.checkpoint.reading.plain import plain_value
-from shardspec.checkpoint.reading.source import HeldBox, Outline, StoredBox, StoredTensor
-from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
-from shardspec.checkpoint.storage.files import Glances
+from shardspec.checkpoint.store import HeaderFiles, prefetch_depth, prefetch_map
+from shardspec.checkpoint.torch_files.plain_values import plain_value
 from shardspec.checkpoint.torch_files.rank_states import RankState
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
 from shardspec.checkpoint.torch_files.torch_state import local_of
@@ -38,7 +42,7 @@ class RankTensor(NamedTuple):
 
 
 class RankFilesCheckpoint:
-    """A `CheckpointSource` over the files of all ranks; made by `open_rank_files`."""
+    """A `Catalog` over the files of all ranks; made by `open_rank_files`."""
 
     def __init__(
         self,
@@ -58,10 +62,10 @@ class RankFilesCheckpoint:
         self._places = [place[id(state.contents)] for state in states]
         """For every rank, which of the cuts of a tensor is its."""
         self._directories = _Directories(states)
-        self._boxes: dict[Sequence[Cut], tuple[HeldBox, ...]] = {}
+        self._boxes: dict[Sequence[Cut], tuple[FileBox, ...]] = {}
         self._copies: dict[Sequence[Cut], list[list[int]]] = {}
-        self._glances = Glances()
-        self._tensors = OnDemand(self._look_up, self.outline)
+        self._glances = HeaderFiles()
+        self._tensors = LazyTensorCache(self._look_up, self.outline)
 
     @property
     def format(self) -> str:
@@ -89,17 +93,17 @@ class RankFilesCheckpoint:
         return tuple(state.path for state in self._states)
 
     @property
-    def others(self) -> Mapping[str, object]:
+    def extras(self) -> Mapping[str, object]:
         """Entries that are no tensors, and other families."""
         return self._others
 
-    def outline(self, name: str) -> Outline[HeldBox]:
+    def outline(self, name: str) -> Outline[FileBox]:
         """Return a tensor by what the pickles say."""
         kind, spec, cuts = self._described[name]
         boxes = self._boxes.get(cuts)
         if boxes is None:
             boxes = self._boxes[cuts] = tuple(
-                HeldBox(box, addend, self._states[at].rank, self._states[at].path)
+                FileBox(box, addend, self._states[at].rank, self._states[at].path)
                 for at, (box, addend) in self._held(cuts)
             )
         return Outline(name, kind.shape, kind.dtype, spec, kind.pending, boxes)
@@ -121,11 +125,11 @@ class RankFilesCheckpoint:
 
         kind, spec, cuts = self._described[name]
         # Of what holds nothing, too, it is looked at what is around it.
-        ahead = looks_ahead(self._directory)
+        ahead = prefetch_depth(self._directory)
         if ahead and all(self._is_held(name, state) for state in self._states):
             ahead = 0
         boxes = []
-        with in_turn(self._states, look, ahead) as places:
+        with prefetch_map(self._states, look, ahead) as places:
             for state, cut, place in zip(self._states, self._places, places, strict=True):
                 (box, addend), shape = cuts[cut].part(state.rank)
                 if 0 not in shape:
@@ -153,7 +157,7 @@ class RankFilesCheckpoint:
             self._copies[cuts] = _copies(self._held(cuts))
         return self._directories.agree(name, self._copies[cuts])
 
-    def _held(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, Part]]:
+    def _held(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, ReplicaKey]]:
         """Return what ranks, by their places, hold of a tensor; not those that hold nothing."""
         if 0 in cuts[0].kind.shape:
             return
@@ -163,9 +167,9 @@ class RankFilesCheckpoint:
                 yield at, part
 
 
-def _copies(held: Iterable[tuple[int, Part]]) -> list[list[int]]:
+def _copies(held: Iterable[tuple[int, ReplicaKey]]) -> list[list[int]]:
     """Return those that hold the same part, for each part that several do."""
-    by_part: dict[Part, list[int]] = {}
+    by_part: dict[ReplicaKey, list[int]] = {}
     for at, part in held:
         by_part.setdefault(part, []).append(at)
     return [holders for holders in by_part.values() if len(holders) > 1]
@@ -309,7 +313,7 @@ def others_of(groups: Sequence[RankGroup], world: int) -> dict[str, object]:
     """Return what is no tensor: a value that all ranks share, or else one per rank."""
     found: dict[str, dict[int, object]] = {}
     for contents, states in groups:
-        for name, value in contents.others.items():
+        for name, value in contents.extras.items():
             plain = plain_value(value)
             found.setdefault(name, {}).update((state.rank, plain) for state in states)
     others: dict[str, object] = {}

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.reading.safetensors_file import Header
-from shardspec.checkpoint.reading.strict_json import as_object, as_sizes, member, parse_json
+from shardspec.checkpoint.formats.safetensors_header import Header
+from shardspec.checkpoint.strict_json import as_object, as_sizes, member, parse_json
 from shardspec.errors import CheckpointError
 
 __all__ = ["saved_offsets"]

@@ -8,11 +8,10 @@ part is the whole, as on a mesh of one device.
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardspec.checkpoint.formats.hf_index import by_file, check_listed
-from shardspec.checkpoint.formats.listed import ListedCheckpoint
-from shardspec.checkpoint.reading.form_names import BIN_INDEX, BIN_NAME, TORCH_FILE
-from shardspec.checkpoint.reading.plain import plain_value
-from shardspec.checkpoint.reading.source import StoredBox, StoredTensor
+from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
+from shardspec.checkpoint.formats.names import BIN_INDEX, BIN_NAME, TORCH_FILE
+from shardspec.checkpoint.formats.safetensors import by_file, check_listed
+from shardspec.checkpoint.torch_files.plain_values import plain_value
 from shardspec.checkpoint.torch_files.torch_state import TorchState, read_torch_state
 from shardspec.errors import CheckpointError
 
@@ -23,7 +22,7 @@ __all__ = [
 ]
 
 
-def open_torch_file(path: Path) -> ListedCheckpoint:
+def open_torch_file(path: Path) -> ListedCatalog:
     """Read what describes the state in one file; not its data.
 
     Raises
@@ -32,11 +31,11 @@ def open_torch_file(path: Path) -> ListedCheckpoint:
         If it is damaged, names what does not belong in a checkpoint, or holds a part of a tensor.
     """
     state = read_torch_state(path)
-    others = {name: plain_value(value) for name, value in state.others.items()}
-    return ListedCheckpoint(TORCH_FILE, path, _whole(state), (path,), None, others)
+    others = {name: plain_value(value) for name, value in state.extras.items()}
+    return ListedCatalog(TORCH_FILE, path, _whole(state), (path,), None, others)
 
 
-def open_bin_directory(directory: Path) -> ListedCheckpoint:
+def open_bin_directory(directory: Path) -> ListedCatalog:
     """Read the index of a directory, or its one ``pytorch_model.bin``.
 
     Raises
@@ -48,7 +47,7 @@ def open_bin_directory(directory: Path) -> ListedCheckpoint:
     return open_bin_index(index) if index.exists() else open_torch_file(directory / BIN_NAME)
 
 
-def open_bin_index(index: Path) -> ListedCheckpoint:
+def open_bin_index(index: Path) -> ListedCatalog:
     """Read an index and what describes its files, and check that they agree.
 
     Raises
@@ -63,8 +62,8 @@ def open_bin_index(index: Path) -> ListedCheckpoint:
         state = read_torch_state(path)
         check_listed(path, state.tensors, names, index)
         tensors.update(_whole(state))
-        others.update((name, plain_value(value)) for name, value in state.others.items())
-    return ListedCheckpoint(TORCH_FILE, index.parent, tensors, (index, *files), None, others)
+        others.update((name, plain_value(value)) for name, value in state.extras.items())
+    return ListedCatalog(TORCH_FILE, index.parent, tensors, (index, *files), None, others)
 
 
 def _whole(state: TorchState) -> Mapping[str, StoredTensor]:

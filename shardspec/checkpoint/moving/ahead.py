@@ -17,12 +17,11 @@ from threading import Thread
 from typing import Final, NamedTuple, Self
 
 from shardspec.boxes import Box, intersect
+from shardspec.checkpoint.catalog import StoredTensor, distinct
 from shardspec.checkpoint.moving.buffers import BLOCK_BYTES
 from shardspec.checkpoint.moving.pieces import Place, Run, byte_box, pieces
 from shardspec.checkpoint.moving.rows import stretch_of
-from shardspec.checkpoint.reading.source import StoredTensor, distinct
-from shardspec.checkpoint.storage.files import OpenFiles
-from shardspec.checkpoint.storage.planned import FileStretch
+from shardspec.checkpoint.store import FileStretch, OpenFiles
 from shardspec.dtypes import item_bytes
 
 __all__ = ["LEAST_BYTES", "Ahead", "Stretch", "in_files", "stretches"]
@@ -70,7 +69,7 @@ def stretches(tensor: StoredTensor, target: Box, least_bytes: int = 0) -> Iterat
 
     Examples
     --------
-    >>> from shardspec.checkpoint.reading.source import StoredBox
+    >>> from shardspec.checkpoint.catalog import StoredBox
     >>> boxes = tuple(
     ...     StoredBox(((0, 4), (c, c + 300_000)), (), c, Path(f"{c}"), 64) for c in (0, 300_000)
     ... )

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Self, TypeAlias
 from shardspec.checkpoint.moving.buffers import BLOCK_BYTES
 from shardspec.checkpoint.moving.digests import crc_text
 from shardspec.checkpoint.moving.to_disk import Writer
-from shardspec.checkpoint.storage.files import reason
+from shardspec.checkpoint.store import reason
 from shardspec.errors import CheckpointError
 
 __all__ = ["Behind", "Check", "ReadBack", "different"]

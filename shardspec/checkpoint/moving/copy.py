@@ -10,13 +10,13 @@ from itertools import product
 from typing import assert_never
 
 from shardspec.boxes import Box
+from shardspec.checkpoint.catalog import StoredTensor, distinct
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.pieces import Block, Place, Run, byte_box, pieces
 from shardspec.checkpoint.moving.rows import Rows, crc32_of_part, read_rows, rows_of
 from shardspec.checkpoint.moving.sinks import Sink
-from shardspec.checkpoint.reading.source import StoredTensor, distinct
-from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.store import OpenFiles
 from shardspec.dtypes import item_bytes
 
 __all__ = ["copy_box"]

@@ -9,15 +9,15 @@ from isal.isal_zlib import crc32 as _crc32
 from isal.isal_zlib import crc32_combine
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.reading.source import (
+from shardspec.checkpoint.catalog import (
     Digest,
-    HeldBox,
+    FileBox,
     Outline,
     StoredBox,
     StoredTensor,
     box_text,
 )
-from shardspec.checkpoint.storage.files import OpenFiles, SourceFile
+from shardspec.checkpoint.store import OpenFiles, SourceFile
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -71,7 +71,7 @@ def crc_text(value: int) -> str:
     return f"{value:08x}"
 
 
-def stored_bytes(tensor: Outline[HeldBox], stored: HeldBox) -> int:
+def stored_bytes(tensor: Outline[FileBox], stored: FileBox) -> int:
     """Return the bytes of a stored box."""
     return prod(box_shape(stored.box)) * item_bytes(tensor.dtype)
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardspec.boxes import Box, box_shape, intersect, slices_within
+from shardspec.checkpoint.catalog import StoredBox, StoredTensor
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.pieces import Block, Place, pieces
 from shardspec.checkpoint.moving.reduce import Reduction
 from shardspec.checkpoint.moving.regions import Seen, read_region, read_strided_region
 from shardspec.checkpoint.moving.sinks import Sink
-from shardspec.checkpoint.reading.source import StoredBox, StoredTensor
-from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.store import OpenFiles
 from shardspec.dtypes import item_bytes
 
 __all__ = ["gather", "reduce_blocks"]

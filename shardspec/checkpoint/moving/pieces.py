@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size, intersect
-from shardspec.checkpoint.reading.source import StoredBox
+from shardspec.checkpoint.catalog import StoredBox
 
 __all__ = ["Block", "Place", "Run", "byte_box", "offset_in", "pieces"]
 

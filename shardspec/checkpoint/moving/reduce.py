@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardspec.checkpoint.catalog import StoredReduction
 from shardspec.checkpoint.moving.numbers import narrow, numbers
 from shardspec.checkpoint.moving.regions import Bytes
-from shardspec.checkpoint.reading.source import Pending
 from shardspec.comm.reduce_op import ReduceOp
 
 __all__ = ["Reduction"]
@@ -38,7 +38,7 @@ class Reduction:
 
     Examples
     --------
-    >>> total = Reduction("int8", (Pending("max", 2),))
+    >>> total = Reduction("int8", (StoredReduction("max", 2),))
     >>> total.add(np.array([1, 5], np.uint8))
     >>> total.add(np.array([3, 2], np.uint8))
     >>> out = np.zeros(2, np.uint8)
@@ -47,7 +47,7 @@ class Reduction:
     [3, 5]
     """
 
-    def __init__(self, dtype: str, pending: Sequence[Pending]) -> None:
+    def __init__(self, dtype: str, pending: Sequence[StoredReduction]) -> None:
         self._dtype = dtype
         self._combine = _UFUNCS[pending[0].op]
         self._divisor = prod(p.addends for p in pending if p.op == "avg")

@@ -11,10 +11,10 @@ from math import prod
 from typing import NamedTuple
 
 from shardspec.boxes import Box, box_shape, intersect
+from shardspec.checkpoint.catalog import StoredBox
 from shardspec.checkpoint.moving.digests import crc32_of_rows
 from shardspec.checkpoint.moving.pieces import Block, Place, offset_in
-from shardspec.checkpoint.reading.source import StoredBox
-from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.store import OpenFiles
 
 __all__ = ["Rows", "crc32_of_part", "read_rows", "rows_of", "stretch_of"]
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.storage.files import reason
+from shardspec.checkpoint.store import reason
 from shardspec.errors import CheckpointError
 
 __all__ = ["WRITE_BYTES", "Writer", "write_all"]

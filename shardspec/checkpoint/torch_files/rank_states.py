@@ -12,8 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
-from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.store import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.torch_files.pickle_tails import QUICK_BYTES, TracedPickle
 from shardspec.checkpoint.torch_files.pickle_values import Halfway, Record, Trace
 from shardspec.checkpoint.torch_files.torch_dtensors import (
@@ -142,8 +141,8 @@ class RankStates:
             entries of one flat name.
         """
         files = list(files)
-        ahead = looks_ahead(files[0][0], here=_AHEAD) if files else 0
-        with in_turn(files, self._look, ahead, _close) as looks:
+        ahead = prefetch_depth(files[0][0], here=_AHEAD) if files else 0
+        with prefetch_map(files, self._look, ahead, _close) as looks:
             for looked in looks:
                 with looked.file:
                     yield self._state(looked)

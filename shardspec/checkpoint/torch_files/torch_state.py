@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.pickles import Allowed, as_record
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor, read_dtensors
 from shardspec.checkpoint.torch_files.torch_values import TensorPlace, TorchTensor, tensor_place
@@ -68,7 +68,7 @@ class TorchContents(NamedTuple):
     """What one file says that it holds, wherever it lies."""
 
     tensors: Mapping[str, TorchTensor | TorchDTensor]
-    others: Mapping[str, object]
+    extras: Mapping[str, object]
     """What is no tensor, as the pickle has it."""
     beside: frozenset[str]
     """Tensors that look into parts of storages, but for the first of each storage.
@@ -94,7 +94,7 @@ class TorchState(NamedTuple):
 
     path: Path
     tensors: Mapping[str, StateTensor]
-    others: Mapping[str, object]
+    extras: Mapping[str, object]
     """What is no tensor, as the pickle has it."""
 
 
@@ -124,7 +124,7 @@ def read_torch_state(
     >>> path = Path(tempfile.mkdtemp()) / "x.pt"
     >>> torch.save({"model": {"w": torch.ones(2, 3)}, "epoch": 7}, path)
     >>> state = read_torch_state(path)
-    >>> state.tensors["model.w"].local.shape, state.others
+    >>> state.tensors["model.w"].local.shape, state.extras
     ((2, 3), {'epoch': 7})
     """
     with SourceFile(path) as file:
@@ -135,7 +135,7 @@ def read_torch_state(
             name: StateTensor(tensor, contents.place(name, file, found))
             for name, tensor in contents.tensors.items()
         }
-    return TorchState(path, tensors, contents.others)
+    return TorchState(path, tensors, contents.extras)
 
 
 def local_of(tensor: TorchTensor | TorchDTensor) -> TorchTensor:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple, Never
 
-from shardspec.checkpoint.reading.source import Digest
-from shardspec.checkpoint.storage.files import SourceFile
+from shardspec.checkpoint.catalog import Digest
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.pickle_machine import RefusedError, run_head
 from shardspec.checkpoint.torch_files.pickle_values import Halfway, Trace
 from shardspec.checkpoint.torch_files.pickles import Allowed, Builder, Global, as_record, unpickle

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.reading.form_names import METADATA_NAME
+from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.writers.pickles import Call, Made, Name, Pairs, pickled
 from shardspec.checkpoint.writers.torch_file import add_state, tensor_value
 from shardspec.checkpoint.writers.zips import ZipPlan

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from shardspec.boxes import box_size
-from shardspec.checkpoint.reading.holders import Part, holders
-from shardspec.checkpoint.reading.info import BoxEntry
+from shardspec.checkpoint.catalog import ReplicaKey, replica_holders
+from shardspec.checkpoint.sharding_info import BoxEntry
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -30,14 +30,14 @@ def assign_boxes(mesh: DeviceMesh, tensors: Mapping[str, Layout]) -> dict[int, l
     >>> [[entry.tensor for entry in chosen[rank]] for rank in mesh.ids]
     [['a', 'c'], ['b']]
     """
-    parts_of: dict[Layout, dict[Part, tuple[int, ...]]] = {}
+    parts_of: dict[Layout, dict[ReplicaKey, tuple[int, ...]]] = {}
     chosen: dict[int, list[BoxEntry]] = {rank: [] for rank in mesh.ids}
     load = dict.fromkeys(mesh.ids, 0)
     shared: list[tuple[int, BoxEntry, tuple[int, ...]]] = []
     for name in sorted(tensors):
         layout = tensors[name]
         if layout not in parts_of:
-            parts_of[layout] = holders(layout)
+            parts_of[layout] = replica_holders(layout)
         for (box, addend), ranks in parts_of[layout].items():
             num_bytes = box_size(box) * item_bytes(layout.dtype)
             entry = BoxEntry(name, box, addend)

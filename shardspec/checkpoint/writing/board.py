@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from shardspec.checkpoint.storage.remote import RemotePath, StoreErrors
+from shardspec.checkpoint.store import RemotePath, StoreErrors
 from shardspec.errors import CheckpointError
 
 __all__ = ["Board", "DirectoryBoard", "StoreBoard"]

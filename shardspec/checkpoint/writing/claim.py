@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardspec.checkpoint.storage.files import reason
+from shardspec.checkpoint.store import reason
 from shardspec.checkpoint.writing.output import sync_directory
 from shardspec.checkpoint.writing.rename import publish
 from shardspec.errors import CheckpointError

@@ -5,9 +5,8 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.reading.source import CheckpointSource
-from shardspec.checkpoint.storage.files import reason
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.store import RemotePath, reason
 from shardspec.checkpoint.writing.rename import exists
 from shardspec.checkpoint.writing.replacing import BESIDE_SUFFIX
 from shardspec.errors import CheckpointError
@@ -18,9 +17,7 @@ _OF_CHECKPOINTS: Final = (".safetensors", ".json", ".distcp", ".metadata", ".pt"
 """How the names of files end that make up a checkpoint that may be replaced as a whole."""
 
 
-def check_destination(
-    output: Path, source: CheckpointSource, *, directory: bool, force: bool
-) -> Path:
+def check_destination(output: Path, source: Catalog, *, directory: bool, force: bool) -> Path:
     """Return where to write, links followed, once it is clear that writing there does no harm.
 
     Parameters
@@ -81,7 +78,7 @@ _LISTS: Final = (".json", ".metadata")
 """How the names of files end that list the other files of a checkpoint."""
 
 
-def _check_place(output: Path, path: Path, source: CheckpointSource) -> None:
+def _check_place(output: Path, path: Path, source: Catalog) -> None:
     """Refuse a new name that would make the output a part of what is read."""
     if not source.directory.is_dir() or any(f.name.endswith(_LISTS) for f in source.files):
         return
@@ -94,9 +91,7 @@ def _check_place(output: Path, path: Path, source: CheckpointSource) -> None:
             )
 
 
-def _check_file(
-    output: Path, path: Path, at: os.stat_result, source: CheckpointSource, force: bool
-) -> None:
+def _check_file(output: Path, path: Path, at: os.stat_result, source: Catalog, force: bool) -> None:
     if not stat.S_ISREG(at.st_mode):
         kind = "a directory" if stat.S_ISDIR(at.st_mode) else "no regular file"
         raise CheckpointError(f"{output}: is {kind}; name a file to write")
@@ -110,7 +105,7 @@ def _check_file(
 
 
 def _check_directory(
-    output: Path, path: Path, at: os.stat_result, source: CheckpointSource, force: bool
+    output: Path, path: Path, at: os.stat_result, source: Catalog, force: bool
 ) -> None:
     if not stat.S_ISDIR(at.st_mode):
         raise CheckpointError(f"{output}: is a file; name a directory to write")
@@ -139,9 +134,7 @@ def _holds_more(output: Path, name: str) -> CheckpointError:
     )
 
 
-def _check_remote(
-    output: RemotePath, source: CheckpointSource, directory: bool, force: bool
-) -> None:
+def _check_remote(output: RemotePath, source: Catalog, directory: bool, force: bool) -> None:
     """Do in a store what is done for files and directories of this machine."""
     for file in source.files:
         if output == file or output in file.parents:

@@ -6,15 +6,14 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
+from shardspec.checkpoint.catalog import Catalog, StoredBox, distinct
 from shardspec.checkpoint.moving.ahead import Stretch, in_files, stretches
 from shardspec.checkpoint.moving.behind import Behind, different
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Arrival, Checks, crc32, crc32_combine
 from shardspec.checkpoint.moving.sinks import FileSink, Sink
-from shardspec.checkpoint.reading.source import CheckpointSource, StoredBox, distinct
-from shardspec.checkpoint.storage.files import OpenFiles, SourceFile, reason
-from shardspec.checkpoint.storage.planned import AHEAD_BYTES
+from shardspec.checkpoint.store import AHEAD_BYTES, OpenFiles, SourceFile, reason
 from shardspec.checkpoint.writing.output import reserve
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target
 from shardspec.dtypes import is_cast, item_bytes
@@ -73,7 +72,7 @@ class Meter:
 class Order(NamedTuple):
     """An output that is to be written."""
 
-    source: CheckpointSource
+    source: Catalog
     """Where tensors come from; their boxes tile them, as `check_tiling` makes sure."""
     target: Target
     """What is to be written."""
@@ -101,7 +100,7 @@ class Order(NamedTuple):
 class Job(NamedTuple):
     """What the writing of every file has in common."""
 
-    source: CheckpointSource
+    source: Catalog
     path: Path
     """The final name, for errors."""
     verify: bool

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.checkpoint.moving.to_disk import Writer
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.writing.output import write_atomically
 from shardspec.checkpoint.writing.upload import Upload
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from shardspec.checkpoint.storage.files import reason
+from shardspec.checkpoint.store import reason
 from shardspec.errors import CheckpointError, OutputExistsError
 
 __all__ = ["reserve", "sync_directory", "write_atomically"]

@@ -8,13 +8,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.open import as_source
-from shardspec.checkpoint.reading.replicas import check_replicas
-from shardspec.checkpoint.reading.source import CheckpointSource, distinct
-from shardspec.checkpoint.reading.tiling import ByBoxes, check_tiling
+from shardspec.checkpoint.catalog import Catalog, distinct
+from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.storage.files import OpenFiles
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.store import OpenFiles, RemotePath
+from shardspec.checkpoint.tiling import MemoizedByBoxes, check_replicas, check_tiling
 from shardspec.checkpoint.writing.destination import check_destination
 from shardspec.checkpoint.writing.fill import Order, Progress
 from shardspec.checkpoint.writing.member import Member
@@ -30,7 +28,7 @@ __all__ = ["Build", "How", "Plan", "produce"]
 
 Plan: TypeAlias = tuple[Sequence[Wanted], Target]
 """Which tensors are wanted, and where they go."""
-Build: TypeAlias = Callable[[CheckpointSource, str | None], Plan]
+Build: TypeAlias = Callable[[Catalog, str | None], Plan]
 """Makes a plan for a source, given a word to name the output by, if it is to be a certain one."""
 
 
@@ -47,7 +45,7 @@ class How(NamedTuple):
 
 
 def produce(
-    checkpoint: Path | str | CheckpointSource, output: Path, form: str, build: Build, how: How
+    checkpoint: Path | str | Catalog, output: Path, form: str, build: Build, how: How
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it.
 
@@ -73,14 +71,14 @@ def produce(
 
 
 def _produce(
-    checkpoint: Path | str | CheckpointSource,
+    checkpoint: Path | str | Catalog,
     output: Path,
     form: str,
     build: Build,
     how: How,
     team: "Team | None",
 ) -> WriteReport:
-    source = as_source(checkpoint)
+    source = as_catalog(checkpoint)
     wanted, target = build(source, None if team is None else team.token)
     path = output
     if team is None or team.member.rank == 0:
@@ -97,7 +95,7 @@ def _produce(
         num_bytes=target.num_bytes,
         seconds=0.0,
         crc32=None,
-        left_out=tuple(sorted(source.others.keys() - target.carried)),
+        left_out=tuple(sorted(source.extras.keys() - target.carried)),
         written=False,
     )
     if how.dry_run:
@@ -143,7 +141,7 @@ class _Read(NamedTuple):
 
 
 def _check_tensors(
-    source: CheckpointSource, wanted: Sequence[Wanted], verify: bool, team: "Team | None"
+    source: Catalog, wanted: Sequence[Wanted], verify: bool, team: "Team | None"
 ) -> _Read:
     """Check that the boxes of every tensor tile it, and that those stored twice agree.
 
@@ -155,8 +153,8 @@ def _check_tensors(
     paths: set[Path] = set()
     num_bytes = 0
     tiled: set[object] = set()
-    copies_of = ByBoxes(partial(check_tiling, tiled=tiled))
-    files_of = ByBoxes(lambda outline: {held.path for held in distinct(outline)})
+    copies_of = MemoizedByBoxes(partial(check_tiling, tiled=tiled))
+    files_of = MemoizedByBoxes(lambda outline: {held.path for held in distinct(outline)})
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in wanted})):
             outline = source.outline(name)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.store import RemotePath
 from shardspec.errors import CheckpointError
 
 __all__ = ["BESIDE_SUFFIX", "Places"]

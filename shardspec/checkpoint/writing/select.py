@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
-from shardspec.checkpoint.reading.source import CheckpointSource
+from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.writing.targets import Wanted
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
         return wanted and not _any(name, _several(self.exclude))
 
 
-def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
+def select(source: Catalog, choice: Choice) -> list[Wanted]:
     """Return the tensors that are wanted of a checkpoint, sorted by their new names.
 
     Raises
@@ -58,7 +58,7 @@ def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
     if choice.include is not None and not choice.include:
         raise CheckpointError("include has no pattern; leave it out where all is wanted")
     for pattern in (*_several(choice.include or ()), *_several(choice.exclude)):
-        matched = _any_of(source.names, pattern) or _any_of(source.others, pattern)
+        matched = _any_of(source.names, pattern) or _any_of(source.extras, pattern)
         if not matched:
             shown = ", ".join(map(repr, source.names[:3])) or "(there are none)"
             raise CheckpointError(
@@ -73,7 +73,7 @@ def select(source: CheckpointSource, choice: Choice) -> list[Wanted]:
         )
     renamed, idle = _renamed(names, choice.rename)
     for pattern in idle:
-        if not any(re.search(pattern, name) for name in source.others):
+        if not any(re.search(pattern, name) for name in source.extras):
             raise CheckpointError(
                 f"the expression {pattern!r} matches no name that is to be renamed in "
                 f"{source.directory}; the names start with {', '.join(map(repr, names[:3]))}"
@@ -171,7 +171,7 @@ def _is_plain(value: object) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def tied(source: CheckpointSource, wanted: Sequence[Wanted]) -> dict[str, str]:
+def tied(source: Catalog, wanted: Sequence[Wanted]) -> dict[str, str]:
     """Return the tensors that are stored as another one: name to the first name of the same bytes.
 
     Only what lies at the same places of the same files counts, never what has equal values.

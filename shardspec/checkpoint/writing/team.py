@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.writing.board import Board, DirectoryBoard, StoreBoard
 from shardspec.checkpoint.writing.claim import claimed_beside
 from shardspec.checkpoint.writing.member import Member

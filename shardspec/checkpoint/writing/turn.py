@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from shardspec.checkpoint.storage.files import reason
+from shardspec.checkpoint.store import reason
 from shardspec.errors import CheckpointError
 
 __all__ = ["Turn", "shard_name"]

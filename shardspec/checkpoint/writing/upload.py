@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
-from shardspec.checkpoint.storage.remote import RemotePath, StoreErrors
+from shardspec.checkpoint.store import RemotePath, StoreErrors
 from shardspec.checkpoint.writing.rename import exists
 
 __all__ = ["Upload"]

@@ -5,14 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from shardspec.checkpoint.catalog import StoredBox
 from shardspec.checkpoint.moving.ahead import LEAST_BYTES, Ahead
 from shardspec.checkpoint.moving.behind import Behind
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import crc32, crc32_combine
 from shardspec.checkpoint.moving.to_disk import write_all
-from shardspec.checkpoint.reading.source import StoredBox
-from shardspec.checkpoint.storage.files import OpenFiles
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.store import OpenFiles, RemotePath
 from shardspec.checkpoint.writing.claim import claimed
 from shardspec.checkpoint.writing.fill import (
     Job,

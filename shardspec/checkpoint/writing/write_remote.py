@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from shardspec.checkpoint.catalog import StoredBox
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import crc32, crc32_combine
 from shardspec.checkpoint.moving.pieces import Block
-from shardspec.checkpoint.reading.source import StoredBox
-from shardspec.checkpoint.storage.files import OpenFiles
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.store import OpenFiles, RemotePath
 from shardspec.checkpoint.writing.fill import (
     DigestingSink,
     Job,

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from shardspec.checkpoint.reading.source import CheckpointSource, StoredBox, distinct
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.catalog import Catalog, StoredBox, distinct
+from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.writing.fill import Meter, Order, Progress, check_the_rest
 from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.replacing import Places
@@ -139,7 +139,7 @@ def _share(uploads: Uploads, files: Sequence[OutputFile], threads: int) -> objec
     return [digests, judged]
 
 
-def _joined(source: CheckpointSource, team: Team) -> tuple[dict[str, FileDigest], set[StoredBox]]:
+def _joined(source: Catalog, team: Team) -> tuple[dict[str, FileDigest], set[StoredBox]]:
     """Return the digest of every file, and the boxes that some process found right."""
     digests: dict[str, FileDigest] = {}
     judged: set[StoredBox] = set()

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from shardspec.boxes import box_shape
+from shardspec.checkpoint.catalog import Catalog, StoredBox, distinct
 from shardspec.checkpoint.moving.behind import Behind
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import crc32_combine
-from shardspec.checkpoint.reading.source import CheckpointSource, StoredBox, distinct
-from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.store import OpenFiles
 from shardspec.checkpoint.writing.claim import claimed
 from shardspec.checkpoint.writing.fill import (
     Job,
@@ -53,7 +53,7 @@ def share_of(target: Target, member: Member) -> list[Share]:
     Examples
     --------
     >>> from shardspec.checkpoint.writing.targets import Wanted
-    >>> from shardspec.checkpoint.writers.safetensors_file import safetensors_target
+    >>> from shardspec.checkpoint.formats.safetensors import safetensors_target
     >>> target = safetensors_target("x", [Wanted("w", "w", (5, 2), "int8")])
     >>> [share.part.box for rank in range(2) for share in share_of(target, Member(rank, 2))]
     [((0, 3), (0, 2)), ((3, 5), (0, 2))]
@@ -172,9 +172,7 @@ def _fill(job: Job, target: Target, shares: Sequence[Share], place: Path) -> obj
     return [digests, judged]
 
 
-def _joined(
-    source: CheckpointSource, target: Target, team: Team
-) -> tuple[list[list[int]], set[StoredBox]]:
+def _joined(source: Catalog, target: Target, team: Team) -> tuple[list[list[int]], set[StoredBox]]:
     """Return the CRC-32 of every slot by file, and the boxes that some process found right."""
     crcs = [[0] * len(file.slots) for file in target.files]
     judged = set()

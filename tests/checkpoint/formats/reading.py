@@ -13,9 +13,8 @@ from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.reading.replicas import check_replicas
-from shardspec.checkpoint.reading.tiling import check_tiling
-from shardspec.checkpoint.storage.files import OpenFiles
+from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.formats.dcp import open_dcp
+from shardspec.checkpoint.formats.names import DCP, find_dcp
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.reading.form_names import DCP, find_dcp
-from shardspec.checkpoint.reading.source import Described
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import (
@@ -139,18 +139,18 @@ def test_boxes_are_of_the_ranks_that_wrote_them(saved, way, name, placements, ra
 def test_what_is_no_tensor_is_carried_along(saved, way):
     source = open_dcp(saved / way / "ckpt")
     _, due = whole_of(saved / way)
-    assert source.others == due | {
+    assert source.extras == due | {
         "trainer.step": 2,
         "trainer.name": "ünï",
         "trainer.losses": [1.5, None, True],
-        "trainer.rng": [Described("2 bytes"), Described("<set>")],
+        "trainer.rng": [OpaqueValue("2 bytes"), OpaqueValue("<set>")],
     }
-    assert source.others["optim.param_groups.0.betas"] == (0.9, 0.999)
+    assert source.extras["optim.param_groups.0.betas"] == (0.9, 0.999)
     assert source.paths["list.1.deep"] == ("list", 1, "deep")
     assert source.paths["optim.state.up.weight.exp_avg"] == (
         *("optim", "state", "up.weight", "exp_avg"),
     )
-    assert set(source.paths) == {*source.names, *source.others}
+    assert set(source.paths) == {*source.names, *source.extras}
 
 
 @pytest.mark.dist
@@ -329,11 +329,11 @@ def test_parameters_and_objects(tmp_path):
     source = open_checkpoint(tmp_path / "c")
     assert source.names == ("fraction.2", "p")
     assert read_whole(tmp_path / "c")["p"].tolist() == [0, 1, 2]
-    assert source.others["own"] == random.Random(3).getstate()
-    assert source.others["fraction.0"] == Described("(1+2j)")
-    assert source.others["fraction.1"] == Described("torch.float32")
-    unread = source.others["argparse"]
-    assert isinstance(unread, Described)
+    assert source.extras["own"] == random.Random(3).getstate()
+    assert source.extras["fraction.0"] == OpaqueValue("(1+2j)")
+    assert source.extras["fraction.1"] == OpaqueValue("torch.float32")
+    unread = source.extras["argparse"]
+    assert isinstance(unread, OpaqueValue)
     assert unread.text.startswith("an object that is not read: ")
     assert "names argparse.Namespace, which does not belong" in unread.text
 

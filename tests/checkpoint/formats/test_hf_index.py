@@ -63,7 +63,7 @@ def test_an_index_and_its_files_are_read_whole(tmp_path):
     assert source.format == "safetensors"
     assert source.directory == ckpt
     assert source.mesh is None
-    assert source.others == {}
+    assert source.extras == {}
     assert [path.name for path in source.files] == ["model.safetensors.index.json", *PARTS]
     merge(ckpt, tmp_path / "out.safetensors")
     assert_same(safetensors.torch.load_file(tmp_path / "out.safetensors"), MODEL)

@@ -5,10 +5,10 @@ from argparse import Namespace
 import pytest
 import torch
 
+from shardspec.checkpoint.catalog import OpaqueValue
+from shardspec.checkpoint.formats.cut_rules import parse_rules, read_cut_rules
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.reading.cut_rules import parse_rules, read_cut_rules
-from shardspec.checkpoint.reading.source import Described
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.megatron_files import LAYERS, core, legacy, number, write
 from tests.checkpoint.formats.reading import (
@@ -65,8 +65,8 @@ def test_what_is_said_of_it(tmp_path):
         (2, (6, 9)),
         (2, (15, 18)),
     ]
-    assert source.others["iteration"] == 10
-    assert source.others["args"] == {
+    assert source.extras["iteration"] == 10
+    assert source.extras["args"] == {
         "tensor_model_parallel_size": 3,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
@@ -74,11 +74,11 @@ def test_what_is_said_of_it(tmp_path):
         "num_layers": 5,
         "swiglu": True,
         "rank": 0,
-        "params_dtype": Described("torch.bfloat16"),
-        "model_type": Described("<megatron.core.enums.ModelType>"),
+        "params_dtype": OpaqueValue("torch.bfloat16"),
+        "model_type": OpaqueValue("<megatron.core.enums.ModelType>"),
     }
-    assert source.others["optimizer"] == Described("9 entries in the files of 3 ranks, not read")
-    assert "_extra_state" in source.others
+    assert source.extras["optimizer"] == OpaqueValue("9 entries in the files of 3 ranks, not read")
+    assert "_extra_state" in source.extras
 
 
 def test_merging_needs_no_torch(tmp_path):

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.load import load_sharded
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.reading.source import Described
 from shardspec.checkpoint.reshard import reshard
 from shardspec.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.formats.reading import (
@@ -168,7 +168,7 @@ def test_a_model_trained_with_fsdp_and_tensor_parallel(saved, tmp_path):
     ckpt = saved / "trained"
     assert "optimizer.state.0.exp_avg" in whole
     assert_same(read_whole(ckpt), whole)
-    groups = open_checkpoint(ckpt).others["optimizer.param_groups"]
+    groups = open_checkpoint(ckpt).extras["optimizer.param_groups"]
     assert isinstance(groups, list)
     assert groups[0]["lr"] == 0.1
     assert_merged_without_torch(ckpt, tmp_path / "out.safetensors")
@@ -284,8 +284,8 @@ def test_other_families_are_listed_or_chosen(ckpt):
     for rank in range(4):
         shutil.copy(ckpt / NAME.format(rank), ckpt / f"optim_world_size_4_rank_{rank}.pt")
     assert open_checkpoint(ckpt).files[0].name == NAME.format(0)
-    assert open_checkpoint(ckpt).others == {
-        "(optim_world_size_4_rank_0.pt)": Described(
+    assert open_checkpoint(ckpt).extras == {
+        "(optim_world_size_4_rank_0.pt)": OpaqueValue(
             "4 files of another family; name one to read it"
         )
     }
@@ -314,7 +314,7 @@ def test_plain_tensors_are_whole_and_alike_on_all_ranks(tmp_path):
     assert_same(read_whole(ckpt), due)
     source = open_checkpoint(ckpt)
     assert source.mesh is None
-    assert source.others == {"lr": {"rank 0": 0.5, "rank 1": 0.25}, "e": {}}
+    assert source.extras == {"lr": {"rank 0": 0.5, "rank 1": 0.25}, "e": {}}
     assert [box.rank for box in source.tensor("m.w").boxes] == [0, 1]
 
 

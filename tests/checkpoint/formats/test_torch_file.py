@@ -58,7 +58,7 @@ def test_one_file(tmp_path, name):
     assert_same(read_whole(path), due)
     source = open_checkpoint(path)
     assert (source.format, source.directory, source.files) == ("torch file", path, (path,))
-    assert source.others == {"epoch": 3, "args.lr": 0.1}
+    assert source.extras == {"epoch": 3, "args.lr": 0.1}
     merge(path, tmp_path / "out.safetensors")
     assert_same(read_whole(tmp_path / "out.safetensors"), due)
     assert_merged_without_torch(path, tmp_path / "other.safetensors")

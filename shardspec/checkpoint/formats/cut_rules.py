@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
 
-from shardspec.checkpoint.storage.files import reason
+from shardspec.checkpoint.store import reason
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
 from shardspec.layout.spec import ShardingSpec
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Final, TypeVar
 
-from shardspec.checkpoint.reading.source import Described
+from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.torch_files.pickles import Global, Record
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
 from shardspec.checkpoint.torch_files.torch_values import TorchTensor
@@ -27,18 +27,18 @@ def plain_value(value: object) -> object:
     Returns
     -------
     object
-        The value, with a `Described` in the place of every part that is of another kind, or for all
+        The value, with an `OpaqueValue` in place of every part of another kind, or for all
         of it where it has very many parts.
 
     Examples
     --------
     >>> plain_value({"lr": (0.1, None), 0: Global("torch.float32")})
-    {'lr': (0.1, None), 0: Described(text='torch.float32')}
+    {'lr': (0.1, None), 0: OpaqueValue(text='torch.float32')}
     """
     try:
         return _Plain().of(value, 0)
     except _TooManyError:
-        return Described(f"a {type(value).__name__} of many or deeply nested parts")
+        return OpaqueValue(f"a {type(value).__name__} of many or deeply nested parts")
 
 
 class _TooManyError(Exception):
@@ -67,14 +67,14 @@ class _Plain:
                     for key, item in self._counted(value.items())
                 }
             case bytes():
-                return Described(f"{len(value)} bytes")
+                return OpaqueValue(f"{len(value)} bytes")
             case Global():
-                return Described(value.name)
+                return OpaqueValue(value.name)
             case TorchTensor() | TorchDTensor():
-                return Described(f"tensor of shape {list(value.shape)}")
+                return OpaqueValue(f"tensor of shape {list(value.shape)}")
             case Record():
-                return Described(f"<{value.name}>")
-        return Described(str(value) if isinstance(value, complex) else type(value).__name__)
+                return OpaqueValue(f"<{value.name}>")
+        return OpaqueValue(str(value) if isinstance(value, complex) else type(value).__name__)
 
     def _counted(self, items: Iterable[_T]) -> list[_T]:
         some = list(islice(items, self._left + 1))

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint.reading.form_names import INFO_NAME
-from shardspec.checkpoint.reading.safetensors_file import MAX_DIMS
-from shardspec.checkpoint.reading.strict_json import (
+from shardspec.checkpoint.formats.names import INFO_NAME
+from shardspec.checkpoint.formats.safetensors_header import MAX_DIMS
+from shardspec.checkpoint.store import SourceFile, file_inside, reason
+from shardspec.checkpoint.strict_json import (
     as_list,
     as_object,
     as_size,
@@ -17,7 +18,6 @@ from shardspec.checkpoint.reading.strict_json import (
     member,
     parse_json,
 )
-from shardspec.checkpoint.storage.files import SourceFile, file_inside, reason
 from shardspec.dtypes import from_safetensors, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.layout import Layout

@@ -17,34 +17,52 @@ huggingface_hub.
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.formats.listed import ListedCheckpoint, whole_tensor
-from shardspec.checkpoint.formats.saved_offsets import saved_offsets
-from shardspec.checkpoint.reading.form_names import (
-    INDEX_SUFFIX,
-    INFO_NAME,
-    SAFETENSORS,
-    is_data_file,
+from shardspec.checkpoint.catalog import (
+    EagerCatalog,
+    ListedCatalog,
+    StoredBox,
+    StoredTensor,
+    unsharded_tensor,
 )
-from shardspec.checkpoint.reading.info import SAVE_KEY
-from shardspec.checkpoint.reading.safetensors_file import Header, read_header
-from shardspec.checkpoint.reading.source import StoredTensor
-from shardspec.checkpoint.reading.strict_json import as_object, as_text, member, parse_json
-from shardspec.checkpoint.storage.aside import in_turn, looks_ahead
-from shardspec.checkpoint.storage.files import SourceFile, file_inside, is_there
-from shardspec.checkpoint.storage.remote import RemotePath
+from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, SAFETENSORS, is_data_file
+from shardspec.checkpoint.formats.safetensors_header import (
+    Header,
+    TensorSlot,
+    encode_header,
+    read_header,
+)
+from shardspec.checkpoint.formats.saved_offsets import saved_offsets
+from shardspec.checkpoint.sharding_info import SAVE_KEY
+from shardspec.checkpoint.store import (
+    RemotePath,
+    SourceFile,
+    file_inside,
+    path_exists,
+    prefetch_depth,
+    prefetch_map,
+)
+from shardspec.checkpoint.strict_json import as_object, as_text, member, parse_json
+from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target, Wanted
 from shardspec.errors import CheckpointError
+from shardspec.mesh import DeviceMesh
 
 __all__ = [
+    "INDEX_NAME",
+    "METADATA",
+    "SingleFile",
     "by_file",
     "check_listed",
     "check_numbering",
+    "huggingface_target",
+    "one_file",
     "open_index_directory",
     "open_index_file",
     "open_plain",
+    "safetensors_target",
     "whole_header",
 ]
 
@@ -52,7 +70,7 @@ _NUMBERED: Final = re.compile(r"(.*)-(\d+)-of-(\d+)(\.[a-z]+)", re.DOTALL)
 _MOST_INDEX_BYTES: Final = 256 << 20
 
 
-def open_index_directory(directory: Path) -> ListedCheckpoint:
+def open_index_directory(directory: Path) -> ListedCatalog:
     """Read the one index of a directory, as `open_index_file` does.
 
     Raises
@@ -69,7 +87,7 @@ def open_index_directory(directory: Path) -> ListedCheckpoint:
     return open_index_file(_file(directory, found[0], directory))
 
 
-def open_index_file(index: Path) -> ListedCheckpoint:
+def open_index_file(index: Path) -> ListedCatalog:
     """Read an index and the headers of its files, and check that they agree.
 
     Raises
@@ -80,13 +98,13 @@ def open_index_file(index: Path) -> ListedCheckpoint:
     """
     tensors: dict[str, StoredTensor] = {}
     files = by_file(index)
-    with in_turn(files, whole_header, looks_ahead(index)) as headers:
+    with prefetch_map(files, whole_header, prefetch_depth(index)) as headers:
         for (path, names), header in zip(files.items(), headers, strict=True):
             entries = {entry.name: entry for entry in header.entries}
             check_listed(path, entries, names, index)
             for name, entry in entries.items():
-                tensors[name] = whole_tensor(name, entry.shape, entry.dtype, path, entry.offset)
-    return ListedCheckpoint(SAFETENSORS, index.parent, tensors, (index, *files))
+                tensors[name] = unsharded_tensor(name, entry.shape, entry.dtype, path, entry.offset)
+    return ListedCatalog(SAFETENSORS, index.parent, tensors, (index, *files))
 
 
 def by_file(index: Path) -> dict[Path, set[str]]:
@@ -103,7 +121,7 @@ def by_file(index: Path) -> dict[Path, set[str]]:
     found = {}
     for file, listed in sorted(names.items()):
         path = _file(index.parent, file, index)
-        if not is_there(path):
+        if not path_exists(path):
             raise CheckpointError(
                 f"{path}: is missing, but {index.name} puts {len(listed)} tensors into it, "
                 f"{min(listed)!r} first; restore it"
@@ -133,7 +151,7 @@ def check_listed(path: Path, held: Collection[str], listed: Set[str], index: Pat
         )
 
 
-def open_plain(directory: Path) -> ListedCheckpoint:
+def open_plain(directory: Path) -> ListedCatalog:
     """Read the headers of all safetensors files of a directory that has no index.
 
     Raises
@@ -147,7 +165,7 @@ def open_plain(directory: Path) -> ListedCheckpoint:
     paths = [_file(directory, name, directory) for name in names]
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
-    with in_turn(paths, whole_header, looks_ahead(directory)) as headers:
+    with prefetch_map(paths, whole_header, prefetch_depth(directory)) as headers:
         for path, header in zip(paths, headers, strict=True):
             if SAVE_KEY in header.metadata:
                 raise CheckpointError(
@@ -162,10 +180,10 @@ def open_plain(directory: Path) -> ListedCheckpoint:
                         "or move the other away"
                     )
                 home[entry.name] = path
-                tensors[entry.name] = whole_tensor(
+                tensors[entry.name] = unsharded_tensor(
                     entry.name, entry.shape, entry.dtype, path, entry.offset
                 )
-    return ListedCheckpoint(SAFETENSORS, directory, tensors, tuple(paths))
+    return ListedCatalog(SAFETENSORS, directory, tensors, tuple(paths))
 
 
 def check_numbering(directory: Path, names: Iterable[str]) -> None:
@@ -253,3 +271,143 @@ def whole_header(path: Path) -> Header:
                 "shard-00001-model-00001-of-00001.safetensors"
             )
     return header
+
+
+class SingleFile(EagerCatalog):
+    """A `Catalog` over one safetensors file.
+
+    Raises
+    ------
+    CheckpointError
+        If it cannot be read, breaks a rule of its format, or is a part of a checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        header = whole_header(path)
+        if SAVE_KEY in header.metadata:
+            raise CheckpointError(
+                f"{path}: holds what one rank has saved, which may be parts of tensors; name its "
+                f"directory, {path.parent}"
+            )
+        self._entries = {entry.name: entry for entry in header.entries}
+
+    @property
+    def format(self) -> str:
+        """What wrote it."""
+        return SAFETENSORS
+
+    @property
+    def directory(self) -> Path:
+        """The file itself."""
+        return self._path
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """None: the format does not say who wrote it."""
+        return None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor, sorted."""
+        return tuple(sorted(self._entries))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The file itself."""
+        return (self._path,)
+
+    @property
+    def extras(self) -> Mapping[str, object]:
+        """Nothing: the format holds tensors only."""
+        return {}
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor as one box."""
+        entry = self._entries[name]
+        whole = tuple((0, size) for size in entry.shape)
+        boxes = () if 0 in entry.shape else (StoredBox(whole, (), 0, self._path, entry.offset),)
+        return StoredTensor(name, entry.shape, entry.dtype, None, (), boxes)
+
+
+METADATA: Final = {"format": "pt"}
+"""What transformers and others want to find in a file."""
+
+
+def one_file(
+    name: str, tensors: Sequence[Wanted], metadata: Mapping[str, str] = METADATA
+) -> OutputFile:
+    """Return a safetensors file that holds whole tensors.
+
+    Raises
+    ------
+    CheckpointError
+        If a name cannot stand in a header, or the header exceeds the format's limit.
+
+    Examples
+    --------
+    >>> file = one_file("a.safetensors", [Wanted("w", "w", (2, 3), "float32")])
+    >>> file.num_bytes, [(slot.offset, slot.num_bytes) for slot in file.slots]
+    (120, [(96, 24)])
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    head, header = encode_header(
+        (TensorSlot(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors), metadata
+    )
+    slots = (
+        Slot(by_name[entry.name], tuple((0, size) for size in entry.shape), entry.offset)
+        for entry in header.entries
+    )
+    return OutputFile(name, header.file_bytes, (Piece(0, head),), tuple(slots))
+
+
+def safetensors_target(name: str, tensors: Sequence[Wanted]) -> Target:
+    """Return the output that is one safetensors file; see `one_file`."""
+    return Target((one_file(name, tensors),), directory=False)
+
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+
+def huggingface_target(tensors: Sequence[Wanted], max_shard_bytes: int) -> Target:
+    """Return the output that is a directory of safetensors files with an index.
+
+    Parameters
+    ----------
+    tensors
+        What to write, in the order in which it is put into files.
+    max_shard_bytes
+        Most bytes of tensors in a file.
+
+    Examples
+    --------
+    >>> tensors = [Wanted(name, name, (3,), "float32") for name in "abc"]
+    >>> [file.name for file in huggingface_target(tensors, 24).files]
+    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    shards: list[list[Wanted]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.num_bytes
+    if len(shards) == 1:
+        return Target((one_file("model.safetensors", shards[0]),), directory=True)
+    names = [
+        f"model-{place:05d}-of-{len(shards):05d}.safetensors" for place in range(1, len(shards) + 1)
+    ]
+    index = {
+        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
+        "weight_map": {
+            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        },
+    }
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+    def last(_: Mapping[str, Sequence[int]]) -> Sequence[tuple[str, bytes]]:
+        return [(INDEX_NAME, text.encode())]
+
+    files = (one_file(name, shard) for name, shard in zip(names, shards, strict=True))
+    return Target(tuple(files), directory=True, last=last)

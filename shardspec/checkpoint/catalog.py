@@ -1,0 +1,419 @@
+"""What a checkpoint looks like to those who read it, whatever its format.
+
+A format lists its tensors, and for each the boxes that are stored: which part of the tensor, and
+where its bytes lie. Whoever merges or loads copies bytes between places and needs to know no more,
+so that a new format is one new file that makes these values.
+"""
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Final, Generic, Protocol, TypeAlias, TypeVar
+
+from shardspec.boxes import Box, box_size
+from shardspec.comm.reduce_op import ReduceOp
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+
+__all__ = [
+    "Catalog",
+    "Digest",
+    "EagerCatalog",
+    "FileBox",
+    "LazyTensorCache",
+    "ListedCatalog",
+    "OpaqueValue",
+    "Outline",
+    "ReplicaKey",
+    "StoredBox",
+    "StoredReduction",
+    "StoredTensor",
+    "box_text",
+    "distinct",
+    "replica_holders",
+    "replica_key",
+    "stored_reductions",
+    "unsharded_tensor",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """CRC-32 of a stretch of a file, which holds a box and perhaps more."""
+
+    crc32: int
+    start: int
+    """Position of the first byte in the file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileBox:
+    """A part of a tensor that lies in a file, somewhere."""
+
+    box: Box
+    """Which part of the global tensor; never empty."""
+    addend: tuple[int, ...]
+    """Which addend of a pending reduction, one index per entry of `StoredTensor.pending`."""
+    rank: int
+    """Physical id of the device that wrote it."""
+    path: Path
+    """The file."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox(FileBox):
+    """A part of a tensor of which is known where in the file it lies.
+
+    It is row-major and contiguous unless it says otherwise.
+    """
+
+    offset: int
+    """Position in the file of its first byte."""
+    digest: Digest | None = None
+    """Of all its bytes, where the format has one."""
+    strides: tuple[int, ...] | None = None
+    """Bytes from one element to the next along each dim; None if row-major and contiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReduction:
+    """A reduction that is still to be carried out when the tensor is read."""
+
+    op: ReduceOp
+    addends: int
+    """How many addends there are: the size of the mesh axis."""
+
+
+_Box_co = TypeVar("_Box_co", bound=FileBox, covariant=True)
+_Box = TypeVar("_Box", bound=FileBox)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline(Generic[_Box_co]):
+    """What plans need to know of a tensor: how it is cut, and in which files its boxes are."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Sizes of the global tensor."""
+    dtype: str
+    """torch's name of the element type."""
+    spec: ShardingSpec | None
+    """How it is cut, where the format says so; axes by number."""
+    pending: tuple[StoredReduction, ...]
+    """One entry per axis over which a reduction is pending, in the order of the spec."""
+    boxes: tuple[_Box_co, ...]
+    """Every stored box; one box may be stored more than once. It may be one object for tensors of
+    which the same ranks hold the same parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor(Outline[StoredBox]):
+    """A tensor of a checkpoint and all its boxes, with the places where their bytes lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueValue:
+    """Stands for a value that was not read, because reading it could run code."""
+
+    text: str
+    """What it is."""
+
+
+def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
+    """Return the boxes of a tensor without copies: of each part, the one stored first."""
+    first: dict[tuple[tuple[int, ...], Box], _Box] = {}
+    for stored in tensor.boxes:
+        first.setdefault((stored.addend, stored.box), stored)
+    return tuple(first.values())
+
+
+class Catalog(Protocol):
+    """A checkpoint that can be read."""
+
+    @property
+    def format(self) -> str:
+        """What wrote it, in a few words."""
+        ...
+
+    @property
+    def directory(self) -> Path:
+        """Where it lies."""
+        ...
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The devices that wrote it, where the format says so."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor, sorted."""
+        ...
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file it consists of; none of them may be written over."""
+        ...
+
+    @property
+    def extras(self) -> Mapping[str, object]:
+        """Entries that are no tensors, by name: plain values, or `OpaqueValue` ones."""
+        ...
+
+    def outline(self, name: str) -> Outline[FileBox]:
+        """Return what is known of one of the tensors that `names` lists.
+
+        Where the bytes of its boxes lie need not be: looking into every file for each of a million
+        boxes takes minutes, and what is done with a tensor reads there anyway.
+        """
+        ...
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return one of the tensors that `names` lists, all of it."""
+        ...
+
+    def origin(self, name: str) -> Hashable:
+        """Return what is equal for tensors that lie at the same places; for few others it is.
+
+        It is known without looking into files, as `outline` is.
+        """
+        ...
+
+    def copies_agree(self, name: str) -> bool:
+        """Say whether digests that are known like `outline` show that all copies are alike."""
+        ...
+
+
+class EagerCatalog(ABC):
+    """The part of a `Catalog` that is alike where all is known of tensors at once."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor and its boxes."""
+
+    def outline(self, name: str) -> StoredTensor:
+        """Return a tensor: all is known of it."""
+        return self.tensor(name)
+
+    def origin(self, name: str) -> Hashable:
+        """Return where its bytes lie."""
+        return frozenset((box.path, box.offset, box.box) for box in self.tensor(name).boxes)
+
+    def copies_agree(self, name: str) -> bool:  # noqa: ARG002
+        """Say no: that is looked at when they are read."""
+        return False
+
+
+def box_text(box: Box) -> str:
+    """Write a box as the index that selects it.
+
+    Examples
+    --------
+    >>> box_text(((0, 2), (3, 7))), box_text(())
+    ('[0:2, 3:7]', '[]')
+    """
+    return f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]"
+
+
+ReplicaKey: TypeAlias = tuple[Box, tuple[int, ...]]
+"""A box, and which addend of the pending reductions it is."""
+
+
+def stored_reductions(layout: Layout) -> tuple[StoredReduction, ...]:
+    """Return the pending reductions of a layout, in the order of its spec.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh
+    >>> stored_reductions(Layout(DeviceMesh(range(6), (2, 3)), "[R|P1]", (4,), "f32"))
+    (StoredReduction(op='sum', addends=3),)
+    """
+    mesh = layout.mesh
+    return tuple(StoredReduction(p.op, mesh.shape[mesh.axis(p.axis)]) for p in layout.spec.partials)
+
+
+def replica_key(layout: Layout, physical_id: int) -> ReplicaKey:
+    """Return what a device holds.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh
+    >>> replica_key(Layout(DeviceMesh(range(6), (2, 3)), "[S0|P1]", (4,), "f32"), 5)
+    (((2, 4),), (2,))
+    """
+    at = layout.mesh.coordinates(physical_id)
+    addend = tuple(at[layout.mesh.axis(p.axis)] for p in layout.spec.partials)
+    return layout.box(physical_id), addend
+
+
+def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
+    """Return every part that is not empty and the devices that hold it, in the mesh's order.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh
+    >>> replica_holders(Layout(DeviceMesh(range(6), (3, 2)), "[S0]", (2,), "f32"))
+    {(((0, 1),), ()): (0, 1), (((1, 2),), ()): (2, 3)}
+    """
+    found: dict[ReplicaKey, list[int]] = {}
+    for physical_id in layout.mesh.ids:
+        part = replica_key(layout, physical_id)
+        if box_size(part[0]):
+            found.setdefault(part, []).append(physical_id)
+    return {part: tuple(ids) for part, ids in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCatalog(EagerCatalog):
+    """A `Catalog` that holds what it says."""
+
+    format: str
+    """What wrote it."""
+    directory: Path
+    """Where it lies."""
+    tensors: Mapping[str, StoredTensor]
+    files: tuple[Path, ...]
+    """Every file it consists of."""
+    mesh: DeviceMesh | None = None
+    """The devices that wrote it, where the format says so."""
+    extras: Mapping[str, object] = field(default_factory=dict)
+    """Entries that are no tensors."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor, sorted."""
+        return tuple(sorted(self.tensors))
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor and its boxes."""
+        return self.tensors[name]
+
+
+def unsharded_tensor(
+    name: str, shape: tuple[int, ...], dtype: str, path: Path, offset: int
+) -> StoredTensor:
+    """Return a tensor that lies whole, row-major, at a place in one file.
+
+    Examples
+    --------
+    >>> unsharded_tensor("w", (2, 3), "int8", Path("x"), 8).boxes[0].box
+    ((0, 2), (0, 3))
+    """
+    whole = tuple((0, size) for size in shape)
+    boxes = () if 0 in shape else (StoredBox(whole, (), 0, path, offset),)
+    return StoredTensor(name, shape, dtype, None, (), boxes)
+
+
+_MOST_BOXES: Final = 1 << 17
+"""Boxes of tensors that are kept as they are; each takes some 400 bytes, and some 30 if packed."""
+_NO_DIGEST: Final = 2**64 - 1
+
+
+class LazyTensorCache:
+    """Looks tensors up once, each when it is wanted first; for any number of threads.
+
+    Those that were wanted last are kept as they are. Of the others, the places are: whoever fills
+    many files from all tensors wants every one of them many times.
+
+    Parameters
+    ----------
+    look_up
+        Returns a tensor by its name.
+    outline
+        Returns its outline, boxes in the same order.
+
+    Examples
+    --------
+    >>> from shardspec.checkpoint.catalog import unsharded_tensor
+    >>> from pathlib import Path
+    >>> whole = lambda name: unsharded_tensor(name, (2,), "int8", Path("x"), 0)
+    >>> tensor = LazyTensorCache(whole, whole)
+    >>> tensor("w") is tensor("w")
+    True
+    """
+
+    def __init__(
+        self,
+        look_up: Callable[[str], StoredTensor],
+        outline: Callable[[str], Outline[FileBox]],
+        most_boxes: int = _MOST_BOXES,
+    ) -> None:
+        self._look_up = look_up
+        self._outline = outline
+        self._most_boxes = most_boxes
+        self._lock = Lock()
+        self._known: dict[str, StoredTensor] = {}
+        """The one that was wanted last is the last."""
+        self._num_boxes = 0
+        """Of what is known."""
+        self._packed: dict[str, _Packed] = {}
+        self._under_way: dict[str, Lock] = {}
+
+    def __call__(self, name: str) -> StoredTensor:
+        """Return a tensor; raises what looking it up does."""
+        known = self._find(name)
+        if known is not None:
+            return known
+        with self._lock:
+            lock = self._under_way.setdefault(name, Lock())
+        # Of threads that want the same one, one looks.
+        with lock:
+            known = self._find(name)
+            if known is None:
+                packed = self._packed.get(name)
+                known = self._look_up(name) if packed is None else packed.of(self._outline(name))
+                self._keep(name, known)
+        return known
+
+    def _find(self, name: str) -> StoredTensor | None:
+        with self._lock:
+            known = self._known.pop(name, None)
+            if known is not None:
+                self._known[name] = known
+            return known
+
+    def _keep(self, name: str, tensor: StoredTensor) -> None:
+        with self._lock:
+            self._known[name] = tensor
+            self._num_boxes += len(tensor.boxes)
+            while self._num_boxes > self._most_boxes and len(self._known) > 1:
+                oldest = next(iter(self._known))
+                gone = self._known.pop(oldest)
+                self._num_boxes -= len(gone.boxes)
+                if oldest not in self._packed:
+                    self._packed[oldest] = _Packed(gone)
+
+
+class _Packed:
+    """Where the boxes of a tensor lie, as columns."""
+
+    __slots__ = ("_crcs", "_lengths", "_offsets", "_starts", "_strides")
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        boxes = tensor.boxes
+        digests = [box.digest or Digest(0, 0, _NO_DIGEST) for box in boxes]
+        self._offsets = array("Q", [box.offset for box in boxes])
+        self._crcs = array("I", [digest.crc32 for digest in digests])
+        self._starts = array("Q", [digest.start for digest in digests])
+        self._lengths = array("Q", [digest.num_bytes for digest in digests])
+        self._strides = {at: box.strides for at, box in enumerate(boxes) if box.strides is not None}
+
+    def of(self, outline: Outline[FileBox]) -> StoredTensor:
+        """Return the tensor, given its outline."""
+        boxes = []
+        columns = zip(
+            outline.boxes, self._offsets, self._crcs, self._starts, self._lengths, strict=True
+        )
+        for at, (held, offset, crc, start, length) in enumerate(columns):
+            digest = None if length == _NO_DIGEST else Digest(crc, start, length)
+            where = held.box, held.addend, held.rank, held.path, offset
+            boxes.append(StoredBox(*where, digest, self._strides.get(at)))
+        name, shape, dtype = outline.name, outline.shape, outline.dtype
+        return StoredTensor(name, shape, dtype, outline.spec, outline.pending, tuple(boxes))

@@ -1,1 +1,0 @@
-"""Files of checkpoints, here and in object stores."""
