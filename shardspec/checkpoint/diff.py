@@ -13,9 +13,8 @@ from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
-from shardspec.checkpoint.moving.numbers import numbers
-from shardspec.checkpoint.moving.regions import Bytes
 from shardspec.checkpoint.moving.sinks import MemorySink
+from shardspec.checkpoint.numeric import Bytes, numbers
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.store import OpenFiles
 from shardspec.checkpoint.tiling import check_tiling

@@ -36,6 +36,7 @@ def merge(
     exclude: Patterns = (),
     rename: Renames = (),
     threads: int = 1,
+    strict_cast: bool = False,
     force: bool = False,
     verify: bool = True,
     reread: bool = True,
@@ -74,6 +75,9 @@ def merge(
         after the other: ``{"^model[.]": ""}``, or pairs.
     threads
         How many files are written at once.
+    strict_cast
+        Refuse a cast that does not keep a number: one too large for the dtype, one that is not 0
+        and would become 0, or one that would become NaN. Otherwise the report counts them.
     force
         Replace the output if it exists.
     verify
@@ -128,7 +132,7 @@ def merge(
         target = _target(chosen, place, source, wanted, others, max_shard_bytes)
         return wanted, target._replace(carried=frozenset(names))
 
-    how = How(threads, force, verify, reread, dry_run, progress, member)
+    how = How(threads, strict_cast, force, verify, reread, dry_run, progress, member)
     return produce(directory, place, chosen, build, how)
 
 

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardspec.checkpoint.moving.digests import crc_text
+
+if TYPE_CHECKING:
+    from shardspec.checkpoint.numeric import CastLosses
 
 __all__ = ["WriteReport"]
 
@@ -30,6 +34,8 @@ class WriteReport:
     seconds: float
     crc32: int | None
     """CRC-32 of all files in their order; None if it was not taken."""
+    cast_losses: "CastLosses | None"
+    """What a cast to another dtype did not keep; None if nothing was cast."""
     left_out: tuple[str, ...]
     """Entries of the source that are no tensors, and that the output does not hold."""
     written: bool
@@ -48,6 +54,7 @@ class WriteReport:
             "bytes": self.num_bytes,
             "seconds": self.seconds,
             "crc32": None if self.crc32 is None else crc_text(self.crc32),
+            "cast": None if self.cast_losses is None else self.cast_losses.to_json(),
             "left_out": list(self.left_out),
             "written": self.written,
         }

@@ -41,6 +41,7 @@ def reshard(
     exclude: Patterns = (),
     rename: Renames = (),
     threads: int = 1,
+    strict_cast: bool = False,
     force: bool = False,
     verify: bool = True,
     reread: bool = True,
@@ -66,7 +67,8 @@ def reshard(
         the one of its name there.
     form
         shardspec's own, or that of `torch.distributed.checkpoint`.
-    dtype, include, exclude, rename, threads, force, verify, reread, dry_run, progress, member
+    dtype, include, exclude, rename, threads, strict_cast, force,
+    verify, reread, dry_run, progress, member
         As for `merge`.
 
     Raises
@@ -116,7 +118,7 @@ def reshard(
             return wanted, target._replace(carried=frozenset(names))
         return wanted, sharded_target(onto, wanted, layouts, save)
 
-    how = How(threads, force, verify, reread, dry_run, progress, member)
+    how = How(threads, strict_cast, force, verify, reread, dry_run, progress, member)
     return produce(directory, as_path(output), form, build, how)
 
 

@@ -40,6 +40,7 @@ class WritingOptions(TypedDict):
     exclude: tuple[str, ...]
     rename: tuple[tuple[str, str], ...]
     threads: int
+    strict_cast: bool
     force: bool
     verify: bool
     reread: bool
@@ -110,6 +111,11 @@ def writing_options(command: _Command) -> _Command:
             metavar="N",
             help="Write N files at once.",
         ),
+        click.option(
+            "--strict-cast",
+            is_flag=True,
+            help="Refuse a cast that turns numbers into infinity, 0 or NaN; else they are counted.",
+        ),
         click.option("--force", is_flag=True, help="Replace OUT if it exists."),
         click.option(
             "--no-verify",
@@ -177,6 +183,8 @@ def _text(report: WriteReport) -> str:
             f"{report.path}: would hold {what}; {bytes_text(report.read_bytes)} of "
             f"{counted(report.read_files, 'file')} in the form of {report.read} would be read"
         )
+    if report.cast_losses:
+        line += f"\nnumbers that the cast did not keep: {report.cast_losses}"
     if report.left_out:
         shown = ", ".join(map(repr, report.left_out[:_SHOWN]))
         rest = len(report.left_out) - _SHOWN

@@ -314,3 +314,36 @@ def test_memory_does_not_grow_with_the_tensor_and_torch_stays_out(tmp_path, spec
     assert 10 < int(ended.stdout) < 64  # MiB, the interpreter and numpy included
     with safetensors.safe_open(tmp_path / "out", "np") as merged:
         assert merged.get_slice("w").get_shape() == [8192, 4096]
+
+
+LOSSY = {
+    "w": torch.tensor([70000.0, 1.0, 1e-9, 0.0, float("inf"), float("nan"), -1e-12]),
+    "v": torch.tensor([-1e6, 2.0]),
+    "n": torch.tensor([10**9]),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "losses"),
+    [
+        ("fp16", {"overflows": 2, "underflows": 2, "nans": 0}),
+        ("bf16", {"overflows": 0, "underflows": 0, "nans": 0}),
+        ("fp8", {"overflows": 3, "underflows": 2, "nans": 0}),
+        ("float8_e4m3fnuz", {"overflows": 0, "underflows": 2, "nans": 3}),
+        (None, None),
+    ],
+)
+def test_numbers_that_a_cast_does_not_keep_are_counted_or_refused(tmp_path, dtype, losses):
+    save_sharded(LOSSY, tmp_path / "ckpt")
+    for threads, limit in ((1, None), (2, 28)):
+        out = tmp_path / f"out-{threads}"
+        report = merge(tmp_path / "ckpt", out, dtype=dtype, threads=threads, max_shard_bytes=limit)
+        assert report.to_json()["cast"] == losses
+    dry = merge(tmp_path / "ckpt", tmp_path / "dry", dtype=dtype, dry_run=True)
+    assert dry.to_json()["cast"] is None
+    if losses and any(losses.values()):
+        with pytest.raises(CheckpointError, match=r"tensor '[vw]': .* its numbers: 1 (too|made)"):
+            merge(tmp_path / "ckpt", tmp_path / "strict", dtype=dtype, strict_cast=True)
+        assert not (tmp_path / "strict").exists()
+    else:
+        merge(tmp_path / "ckpt", tmp_path / "strict", dtype=dtype, strict_cast=True)

@@ -97,7 +97,7 @@ def test_bad_input(source):
     for options, problem in cases:
         with pytest.raises(CheckpointError, match=problem):
             merged(source, **options)
-    for dtype in ("int8", "complex64", "float7"):
+    for dtype in ("int8", "complex64", "float7", "float8_e8m0fnu"):
         with pytest.raises(DTypeError):
             merged(source, dtype=dtype)
     assert not source.with_name("out.safetensors").exists()

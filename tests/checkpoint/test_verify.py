@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from shardspec import DeviceMesh, DTensor, save_sharded
 from shardspec.checkpoint.diff import Difference, diff_checkpoints
 from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.moving.numbers import numbers
+from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.cli.main import cli

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,9 +63,47 @@ def test_json(tmp_path):
         "files": ["out"],
         "bytes": out.stat().st_size,
         "crc32": crc_of(out),
+        "cast": None,
         "left_out": [],
         "written": True,
     }
+
+
+LOSSY = {"w": torch.tensor([70000.0, 1.0, 1e-9, 0.0]), "v": torch.tensor([[-1e6] * 400] * 8)}
+
+
+def test_says_what_a_cast_did_not_keep_and_refuses_it_if_asked(tmp_path):
+    ckpt, out = tmp_path / "ckpt", tmp_path / "out"
+    save_sharded(LOSSY, ckpt)
+    result = run(ckpt, "-o", out, "--dtype", "fp16")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[1] == (
+        "numbers that the cast did not keep: 3201 too large, 1 too small (now 0)"
+    )
+    before = out.read_bytes()
+    result = run(ckpt, "-o", out, "--dtype", "fp16", "--strict-cast", "--force")
+    assert result.exit_code == 3
+    assert "tensor 'v': the cast would not keep its numbers: 3200 too large; " in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert out.read_bytes() == before
+    result = run(ckpt, "-o", out, "--dtype", "bf16", "--strict-cast", "--force", "--json")
+    assert json.loads(result.stdout)["cast"] == {"overflows": 0, "underflows": 0, "nans": 0}
+
+
+@pytest.mark.dist
+def test_several_processes_add_up_what_casts_did_not_keep(tmp_path):
+    save_sharded(LOSSY, tmp_path / "ckpt")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, "-m", "shardspec", "merge", "ckpt", "-o", "out", "--dtype", "fp16", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
+    losses = json.loads(done.stdout)["cast"]
+    assert losses == {"overflows": 3201, "underflows": 1, "nans": 0}
 
 
 def test_quiet(tmp_path):

@@ -9,9 +9,9 @@ from shardspec.checkpoint.catalog import StoredBox, StoredTensor
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.pieces import Block, Place, pieces
-from shardspec.checkpoint.moving.reduce import Reduction
 from shardspec.checkpoint.moving.regions import Seen, read_region, read_strided_region
 from shardspec.checkpoint.moving.sinks import Sink
+from shardspec.checkpoint.numeric import Reduction
 from shardspec.checkpoint.store import OpenFiles
 from shardspec.dtypes import item_bytes
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Protocol
 
 from shardspec.checkpoint.moving.behind import Behind, different
+from shardspec.checkpoint.moving.cast_counts import CastCounts
 from shardspec.checkpoint.moving.digests import Arrival, Checks, crc32, crc32_combine
 from shardspec.checkpoint.moving.pieces import Block
 from shardspec.checkpoint.moving.rows import Rows, crc32_of_part
@@ -78,6 +79,8 @@ class FileSink(Sink):
         every box of the tensor is wanted whole.
     dtypes
         Source and target dtype if the numbers are to be cast.
+    cast_counts
+        Told of what casts do not keep.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class FileSink(Sink):
         checked: bool = False,
         end_to_end: bool = False,
         dtypes: tuple[str, str] | None = None,
+        cast_counts: CastCounts | None = None,
     ) -> None:
         assert digested or not checked, "what is checked has a digest"
         assert checked or not end_to_end, "what is judged there is read again"
@@ -102,6 +106,7 @@ class FileSink(Sink):
         self._checked = checked
         self._end_to_end = end_to_end and dtypes is None
         self._dtypes = dtypes
+        self._cast_counts = cast_counts
         self.crc32 = 0
         """Of what was put, if it is digested, and read again, if it is checked."""
 
@@ -114,9 +119,11 @@ class FileSink(Sink):
         target = block.target_offset
         if self._dtypes is not None:
             source, wanted = self._dtypes
-            from shardspec.checkpoint.moving.numbers import cast
+            from shardspec.checkpoint.numeric import cast
 
-            room, crc = cast(room, source, wanted), None
+            (room, losses), crc = cast(room, source, wanted), None
+            assert self._cast_counts is not None, "what is cast is counted"
+            self._cast_counts.add(self._name, losses)
             target = target // item_bytes(source) * item_bytes(wanted)
         most = self._behind.block_bytes
         if len(room) <= most:

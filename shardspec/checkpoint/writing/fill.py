@@ -10,6 +10,7 @@ from shardspec.checkpoint.catalog import Catalog, StoredBox, distinct
 from shardspec.checkpoint.moving.ahead import Stretch, in_files, stretches
 from shardspec.checkpoint.moving.behind import Behind, different
 from shardspec.checkpoint.moving.buffers import Buffers
+from shardspec.checkpoint.moving.cast_counts import CastCounts
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Arrival, Checks, crc32, crc32_combine
 from shardspec.checkpoint.moving.sinks import FileSink, Sink
@@ -86,6 +87,8 @@ class Order(NamedTuple):
     """Then also read what was written again, and compare it with what should be there."""
     threads: int
     """How many files are written at once."""
+    cast_counts: CastCounts
+    """Told of what casts do not keep."""
     progress: Progress | None
     """Called with the bytes written so far and in all."""
 
@@ -94,7 +97,17 @@ class Order(NamedTuple):
         digested = self.verify or self.target.digested
         reread = self.verify and self.reread
         at_once = max(1, min(self.threads, len(self.target.files)))
-        return Job(self.source, self.path, self.verify, reread, digested, meter, beside, at_once)
+        return Job(
+            self.source,
+            self.path,
+            self.verify,
+            reread,
+            digested,
+            meter,
+            beside,
+            at_once,
+            self.cast_counts,
+        )
 
 
 class Job(NamedTuple):
@@ -111,6 +124,7 @@ class Job(NamedTuple):
     """Whether what is written is read again by a thread of its own."""
     files_at_once: int
     """How many files share what may be asked of a store ahead."""
+    cast_counts: CastCounts | None = None
 
 
 class NewFile:
@@ -203,6 +217,7 @@ def fill_slot(
         # A box of which this slot has a part only is judged by what is read of it.
         end_to_end=job.reread and slot.whole,
         dtypes=dtypes_of(job, slot),
+        cast_counts=job.cast_counts,
     )
     return fill_by(job, slot, sink, files, buffers)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, distinct
+from shardspec.checkpoint.moving.cast_counts import CastCounts
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.store import OpenFiles, RemotePath
@@ -22,6 +23,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from shardspec.checkpoint.numeric import CastLosses
     from shardspec.checkpoint.writing.team import Team
 
 __all__ = ["Build", "How", "Plan", "produce"]
@@ -36,6 +38,7 @@ class How(NamedTuple):
     """How an output is written; see `merge`."""
 
     threads: int
+    strict_cast: bool
     force: bool
     verify: bool
     reread: bool
@@ -95,11 +98,13 @@ def _produce(
         num_bytes=target.num_bytes,
         seconds=0.0,
         crc32=None,
+        cast_losses=None,
         left_out=tuple(sorted(source.extras.keys() - target.carried)),
         written=False,
     )
     if how.dry_run:
         return report
+    cast_counts = CastCounts(strict=how.strict_cast)
     order = Order(
         source,
         target,
@@ -108,12 +113,32 @@ def _produce(
         verify=how.verify,
         reread=how.reread,
         threads=how.threads,
+        cast_counts=cast_counts,
         progress=how.progress,
     )
     done = _write(order, team)
     return replace(
-        report, files=done.files, num_bytes=done.num_bytes, crc32=done.crc32, written=True
+        report,
+        files=done.files,
+        num_bytes=done.num_bytes,
+        crc32=done.crc32,
+        cast_losses=_cast_losses(cast_counts, team),
+        written=True,
     )
+
+
+def _cast_losses(counts: CastCounts, team: "Team | None") -> "CastLosses | None":
+    """Return what casts lost; the first of several processes learns of all."""
+    found = counts.losses
+    if team is None:
+        return found
+    team.say("cast", None if found is None else found.to_json())
+    if team.member.rank:
+        return found
+    from shardspec.checkpoint.numeric import CastLosses
+
+    every = [CastLosses(**said) for said in team.gather("cast") if isinstance(said, dict)]
+    return sum(every, CastLosses()) if every else None
 
 
 def _write(order: Order, team: "Team | None") -> Written:

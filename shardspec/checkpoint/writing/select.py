@@ -102,6 +102,11 @@ def _any(name: str, patterns: Sequence[str]) -> bool:
 
 def _float_dtype(dtype: str) -> str:
     name = dtype_name(dtype)
+    if name == "float8_e8m0fnu":
+        raise DTypeError(
+            f"cannot cast to {name}: it holds scales, and has neither signs nor 0; choose "
+            "float8_e4m3fn or another dtype of numbers"
+        )
     if not is_floating(name) or name.startswith("complex") or packed(name) > 1:
         raise DTypeError(
             f"cannot cast to {name}: only floating point tensors are cast, to another floating "

@@ -152,6 +152,7 @@ class _Stream(DigestingSink):
         self._upload = upload
         self._buffers = buffers
         self._job = job
+        self._name = f"tensor {slot.tensor.name!r}"
         self._dtypes = dtypes_of(job, slot)
         self.crc32 = 0
 
@@ -166,9 +167,11 @@ class _Stream(DigestingSink):
 
     def _write(self, room: memoryview, crc: int | None = None) -> None:
         if self._dtypes is not None:
-            from shardspec.checkpoint.moving.numbers import cast
+            from shardspec.checkpoint.numeric import cast
 
-            room, crc = cast(room, *self._dtypes), None
+            (room, losses), crc = cast(room, *self._dtypes), None
+            assert self._job.cast_counts is not None, "what is cast is counted"
+            self._job.cast_counts.add(self._name, losses)
         if self._job.digested:
             if crc is None:
                 self.crc32 = crc32(room, self.crc32)

@@ -1,4 +1,4 @@
-"""Finishing reductions with numpy, against torch's arithmetic bit by bit."""
+"""Reductions and casts with numpy, against torch's arithmetic bit by bit."""
 
 from typing import get_args
 
@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from shardspec.checkpoint.catalog import StoredReduction
-from shardspec.checkpoint.moving.numbers import narrow
-from shardspec.checkpoint.moving.reduce import Reduction
+from shardspec.checkpoint.numeric import CastLosses, Reduction, cast, narrow, numbers
 from shardspec.comm.reduce import combine
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import is_floating
@@ -96,3 +95,49 @@ def test_a_sum_of_means():
     addends = [torch.tensor([float(v)]) for v in range(6)]
     found = reduced(addends, "float32", [StoredReduction("sum", 2), StoredReduction("avg", 3)])
     assert found.view(np.float32).tolist() == [5.0]
+
+
+EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_float32_rounds_to_eight_bits_as_in_torch(dtype):
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        values = (upper | lower).view(np.float32)
+        expected = torch.from_numpy(values.copy()).to(getattr(torch, dtype)).view(torch.uint8)
+        assert narrow(values, dtype).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", *EIGHT_BITS])
+@pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"])
+def test_what_a_cast_does_not_keep_is_counted(source, dtype):
+    values = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -2.5, 448.0, 460.0, 465.0, -7e4, 6e4]
+    values += [1e-9, -1e-9, 1e-40, 1e39, -1e300, 1e-300, 3.4e38, 3.39e38]
+    stored = torch.tensor(values, dtype=torch.float64).to(getattr(torch, source))
+    after = stored.to(getattr(torch, dtype)).double()
+    before = stored.double()
+    overflows = after.isinf() & ~before.isinf()
+    if dtype == "float8_e4m3fn":
+        overflows = before.abs() > 464
+    expected = CastLosses(
+        int(overflows.sum()),
+        int(((after == 0) & (before != 0)).sum()),
+        int((after.isnan() & ~before.isnan()).sum()),
+    )
+    raw, losses = cast(raw_view(stored), source, dtype)
+    assert losses == expected
+    found = torch.from_numpy(numbers(np.frombuffer(raw, np.uint8), dtype).astype(np.float64))
+    assert torch.equal(found.isnan(), after.isnan())
+    assert torch.equal(found.nan_to_num(), after.nan_to_num())
+
+
+def raw_view(tensor):
+    return memoryview(raw(tensor))
+
+
+def test_losses_add_up_and_say_what_they_are():
+    assert CastLosses(1, 2, 0) + CastLosses(0, 3, 4) == CastLosses(1, 5, 4)
+    assert not CastLosses()
+    assert str(CastLosses(2, 1, 3)) == "2 too large, 1 too small (now 0), 3 made NaN"
+    assert CastLosses(1, 2, 3).to_json() == {"overflows": 1, "underflows": 2, "nans": 3}

@@ -1,0 +1,268 @@
+"""Arithmetic on stored bytes, with numpy alone: numbers of every dtype, casts and reductions.
+
+Only floating point numbers are cast. Short ones are made from float32, as torch makes them: a
+float64 is rounded to float32 first. Sums of short floats are kept in float32 and rounded once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any, Final, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.checkpoint.catalog import StoredReduction
+from shardspec.comm.reduce_op import ReduceOp
+from shardspec.dtypes import packed
+
+__all__ = ["Bytes", "CastLosses", "Reduction", "cast", "narrow", "numbers"]
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+# dtype: (bits of the fraction, bias, whether its only NaN is what would be -0)
+_EIGHT_BITS: Final = {
+    "float8_e4m3fn": (3, 7, False),
+    "float8_e5m2": (2, 15, False),
+    "float8_e4m3fnuz": (3, 8, True),
+    "float8_e5m2fnuz": (2, 16, True),
+}
+_E4M3FN_LIMIT: Final = 464
+"""What is larger does not round to 448, the largest number of float8_e4m3fn."""
+_FOUR_BITS: Final = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.complex64
+)
+"""The numbers of OCP's 4-bit floating point (e2m1), by their code."""
+
+
+def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
+    """Return the numbers that bytes hold; those that numpy has no type for as float32.
+
+    Two numbers in one byte, the low half first, are one complex number.
+
+    Examples
+    --------
+    >>> numbers(np.array([0x80, 0x3F, 0xC0, 0xBF], np.uint8), "bfloat16").tolist()
+    [1.0, -1.5]
+    """
+    if dtype == "bfloat16":
+        # bfloat16 is the upper half of a float32.
+        return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if packed(dtype) > 1:
+        # A pair is one element; as a complex number it is compared like any other.
+        pairs: NDArray[Any] = _FOUR_BITS[raw & 15] + np.complex64(1j) * _FOUR_BITS[raw >> 4]
+        return pairs
+    if dtype.startswith("float8"):
+        return _eight_bit_table(dtype)[raw]
+    return raw.view(np.dtype(dtype))
+
+
+@cache
+def _eight_bit_table(dtype: str) -> NDArray[np.float32]:
+    """Return the number of each of the 256 bytes (OCP 8-bit floating point, and the fnuz kinds)."""
+    code = np.arange(256)
+    if dtype == "float8_e8m0fnu":
+        table = np.ldexp(1.0, code - 127)
+        table[255] = np.nan
+        return table.astype(np.float32)
+    fraction_bits, bias, fnuz = _EIGHT_BITS[dtype]
+    fraction = code & ((1 << fraction_bits) - 1)
+    exponent = (code & 0x7F) >> fraction_bits
+    implied = np.where(exponent > 0, 1 << fraction_bits, 0)
+    power = np.maximum(exponent, 1) - bias - fraction_bits
+    table = np.ldexp((fraction + implied).astype(np.float64), power)
+    if dtype == "float8_e5m2":
+        table[exponent == 31] = np.nan
+        table[0x7C] = table[0xFC] = np.inf
+    elif not fnuz:
+        table[(code & 0x7F) == 0x7F] = np.nan
+    table = np.where(code >= 128, -table, table)
+    if fnuz:
+        table[0x80] = np.nan
+    result: NDArray[np.float32] = table.astype(np.float32)
+    return result
+
+
+@cache
+def _eight_bit_codes(dtype: str) -> Bytes:
+    """Return the byte for the upper half of every float32, rounded to nearest, ties to even."""
+    fnuz = _EIGHT_BITS[dtype][2]
+    values = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    size = np.where(np.isnan(values), np.float32(np.inf), np.abs(values))
+    table = _eight_bit_table(dtype)[:128]
+    finite = table[np.isfinite(table)].astype(np.float64)
+    # Beyond the largest number the grid goes on by one step.
+    grid = np.append(finite, 2 * finite[-1] - finite[-2])
+    halfway = (grid[:-1] + grid[1:]) / 2
+    code = np.searchsorted(halfway, size)
+    code += (code % 2 == 1) & (size == np.append(halfway, np.inf)[code])
+    largest = len(finite) - 1
+    over = 0x80 if fnuz else 0x7C if dtype == "float8_e5m2" else largest
+    code = np.where(code > largest, over, code)
+    code = np.where(np.isnan(values), 0x80 if fnuz else 0x7F, code)
+    negative = np.signbit(values) & ~(fnuz & (code == 0))
+    return np.where(negative, code | 0x80, code).astype(np.uint8)
+
+
+def narrow(values: NDArray[Any], dtype: str) -> Bytes:
+    """Return the bytes of numbers in a dtype, rounded to nearest, ties to even.
+
+    Parameters
+    ----------
+    values
+        For bfloat16, and for the numbers of eight bits, in float32.
+    dtype
+        torch's name of a dtype that numpy has, bfloat16, or an eight-bit one with a sign.
+
+    Examples
+    --------
+    >>> narrow(np.float32([1, np.nan]), "bfloat16").view(np.uint16).tolist() == [0x3F80, 0x7FC0]
+    True
+    """
+    if dtype != "bfloat16" and not dtype.startswith("float8"):
+        return values.astype(np.dtype(dtype), copy=False).view(np.uint8)
+    bits = values.view(np.uint32)
+    if dtype != "bfloat16":
+        # The upper half rounded to odd has bits enough to be rounded once more without harm.
+        odd = (bits & np.uint32(0xFFFF)) != 0
+        codes: Bytes = _eight_bit_codes(dtype)[(bits >> np.uint32(16)) | odd]
+        return codes
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    # Rounding could carry a NaN into infinity; torch writes this NaN instead.
+    half = np.where(np.isnan(values), np.uint32(0x7FC0), rounded >> np.uint32(16))
+    return half.astype(np.uint16).view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class CastLosses:
+    """How many numbers a cast did not keep, not counting what was only rounded."""
+
+    overflows: int = 0
+    """Too large for the dtype: now infinite, or its largest number where it has no infinity."""
+    underflows: int = 0
+    """Too small for it: not 0 before, 0 now."""
+    nans: int = 0
+    """NaN now, and not before."""
+
+    def __add__(self, other: Self) -> "CastLosses":
+        """Return the losses of both."""
+        return CastLosses(
+            self.overflows + other.overflows,
+            self.underflows + other.underflows,
+            self.nans + other.nans,
+        )
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self.overflows or self.underflows or self.nans)
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        counts = (
+            (self.overflows, "too large"),
+            (self.underflows, "too small (now 0)"),
+            (self.nans, "made NaN"),
+        )
+        return ", ".join(f"{count} {what}" for count, what in counts if count) or "none"
+
+    def to_json(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return {"overflows": self.overflows, "underflows": self.underflows, "nans": self.nans}
+
+
+def cast(data: memoryview, source: str, target: str) -> tuple[memoryview, CastLosses]:
+    """Return bytes of floating point numbers in another dtype, as torch would cast them.
+
+    What is too large for float8_e4m3fn becomes its largest number, 448.
+
+    Examples
+    --------
+    >>> cast(memoryview(np.float32([1, 1e-9, 7e4])), "float32", "float16")[0].tolist()
+    [0, 60, 0, 0, 0, 124]
+    >>> cast(memoryview(np.float32([1, 1e-9, 7e4])), "float32", "float16")[1]
+    CastLosses(overflows=1, underflows=1, nans=0)
+    """
+    values = numbers(np.frombuffer(data, np.uint8), source)
+    with np.errstate(all="ignore"):
+        if target in ("float32", "float64"):
+            raw = narrow(values, target)
+        else:
+            raw = narrow(values.astype(np.float32, copy=False), target)
+    return raw.data, _losses(values, numbers(raw, target), target)
+
+
+def _losses(before: NDArray[Any], after: NDArray[Any], target: str) -> CastLosses:
+    """Count what a cast did not keep: infinities, zeros and NaNs stay what they are."""
+
+    def more(is_so: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> int:
+        return int(np.count_nonzero(is_so(after))) - int(np.count_nonzero(is_so(before)))
+
+    if target == "float8_e4m3fn":
+        # Its largest number takes what rounds to it, and whatever is larger.
+        overflows = int(np.count_nonzero(np.abs(before) > _E4M3FN_LIMIT))
+    else:
+        overflows = max(more(np.isinf), 0)
+    return CastLosses(overflows, more(lambda x: x == 0), max(more(np.isnan), 0))
+
+
+_UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+class Reduction:
+    """Combines the addends of one block after the other.
+
+    Parameters
+    ----------
+    dtype
+        torch's name of the element type; one for which `Layout` allows the reduction.
+    pending
+        The reductions; several are all of one operation, or sums and means.
+
+    Examples
+    --------
+    >>> total = Reduction("int8", (StoredReduction("max", 2),))
+    >>> total.add(np.array([1, 5], np.uint8))
+    >>> total.add(np.array([3, 2], np.uint8))
+    >>> out = np.zeros(2, np.uint8)
+    >>> total.finish(out)
+    >>> out.tolist()
+    [3, 5]
+    """
+
+    def __init__(self, dtype: str, pending: Sequence[StoredReduction]) -> None:
+        self._dtype = dtype
+        self._combine = _UFUNCS[pending[0].op]
+        self._divisor = prod(p.addends for p in pending if p.op == "avg")
+        self._total: NDArray[Any] | None = None
+
+    def add(self, raw: Bytes) -> None:
+        """Take in the next addend of the block, as its bytes; they are free for reuse then."""
+        addend = _widen(raw, self._dtype)
+        if self._total is None:
+            self._total = addend.copy()
+            return
+        # Overflow and NaN are results like others here, as they are in torch.
+        with np.errstate(all="ignore"):
+            self._combine(self._total, addend, out=self._total)
+
+    def finish(self, out: Bytes) -> None:
+        """Write the bytes of the result, and start anew."""
+        assert self._total is not None, "a reduction has at least one addend"
+        total, self._total = self._total, None
+        with np.errstate(all="ignore"):
+            if self._divisor != 1:
+                total /= self._divisor
+            out[:] = narrow(total, self._dtype)
+
+
+def _widen(raw: Bytes, dtype: str) -> NDArray[Any]:
+    """Return the numbers that bytes hold, in the type in which they are combined."""
+    values = numbers(raw, dtype)
+    return values.astype(np.float32) if dtype == "float16" else values
