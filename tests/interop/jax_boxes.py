@@ -1,8 +1,8 @@
-"""Run by the tests as a program: which boxes JAX gives to eight devices that it makes up.
+"""A program: which boxes JAX gives to eight devices that it makes up.
 
 JAX runs threads of its own, so it has a process of its own, and nothing here imports it before the
-program runs. A line of JSON on standard input is one mesh with many tensors; a line comes back with
-the boxes of every device, or the error's name.
+program runs. A line of JSON on standard input is a mesh, a shape and specs. A line comes back with
+each spec's answer: the boxes of the mesh's devices in the order of their ids, or an error's name.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from shardspec import DeviceMesh
+from shardspec import DeviceMesh, ShardingSpec
 from shardspec.errors import LossyConversionError
 from shardspec.interop.jax_specs import from_named_sharding, to_jax_mesh, to_partition_spec
 
@@ -38,7 +38,7 @@ def boxes(mesh, shape, entries, unreduced):
     }
     for box in found.values():
         assert tuple(hi - lo for lo, hi in box) == size
-    return found
+    return [found[device.id] for device in mesh.devices.flat]
 
 
 def refused(mesh):
@@ -67,7 +67,11 @@ def main():
         grid, names = to_jax_mesh(ours, reversed(found))
         mesh = Mesh(grid, names, axis_types=(AxisType.Explicit,) * len(names))
         assert "a spec cannot say that gradients are unreduced over ['x']" in refused(mesh)
-        print(json.dumps([boxes(mesh, *case) for case in asked["cases"]]))
+        answers = {}
+        for text in asked.pop("specs"):
+            entries, unreduced = to_partition_spec(ShardingSpec.parse(text), ours)
+            answers[text] = boxes(mesh, asked["tensor"], entries, sorted(unreduced))
+        print(json.dumps({**asked, "answers": answers}, separators=(",", ":")))
 
 
 if __name__ == "__main__":
