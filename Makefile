@@ -102,7 +102,7 @@ exhaustive: setup
 	$(PY) -c 'import sys, sysconfig; print(sysconfig.get_path("purelib"))' \
 	  >"`.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'`/base.pth"
 	.venv-$*/bin/python -m pip install --quiet --no-compile --no-build-isolation \
-	  --disable-pip-version-check -c constraints.txt '.[$*]'
+	  --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	touch $@
 
 compat: .venv-compat/.ready

@@ -61,13 +61,11 @@ def asked():
 def answers():
     """What JAX says, per mesh and shape, of every spec."""
     recorded = [json.loads(line) for line in RECORDED.read_text("utf-8").splitlines()]
-    questions = [{**each, "specs": list(each.pop("answers"))} for each in recorded]
-    assert questions == asked(), "record again: make compat RECORD=1"
-    recorded = [json.loads(line) for line in RECORDED.read_text("utf-8").splitlines()]
+    found = [each.pop("answers") for each in recorded]
+    questions = [{**each, "specs": list(of)} for each, of in zip(recorded, found, strict=True)]
+    assert questions == asked(), "ask again: make compat RECORD=1"
     places = [(mesh, shape) for mesh in MESHES for shape in SHAPES]
-    return {
-        place: list(each["answers"].values()) for place, each in zip(places, recorded, strict=True)
-    }
+    return {place: list(of.values()) for place, of in zip(places, found, strict=True)}
 
 
 @pytest.mark.compat
