@@ -8,6 +8,7 @@ that every bit is back. `make demo` runs it; so does `python examples/minilm.py`
 
 import argparse
 import importlib.util
+import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -181,13 +182,17 @@ def save_in_processes(
     mesh: DeviceMesh, original: Path, specs: Mapping[str, ShardingSpec], checkpoint: Path
 ) -> float:
     """Start one process per device of the mesh, let them save, and return the seconds."""
-    from torch.multiprocessing.spawn import ProcessException, spawn
+    from torch.multiprocessing.spawn import ProcessException, start_processes
 
+    # One process imports torch, and the eight are forks of it.
+    multiprocessing.set_forkserver_preload(["torch.distributed", "shardspec.dtensor"])
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardspec-meet-") as meeting:
         arguments = (mesh, str(Path(meeting) / "store"), original, dict(specs), checkpoint)
         try:
-            spawn(save_rank, arguments, mesh.size)  # type: ignore[no-untyped-call]  # untyped in torch
+            start_processes(  # type: ignore[no-untyped-call]  # untyped in torch
+                save_rank, arguments, mesh.size, start_method="forkserver"
+            )
         except ProcessException as error:
             reason = str(error).strip().splitlines()[-1]
             raise DemoError(f"process {error.error_index} failed: {reason}") from None

@@ -1,5 +1,6 @@
 """Every example runs as a newcomer would run it, and prints what it should."""
 
+import json
 import os
 import re
 import runpy
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from safetensors.numpy import save_file
 
 from shardspec.text import bytes_text
+from tests.example_job import run_examples
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -28,6 +31,7 @@ JOBS = {
         EXAMPLES / "real_processes.py",
         EXAMPLES / "train_save_merge.py",
     ),
+    6: (EXAMPLES / "other_meshes.py",),
     8: (EXAMPLES / "dtensor_tour.py", EXAMPLES / "hsdp.py"),
 }
 """Number of processes to the examples that are run with it."""
@@ -39,18 +43,9 @@ def printed(tmp_path_factory):
 
     @cache
     def outputs(world):
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world)
-        # Several share the time it takes to start; one alone is run as anybody would run it.
-        together = () if len(JOBS[world]) == 1 else (Path(__file__).with_name("example_job.py"),)
-        folder = tmp_path_factory.mktemp("job")
-        output, errors = run(*torchrun, *together, *JOBS[world], cwd=folder, both=True)
-        assert errors == "", "an example warns"
-        assert list(folder.iterdir()) == []
-        if not together:
-            return {JOBS[world][0].name: output}
-        parts = re.split(r"^## (.*)\n", output, flags=re.MULTILINE)
-        assert parts[0] == ""
-        return dict(zip(parts[1::2], parts[2::2], strict=True))
+        programs = [(path,) for path in JOBS[world]]
+        texts = run_examples(world, tmp_path_factory.mktemp("examples"), programs)
+        return dict(zip((path.name for path in JOBS[world]), texts, strict=True))
 
     return lambda name, world: outputs(world)[name]
 
@@ -163,14 +158,23 @@ def test_other_meshes(tmp_path):
 
 
 @pytest.mark.dist
-def test_other_meshes_in_a_job(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "6")
-    output = run(*torchrun, EXAMPLES / "other_meshes.py", cwd=tmp_path)
+def test_other_meshes_in_a_job(printed):
+    output = printed("other_meshes.py", 6)
     assert output.startswith(OTHER_MESHES)
     assert sorted(output[len(OTHER_MESHES) :].splitlines()) == [
         "device 4 holds columns 0 to 18: True",
         "device 5 holds columns 18 to 36: True",
     ]
+
+
+@pytest.mark.dist
+def test_under_torchrun(printed, tmp_path):
+    """As a newcomer runs them; the other jobs here are forks of one process."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    output, errors = run(*torchrun, EXAMPLES / "dtensor_tour.py", cwd=tmp_path, both=True)
+    assert errors == "", "an example warns"
+    assert list(tmp_path.iterdir()) == []
+    assert output == printed("dtensor_tour.py", 2)
 
 
 @pytest.mark.dist
@@ -260,6 +264,23 @@ def test_train_save_merge(printed):
 
 @pytest.mark.dist
 def test_elastic_resume(tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "elastic_resume.py"))
+    # As the example has it: other sums of floats differ in their last bits.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = example["alone"]()
+    torch.set_num_threads(threads)
+    for number, world in enumerate(example["STAGES"]):
+        first = number * example["STEPS"]
+        (tmp_path / str(world)).mkdir()
+        program = (EXAMPLES / "elastic_resume.py", tmp_path, first)
+        (output,) = run_examples(world, tmp_path / str(world), [program])
+        assert json.loads(output) == expected[first : first + example["STEPS"]]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.dist
+def test_elastic_resume_under_torchrun(tmp_path):
     output = run(EXAMPLES / "elastic_resume.py", cwd=tmp_path)
     ranks = [line.partition(" ")[0] for line in output.splitlines()]
     assert ranks == ["8", "4", "6"]
