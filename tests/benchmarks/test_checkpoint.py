@@ -25,6 +25,7 @@ def _benchmark(*options):
     return done.stdout.splitlines()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.dist
 def test_a_small_run_has_a_line_for_every_command(tmp_path):
     lines = _benchmark(

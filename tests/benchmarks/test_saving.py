@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.exhaustive
 def test_a_small_run_has_a_line_for_every_way_and_leaves_nothing(tmp_path):
     places = ("--at", tmp_path, "--memory", tmp_path)
     options = (*places, "--gib", 1 / 128, "--tensor-mib", 4, "--rounds", 1)

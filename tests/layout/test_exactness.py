@@ -17,6 +17,8 @@ FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
 BUS = Link(2e-6, 1 / 10e9)
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MODELS = ["two-tier", "uniform", "shared-bus"]
+# One model here, and all of them in `make exhaustive`.
+EACH_MODEL = [MODELS[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS[1:])]
 SIZES = [64 * KIB, MIB, 64 * MIB, GIB]
 SPACES = [(mesh, dims) for mesh in [(2, 2), (2, 4), (2, 3), (2, 2, 2)] for dims in (2, 3)]
 UNEVEN = [
@@ -109,14 +111,14 @@ def check_table(mesh, shape, name):
     return found.size
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_MODEL)
 @pytest.mark.parametrize("num_bytes", SIZES)
 @pytest.mark.parametrize(("mesh", "dims"), SPACES)
 def test_every_conversion_in_the_table_is_the_optimum(mesh, dims, num_bytes, name):
     assert check_table(mesh, even_shape(dims, num_bytes), name) in (121, 361, 2401, 11236)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_MODEL)
 @pytest.mark.parametrize("num_bytes", SIZES)
 @pytest.mark.parametrize(("mesh", "dims"), SPACES)
 def test_plans_are_the_optimum_with_sums_pending_too(mesh, dims, num_bytes, name):
@@ -126,7 +128,7 @@ def test_plans_are_the_optimum_with_sums_pending_too(mesh, dims, num_bytes, name
     assert checked >= 15
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_MODEL)
 @pytest.mark.parametrize(("mesh", "shape"), UNEVEN)
 def test_uneven_shapes(mesh, shape, name):
     rarely = 1 if len(mesh) < 3 and len(shape) < 3 else 16
