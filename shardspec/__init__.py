@@ -98,7 +98,14 @@ def __getattr__(name: str) -> object:
         return import_module("importlib.metadata").version(__name__)
     if name not in _HOME:
         raise AttributeError(f"module 'shardspec' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    try:
+        return getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"shardspec.{name} needs torch: pip install 'torch>=2.10'", name="torch"
+        ) from None
 
 
 def __dir__() -> list[str]:

@@ -133,7 +133,7 @@ class RemotePath(PosixPath):
             from fsspec.core import url_to_fs
         except ImportError:
             raise CheckpointError(
-                f"{self}: URLs need fsspec: pip install 'shardspec[remote]'"
+                f"{self}: URLs need fsspec: pip install fsspec s3fs (gcsfs for gs://)"
             ) from None
         try:
             shared = kept_store(f"{self.parts[0]}//{'/'.join(self.parts[1:2])}", os.getpid())
