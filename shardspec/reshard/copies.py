@@ -1,0 +1,265 @@
+"""What moves when a whole state dict changes its layouts, as plain data."""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from shardspec.comm.cost import CostModel
+from shardspec.dtypes import item_bytes
+from shardspec.errors import LayoutError
+from shardspec.layout.layout import Layout
+from shardspec.reshard.transfers import Kind, Senders, balanced, kind_of
+from shardspec.text import bytes_text, counted, seconds_text, table_text
+
+__all__ = ["MAX_BYTES", "StateCopies", "TensorMove"]
+
+MAX_BYTES: Final = 256 << 20
+"""What buckets of a device hold by default: so much for sending and so much for receiving."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMove:
+    """One tensor of a state dict: what it is called and how it is laid out, before and after."""
+
+    source_name: str
+    target_name: str
+    source: Layout
+    target: Layout
+
+    @property
+    def wire_dtype(self) -> str:
+        """The dtype in which elements travel: the smaller one, so that casts save bytes."""
+        both = (self.source.dtype, self.target.dtype)
+        return min(both, key=item_bytes)
+
+
+@dataclass(frozen=True)
+class StateCopies:
+    """What every device sends and receives to convert a state dict.
+
+    A plain value, the same on every rank that makes it: it holds no tensor, buffer or group.
+    """
+
+    moves: tuple[TensorMove, ...]
+    """The tensors, in the order in which they travel."""
+    max_bytes: int = MAX_BYTES
+    """Bound of the bytes in buckets for sending, and for receiving, on each device."""
+
+    @cached_property
+    def digest(self) -> str:
+        """What is equal on ranks whose plans are; hexadecimal."""
+        found = hashlib.sha256(str(self.max_bytes).encode())
+        texts = {}
+        for move in self.moves:
+            for layout in (move.source, move.target):
+                if layout not in texts:
+                    facts = (layout.mesh.ids, layout.mesh.shape, str(layout.spec))
+                    texts[layout] = repr((*facts, layout.global_shape, layout.dtype)).encode()
+            found.update(repr((move.source_name, move.target_name)).encode())
+            found.update(texts[move.source] + texts[move.target])
+        return found.hexdigest()
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """Physical ids of all devices of all meshes, ascending."""
+        meshes = {layout.mesh for move in self.moves for layout in (move.source, move.target)}
+        return tuple(sorted({device for mesh in meshes for device in mesh.ids}))
+
+    @cached_property
+    def kinds(self) -> dict[tuple[Layout, Layout], list[int]]:
+        """Pairs of layouts, each with the places in `moves` of the tensors that have them."""
+        found: dict[tuple[Layout, Layout], list[int]] = {}
+        for place, move in enumerate(self.moves):
+            found.setdefault((move.source, move.target), []).append(place)
+        return found
+
+    @cached_property
+    def overlaps(self) -> tuple[Kind, ...]:
+        """The overlaps of every pair of layouts."""
+        return tuple(kind_of(*layouts) for layouts in self.kinds)
+
+    @cached_property
+    def item_bytes(self) -> tuple[int, ...]:
+        """Bytes of an element on its way, for every pair of layouts."""
+        return tuple(item_bytes(self.moves[places[0]].wire_dtype) for places in self.kinds.values())
+
+    @cached_property
+    def senders(self) -> Senders:
+        """Which of the replicas sends what."""
+        counts = [len(places) for places in self.kinds.values()]
+        return balanced(self.overlaps, counts, self.item_bytes)
+
+    @cached_property
+    def sent(self) -> Mapping[int, int]:
+        """Bytes that every device sends."""
+        found = dict.fromkeys(self.devices, 0)
+        for holders, ends in self.senders.ends.items():
+            for device, num_bytes in zip(holders, np.diff(ends, prepend=0).tolist(), strict=True):
+                found[device] += num_bytes
+        return found
+
+    @cached_property
+    def received(self) -> Mapping[int, int]:
+        """Bytes that every device receives: what it wants and lacks."""
+        found = dict.fromkeys(self.devices, 0)
+        for kind, width, places in zip(
+            self.overlaps, self.item_bytes, self.kinds.values(), strict=True
+        ):
+            devices, index = np.unique(kind.receiver, return_inverse=True)
+            sums = np.bincount(index, kind.elements * (width * len(places)), len(devices))
+            for device, num_bytes in zip(devices.tolist(), sums.tolist(), strict=True):
+                found[device] += round(num_bytes)
+        return found
+
+    @cached_property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """Sender and receiver of every message."""
+        found: set[tuple[int, int]] = set()
+        for kind, width, places, starts in zip(
+            self.overlaps,
+            self.item_bytes,
+            self.kinds.values(),
+            self.senders.starts,
+            strict=True,
+        ):
+            bounds = np.searchsorted(kind.at, np.arange(len(kind.holders) + 1))
+            num_bytes = kind.elements * (width * len(places))
+            for holders, first, last in zip(kind.holders, bounds[:-1], bounds[1:], strict=True):
+                receivers = kind.receiver[first:last].tolist()
+                if len(holders) == 1:
+                    found.update((holders[0], receiver) for receiver in receivers)
+                    continue
+                ends = self.senders.ends.get(holders)
+                if ends is None:
+                    continue
+                begin = starts[first:last]
+                left = np.searchsorted(ends, begin, side="right")
+                right = np.searchsorted(ends, begin + num_bytes[first:last], side="left")
+                for receiver, a, b in zip(receivers, left.tolist(), right.tolist(), strict=True):
+                    found.update((sender, receiver) for sender in holders[a : b + 1])
+        return frozenset(found)
+
+    @cached_property
+    def bucket_bytes(self) -> int:
+        """The most bytes of one message."""
+        peers: dict[tuple[str, int], int] = defaultdict(int)
+        for sender, receiver in self.pairs:
+            peers["to", sender] += 1
+            peers["from", receiver] += 1
+        most = max(peers.values(), default=1)
+        # Twice: a bucket is filled while the one before it is on its way.
+        bucket = self.max_bytes // (2 * most)
+        least = 16
+        if bucket < least:
+            raise LayoutError(
+                f"max_bytes={self.max_bytes} is too small for messages with "
+                f"{counted(most, 'peer')} at once; give at least {2 * most * least}"
+            )
+        return bucket
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that a device holds at once: its source, its target and its buckets."""
+        held = dict.fromkeys(self.devices, 0)
+        sizes: dict[Layout, Mapping[int, int]] = {}
+        for layouts, places in self.kinds.items():
+            for layout in layouts:
+                if layout not in sizes:
+                    sizes[layout] = _local_bytes(layout)
+                for device, num_bytes in sizes[layout].items():
+                    held[device] += num_bytes * len(places)
+        return max(
+            (
+                num_bytes
+                + min(self.max_bytes, self.sent[device])
+                + min(self.max_bytes, self.received[device])
+                for device, num_bytes in held.items()
+            ),
+            default=0,
+        )
+
+    @property
+    def cost_seconds(self) -> float:
+        """Modelled seconds: those of the device that sends or receives longest.
+
+        Every message costs the latency, and every byte the transfer cost, of the slowest axis of
+        the meshes; see `CostModel`.
+        """
+        layouts = {layout for pair in self.kinds for layout in pair}
+        models = {CostModel.of_mesh(layout.mesh) for layout in layouts}
+        if not models or not self.pairs:
+            return 0.0
+        slowest = [model.slowest(range(len(model.links))) for model in models if model.links]
+        latency = max((alpha for alpha, _ in slowest), default=0.0)
+        per_byte = max((beta for _, beta in slowest), default=0.0)
+        messages: dict[tuple[str, int], int] = defaultdict(int)
+        for sender, receiver in self.pairs:
+            messages["to", sender] += 1
+            messages["from", receiver] += 1
+        return max(
+            count * latency + (self.sent if way == "to" else self.received)[device] * per_byte
+            for (way, device), count in messages.items()
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Return what the plan says as plain values, ready for JSON."""
+        return {
+            "tensors": len(self.moves),
+            "devices": list(self.devices),
+            "sent": {str(device): num_bytes for device, num_bytes in self.sent.items()},
+            "received": {str(device): num_bytes for device, num_bytes in self.received.items()},
+            "busiest_sender": max(self.sent.values(), default=0),
+            "busiest_receiver": max(self.received.values(), default=0),
+            "pairs": len(self.pairs),
+            "peak_bytes": self.peak_bytes,
+            "cost_seconds": self.cost_seconds,
+            "digest": self.digest,
+        }
+
+    def to_json(self) -> str:
+        """Return `as_dict` as text."""
+        return json.dumps(self.as_dict())
+
+    def __str__(self) -> str:
+        total = sum(self.sent.values())
+        senders = sum(1 for num_bytes in self.sent.values() if num_bytes)
+        receivers = sum(1 for num_bytes in self.received.values() if num_bytes)
+        rows = [
+            [str(device), bytes_text(self.sent[device]), bytes_text(self.received[device])]
+            for device in self.devices
+        ]
+        if len(rows) > _MOST_ROWS:
+            rows = [*rows[:_MOST_ROWS], ["…", "", ""]]
+        table = table_text(["device", "sends", "receives"], rows)
+        lines = [
+            f"{counted(len(self.moves), 'tensor')} on {counted(len(self.devices), 'device')}",
+            table,
+            f"busiest sender {bytes_text(max(self.sent.values(), default=0))} "
+            f"(even share of {counted(senders, 'sender')}: {bytes_text(total / max(1, senders))})",
+            f"busiest receiver {bytes_text(max(self.received.values(), default=0))} "
+            f"(even share of {counted(receivers, 'receiver')}: "
+            f"{bytes_text(total / max(1, receivers))})",
+            f"{counted(len(self.pairs), 'pair')} of devices, "
+            f"peak {bytes_text(self.peak_bytes)}, {seconds_text(self.cost_seconds)}",
+        ]
+        return "\n".join(lines)
+
+
+_MOST_ROWS: Final = 32
+
+
+def _local_bytes(layout: Layout) -> dict[int, int]:
+    width = item_bytes(layout.dtype)
+    sizes = {}
+    for device, box in layout.boxes().items():
+        elements = 1
+        for lo, hi in box:
+            elements *= hi - lo
+        sizes[device] = elements * width
+    return sizes

@@ -1,0 +1,281 @@
+"""Carrying a reshard plan out: by messages between ranks, or between devices of one process.
+
+One message a pair of devices and wave: boxes are packed straight from the tensors' memory into a
+bucket, and unpacked from it into the memory of the results. While one wave is on its way, the next
+one is packed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from shardspec.boxes import Box, slices_within
+from shardspec.comm.process_group import ProcessGroupCommunicator
+from shardspec.dtensor import DTensor
+from shardspec.errors import CommunicatorError, LayoutError
+from shardspec.interop.torch_dtensor import local_of
+from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+from shardspec.reshard.copies import StateCopies
+from shardspec.reshard.schedule import Piece, Schedule, schedule_for
+from shardspec.text import shown
+
+__all__ = ["run_plan"]
+
+Shards: TypeAlias = dict[int, torch.Tensor]
+"""Shards of one device by the tensor's place in the plan."""
+
+
+def run_plan(
+    plan: StateCopies,
+    state: Mapping[str, object],
+    out: Mapping[str, object] | None = None,
+) -> dict[str, DTensor]:
+    """Convert a state dict; see `shardspec.reshard.plan.ReshardPlan.run`."""
+    if dist.is_available() and dist.is_initialized():
+        return _run_in_job(plan, state, out)
+    held = {device: _Device(plan, device, state, out, alone=False) for device in plan.devices}
+    if problems := [problem for one in held.values() for problem in one.problems]:
+        raise LayoutError(problems[0])
+    for one in held.values():
+        one.allocate()
+        one.keep()
+    for wave in range(max((one.waves for one in held.values()), default=0)):
+        for device, one in held.items():
+            for peer, pieces in one.sending(wave).items():
+                held[peer].unpack(held[peer].receiving(wave)[device], one.pack(pieces))
+    return _results(plan, held, out)
+
+
+def _run_in_job(
+    plan: StateCopies, state: Mapping[str, object], out: Mapping[str, object] | None
+) -> dict[str, DTensor]:
+    rank = dist.get_rank()
+    if rank not in plan.devices:
+        return {}
+    mesh = DeviceMesh(plan.devices, (len(plan.devices),))
+    communicator = ProcessGroupCommunicator.of(mesh)
+    one = _Device(plan, rank, state, out, alone=True)
+    said = communicator.gather({rank: (plan.digest, one.problems[:1])})
+    for peer, (_, problems) in said.items():
+        if problems:
+            raise LayoutError(f"rank {peer}: {problems[0]}")
+    for peer, (digest, _) in said.items():
+        if digest != plan.digest:
+            raise CommunicatorError(
+                f"rank {peer} reshards by another plan ({digest[:12]}) than rank {rank} "
+                f"({plan.digest[:12]}); make the plan from the same layouts and names on all ranks"
+            )
+    one.allocate()
+    works: list[tuple[dist.Work, Callable[[], None]]] = []
+    for wave in range(one.waves):
+        # What is received in the wave before is unpacked while this one travels.
+        works, before = one.exchange(wave), works
+        _finish(before)
+    one.keep()
+    _finish(works)
+    return _results(plan, {rank: one}, out)
+
+
+def _finish(works: Sequence[tuple[dist.Work, Callable[[], None]]]) -> None:
+    for work, then in works:
+        work.wait()
+        then()
+
+
+class _Device:
+    """The shards of one device, and what it does with them."""
+
+    def __init__(
+        self,
+        plan: StateCopies,
+        device: int,
+        state: Mapping[str, object],
+        out: Mapping[str, object] | None,
+        *,
+        alone: bool,
+    ) -> None:
+        self.plan, self.device = plan, device
+        self.problems: list[str] = []
+        self.source: Shards = {}
+        self.target: Shards = {}
+        self._schedule: Schedule = schedule_for(plan, device)
+        self._boxes: dict[tuple[Layout, int], Box] = {}
+        self._alone = alone
+        names = set()
+        for place, move in enumerate(plan.moves):
+            if device in move.source.mesh:
+                names.add(move.source_name)
+                self._take(self.source, place, move.source_name, move.source, state)
+            if out is not None and device in move.target.mesh:
+                self._take(self.target, place, move.target_name, move.target, out)
+        if alone and (unknown := sorted(set(state) - names)):
+            self.problems.append(
+                f"the state dict has {shown(unknown[0])}, of which the plan knows nothing; leave "
+                "it out, or make the plan with it"
+            )
+        memory = {
+            shard.untyped_storage().data_ptr() for shard in self.source.values() if shard.numel()
+        }
+        for place, shard in self.target.items():
+            if shard.numel() and shard.untyped_storage().data_ptr() in memory:
+                self.problems.append(
+                    f"out[{plan.moves[place].target_name!r}] shares memory with the source; give "
+                    "tensors of its own"
+                )
+
+    def _take(
+        self,
+        shards: Shards,
+        place: int,
+        name: str,
+        layout: Layout,
+        state: Mapping[str, object],
+    ) -> None:
+        """Find the shard of a tensor, and whether it is as the plan says."""
+        if name not in state:
+            self.problems.append(f"tensor {name!r} is missing from the state dict")
+            return
+        shard = _shard_of(state[name], self.device, alone=self._alone)
+        if shard is None:
+            self.problems.append(
+                f"{name!r} is a {type(state[name]).__name__}; give a DTensor of shardspec or of "
+                "torch, or the shard of this rank as a tensor"
+            )
+            return
+        wanted = layout.local_shape(self.device)
+        dtype = str(shard.dtype).removeprefix("torch.")
+        if tuple(shard.shape) != wanted or dtype != layout.dtype:
+            self.problems.append(
+                f"the shard of {name!r} on device {self.device} is {tuple(shard.shape)} of "
+                f"{dtype}; under {layout} it is {wanted} of {layout.dtype}"
+            )
+            return
+        shards[place] = shard.detach()
+
+    @property
+    def waves(self) -> int:
+        """How many waves of messages the device takes part in."""
+        return max(len(self._schedule.sends), len(self._schedule.receives))
+
+    def sending(self, wave: int) -> dict[int, tuple[Piece, ...]]:
+        """Return what is sent in a wave, by peer."""
+        return self._schedule.sends[wave] if wave < len(self._schedule.sends) else {}
+
+    def receiving(self, wave: int) -> dict[int, tuple[Piece, ...]]:
+        """Return what is received in a wave, by peer."""
+        return self._schedule.receives[wave] if wave < len(self._schedule.receives) else {}
+
+    def allocate(self) -> None:
+        """Make the results that were not given."""
+        where = next(iter(self.source.values())).device if self.source else _default_device()
+        for place, move in enumerate(self.plan.moves):
+            if place not in self.target and self.device in move.target.mesh:
+                dtype = getattr(torch, move.target.dtype)
+                shape = move.target.local_shape(self.device)
+                self.target[place] = torch.empty(shape, dtype=dtype, device=where)
+
+    def keep(self) -> None:
+        """Copy what the device has already."""
+        for place, box in self._schedule.kept:
+            self._view(self.target, place, box).copy_(self._view(self.source, place, box))
+
+    def pack(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Return a message with some boxes of the source."""
+        bucket = self._bucket(pieces, self.source)
+        for piece in pieces:
+            view = self._view(self.source, piece.move, piece.box)
+            self._seen(bucket, piece).view(view.shape).copy_(view)
+        return bucket
+
+    def unpack(self, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
+        """Copy the boxes of a message to where they belong."""
+        for piece in pieces:
+            view = self._view(self.target, piece.move, piece.box)
+            view.copy_(self._seen(bucket, piece).view(view.shape))
+
+    def exchange(self, wave: int) -> list[tuple[dist.Work, Callable[[], None]]]:
+        """Start the messages of a wave; return what is to be waited for, and done then."""
+        ops, then = [], []
+        for peer, pieces in self.receiving(wave).items():
+            bucket = self._bucket(pieces, self.target)
+            ops.append(dist.P2POp(dist.irecv, bucket, peer))
+            then.append(_unpacking(self, pieces, bucket))
+        for peer, pieces in self.sending(wave).items():
+            bucket = self.pack(pieces)
+            ops.append(dist.P2POp(dist.isend, bucket, peer))
+            then.append(_kept_alive(bucket))
+        works = dist.batch_isend_irecv(ops) if ops else []
+        if len(works) == len(ops):
+            return list(zip(works, then, strict=True))
+        # NCCL makes one work of all.
+        return [(work, _all(then if work is works[-1] else [])) for work in works]
+
+    def _bucket(self, pieces: Sequence[Piece], like: Shards) -> torch.Tensor:
+        size = pieces[-1].offset + pieces[-1].num_bytes
+        return torch.empty(size, dtype=torch.uint8, device=like[pieces[0].move].device)
+
+    def _seen(self, bucket: torch.Tensor, piece: Piece) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, self.plan.moves[piece.move].wire_dtype)
+        return bucket[piece.offset : piece.offset + piece.num_bytes].view(dtype)
+
+    def _view(self, shards: Shards, place: int, box: Box) -> torch.Tensor:
+        move = self.plan.moves[place]
+        layout = move.source if shards is self.source else move.target
+        key = (layout, self.device)
+        if key not in self._boxes:
+            self._boxes[key] = layout.box(self.device)
+        return shards[place][slices_within(box, self._boxes[key])]
+
+
+def _unpacking(one: _Device, pieces: Sequence[Piece], bucket: torch.Tensor) -> Callable[[], None]:
+    return lambda: one.unpack(pieces, bucket)
+
+
+def _kept_alive(bucket: torch.Tensor) -> Callable[[], None]:
+    """Hold a bucket until its message has gone."""
+
+    def nothing() -> None:
+        assert bucket.numel() > 0
+
+    return nothing
+
+
+def _all(acts: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def act() -> None:
+        for one in acts:
+            one()
+
+    return act
+
+
+def _default_device() -> torch.device:
+    nccl_only = dist.is_initialized() and "gloo" not in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if nccl_only else torch.device("cpu")
+
+
+def _shard_of(value: object, device: int, *, alone: bool) -> torch.Tensor | None:
+    if isinstance(value, DTensor):
+        return value.shards.get(device)
+    if isinstance(value, torch.distributed.tensor.DTensor):
+        return local_of(value)
+    if alone and isinstance(value, torch.Tensor):
+        return value
+    return None
+
+
+def _results(
+    plan: StateCopies, held: Mapping[int, _Device], out: Mapping[str, object] | None
+) -> dict[str, DTensor]:
+    found = {}
+    for place, move in enumerate(plan.moves):
+        given = None if out is None else out.get(move.target_name)
+        if isinstance(given, DTensor):
+            found[move.target_name] = given
+            continue
+        shards = {d: one.target[place] for d, one in held.items() if place in one.target}
+        if shards:
+            found[move.target_name] = DTensor.from_shards(shards, move.target)
+    return found

@@ -1,0 +1,229 @@
+"""Making reshard plans: from layouts, state dicts, or rules on a mesh."""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch.distributed.tensor as torch_tensor
+
+from shardspec.dtensor import DTensor
+from shardspec.dtypes import dtype_name
+from shardspec.errors import LayoutError
+from shardspec.interop.torch_dtensor import layout_of
+from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.rules import match_rules
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+from shardspec.reshard.copies import MAX_BYTES, StateCopies, TensorMove
+from shardspec.reshard.execute import run_plan
+from shardspec.text import counted, shown
+
+__all__ = ["ReshardPlan", "plan_reshard", "reshard_state"]
+
+Rules: TypeAlias = Mapping[str, SpecLike]
+"""Name pattern to spec; a tensor that no pattern matches is replicated."""
+
+
+class ReshardPlan(StateCopies):
+    """How a state dict gets from its layouts to others; made by `plan_reshard`.
+
+    A plain value, the same on every rank that makes it: it holds no tensor, buffer or group, and
+    can be printed, compared, pickled and run any number of times.
+    """
+
+    def run(
+        self, state: Mapping[str, object], out: Mapping[str, object] | None = None
+    ) -> dict[str, DTensor]:
+        """Carry the plan out.
+
+        In a job every rank of any of the meshes calls this; a rank outside the source's meshes
+        passes ``{}``. Without a job all devices are simulated in this process.
+
+        Parameters
+        ----------
+        state
+            The tensors by the names of the source: DTensors of shardspec or of torch or, in a
+            job, the shards of this rank.
+        out
+            What is filled, by the names of the target; by default new tensors are made.
+
+        Returns
+        -------
+        dict
+            The tensors of which this process holds a shard, by the names of the target.
+
+        Raises
+        ------
+        LayoutError
+            If a tensor is missing or is not as the plan says, on any rank; on all ranks, before
+            anything is sent.
+        CommunicatorError
+            If ranks have different plans, or a rank has gone.
+        """
+        return run_plan(self, state, out)
+
+
+def plan_reshard(
+    source: Mapping[str, object],
+    target: Mapping[str, object] | tuple[DeviceMesh, Rules],
+    *,
+    names: Mapping[str, str] | None = None,
+    dtype: object = None,
+    max_bytes: int | None = None,
+) -> ReshardPlan:
+    """Plan how a state dict gets from its layouts to others; needs no job.
+
+    Parameters
+    ----------
+    source
+        Name to `Layout`, or a state dict of DTensors, shardspec's or torch's.
+    target
+        The same, or a mesh and rules: name pattern to spec, what no pattern matches is replicated.
+        Meshes may be any: the same, grown, shrunk, permuted, disjoint or overlapping ones.
+    names
+        Name in the source to name in the target, for those that differ.
+    dtype
+        What floating-point tensors become, where `target` is a mesh and rules.
+    max_bytes
+        Bytes in buckets for sending, and as many for receiving, on each device; 256 MiB by
+        default.
+
+    Raises
+    ------
+    LayoutError
+        If names are missing on either side, shapes differ, a reduction is pending, or `max_bytes`
+        is too small.
+
+    Examples
+    --------
+    >>> mesh = DeviceMesh(range(4), (2, 2))
+    >>> source = {"w": Layout(mesh, "[S0,R]", (8, 6), "float32")}
+    >>> plan = plan_reshard(source, (DeviceMesh([1, 5], (2,)), {"w": "[R,S0]"}))
+    >>> dict(plan.sent), dict(plan.received)
+    ({0: 24, 1: 24, 2: 48, 3: 48, 5: 0}, {0: 0, 1: 48, 2: 0, 3: 0, 5: 96})
+    """
+    before = {name: _layout(name, value) for name, value in source.items()}
+    renamed = _renamed(before, names or {})
+    if isinstance(target, tuple):
+        after = _by_rules(before, renamed, *target, dtype)
+    else:
+        after = {name: _layout(name, value) for name, value in target.items()}
+    for kind, missing in (
+        ("the target lacks", sorted(set(renamed.values()) - set(after))),
+        ("the source lacks", sorted(set(after) - set(renamed.values()))),
+    ):
+        if missing:
+            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise LayoutError(f"{kind} {shown(missing[0])}{rest}; names= maps names that differ")
+    moves = []
+    for name, layout in before.items():
+        move = TensorMove(name, renamed[name], layout, after[renamed[name]])
+        _check(move)
+        moves.append(move)
+    plan = ReshardPlan(tuple(moves), MAX_BYTES if max_bytes is None else max_bytes)
+    if max_bytes is not None:
+        _ = plan.bucket_bytes  # raises where it is too small
+    return plan
+
+
+def reshard_state(
+    state: Mapping[str, object],
+    rules: Rules,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    max_bytes: int | None = None,
+) -> dict[str, DTensor]:
+    """Convert a state dict of DTensors to the specs that rules name, in one go.
+
+    Parameters
+    ----------
+    state
+        DTensors, shardspec's or torch's.
+    rules
+        Name pattern to spec; what no pattern matches is replicated.
+    device_mesh
+        Where to; by default the mesh of the tensors.
+    max_bytes
+        As for `plan_reshard`.
+
+    Raises
+    ------
+    LayoutError, CommunicatorError
+        As `plan_reshard` and `ReshardPlan.run` do.
+
+    Examples
+    --------
+    >>> import torch
+    >>> w = DTensor(torch.arange(6.0), DeviceMesh(range(2), (2,)), "[S0]")
+    >>> reshard_state({"w": w}, {}, device_mesh=DeviceMesh([3], (1,)))["w"].to_local()
+    tensor([0., 1., 2., 3., 4., 5.])
+    """
+    if device_mesh is None:
+        meshes = {_layout(name, value).mesh for name, value in state.items()}
+        if len(meshes) != 1:
+            raise LayoutError(
+                f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as in "
+                "device_mesh=mesh"
+            )
+        (device_mesh,) = meshes
+    return plan_reshard(state, (device_mesh, rules), max_bytes=max_bytes).run(state)
+
+
+def _layout(name: str, value: object) -> Layout:
+    match value:
+        case Layout():
+            return value
+        case DTensor():
+            return value.layout
+        case torch_tensor.DTensor():
+            return layout_of(value)
+    raise LayoutError(
+        f"{name!r} is a {type(value).__name__}; give a Layout, or a DTensor of shardspec or of "
+        "torch"
+    )
+
+
+def _renamed(before: Mapping[str, Layout], names: Mapping[str, str]) -> dict[str, str]:
+    if unknown := sorted(set(names) - set(before)):
+        raise LayoutError(f"names= maps {shown(unknown[0])}, which the source lacks")
+    renamed = {name: names.get(name, name) for name in before}
+    first: dict[str, str] = {}
+    for name, new in renamed.items():
+        if new in first:
+            raise LayoutError(
+                f"names= makes both {first[new]!r} and {name!r} to {new!r}; give each its own name"
+            )
+        first[new] = name
+    return renamed
+
+
+def _by_rules(
+    before: Mapping[str, Layout],
+    renamed: Mapping[str, str],
+    mesh: DeviceMesh,
+    rules: Rules,
+    dtype: object,
+) -> dict[str, Layout]:
+    shapes = {renamed[name]: layout.global_shape for name, layout in before.items()}
+    specs = match_rules(rules, {name: len(shape) for name, shape in shapes.items()})
+    wanted = None if dtype is None else dtype_name(dtype)
+    found = {}
+    for name, layout in before.items():
+        new = renamed[name]
+        spec = specs.get(new, ShardingSpec(len(shapes[new]), {}))
+        floating = wanted is not None and layout.dtype.startswith(("float", "bfloat"))
+        found[new] = Layout(mesh, spec, shapes[new], wanted if floating else layout.dtype)
+    return found
+
+
+def _check(move: TensorMove) -> None:
+    if move.source.global_shape != move.target.global_shape:
+        raise LayoutError(
+            f"{move.source_name!r} is {move.source.global_shape} in the source and "
+            f"{move.target.global_shape} in the target"
+        )
+    for layout in (move.source, move.target):
+        if layout.spec.partials:
+            raise LayoutError(
+                f"{move.source_name!r} is laid out as {layout.spec}, with a reduction pending; "
+                f"finish it first, with redistribute({str(layout.spec.without_partial())!r})"
+            )

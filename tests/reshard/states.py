@@ -1,0 +1,65 @@
+"""Random state dicts on pairs of meshes, and what every device must hold of them."""
+
+import random
+from collections.abc import Mapping
+from math import prod
+
+import torch
+
+from shardspec import DeviceMesh, Layout, ShardingSpec
+
+SHAPES = ((1,), (2,), (3,), (4,), (1, 2), (2, 1), (2, 2), (2, 3), (2, 1, 3))
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+def random_mesh(random_: random.Random, ids: int) -> DeviceMesh:
+    shape = random_.choice([shape for shape in SHAPES if prod(shape) <= ids])
+    return DeviceMesh(random_.sample(range(ids), prod(shape)), shape)
+
+
+def random_spec(random_: random.Random, mesh: DeviceMesh, dims: int) -> ShardingSpec:
+    axes = random_.sample(range(mesh.ndim), mesh.ndim)
+    cuts: dict[int, list[int | str]] = {}
+    for axis in axes:
+        dim = random_.randrange(-1, dims)
+        if dim >= 0:
+            cuts.setdefault(dim, []).append(axis)
+    return ShardingSpec(dims, cuts)
+
+
+def random_case(
+    seed: int, ids: int
+) -> tuple[dict[str, torch.Tensor], dict[str, Layout], dict[str, Layout]]:
+    """Return global tensors, and their layouts before and after."""
+    random_ = random.Random(seed)
+    a, b = random_mesh(random_, ids), random_mesh(random_, ids)
+    whole, source, target = {}, {}, {}
+    for number in range(random_.randrange(1, 6)):
+        name, dims = f"t{number}", random_.randrange(4)
+        shape = tuple(random_.choice([0, 1, 2, 3, 5, 7, 8]) for _ in range(dims))
+        dtype = random_.choice(DTYPES)
+        values = torch.arange(prod(shape)).reshape(shape) * 37 % 101 + number
+        whole[name] = values % 2 == 0 if dtype == torch.bool else values.to(dtype)
+        source[name] = Layout(a, random_spec(random_, a, dims), shape, dtype)
+        target[name] = Layout(b, random_spec(random_, b, dims), shape, dtype)
+    return whole, source, target
+
+
+def shard_at(whole: torch.Tensor, layout: Layout, device: int) -> torch.Tensor:
+    """Return what a device must hold, by index arithmetic alone."""
+    return whole[tuple(slice(lo, hi) for lo, hi in layout.box(device))]
+
+
+def wrong_shards(
+    whole: Mapping[str, torch.Tensor], target: Mapping[str, Layout], got, devices
+) -> list[str]:
+    wrong = []
+    for name, tensor in whole.items():
+        for device in devices:
+            if device not in target[name].mesh:
+                continue
+            wanted = shard_at(tensor, target[name], device)
+            shard = got[name].shards[device]
+            if shard.dtype != wanted.dtype or not torch.equal(shard, wanted):
+                wrong.append(f"{name} on {device}: {shard}, not {wanted}")
+    return wrong

@@ -1,0 +1,100 @@
+"""Reshard plans between real processes, over gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.errors import ShardSpecError
+from shardspec.reshard.plan import plan_reshard, reshard_state
+from tests.dist.processes import run_ranks
+from tests.reshard.states import random_case, shard_at, wrong_shards
+
+pytestmark = pytest.mark.dist
+
+WORLD = 6
+
+
+def _random_cases(rank: int, seeds: range) -> tuple[int, list[str]]:
+    compared, wrong = 0, []
+    for seed in seeds:
+        whole, source, target = random_case(seed, ids=WORLD)
+        plan = plan_reshard(source, target, max_bytes=(None, 4096)[seed % 2])
+        mesh = next(iter(source.values())).mesh
+        inside = rank in mesh
+        state = {n: shard_at(w, source[n], rank) for n, w in whole.items()} if inside else {}
+        for _ in range(2):
+            got = plan.run(state)
+            wrong += [f"{seed}: {text}" for text in wrong_shards(whole, target, got, [rank])]
+        compared += len(got)
+    return compared, wrong
+
+
+def _torch_state(rank: int) -> list[str]:
+    """FSDP-like tensors of torch to a tensor-parallel mesh of two other ranks."""
+    torch.manual_seed(0)
+    whole = {"up": torch.randn(8, 6), "down": torch.randn(6, 8), "norm": torch.randn(6)}
+    mesh = TorchMesh("cpu", torch.arange(4))  # a collective of all ranks
+    state = {}
+    if rank < 4:
+        state = {name: distribute_tensor(w, mesh, [Shard(0)]) for name, w in whole.items()}
+    ours = DeviceMesh(range(4), (4,))
+    source = {
+        n: Layout(ours, f"[S0{',R' * (w.ndim - 1)}]", w.shape, w.dtype) for n, w in whole.items()
+    }
+    serving = DeviceMesh([5, 4], (2,))
+    plan = plan_reshard(source, (serving, {"up": "[S0,R]", "down": "[R,S0]"}))
+    got = plan.run(state)
+    target = {move.target_name: move.target for move in plan.moves}
+    return wrong_shards(whole, target, got, [rank])
+
+
+def _disagreements(rank: int) -> list[str]:
+    """Ranks that differ in the plan or in what they hold: an error on all, nothing written."""
+    mesh = DeviceMesh(range(WORLD), (WORLD,))
+    whole = torch.arange(12.0)
+    tensor = DTensor(whole, mesh, "[S0]")
+    out = {"w": DTensor(torch.full((12,), 7.0), mesh, "[R]")}
+    said = []
+    source = {"w": tensor.layout}
+    for case in range(3):
+        plan = plan_reshard(source, {"w": out["w"].layout})
+        state: dict[str, object] = {"w": tensor}
+        if rank == 2 and case == 0:
+            plan = plan_reshard(source, {"w": out["w"].layout}, max_bytes=1 << 20)
+        if rank == 2 and case == 1:
+            state = {}
+        if rank == 2 and case == 2:
+            state = {"w": torch.zeros(3)}
+        try:
+            plan.run(state, out)
+            said.append("done")
+        except ShardSpecError as error:
+            said.append(str(error))
+    said.append(str(bool((out["w"].to_local() == 7).all())))
+    return said
+
+
+def _all(rank: int):
+    found = _random_cases(rank, range(120)), _torch_state(rank), _disagreements(rank)
+    whole = torch.arange(24.0).reshape(4, 6)
+    mesh = DeviceMesh(range(WORLD), (2, 3))
+    got = reshard_state({"w": DTensor(whole, mesh, "[S0,S1]")}, {"w": "[S1,R]"})
+    assert torch.equal(got["w"].to_global(), whole)
+    dist.barrier()
+    return found
+
+
+def test_in_a_job(tmp_path):
+    results = run_ranks(WORLD, tmp_path, _all)
+    assert sum(compared for (compared, _), _, _ in results) > 500
+    for (_, wrong), from_torch, said in results:
+        assert wrong == []
+        assert from_torch == []
+        plans, missing, other_shape, untouched = said
+        assert "reshards by another plan" in plans
+        assert "rank 2: tensor 'w' is missing" in missing
+        assert "rank 2: the shard of 'w' on device 2 is (3,)" in other_shape
+        assert untouched == "True"

@@ -1,0 +1,166 @@
+"""Reshard plans: what they say, what they refuse, and what they do on simulated devices."""
+
+import json
+import pickle
+from math import prod
+
+import networkx as nx
+import pytest
+import torch
+
+from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.errors import LayoutError
+from shardspec.reshard.plan import plan_reshard, reshard_state
+from tests.reshard.states import random_case, wrong_shards
+
+FOUR = DeviceMesh([2, 0, 3, 1], (2, 2))
+
+
+@pytest.mark.parametrize("max_bytes", [None, 4096])
+def test_random_state_dicts_on_simulated_devices(max_bytes):
+    tensors = 0
+    for seed in range(600):
+        whole, source, target = random_case(seed, ids=8)
+        plan = plan_reshard(source, target, max_bytes=max_bytes)
+        state = {n: DTensor(w, source[n].mesh, source[n].spec) for n, w in whole.items()}
+        got = plan.run(state)
+        devices = next(iter(target.values())).mesh.ids
+        assert wrong_shards(whole, target, got, devices) == [], seed
+        assert sum(plan.sent.values()) == sum(plan.received.values())
+        tensors += len(whole)
+    assert tensors > 1000
+
+
+def test_out_is_filled_in_place_again_and_again():
+    target_mesh = DeviceMesh([5, 1], (2,))
+    source = {"w": Layout(FOUR, "[S01,R]", (6, 4), "float32")}
+    plan = plan_reshard(source, (target_mesh, {"w": "[R,S0]"}))
+    out = {"w": DTensor(torch.zeros(6, 4), target_mesh, "[R,S0]")}
+    kept = {device: shard.data_ptr() for device, shard in out["w"].shards.items()}
+    for step in range(3):
+        whole = torch.randn(6, 4) + step
+        got = plan.run({"w": DTensor(whole, FOUR, "[S01,R]")}, out)
+        assert got["w"] is out["w"]
+        assert torch.equal(out["w"].to_global(), whole)
+    assert {device: shard.data_ptr() for device, shard in out["w"].shards.items()} == kept
+
+
+def test_only_what_is_lacking_travels_and_replicas_share_the_work():
+    mesh = DeviceMesh(range(8), (4, 2))
+    source = {f"w{i}": Layout(mesh, "[R,S1]", (64, 32), "float32") for i in range(3)}
+    plan = plan_reshard(source, (DeviceMesh([0, 9], (2,)), {"*": "[S0,R]"}))
+    # Device 0 has one half of the columns of its rows; 9 has nothing.
+    total = 3 * 64 * 32 * 4
+    assert plan.received[9] == total // 2
+    assert plan.received[0] == total // 4
+    assert sum(plan.sent.values()) == total // 2 + total // 4
+    # Device 9 wants as much from either half; device 0 only what devices 1, 3, 5, 7 hold.
+    assert max(plan.sent.values()) == total // 4 // 4 + total // 4 // 4
+    assert plan.sent[9] == 0
+
+
+def test_the_busiest_sender_is_least():
+    """Against maximum flow: with 2 % less at every sender, not everything could be sent."""
+    tried = 0
+    for seed in range(150):
+        _, source, target = random_case(seed, ids=8)
+        plan = plan_reshard(source, target)
+        totals = {holders: int(ends[-1]) for holders, ends in plan.senders.ends.items()}
+        if not totals:
+            continue
+        # Bytes are whole: each set of holders rounds once.
+        less = int(max(plan.sent.values()) * 0.98) - len(totals)
+        graph = nx.DiGraph()
+        graph.add_nodes_from(["from", "to"])
+        for holders, total in totals.items():
+            graph.add_edge("from", holders, capacity=total)
+            for device in holders:
+                graph.add_edge(holders, device)
+                graph.add_edge(device, "to", capacity=less)
+        assert nx.maximum_flow_value(graph, "from", "to") < sum(totals.values()), seed
+        tried += 1
+    assert tried > 100
+
+
+def test_names_and_dtypes():
+    source = {"model.w": Layout(FOUR, "[S0,S1]", (4, 6), "float32")}
+    plan = plan_reshard(
+        source, (DeviceMesh([7], (1,)), {}), names={"model.w": "w"}, dtype=torch.bfloat16
+    )
+    whole = torch.randn(4, 6)
+    got = plan.run({"model.w": DTensor(whole, FOUR, "[S0,S1]")})
+    assert torch.equal(got["w"].to_local(), whole.bfloat16())
+    assert sum(plan.sent.values()) == 4 * 6 * 2  # cast before it is sent
+
+
+def test_a_plan_is_a_value():
+    source = {"w": Layout(FOUR, "[S0,S1]", (4, 6), "float32")}
+    plans = [plan_reshard(source, (DeviceMesh([7, 3], (2,)), {"w": "[S0,R]"})) for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert hash(plans[0]) == hash(plans[1])
+    assert plans[0].digest == plans[1].digest == pickle.loads(pickle.dumps(plans[0])).digest
+    said = json.loads(plans[0].to_json())
+    assert said["tensors"] == 1
+    assert said["received"]["7"] == 2 * 6 * 4
+    assert "busiest sender" in str(plans[0])
+    other = plan_reshard(source, (DeviceMesh([7, 3], (2,)), {"w": "[R,S0]"}))
+    assert other.digest != plans[0].digest
+
+
+def test_peak_bytes_count_source_target_and_buckets():
+    source = {"w": Layout(FOUR, "[S0,S1]", (64, 64), "float32")}
+    plan = plan_reshard(source, (FOUR, {"w": "[R,R]"}), max_bytes=6400)
+    assert plan.peak_bytes == 64 * 64 + 4 * 64 * 64 + 2 * 6400
+
+
+def bad_calls():
+    w = Layout(FOUR, "[S0,R]", (4, 6), "float32")
+    one = DeviceMesh([7], (1,))
+    yield "the target lacks 'w'", {"w": w}, {}, {}
+    yield "the source lacks 'v'", {}, {"v": w}, {}
+    yield "(4, 6) in the source", {"w": w}, {"w": Layout(FOUR, "[R]", (4,), "float32")}, {}
+    yield "reduction pending", {"w": w.with_spec("[S0,R|P1]")}, {"w": w}, {}
+    yield "is a int", {"w": 3}, {"w": w}, {}
+    yield "which the source lacks", {"w": w}, {"w": w}, {"names": {"x": "y"}}
+    yield "each its own name", {"a": w, "b": w}, {"a": w}, {"names": {"b": "a"}}
+    yield "give at least 128", {"w": w}, (one, {}), {"max_bytes": 5}
+
+
+@pytest.mark.parametrize(
+    ("says", "source", "target", "options"), list(bad_calls()), ids=lambda v: str(v)[:20]
+)
+def test_what_is_refused(says, source, target, options):
+    with pytest.raises(LayoutError) as error:
+        plan_reshard(source, target, **options)
+    assert says in str(error.value)
+
+
+def test_a_state_that_is_not_as_planned_is_refused_before_out_is_touched():
+    plan = plan_reshard({"w": Layout(FOUR, "[S0,S1]", (4, 6), "float32")}, (FOUR, {"w": "[R,R]"}))
+    out = {"w": DTensor(torch.full((4, 6), 7.0), FOUR, "[R,R]")}
+    good = DTensor(torch.zeros(4, 6), FOUR, "[S0,S1]")
+    for state, says in (
+        ({}, "'w' is missing"),
+        ({"w": torch.zeros(4, 6)}, "is a Tensor"),
+        ({"w": DTensor(torch.zeros(4, 6).double(), FOUR, "[S0,S1]")}, "of float64"),
+        ({"w": DTensor(torch.zeros(6, 4), FOUR, "[S0,S1]")}, "is (3, 2)"),
+    ):
+        with pytest.raises(LayoutError, match="w") as error:
+            plan.run(state, out)
+        assert says in str(error.value)
+    with pytest.raises(LayoutError, match="missing"):
+        plan.run({"w": good}, {})
+    same = plan_reshard({"w": good.layout}, {"w": good.layout})
+    with pytest.raises(LayoutError, match="shares memory"):
+        same.run({"w": good}, {"w": good})
+    assert torch.equal(out["w"].to_global(), torch.full((4, 6), 7.0))
+
+
+def test_reshard_state_stays_on_the_mesh_unless_told():
+    whole = torch.arange(24.0).reshape(4, 6)
+    state = {"w": DTensor(whole, FOUR, "[S0,S1]"), "b": DTensor(whole[0], FOUR, "[S01]")}
+    got = reshard_state(state, {"w": "[R,S10]"})
+    assert [str(t.sharding_spec) for t in got.values()] == ["[R,S10]", "[R]"]
+    assert got["w"].device_mesh == FOUR
+    assert torch.equal(got["w"].to_global(), whole)
+    assert prod(got["b"].to_local(3).shape) == 6
