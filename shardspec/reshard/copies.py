@@ -15,6 +15,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.reshard.transfers import Kind, Senders, balanced, kind_of
+from shardspec.reshard.views import View
 from shardspec.text import bytes_text, counted, seconds_text, table_text
 
 __all__ = ["MAX_BYTES", "StateCopies", "TensorMove"]
@@ -31,6 +32,8 @@ class TensorMove:
     target_name: str
     source: Layout
     target: Layout
+    view: View | None = None
+    """Which elements of the source are which of the target; by default all, at the same indices."""
 
     @property
     def wire_dtype(self) -> str:
@@ -61,7 +64,7 @@ class StateCopies:
                 if layout not in texts:
                     facts = (layout.mesh.ids, layout.mesh.shape, str(layout.spec))
                     texts[layout] = repr((*facts, layout.global_shape, layout.dtype)).encode()
-            found.update(repr((move.source_name, move.target_name)).encode())
+            found.update(repr((move.source_name, move.target_name, move.view)).encode())
             found.update(texts[move.source] + texts[move.target])
         return found.hexdigest()
 
@@ -72,17 +75,17 @@ class StateCopies:
         return tuple(sorted({device for mesh in meshes for device in mesh.ids}))
 
     @cached_property
-    def kinds(self) -> dict[tuple[Layout, Layout], list[int]]:
-        """Pairs of layouts, each with the places in `moves` of the tensors that have them."""
-        found: dict[tuple[Layout, Layout], list[int]] = {}
+    def kinds(self) -> dict[tuple[Layout, Layout, View | None], list[int]]:
+        """Pairs of layouts, and the view, with the places in `moves` of tensors that have them."""
+        found: dict[tuple[Layout, Layout, View | None], list[int]] = {}
         for place, move in enumerate(self.moves):
-            found.setdefault((move.source, move.target), []).append(place)
+            found.setdefault((move.source, move.target, move.view), []).append(place)
         return found
 
     @cached_property
     def overlaps(self) -> tuple[Kind, ...]:
         """The overlaps of every pair of layouts."""
-        return tuple(kind_of(*layouts) for layouts in self.kinds)
+        return tuple(kind_of(*key) for key in self.kinds)
 
     @cached_property
     def item_bytes(self) -> tuple[int, ...]:
@@ -166,14 +169,13 @@ class StateCopies:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that a device holds at once: its source, its target and its buckets."""
+        tensors = {("source", move.source_name, move.source) for move in self.moves}
+        tensors |= {("target", move.target_name, move.target) for move in self.moves}
         held = dict.fromkeys(self.devices, 0)
-        sizes: dict[Layout, Mapping[int, int]] = {}
-        for layouts, places in self.kinds.items():
-            for layout in layouts:
-                if layout not in sizes:
-                    sizes[layout] = _local_bytes(layout)
-                for device, num_bytes in sizes[layout].items():
-                    held[device] += num_bytes * len(places)
+        sizes = {layout: _local_bytes(layout) for layout in {layout for *_, layout in tensors}}
+        for *_, layout in tensors:
+            for device, num_bytes in sizes[layout].items():
+                held[device] += num_bytes
         return max(
             (
                 num_bytes
@@ -191,8 +193,8 @@ class StateCopies:
         Every message costs the latency, and every byte the transfer cost, of the slowest axis of
         the meshes; see `CostModel`.
         """
-        layouts = {layout for pair in self.kinds for layout in pair}
-        models = {CostModel.of_mesh(layout.mesh) for layout in layouts}
+        meshes = {layout.mesh for key in self.kinds for layout in key[:2]}
+        models = set(map(CostModel.of_mesh, meshes))
         if not models or not self.pairs:
             return 0.0
         slowest = [model.slowest(range(len(model.links))) for model in models if model.links]

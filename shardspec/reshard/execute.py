@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box, slices_within
+from shardspec.boxes import Box
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.dtensor import DTensor
 from shardspec.errors import CommunicatorError, LayoutError
@@ -102,15 +102,16 @@ class _Device:
         self.source: Shards = {}
         self.target: Shards = {}
         self._schedule: Schedule = schedule_for(plan, device)
-        self._boxes: dict[tuple[Layout, int], Box] = {}
+        self._lows: dict[Layout, list[int]] = {}
         self._alone = alone
         names = set()
+        taken: dict[tuple[bool, str], torch.Tensor | None] = {}
         for place, move in enumerate(plan.moves):
             if device in move.source.mesh:
                 names.add(move.source_name)
-                self._take(self.source, place, move.source_name, move.source, state)
+                self._take(taken, False, place, move.source_name, move.source, state)
             if out is not None and device in move.target.mesh:
-                self._take(self.target, place, move.target_name, move.target, out)
+                self._take(taken, True, place, move.target_name, move.target, out)
         if alone and (unknown := sorted(set(state) - names)):
             self.problems.append(
                 f"the state dict has {shown(unknown[0])}, of which the plan knows nothing; leave "
@@ -128,23 +129,34 @@ class _Device:
 
     def _take(
         self,
-        shards: Shards,
+        taken: dict[tuple[bool, str], torch.Tensor | None],
+        into_target: bool,
         place: int,
         name: str,
         layout: Layout,
         state: Mapping[str, object],
     ) -> None:
-        """Find the shard of a tensor, and whether it is as the plan says."""
+        """Find the shard of a tensor, once, and whether it is as the plan says."""
+        key = (into_target, name)
+        if key not in taken:
+            taken[key] = self._checked(name, layout, state)
+        shard = taken[key]
+        if shard is not None:
+            (self.target if into_target else self.source)[place] = shard
+
+    def _checked(
+        self, name: str, layout: Layout, state: Mapping[str, object]
+    ) -> torch.Tensor | None:
         if name not in state:
             self.problems.append(f"tensor {name!r} is missing from the state dict")
-            return
+            return None
         shard = _shard_of(state[name], self.device, alone=self._alone)
         if shard is None:
             self.problems.append(
                 f"{name!r} is a {type(state[name]).__name__}; give a DTensor of shardspec or of "
                 "torch, or the shard of this rank as a tensor"
             )
-            return
+            return None
         wanted = layout.local_shape(self.device)
         dtype = str(shard.dtype).removeprefix("torch.")
         if tuple(shard.shape) != wanted or dtype != layout.dtype:
@@ -152,8 +164,8 @@ class _Device:
                 f"the shard of {name!r} on device {self.device} is {tuple(shard.shape)} of "
                 f"{dtype}; under {layout} it is {wanted} of {layout.dtype}"
             )
-            return
-        shards[place] = shard.detach()
+            return None
+        return shard.detach()
 
     @property
     def waves(self) -> int:
@@ -171,11 +183,16 @@ class _Device:
     def allocate(self) -> None:
         """Make the results that were not given."""
         where = next(iter(self.source.values())).device if self.source else _default_device()
+        made: dict[str, torch.Tensor] = {}
         for place, move in enumerate(self.plan.moves):
             if place not in self.target and self.device in move.target.mesh:
-                dtype = getattr(torch, move.target.dtype)
-                shape = move.target.local_shape(self.device)
-                self.target[place] = torch.empty(shape, dtype=dtype, device=where)
+                name = move.target_name
+                if name not in made:
+                    dtype = getattr(torch, move.target.dtype)
+                    shape = move.target.local_shape(self.device)
+                    # Zeros: what no tensor of the source fills is padding.
+                    made[name] = torch.zeros(shape, dtype=dtype, device=where)
+                self.target[place] = made[name]
 
     def keep(self) -> None:
         """Copy what the device has already."""
@@ -222,12 +239,23 @@ class _Device:
         return bucket[piece.offset : piece.offset + piece.num_bytes].view(dtype)
 
     def _view(self, shards: Shards, place: int, box: Box) -> torch.Tensor:
+        """Return the part of a shard that a box of the view is."""
         move = self.plan.moves[place]
-        layout = move.source if shards is self.source else move.target
-        key = (layout, self.device)
-        if key not in self._boxes:
-            self._boxes[key] = layout.box(self.device)
-        return shards[place][slices_within(box, self._boxes[key])]
+        from_source = shards is self.source
+        layout = move.source if from_source else move.target
+        if layout not in self._lows:
+            self._lows[layout] = [lo for lo, _ in layout.box(self.device)]
+        shard, lows = shards[place], self._lows[layout]
+        if move.view is None:
+            return shard[tuple(slice(a - lo, b - lo) for (a, b), lo in zip(box, lows, strict=True))]
+        side = move.view.source if from_source else move.view.target
+        strides = shard.stride()
+        at = side.offset(strides, lows, [lo for lo, _ in box])
+        return shard.as_strided(
+            [hi - lo for lo, hi in box],
+            side.strides(strides, len(box)),
+            shard.storage_offset() + at,
+        )
 
 
 def _unpacking(one: _Device, pieces: Sequence[Piece], bucket: torch.Tensor) -> Callable[[], None]:

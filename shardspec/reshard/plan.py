@@ -1,12 +1,12 @@
 """Making reshard plans: from layouts, state dicts, or rules on a mesh."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch.distributed.tensor as torch_tensor
 
 from shardspec.dtensor import DTensor
-from shardspec.dtypes import dtype_name
+from shardspec.dtypes import dtype_name, is_cast, is_floating
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import layout_of
 from shardspec.layout.layout import Layout, SpecLike
@@ -15,6 +15,7 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.reshard.copies import MAX_BYTES, StateCopies, TensorMove
 from shardspec.reshard.execute import run_plan
+from shardspec.reshard.maps import NameMap, check_map
 from shardspec.text import counted, shown
 
 __all__ = ["ReshardPlan", "plan_reshard", "reshard_state"]
@@ -66,7 +67,7 @@ def plan_reshard(
     source: Mapping[str, object],
     target: Mapping[str, object] | tuple[DeviceMesh, Rules],
     *,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | NameMap | None = None,
     dtype: object = None,
     max_bytes: int | None = None,
 ) -> ReshardPlan:
@@ -80,7 +81,8 @@ def plan_reshard(
         The same, or a mesh and rules: name pattern to spec, what no pattern matches is replicated.
         Meshes may be any: the same, grown, shrunk, permuted, disjoint or overlapping ones.
     names
-        Name in the source to name in the target, for those that differ.
+        Name in the source to name in the target, for those that differ; or a `NameMap`, which
+        also fuses, splits, stacks, transposes and pads.
     dtype
         What floating-point tensors become, where `target` is a mesh and rules.
     max_bytes
@@ -102,9 +104,13 @@ def plan_reshard(
     ({0: 24, 1: 24, 2: 48, 3: 48, 5: 0}, {0: 0, 1: 48, 2: 0, 3: 0, 5: 96})
     """
     before = {name: _layout(name, value) for name, value in source.items()}
+    if isinstance(names, NameMap):
+        return _mapped(before, target, names, dtype, max_bytes)
     renamed = _renamed(before, names or {})
     if isinstance(target, tuple):
-        after = _by_rules(before, renamed, *target, dtype)
+        dtypes = {renamed[name]: layout.dtype for name, layout in before.items()}
+        shapes = {renamed[name]: layout.global_shape for name, layout in before.items()}
+        after = _by_rules(shapes, dtypes, *target, dtype)
     else:
         after = {name: _layout(name, value) for name, value in target.items()}
     for kind, missing in (
@@ -119,10 +125,7 @@ def plan_reshard(
         move = TensorMove(name, renamed[name], layout, after[renamed[name]])
         _check(move)
         moves.append(move)
-    plan = ReshardPlan(tuple(moves), MAX_BYTES if max_bytes is None else max_bytes)
-    if max_bytes is not None:
-        _ = plan.bucket_bytes  # raises where it is too small
-    return plan
+    return _plan(moves, max_bytes)
 
 
 def reshard_state(
@@ -197,29 +200,65 @@ def _renamed(before: Mapping[str, Layout], names: Mapping[str, str]) -> dict[str
 
 
 def _by_rules(
-    before: Mapping[str, Layout],
-    renamed: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
     mesh: DeviceMesh,
     rules: Rules,
     dtype: object,
 ) -> dict[str, Layout]:
-    shapes = {renamed[name]: layout.global_shape for name, layout in before.items()}
     specs = match_rules(rules, {name: len(shape) for name, shape in shapes.items()})
     wanted = None if dtype is None else dtype_name(dtype)
     found = {}
-    for name, layout in before.items():
-        new = renamed[name]
-        spec = specs.get(new, ShardingSpec(len(shapes[new]), {}))
-        floating = wanted is not None and layout.dtype.startswith(("float", "bfloat"))
-        found[new] = Layout(mesh, spec, shapes[new], wanted if floating else layout.dtype)
+    for name, shape in shapes.items():
+        spec = specs.get(name, ShardingSpec(len(shape), {}))
+        cast = wanted is not None and is_floating(dtypes[name])
+        found[name] = Layout(mesh, spec, shape, wanted if cast else dtypes[name])
     return found
 
 
+def _mapped(
+    before: Mapping[str, Layout],
+    target: Mapping[str, object] | tuple[DeviceMesh, Rules],
+    names: NameMap,
+    dtype: object,
+    max_bytes: int | None,
+) -> ReshardPlan:
+    shapes = {name: layout.global_shape for name, layout in before.items()}
+    if isinstance(target, tuple):
+        implied = names.target_shapes(shapes)
+        from_ = {e.target: before[e.source].dtype for e in names.equations(shapes, implied)}
+        after = _by_rules(implied, from_, *target, dtype)
+    else:
+        after = {name: _layout(name, value) for name, value in target.items()}
+    report = check_map(names, shapes, {name: one.global_shape for name, one in after.items()})
+    if report.problems:
+        rest = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
+        raise LayoutError(f"the map is not total: {report.problems[0]}{rest}")
+    moves = []
+    for equation in report.equations:
+        one, other = before[equation.source], after[equation.target]
+        moves.append(TensorMove(equation.source, equation.target, one, other, equation.view))
+        _check(moves[-1])
+    return _plan(moves, max_bytes)
+
+
+def _plan(moves: Sequence[TensorMove], max_bytes: int | None) -> ReshardPlan:
+    plan = ReshardPlan(tuple(moves), MAX_BYTES if max_bytes is None else max_bytes)
+    if max_bytes is not None:
+        _ = plan.bucket_bytes  # raises where it is too small
+    return plan
+
+
 def _check(move: TensorMove) -> None:
-    if move.source.global_shape != move.target.global_shape:
+    if move.view is None and move.source.global_shape != move.target.global_shape:
         raise LayoutError(
             f"{move.source_name!r} is {move.source.global_shape} in the source and "
             f"{move.target.global_shape} in the target"
+        )
+    if move.source.dtype != move.target.dtype and not is_cast(move.source.dtype, move.target.dtype):
+        raise LayoutError(
+            f"{move.source_name!r} is {move.source.dtype} in the source and {move.target.dtype} "
+            "in the target; only floating-point dtypes are cast"
         )
     for layout in (move.source, move.target):
         if layout.spec.partials:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shardspec.boxes import Box, intersect
 from shardspec.layout.layout import Layout
+from shardspec.reshard.views import TensorView, View, identity_view
 
 __all__ = ["Kind", "Senders", "balanced", "kind_of"]
 
@@ -29,11 +30,10 @@ class Kind:
     Rows of the arrays are demands: a device that wants what another one has.
     """
 
-    source: Layout
-    target: Layout
     holders: tuple[tuple[int, ...], ...]
     """Per distinct source box the devices that hold it."""
     source_boxes: tuple[Box, ...]
+    """In coordinates of the view, as all boxes here."""
     target_boxes: tuple[Box, ...]
     at: Ints
     """Per demand the source box, ascending."""
@@ -49,23 +49,25 @@ class Kind:
     kept_by: Ints
 
     def box(self, demand: int) -> Box:
-        """Return what a demand asks for, in coordinates of the tensor."""
+        """Return what a demand asks for."""
         box = intersect(self.source_boxes[self.at[demand]], self.target_boxes[self.to[demand]])
         assert box is not None, "demands are overlaps"
         return box
 
 
-def _distinct(layout: Layout) -> dict[Box, list[int]]:
-    """Return the boxes that are not empty, each with its holders, in the order of the mesh."""
+def _distinct(layout: Layout, side: TensorView, axes: int) -> list[tuple[Box, tuple[int, ...]]]:
+    """Return the boxes of the view that are not empty, each with its holders."""
     found: dict[Box, list[int]] = {}
     for device, box in layout.boxes().items():
         if all(lo < hi for lo, hi in box):
             found.setdefault(box, []).append(device)
-    return found
+    return [
+        (part, tuple(devices)) for box, devices in found.items() for part in side.boxes(box, axes)
+    ]
 
 
-def kind_of(source: Layout, target: Layout) -> Kind:
-    """Intersect the boxes of two layouts of one tensor.
+def kind_of(source: Layout, target: Layout, view: View | None = None) -> Kind:
+    """Intersect the boxes of two layouts of one tensor, or of what a view equates.
 
     Examples
     --------
@@ -77,36 +79,30 @@ def kind_of(source: Layout, target: Layout) -> Kind:
     >>> kind.receiver.tolist(), kind.kept_by.tolist()
     ([2, 1, 5], [1])
     """
-    have, want = _distinct(source), _distinct(target)
-    lower = [np.array([[lo for lo, _ in box] for box in boxes]) for boxes in (have, want)]
-    upper = [np.array([[hi for _, hi in box] for box in boxes]) for boxes in (have, want)]
-    dims = len(source.global_shape)
-    if not have or not want:
-        shape = np.zeros((len(have), len(want), max(dims, 1)), dtype=np.int64)
-    elif dims == 0:
-        shape = np.ones((len(have), len(want), 1), dtype=np.int64)
-    else:
-        lo = np.maximum(lower[0][:, None, :], lower[1][None, :, :])
-        hi = np.minimum(upper[0][:, None, :], upper[1][None, :, :])
-        shape = np.maximum(hi - lo, 0)
-    sizes = shape.prod(axis=-1)
-    holders = [tuple(devices) for devices in have.values()]
-    wanting = list(want.values())
+    view = view or identity_view(source.global_shape)
+    axes = len(view.shape)
+    have, want = _distinct(source, view.source, axes), _distinct(target, view.target, axes)
+    # Of a scalar, each box has one element.
+    bounds = [
+        np.array([[*box, (0, 1)] for box, _ in boxes], dtype=np.int64).reshape(-1, axes + 1, 2)
+        for boxes in (have, want)
+    ]
+    lo = np.maximum(bounds[0][:, None, :, 0], bounds[1][None, :, :, 0])
+    hi = np.minimum(bounds[0][:, None, :, 1], bounds[1][None, :, :, 1])
+    sizes = np.maximum(hi - lo, 0).prod(axis=-1)
     demands: list[tuple[int, int, int]] = []
     kept: list[tuple[int, int, int]] = []
     for at, to in zip(*(axis.tolist() for axis in np.nonzero(sizes)), strict=True):
-        holding = holders[at]
-        for device in wanting[to]:
+        holding = have[at][1]
+        for device in want[to][1]:
             (kept if device in holding else demands).append((at, to, device))
     rows = np.array(demands, dtype=np.int64).reshape(-1, 3)
     own = np.array(kept, dtype=np.int64).reshape(-1, 3)
     elements = sizes[rows[:, 0], rows[:, 1]].astype(np.int64)
     return Kind(
-        source,
-        target,
-        tuple(holders),
-        tuple(have),
-        tuple(want),
+        tuple(holders for _, holders in have),
+        tuple(box for box, _ in have),
+        tuple(box for box, _ in want),
         at=rows[:, 0].copy(),
         to=rows[:, 1].copy(),
         receiver=rows[:, 2].copy(),

@@ -1,0 +1,473 @@
+"""Name maps: which tensors of one model are which of another, as equations between views.
+
+A map is read from TOML. Names may have placeholders for numbers, views are those of
+`shardspec.reshard.views`::
+
+    [sizes]                     # numbers, or sums and products of sizes and of a model's config
+    g = "num_key_value_heads"
+    q = "num_attention_heads // num_key_value_heads"
+    d = "hidden_size // num_attention_heads"
+    r = "q + 2"
+
+    [[map]]
+    source = "model.norm.weight"
+    target = "decoder.final_layernorm.weight"
+
+    [[map]]
+    source = ["model.layers.{i}.self_attn.q_proj.weight", "(g q d) c"]
+    target = ["decoder.layers.{i}.self_attention.linear_qkv.weight", "(g r d) c", "r[:q]"]
+
+    [[zeros]]                   # what of a target no source fills: padding
+    target = ["output.weight", "v c", "v[vocab_size:]"]
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import prod
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from shardspec.errors import LayoutError, SpecSyntaxError
+from shardspec.reshard.views import (
+    TensorView,
+    View,
+    evaluate,
+    identity_view,
+    parse_view,
+    side_lengths,
+    views_of,
+)
+from shardspec.text import shown
+
+__all__ = ["Equation", "MapReport", "NameMap", "check_map"]
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """Elements of a source tensor that are those of a target tensor."""
+
+    source: str
+    """Name in the source."""
+    target: str
+    """Name in the target."""
+    view: View
+    """Which elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Elements of a target tensor that are zero."""
+
+    target: str
+    side: TensorView
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    r"""Equations between views of tensors whose names match patterns.
+
+    Examples
+    --------
+    >>> text = '[[map]]\nsource = "a.{i}.w"\ntarget = ["b.w", "l x", "l[{i}]"]'
+    >>> map_ = NameMap.parse(text)
+    >>> found = map_.equations({"a.0.w": (3,), "a.1.w": (3,)}, {"b.w": (2, 3)})
+    >>> [(e.source, e.target, e.view.shape) for e in found]
+    [('a.0.w', 'b.w', (3, 1)), ('a.1.w', 'b.w', (3, 1))]
+    """
+
+    rules: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+    """Per equation both sides: a name, then perhaps a view, then perhaps slices of it."""
+    sizes: Mapping[str, int | str] = field(default_factory=dict)
+    """Named sizes: numbers, or expressions in other sizes."""
+    zeros: tuple[tuple[str, ...], ...] = ()
+    """Sides of the target that are padding."""
+    unused: tuple[tuple[str, ...], ...] = ()
+    """Sides of the source that go nowhere, on purpose."""
+
+    @classmethod
+    def load(cls, path: Path | str) -> "NameMap":
+        """Read a map from a TOML file.
+
+        Raises
+        ------
+        LayoutError
+            If the file cannot be read, or is no map.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LayoutError(f"{path}: cannot be read: {error}") from None
+        try:
+            return cls.parse(text)
+        except LayoutError as error:
+            raise LayoutError(f"{path}: {error}") from None
+
+    @classmethod
+    def parse(cls, text: str) -> "NameMap":
+        """Read a map from TOML.
+
+        Raises
+        ------
+        LayoutError
+            If the text is no map.
+        """
+        try:
+            found = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise LayoutError(f"this is not TOML: {error}") from None
+        if unknown := sorted(set(found) - {"map", "sizes", "zeros", "unused"}):
+            raise LayoutError(
+                f"a map has [sizes], [[map]], [[zeros]] and [[unused]], not {shown(unknown[0])}"
+            )
+        sizes = found.get("sizes", {})
+        if not isinstance(sizes, dict) or not all(
+            isinstance(size, int | str) and not isinstance(size, bool) for size in sizes.values()
+        ):
+            raise LayoutError("[sizes] holds numbers, or expressions as text")
+        return cls(
+            tuple((_side(one, "source"), _side(one, "target")) for one in _tables(found, "map")),
+            dict(sizes),
+            tuple(_side(one, "target") for one in _tables(found, "zeros")),
+            tuple(_side(one, "source") for one in _tables(found, "unused")),
+        )
+
+    def reversed(self) -> "NameMap":
+        """Return the map from target to source; padding is what then goes nowhere."""
+        return NameMap(
+            tuple((target, source) for source, target in self.rules),
+            self.sizes,
+            self.unused,
+            self.zeros,
+        )
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> "NameMap":
+        """Return the map with more sizes known, such as those of a model's config."""
+        return replace(
+            self, sizes={**sizes, **{k: v for k, v in self.sizes.items() if k not in sizes}}
+        )
+
+    def known_sizes(self) -> dict[str, int]:
+        """Return all sizes that can be worked out.
+
+        Examples
+        --------
+        >>> NameMap((), {"r": "q + 2", "q": 4, "x": "y"}).known_sizes()
+        {'q': 4, 'r': 6}
+        """
+        known = {name: size for name, size in self.sizes.items() if isinstance(size, int)}
+        left = {name: size for name, size in self.sizes.items() if isinstance(size, str)}
+        while left:
+            found = {}
+            for name, text in left.items():
+                try:
+                    found[name] = evaluate(text, known)
+                except SpecSyntaxError as error:
+                    if "is not known" not in error.problem:
+                        raise LayoutError(f"the size {name!r}: {error}") from None
+            if not found:
+                break
+            known |= found
+            left = {name: text for name, text in left.items() if name not in found}
+        return known
+
+    def equations(self, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> list[Equation]:
+        """Return the equations between the tensors that there are.
+
+        Parameters
+        ----------
+        source, target
+            Name to global shape.
+
+        Raises
+        ------
+        LayoutError
+            If a view does not fit a tensor.
+        """
+        known = self.known_sizes()
+        found = []
+        for left, right in self.rules:
+            for bound in _bindings(left[0], right[0], source, target):
+                one, other = _filled(left, bound), _filled(right, bound)
+                if one[0] not in source or other[0] not in target:
+                    continue
+                shapes = source[one[0]], target[other[0]]
+                try:
+                    view = _view(one[1:], other[1:], *shapes, known)
+                except SpecSyntaxError as error:
+                    raise LayoutError(
+                        f"{one[0]!r} {shapes[0]} to {other[0]!r} {shapes[1]}: {error}"
+                    ) from None
+                found.append(Equation(one[0], other[0], view))
+        return found
+
+    def target_shapes(self, source: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return the names and shapes of the target that the views and sizes imply.
+
+        Raises
+        ------
+        LayoutError
+            If sizes are not known, or equations of one tensor imply several shapes.
+
+        Examples
+        --------
+        >>> map_ = NameMap((((("a"), "x y"), ("b", "y (x z)")),), {"z": 1})
+        >>> map_.target_shapes({"a": (2, 3)})
+        {'b': (3, 2)}
+        """
+        known = self.known_sizes()
+        found: dict[str, Shape] = {}
+        for left, right in self.rules:
+            for bound in _bindings(left[0], left[0], source, source):
+                one, other = _filled(left, bound), _filled(right, bound)
+                try:
+                    shape = _implied(one[1:], other[1:], source[one[0]], known)
+                except SpecSyntaxError as error:
+                    raise LayoutError(f"the shape of {other[0]!r}: {error}") from None
+                if found.setdefault(other[0], shape) != shape:
+                    raise LayoutError(
+                        f"{other[0]!r} is {found[other[0]]} by one equation and {shape} by another"
+                    )
+        return found
+
+    def padding(self, target: Mapping[str, Shape]) -> list[Padding]:
+        """Return what of the target is zero."""
+        return [Padding(name, side) for name, side in self._sides(self.zeros, target)]
+
+    def dropped(self, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
+        """Return what of the source goes nowhere, on purpose."""
+        return list(self._sides(self.unused, source))
+
+    def _sides(
+        self, rules: Sequence[tuple[str, ...]], shapes: Mapping[str, Shape]
+    ) -> Iterator[tuple[str, TensorView]]:
+        known = self.known_sizes()
+        for rule in rules:
+            for bound in _bindings(rule[0], rule[0], shapes, shapes):
+                name, *view = _filled(rule, bound)
+                shape = shapes[name]
+                try:
+                    sides = _view(view, view, shape, shape, known)
+                except SpecSyntaxError as error:
+                    raise LayoutError(f"{name!r} {shape}: {error}") from None
+                yield name, sides.source
+
+
+@dataclass(frozen=True, slots=True)
+class MapReport:
+    """What a map does with every element."""
+
+    equations: tuple[Equation, ...]
+    problems: tuple[str, ...]
+    """Why it is not total; nothing where every element of the target is written exactly once."""
+    unused: tuple[str, ...]
+    """Tensors of the source of which some elements go nowhere, and are not said to."""
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+
+def check_map(map_: NameMap, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> MapReport:
+    r"""Prove that a map writes every element of the target exactly once.
+
+    Indices along each dim that an equation covers are compared as sets; an equation covers the
+    product of these. So the proof shares nothing with how elements are moved.
+
+    Parameters
+    ----------
+    map_
+        The map.
+    source, target
+        Name to global shape.
+
+    Raises
+    ------
+    LayoutError
+        If a view does not fit a tensor.
+
+    Examples
+    --------
+    >>> map_ = NameMap.parse('[[map]]\nsource = "a"\ntarget = ["b", "x", "x[:2]"]')
+    >>> check_map(map_, {"a": (2,)}, {"b": (3,)}).problems
+    ("'b': nothing is written at index (2,)",)
+    """
+    equations = map_.equations(source, target)
+    written: dict[str, list[tuple[str, TensorView]]] = {name: [] for name in target}
+    read: dict[str, list[TensorView]] = {name: [] for name in source}
+    for equation in equations:
+        written[equation.target].append((equation.source, equation.view.target))
+        read[equation.source].append(equation.view.source)
+    for padding in map_.padding(target):
+        written[padding.target].append(("padding", padding.side))
+    for name, side in map_.dropped(source):
+        read[name].append(side)
+    problems = [
+        problem for name in target for problem in _not_once(name, target[name], written[name])
+    ]
+    unused = tuple(
+        name for name in source if _covered(source[name], read[name]) < prod(source[name])
+    )
+    return MapReport(tuple(equations), tuple(problems), unused)
+
+
+def _not_once(name: str, shape: Shape, sides: Sequence[tuple[str, TensorView]]) -> Iterator[str]:
+    covers = [(by, [side.indices(dim) for dim in range(len(shape))]) for by, side in sides]
+    for (one, a), (other, b) in combinations(covers, 2):
+        both = [x & y for x, y in zip(a, b, strict=True)]
+        if all(both) and 0 not in shape:
+            index = tuple((bits & -bits).bit_length() - 1 for bits in both)
+            yield f"{name!r}: both {one!r} and {other!r} are written at index {index}"
+            return
+    if sum(prod(bits.bit_count() for bits in cover) for _, cover in covers) < prod(shape):
+        index = _first_hole(shape, [cover for _, cover in covers])
+        yield f"{name!r}: nothing is written at index {index}"
+
+
+def _first_hole(shape: Shape, covers: Sequence[Sequence[int]]) -> Shape:
+    """Return the first index, in row-major order, that no product of index sets has."""
+    index: list[int] = []
+    for dim, size in enumerate(shape):
+        inner = prod(shape[dim + 1 :])
+        for at in range(size):
+            here = [cover for cover in covers if cover[dim] >> at & 1]
+            if sum(prod(bits.bit_count() for bits in c[dim + 1 :]) for c in here) < inner:
+                index.append(at)
+                covers = here
+                break
+    return tuple(index)
+
+
+def _covered(shape: Shape, sides: Sequence[TensorView]) -> int:
+    """Return how many elements are in any of some parts."""
+    covers = {tuple(side.indices(dim) for dim in range(len(shape))) for side in sides}
+    disjoint: list[tuple[int, ...]] = []
+    for cover in covers:
+        pieces = [cover]
+        for other in disjoint:
+            pieces = [rest for piece in pieces for rest in _without(piece, other)]
+        disjoint += pieces
+    return sum(prod(bits.bit_count() for bits in cover) for cover in disjoint)
+
+
+def _without(cover: tuple[int, ...], other: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield what is left of a product of index sets without another one, as such products."""
+    if not all(a & b for a, b in zip(cover, other, strict=True)):
+        yield cover
+        return
+    kept: tuple[int, ...] = ()
+    for dim, (a, b) in enumerate(zip(cover, other, strict=True)):
+        if a & ~b:
+            yield (*kept, a & ~b, *cover[dim + 1 :])
+        kept = (*kept, a & b)
+
+
+_PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+def _tables(found: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
+    tables = found.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise LayoutError(f"{key} is a list of tables, as in [[{key}]]")
+    return tables
+
+
+def _side(table: Mapping[str, object], key: str) -> tuple[str, ...]:
+    value = table.get(key)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
+        raise LayoutError(
+            f"{key} is a name, or a list of a name, a view and slices of it; not {shown(value)}"
+        )
+    return tuple(texts)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    parts = _PLACEHOLDER.split(name)
+    seen: set[str] = set()
+    text = ""
+    for number, part in enumerate(parts):
+        if number % 2 == 0:
+            text += re.escape(part)
+        elif part in seen:
+            text += f"(?P={part})"
+        else:
+            seen.add(part)
+            text += f"(?P<{part}>0|[1-9][0-9]{{0,8}})"
+    return re.compile(text)
+
+
+def _bindings(
+    left: str, right: str, source: Mapping[str, Shape], target: Mapping[str, Shape]
+) -> list[dict[str, int]]:
+    """Return the numbers that placeholders stand for: those for which both names exist."""
+    sides = []
+    for pattern, names in ((_pattern(left), source), (_pattern(right), target)):
+        matches = (pattern.fullmatch(name) for name in names)
+        sides.append([{k: int(v) for k, v in m.groupdict().items()} for m in matches if m])
+    if not (sides[0] and sides[1]):
+        return []
+    shared = sorted(set(sides[0][0]) & set(sides[1][0]))
+    others: dict[tuple[int, ...], list[dict[str, int]]] = {}
+    for bound in sides[1]:
+        others.setdefault(tuple(bound[key] for key in shared), []).append(bound)
+    return [
+        {**one, **other}
+        for one in sides[0]
+        for other in others.get(tuple(one[key] for key in shared), [])
+    ]
+
+
+def _filled(side: Sequence[str], bound: Mapping[str, int]) -> tuple[str, ...]:
+    def number(match: re.Match[str]) -> str:
+        if match[1] not in bound:
+            raise LayoutError(f"{shown(side[0])}: neither name has the placeholder {match[0]}")
+        return str(bound[match[1]])
+
+    return tuple(_PLACEHOLDER.sub(number, text) for text in side)
+
+
+def _view(
+    left: Sequence[str],
+    right: Sequence[str],
+    source: Shape,
+    target: Shape,
+    sizes: Mapping[str, int],
+) -> View:
+    if left or right:
+        plain = " ".join(f"dim{dim}" for dim in range(len(source)))
+        other = " ".join(f"dim{dim}" for dim in range(len(target)))
+        return views_of(left or [plain], right or [other], source, target, sizes)
+    if source != target:
+        raise SpecSyntaxError(f"shapes differ, {source} and {target}, and no view says how", "", 0)
+    return identity_view(source)
+
+
+def _implied(
+    left: Sequence[str], right: Sequence[str], source: Shape, sizes: Mapping[str, int]
+) -> Shape:
+    """Return the shape of a target whose view names factors of the source or known sizes."""
+    if not left and not right:
+        return source
+    plain = " ".join(f"dim{dim}" for dim in range(len(source)))
+    lengths = side_lengths(left or [plain], source, sizes)
+    if not right:
+        return tuple(lengths.values())
+    dims = parse_view(right[0])
+    names = [name for factors in dims for name in factors]
+    cut = {text.split("[")[0].strip() for text in right[1:]}
+    free = iter([n for name, n in lengths.items() if name not in names])
+    found: dict[str, int] = {}
+    for name in names:
+        if name in sizes:
+            found[name] = sizes[name]
+            if name not in lengths and name not in cut:
+                next(free, None)
+        elif name in cut:
+            raise SpecSyntaxError(f"the size {name!r} is not known", right[0], right[0].index(name))
+        else:
+            found[name] = lengths[name] if name in lengths else next(free, 0)
+    return tuple(prod(found[name] for name in factors) for factors in dims)

@@ -1,0 +1,311 @@
+"""Name maps: what they move, against numpy, and that faults in them are found."""
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.errors import LayoutError, SpecSyntaxError
+from shardspec.reshard.maps import Equation, NameMap, check_map
+from shardspec.reshard.plan import plan_reshard
+from shardspec.reshard.trace import trace_map
+from shardspec.reshard.views import views_of
+from tests.reshard.states import random_mesh, random_spec, wrong_shards
+
+TEXT = """
+[sizes]
+g = 2
+q = 3
+d = 4
+r = "q + 2"
+vocab = 10
+padded = 16
+
+[[map]]
+source = ["embed.weight", "v h"]
+target = ["word.weight", "w h", "w[:vocab]"]
+
+[[zeros]]
+target = ["word.weight", "w h", "w[vocab:]"]
+
+[[map]]
+source = ["layers.{i}.q.weight", "(g q d) h"]
+target = ["decoder.{i}.qkv.weight", "(g r d) h", "r[:q]"]
+
+[[map]]
+source = ["layers.{i}.k.weight", "(g d) h"]
+target = ["decoder.{i}.qkv.weight", "(g r d) h", "r[q]"]
+
+[[map]]
+source = ["layers.{i}.v.weight", "(g d) h"]
+target = ["decoder.{i}.qkv.weight", "(g r d) h", "r[q+1]"]
+
+[[map]]
+source = ["layers.{i}.experts.{e}.down.weight", "a b"]
+target = ["decoder.{i}.experts.weight", "e b a", "e[{e}]"]
+
+[[map]]
+source = "norm.weight"
+target = "final_norm.weight"
+
+[[unused]]
+source = "rotary.inv_freq"
+"""
+MAP = NameMap.parse(TEXT)
+H = 5
+SOURCE = {
+    "embed.weight": (10, H),
+    "norm.weight": (H,),
+    "rotary.inv_freq": (7,),
+    **{f"layers.{i}.q.weight": (24, H) for i in range(2)},
+    **{f"layers.{i}.{x}.weight": (8, H) for i in range(2) for x in "kv"},
+    **{f"layers.{i}.experts.{e}.down.weight": (6, 3) for i in range(2) for e in range(3)},
+}
+TARGET = {
+    "word.weight": (16, H),
+    "final_norm.weight": (H,),
+    **{f"decoder.{i}.qkv.weight": (40, H) for i in range(2)},
+    **{f"decoder.{i}.experts.weight": (3, 3, 6) for i in range(2)},
+}
+
+
+def loader(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the map says, as people write it."""
+    word = torch.zeros(16, H, dtype=state["embed.weight"].dtype)
+    word[:10] = state["embed.weight"]
+    out = {"word.weight": word, "final_norm.weight": state["norm.weight"].clone()}
+    for i in range(2):
+        q, k, v = (state[f"layers.{i}.{x}.weight"] for x in "qkv")
+        groups = [part.reshape(2, -1, H) for part in (q, k, v)]
+        out[f"decoder.{i}.qkv.weight"] = torch.cat(groups, dim=1).reshape(40, H)
+        out[f"decoder.{i}.experts.weight"] = torch.stack(
+            [state[f"layers.{i}.experts.{e}.down.weight"].T for e in range(3)]
+        )
+    return out
+
+
+def moved(equations: tuple[Equation, ...] | list[Equation]) -> dict[str, np.ndarray]:
+    """Carry equations out on places, element by element; -1 where nothing is written."""
+    starts, end = {}, 0
+    for name, shape in SOURCE.items():
+        starts[name] = end
+        end += int(np.prod(shape))
+    out = {name: np.full(shape, -1) for name, shape in TARGET.items()}
+    for e in equations:
+        source = np.arange(int(np.prod(SOURCE[e.source]))).reshape(SOURCE[e.source])
+        for at in np.ndindex(*e.view.shape):
+            place = []
+            for side in (e.view.source, e.view.target):
+                index = []
+                for factors in side.dims:
+                    value = 0
+                    for factor in factors:
+                        value = value * factor.size + factor.start + at[factor.axis]
+                    index.append(value)
+                place.append(tuple(index))
+            out[e.target][place[1]] = source[place[0]] + starts[e.source]
+    return out
+
+
+def expected() -> dict[str, np.ndarray]:
+    state, end = {}, 0
+    for name, shape in SOURCE.items():
+        state[name] = torch.arange(end, end + int(np.prod(shape))).reshape(shape) + 1
+        end += int(np.prod(shape))
+    return {name: tensor.numpy() - 1 for name, tensor in loader(state).items()}
+
+
+def test_equations_are_what_the_loader_does():
+    report = check_map(MAP, SOURCE, TARGET)
+    assert report.problems == ()
+    assert report.unused == ()
+    got, wanted = moved(report.equations), expected()
+    assert got.keys() == wanted.keys()
+    for name, places in wanted.items():
+        assert np.array_equal(got[name], places), name
+
+
+def test_a_traced_loader_gives_the_same_places():
+    got, wanted = moved(trace_map(loader, SOURCE)), expected()
+    for name, places in wanted.items():
+        assert np.array_equal(got[name], places), name
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_random_meshes_both_ways(backwards):
+    torch.manual_seed(0)
+    state = {name: torch.randn(shape) for name, shape in SOURCE.items()}
+    there = loader(state)
+    kept = {name: tensor for name, tensor in state.items() if name != "rotary.inv_freq"}
+    given, wanted = (there, kept) if backwards else (state, there)
+    map_ = MAP.reversed() if backwards else MAP
+    for seed in range(40):
+        random_ = random.Random(seed)
+        a, b = random_mesh(random_, 8), random_mesh(random_, 8)
+        source = {
+            n: Layout(a, random_spec(random_, a, t.ndim), t.shape, t.dtype)
+            for n, t in given.items()
+        }
+        target = {
+            n: Layout(b, random_spec(random_, b, t.ndim), t.shape, t.dtype)
+            for n, t in wanted.items()
+        }
+        plan = plan_reshard(source, target, names=map_, max_bytes=(None, 512)[seed % 2] or None)
+        tensors = {n: DTensor(t, a, source[n].spec) for n, t in given.items()}
+        assert wrong_shards(wanted, target, plan.run(tensors), b.ids) == [], seed
+
+
+def test_the_target_is_implied_by_views_and_sizes():
+    sized = MAP.with_sizes({"w": 16, "e": 3})
+    assert sized.target_shapes(SOURCE) == TARGET
+    mesh = DeviceMesh(range(2), (2,))
+    source = {
+        n: Layout(mesh, f"[S0{',R' * (len(s) - 1)}]", s, "float32") for n, s in SOURCE.items()
+    }
+    plan = plan_reshard(source, (mesh, {"*.qkv.weight": "[S0,R]"}), names=sized)
+    assert {move.target_name: move.target.global_shape for move in plan.moves} == TARGET
+    with pytest.raises(LayoutError, match="the size 'w' is not known"):
+        MAP.target_shapes(SOURCE)
+
+
+def faults() -> list[tuple[str, str, str]]:
+    return [
+        ("missing expert", 'source = ["layers.{i}.experts.{e}.down', 'source = ["layers.{i}.x.{e}'),
+        ("one too many", "r[:q]", "r[:q+1]"),
+        ("one too few", "r[q+1]", "r[q]"),
+        ("doubled", 'target = "final_norm.weight"', 'target = "word.weight"'),
+        ("padding short", "w[vocab:]", "w[vocab+1:]"),
+        ("head count", "g = 2", "g = 4"),
+    ]
+
+
+@pytest.mark.parametrize(("name", "old", "new"), faults(), ids=lambda value: str(value)[:12])
+def test_faults_that_the_check_alone_finds(name, old, new):
+    assert old in TEXT, name
+    try:
+        report = check_map(NameMap.parse(TEXT.replace(old, new)), SOURCE, TARGET)
+    except LayoutError:
+        return
+    assert report.problems, name
+
+
+def mutated(random_: random.Random) -> str:
+    """Return the map with a fault: a token, two factors of a view, or two slices exchanged."""
+    lines = TEXT.splitlines()
+    at = random_.choice([n for n, line in enumerate(lines) if "=" in line])
+    line = lines[at]
+    match random_.randrange(3):
+        case 0:
+            tokens = ["g", "q", "d", "h", "r", "(", ")", "0", "1", "2", ":", "[", "]", "k", "+ 1"]
+            place = random_.randrange(line.index("=") + 1, len(line))
+            line = line[:place] + random_.choice(tokens) + line[place + random_.randrange(2) :]
+        case 1:
+            factors = sorted(set(re.findall(r"\b[a-z]\b", line)))
+            if len(factors) > 1:
+                one, other = random_.sample(factors, 2)
+                names = {one: other, other: one}
+                line = re.sub(r"\b[a-z]\b", lambda m: names.get(m[0], m[0]), line)
+        case 2:
+            other = random_.choice([n for n, text in enumerate(lines) if '", "' in text])
+            if '", "' in line:
+                ends = [lines[n].rsplit('", "', 1) for n in (at, other)]
+                lines[other] = f'{ends[1][0]}", "{ends[0][1]}'
+                line = line if at == other else f'{ends[0][0]}", "{ends[1][1]}'
+    lines[at] = line
+    return "\n".join(lines)
+
+
+def test_faults_are_found_by_the_check_or_by_the_loader():
+    wanted = expected()
+    random_ = random.Random(3)
+    by_check = by_loader = same = 0
+    for _ in range(2000):
+        try:
+            report = check_map(NameMap.parse(mutated(random_)), SOURCE, TARGET)
+        except LayoutError:
+            by_check += 1
+            continue
+        if report.problems:
+            by_check += 1
+            continue
+        got = moved(report.equations)
+        if any(not np.array_equal(got[name], wanted[name]) for name in wanted):
+            by_loader += 1
+        else:
+            same += 1  # no element goes elsewhere, as where a factor has another name
+    assert by_check > 500
+    assert by_loader > 10
+    assert same > 10
+
+
+def test_what_computes_is_refused_by_name():
+    shapes = {"w": (4, 3)}
+    cases: list[tuple[Any, str]] = [
+        (lambda s: {"out": s["w"] + 1}, "'out' is computed"),
+        (lambda s: {"out": s["w"].float()}, "came out as float32"),
+        (lambda s: {"out": torch.ones_like(s["w"])}, "'out' is computed"),
+        (lambda s: {"out": len(s)}, "is a int"),
+    ]
+    for wrong, says in cases:
+        with pytest.raises(LayoutError) as error:
+            trace_map(wrong, shapes)
+        assert says in str(error.value)
+
+
+def test_tracing_random_permutations_and_cuts():
+    random_ = random.Random(5)
+    for seed in range(60):
+        torch.manual_seed(seed)
+        shape = (4, 6, 3)
+        order = random_.sample(range(3), 3)
+        lo = random_.randrange(3)
+
+        def mix(state, order=order, lo=lo):
+            w = state["a"].permute(order)[lo:]
+            parts = w.reshape(w.shape[0], -1).chunk(2, dim=1)
+            return {"x": torch.cat([parts[1], parts[0]]), "y": state["b"].t().flip(0)}
+
+        equations = trace_map(mix, {"a": shape, "b": (2, 5)})
+        a, b = torch.randn(shape), torch.randn(2, 5)
+        wanted = mix({"a": a, "b": b})
+        got = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+        for e in equations:
+            given = {"a": a, "b": b}[e.source]
+            for at in np.ndindex(*e.view.shape):
+                places = [
+                    side.offset(t.stride(), [0] * t.ndim, at)
+                    for side, t in ((e.view.source, given), (e.view.target, got[e.target]))
+                ]
+                value = given.as_strided((), (), places[0])
+                got[e.target].as_strided((), (), places[1]).copy_(value)
+        for name, tensor in wanted.items():
+            assert torch.equal(got[name], tensor.contiguous()), (seed, name)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shapes", "says"),
+    [
+        (["(a b"], ["c"], ((4,), (4,)), "not closed"),
+        (["a)"], ["c"], ((4,), (4,)), "no partner"),
+        (["a a"], ["c"], ((4, 4), (4,)), "named twice"),
+        (["a b"], ["c"], ((4,), (4,)), "the view has 2 dims"),
+        (["(a b)"], ["c"], ((4,), (4,)), "give all but one"),
+        (["(n b)"], ["c"], ((4,), (4,)), "multiple of 3"),
+        (["a"], ["c d"], ((4,), (4, 2)), "that the source lacks"),
+        (["a"], ["c"], ((4,), (5,)), "4 long in the source"),
+        (["a", "a[:9]"], ["c"], ((4,), (4,)), "is not within"),
+        (["a", "x[:1]"], ["c"], ((4,), (4,)), "no factor 'x'"),
+        (["a", "nonsense"], ["c"], ((4,), (4,)), "a slice like"),
+        (["a", "a[z]"], ["c"], ((4,), (4,)), "'z' is not known"),
+        (["a", "a[__import__('os')]"], ["c"], ((4,), (4,)), "only names"),
+    ],
+)
+def test_views_that_are_refused(source, target, shapes, says):
+    with pytest.raises(SpecSyntaxError) as error:
+        views_of(source, target, shapes[0], shapes[1], {"n": 3})
+    assert says in str(error.value)
