@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from shardspec.layout.spec import DimSpec, ShardingSpec
     from shardspec.mesh import DeviceMesh
     from shardspec.parallel.distribute import distribute_module
+    from shardspec.resharding.maps import NameMap, check_map
+    from shardspec.resharding.plan import ReshardPlan, plan_reshard, reshard_state
+    from shardspec.resharding.trace import trace_map
     from shardspec.torch_dtensors import redistribute
     from shardspec.tracing import trace
 
@@ -37,11 +40,14 @@ _HOME: Final = {
     "Layout": "shardspec.layout.layout",
     "LayoutConverter": "shardspec.layout.converter",
     "Link": "shardspec.comm.cost",
+    "NameMap": "shardspec.resharding.maps",
     "ProcessGroupCommunicator": "shardspec.comm.process_group",
+    "ReshardPlan": "shardspec.resharding.plan",
     "ShardSpecError": "shardspec.errors",
     "ShardingSpec": "shardspec.layout.spec",
     "SimulatedCommunicator": "shardspec.comm.simulated",
     "arange": "shardspec.factories",
+    "check_map": "shardspec.resharding.maps",
     "distribute_module": "shardspec.parallel.distribute",
     "distribute_tensor": "shardspec.dtensor",
     "empty": "shardspec.factories",
@@ -51,12 +57,15 @@ _HOME: Final = {
     "match_rules": "shardspec.layout.rules",
     "merge": "shardspec.checkpoint.merge",
     "ones": "shardspec.factories",
+    "plan_reshard": "shardspec.resharding.plan",
     "rand": "shardspec.factories",
     "randn": "shardspec.factories",
     "redistribute": "shardspec.torch_dtensors",
     "reshard": "shardspec.checkpoint.reshard",
+    "reshard_state": "shardspec.resharding.plan",
     "save_sharded": "shardspec.checkpoint.save",
     "trace": "shardspec.tracing",
+    "trace_map": "shardspec.resharding.trace",
     "zeros": "shardspec.factories",
 }
 
@@ -69,11 +78,14 @@ __all__ = [
     "Layout",
     "LayoutConverter",
     "Link",
+    "NameMap",
     "ProcessGroupCommunicator",
+    "ReshardPlan",
     "ShardSpecError",
     "ShardingSpec",
     "SimulatedCommunicator",
     "arange",
+    "check_map",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -83,12 +95,15 @@ __all__ = [
     "match_rules",
     "merge",
     "ones",
+    "plan_reshard",
     "rand",
     "randn",
     "redistribute",
     "reshard",
+    "reshard_state",
     "save_sharded",
     "trace",
+    "trace_map",
     "zeros",
 ]
 

@@ -27,6 +27,7 @@ LAYERS = [
     {"dtensor"},
     {"factories", "torch_dtensors"},
     {"parallel"},
+    {"resharding"},
     {"checkpoint"},
     {"explorer", "profiling"},
     {"cli"},
@@ -67,6 +68,8 @@ WITH_TENSORS = {
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",
     "shardspec.profiling.measure",
+    "shardspec.resharding.execute",
+    "shardspec.resharding.trace",
     "shardspec.shards",
     "shardspec.torch_dtensors",
 }

@@ -18,8 +18,8 @@ from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
-from shardspec.reshard.copies import StateCopies
-from shardspec.reshard.schedule import Piece, Schedule, schedule_for
+from shardspec.resharding.copies import StateCopies
+from shardspec.resharding.schedule import Piece, Schedule, schedule_for
 from shardspec.text import shown
 
 __all__ = ["run_plan"]
@@ -33,7 +33,7 @@ def run_plan(
     state: Mapping[str, object],
     out: Mapping[str, object] | None = None,
 ) -> dict[str, DTensor]:
-    """Convert a state dict; see `shardspec.reshard.plan.ReshardPlan.run`."""
+    """Convert a state dict; see `shardspec.resharding.plan.ReshardPlan.run`."""
     if dist.is_available() and dist.is_initialized():
         return _run_in_job(plan, state, out)
     held = {device: _Device(plan, device, state, out, alone=False) for device in plan.devices}

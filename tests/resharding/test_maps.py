@@ -11,11 +11,11 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.errors import LayoutError, SpecSyntaxError
-from shardspec.reshard.maps import Equation, NameMap, check_map
-from shardspec.reshard.plan import plan_reshard
-from shardspec.reshard.trace import trace_map
-from shardspec.reshard.views import views_of
-from tests.reshard.states import random_mesh, random_spec, wrong_shards
+from shardspec.resharding.maps import Equation, NameMap, check_map
+from shardspec.resharding.plan import plan_reshard
+from shardspec.resharding.trace import trace_map
+from shardspec.resharding.views import views_of
+from tests.resharding.states import random_mesh, random_spec, wrong_shards
 
 TEXT = """
 [sizes]

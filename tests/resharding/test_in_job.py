@@ -8,9 +8,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.errors import ShardSpecError
-from shardspec.reshard.plan import plan_reshard, reshard_state
+from shardspec.resharding.plan import plan_reshard, reshard_state
 from tests.dist.processes import run_ranks
-from tests.reshard.states import random_case, shard_at, wrong_shards
+from tests.resharding.states import random_case, shard_at, wrong_shards
 
 pytestmark = pytest.mark.dist
 

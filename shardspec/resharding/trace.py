@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from shardspec.errors import LayoutError
-from shardspec.reshard.maps import Equation, Shape
-from shardspec.reshard.views import Factor, TensorView, View
+from shardspec.resharding.maps import Equation, Shape
+from shardspec.resharding.views import Factor, TensorView, View
 
 __all__ = ["trace_map"]
 

@@ -14,8 +14,8 @@ from shardspec.comm.cost import CostModel
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
-from shardspec.reshard.transfers import Kind, Senders, balanced, kind_of
-from shardspec.reshard.views import View
+from shardspec.resharding.transfers import Kind, Senders, balanced, kind_of
+from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, table_text
 
 __all__ = ["MAX_BYTES", "StateCopies", "TensorMove"]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shardspec.boxes import Box, intersect
 from shardspec.layout.layout import Layout
-from shardspec.reshard.views import TensorView, View, identity_view
+from shardspec.resharding.views import TensorView, View, identity_view
 
 __all__ = ["Kind", "Senders", "balanced", "kind_of"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.chunks import chunks
 from shardspec.dtypes import item_bytes
-from shardspec.reshard.copies import StateCopies
+from shardspec.resharding.copies import StateCopies
 
 __all__ = ["Piece", "Schedule", "schedule_for"]
 

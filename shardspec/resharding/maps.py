@@ -1,7 +1,7 @@
 """Name maps: which tensors of one model are which of another, as equations between views.
 
 A map is read from TOML. Names may have placeholders for numbers, views are those of
-`shardspec.reshard.views`::
+`shardspec.resharding.views`::
 
     [sizes]                     # numbers, or sums and products of sizes and of a model's config
     g = "num_key_value_heads"
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from shardspec.errors import LayoutError, SpecSyntaxError
-from shardspec.reshard.views import (
+from shardspec.resharding.views import (
     TensorView,
     View,
     evaluate,

@@ -1,1 +1,0 @@
-"""Whole state dicts from one set of layouts to another; see `shardspec.reshard.plan`."""
