@@ -7,13 +7,14 @@ so that a new format is one new file that makes these values.
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size
+from shardspec.checkpoint.store import Snapshot
 from shardspec.comm.reduce_op import ReduceOp
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -22,7 +23,6 @@ from shardspec.mesh import DeviceMesh
 __all__ = [
     "Catalog",
     "Digest",
-    "EagerCatalog",
     "FileBox",
     "LazyTensorCache",
     "ListedCatalog",
@@ -132,38 +132,51 @@ def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
     return tuple(first.values())
 
 
-class Catalog(Protocol):
-    """A checkpoint that can be read."""
+class Catalog(ABC):
+    """A checkpoint that can be read.
 
-    @property
-    def format(self) -> str:
-        """What wrote it, in a few words."""
-        ...
+    Parameters
+    ----------
+    format
+        What wrote it, in a few words.
+    directory
+        Where it lies.
+    names
+        Every tensor.
+    files
+        Every file it consists of; none of them may be written over.
+    mesh
+        The devices that wrote it, where the format says so.
+    extras
+        Entries that are no tensors, by name: plain values, or `OpaqueValue` ones.
+    """
 
-    @property
-    def directory(self) -> Path:
-        """Where it lies."""
-        ...
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The devices that wrote it, where the format says so."""
-        ...
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every tensor, sorted."""
-        ...
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Every file it consists of; none of them may be written over."""
-        ...
+    def __init__(
+        self,
+        format: str,  # as it is called
+        directory: Path,
+        names: Iterable[str],
+        files: Iterable[Path],
+        mesh: DeviceMesh | None = None,
+        extras: Mapping[str, object] | None = None,
+    ) -> None:
+        self.format = format
+        self.directory = directory
+        self.names = tuple(sorted(names))
+        self.files = tuple(files)
+        self.mesh = mesh
+        self.snapshot: Snapshot | None = None
+        """What its files were before they were opened; `open_checkpoint` takes it."""
+        self._extras = extras or {}
 
     @property
     def extras(self) -> Mapping[str, object]:
-        """Entries that are no tensors, by name: plain values, or `OpaqueValue` ones."""
-        ...
+        """Entries that are no tensors, by name."""
+        return self._extras
+
+    @abstractmethod
+    def tensor(self, name: str) -> StoredTensor:
+        """Return one of the tensors that `names` lists, all of it."""
 
     def outline(self, name: str) -> Outline[FileBox]:
         """Return what is known of one of the tensors that `names` lists.
@@ -171,44 +184,49 @@ class Catalog(Protocol):
         Where the bytes of its boxes lie need not be: looking into every file for each of a million
         boxes takes minutes, and what is done with a tensor reads there anyway.
         """
-        ...
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return one of the tensors that `names` lists, all of it."""
-        ...
-
-    def origin(self, name: str) -> Hashable:
-        """Return what is equal for tensors that lie at the same places; for few others it is.
-
-        It is known without looking into files, as `outline` is.
-        """
-        ...
-
-    def copies_agree(self, name: str) -> bool:
-        """Say whether digests that are known like `outline` show that all copies are alike."""
-        ...
-
-
-class EagerCatalog(ABC):
-    """The part of a `Catalog` that is alike where all is known of tensors at once."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor and its boxes."""
-
-    def outline(self, name: str) -> StoredTensor:
-        """Return a tensor: all is known of it."""
         return self.tensor(name)
 
     def origin(self, name: str) -> Hashable:
-        """Return where its bytes lie."""
+        """Return a key that is equal for tensors that lie at the same places.
+
+        It is known without looking into files, as `outline` is.
+        """
         return frozenset((box.path, box.offset, box.box) for box in self.tensor(name).boxes)
 
-    def copies_agree(self, name: str) -> bool:  # noqa: ARG002
-        """Say no: that is looked at when they are read."""
+    def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # others know
+        """Say whether digests that are known like `outline` show that all copies are alike."""
         return False
+
+    def check_unchanged(self) -> None:
+        """Check that the files are those that were opened; to be asked once all has been read.
+
+        Raises
+        ------
+        CheckpointError
+            If one was written or replaced since: what was read may be a mixture of two saves.
+        """
+        if self.snapshot is not None:
+            self.snapshot.check_unchanged(self.files)
+
+
+class ListedCatalog(Catalog):
+    """A checkpoint whose tensors were all listed when it was opened; most formats are read so."""
+
+    def __init__(
+        self,
+        format: str,  # as it is called
+        directory: Path,
+        tensors: Mapping[str, StoredTensor],
+        files: Iterable[Path],
+        mesh: DeviceMesh | None = None,
+        extras: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(format, directory, tensors, files, mesh, extras)
+        self.tensors = tensors
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor and its boxes."""
+        return self.tensors[name]
 
 
 def box_text(box: Box) -> str:
@@ -268,32 +286,6 @@ def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
         if box_size(part[0]):
             found.setdefault(part, []).append(physical_id)
     return {part: tuple(ids) for part, ids in found.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ListedCatalog(EagerCatalog):
-    """A `Catalog` that holds what it says."""
-
-    format: str
-    """What wrote it."""
-    directory: Path
-    """Where it lies."""
-    tensors: Mapping[str, StoredTensor]
-    files: tuple[Path, ...]
-    """Every file it consists of."""
-    mesh: DeviceMesh | None = None
-    """The devices that wrote it, where the format says so."""
-    extras: Mapping[str, object] = field(default_factory=dict)
-    """Entries that are no tensors."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every tensor, sorted."""
-        return tuple(sorted(self.tensors))
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor and its boxes."""
-        return self.tensors[name]
 
 
 def unsharded_tensor(

@@ -16,7 +16,7 @@ from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.numeric import Bytes, numbers
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.checkpoint.writing.fill import Progress
 from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, select
@@ -149,6 +149,8 @@ def diff_checkpoints(
                 if found is not None:
                     yield replace(found, name=name)
             count.finish(_num_bytes(x))
+    left.check_unchanged()
+    right.check_unchanged()
 
 
 class _Count:

@@ -12,7 +12,7 @@ from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.store import FileStretch, OpenFiles
+from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.checkpoint.writing.agree import agree
 from shardspec.comm.communicator import Communicator
@@ -162,6 +162,7 @@ def _read(
                 else:
                     read[box] = shards[device] = _read_box(tensor, box, files, buffers)
             loaded[name] = DTensor.from_shards(shards, layout, communicator)
+    source.check_unchanged()
     return loaded
 
 

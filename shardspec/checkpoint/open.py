@@ -37,7 +37,8 @@ from shardspec.checkpoint.formats.names import (
     is_rank_file,
     is_torch_file,
 )
-from shardspec.checkpoint.store import RemotePath, SourceFile, as_path, reason
+from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import RemotePath, Snapshot, as_path, reason
 from shardspec.errors import CheckpointError
 
 __all__ = [
@@ -112,6 +113,8 @@ class _Found(NamedTuple):
     form: str
     takes: frozenset[str]
     opens: Callable[..., Catalog]
+    snapshot_of: Path
+    """Where all its files lie."""
 
 
 def open_checkpoint(
@@ -164,10 +167,15 @@ def open_checkpoints(
                 f"{found[0].place}: {name} was given, but a checkpoint of this form "
                 f"({found[0].form}) needs none: it says so itself; leave {name} out"
             )
-    return [
-        one.opens(one.place, **{name: added[name] for name in added.keys() & one.takes})
-        for one in found
-    ]
+    return [_open(one, {name: added[name] for name in added.keys() & one.takes}) for one in found]
+
+
+def _open(found: _Found, added: Mapping[str, object]) -> Catalog:
+    # Before anything is read: what is written from now on is found out at the end.
+    snapshot = Snapshot.of(found.snapshot_of, nested=found.form == MEGATRON)
+    opened = found.opens(found.place, **added)
+    opened.snapshot = snapshot
+    return opened
 
 
 def as_catalog(checkpoint: Path | str | Catalog) -> Catalog:
@@ -197,7 +205,7 @@ def _find(place: Path) -> _Found:
         raise CheckpointError(f"{place}: is empty, there is no checkpoint in it")
     for form in FORMATS:
         if form.finds(names):
-            return _Found(place, form.name, form.takes, form.opens)
+            return _Found(place, form.name, form.takes, form.opens, place)
     hint = nearby(place, names, _form_of)
     if hint is not None:
         raise CheckpointError(f"{place}: is no checkpoint itself, but {hint}")
@@ -219,8 +227,11 @@ def _find_file(place: Path) -> _Found:
         part = place.parent
     for form in FORMATS:
         if form.in_parts and form.finds(frozenset((part.name,))):
-            return _Found(part.parent, form.name, form.takes, form.opens)
-    return _Found(place, "a single file", frozenset(), _open_file)
+            return _Found(part.parent, form.name, form.takes, form.opens, part.parent)
+    alone = not (place.name.endswith(INDEX_SUFFIX) or place.name == BIN_INDEX)
+    alone = alone and not is_rank_file(place.name)
+    where = place if alone else place.parent
+    return _Found(place, "a single file", frozenset(), _open_file, where)
 
 
 def _open_file(place: Path) -> Catalog:
@@ -247,9 +258,9 @@ def _open_file(place: Path) -> Catalog:
     wrong = _no_safetensors(place, head, size)
     if wrong is not None:
         raise CheckpointError(f"{place}: {wrong}")
-    from shardspec.checkpoint.formats.safetensors import SingleFile
+    from shardspec.checkpoint.formats.safetensors import open_single_file
 
-    return SingleFile(place)
+    return open_single_file(place)
 
 
 def _no_safetensors(place: Path, head: bytes, num_bytes: int) -> str | None:

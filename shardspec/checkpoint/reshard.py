@@ -9,7 +9,8 @@ from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.store import SourceFile, as_path
+from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writing.fill import Progress
 from shardspec.checkpoint.writing.member import Member

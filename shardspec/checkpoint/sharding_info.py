@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.safetensors_header import MAX_DIMS
-from shardspec.checkpoint.store import SourceFile, file_inside, reason
+from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import file_inside, reason
 from shardspec.checkpoint.strict_json import (
     as_list,
     as_object,

@@ -1,96 +1,49 @@
-"""Checkpoints in object stores: paths that are URLs, such as ``s3://bucket/model``.
+"""Files of checkpoints, on this machine or behind URLs: listed, identified and named.
 
-What lies behind a URL is reached through fsspec, which knows the stores and, from the environment
-or its own files of settings, keys and endpoints. It is imported when the first URL is given.
+A URL such as ``s3://bucket/model`` is a `RemotePath`. What lies behind it is reached through
+fsspec, which knows the stores and takes keys and endpoints from the environment or its own
+settings. It is imported when the first URL is given.
 """
 
 import os
 import re
-import stat
-from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path, PosixPath
-from queue import Empty, SimpleQueue
-from threading import Lock, Thread
-from types import TracebackType
-from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
 from shardspec.errors import CheckpointError, ShardSpecError
 
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
 __all__ = [
-    "AHEAD_BYTES",
-    "MOST_OF_ONE",
-    "Aside",
-    "FileStretch",
-    "HeaderFiles",
-    "OpenFiles",
-    "Planned",
-    "RangeReader",
+    "FileIdentity",
     "RemotePath",
-    "Request",
-    "SourceFile",
-    "Store",
-    "StoreErrors",
+    "Snapshot",
     "as_path",
     "file_inside",
     "kept_store",
-    "open_regular",
     "path_exists",
-    "prefetch_depth",
-    "prefetch_map",
-    "read_range",
     "reason",
-    "request",
+    "store_errors",
 ]
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
-_OF_THIS_MACHINE: Final = ("file", "local")
-_WITHOUT_LISTS: Final = ("http", "https")
+_LOCAL_SCHEMES: Final = ("file", "local")
+_SCHEMES_WITHOUT_LISTS: Final = ("http", "https")
 _LONGEST: Final = 300
 """Most characters of what a store says about an error."""
+_IDENTITY_KEYS: Final = (
+    *("size", "ETag", "etag", "md5Hash", "checksum", "generation", "VersionId", "version_id"),
+    *("LastModified", "last_modified", "mtime", "updated", "created", "mtimeMs"),
+)
+"""What stores say of an object that tells it from one written later under its name."""
 
-
-class Store(Protocol):
-    """What is used of a file system of fsspec."""
-
-    @property
-    def async_impl(self) -> bool:
-        """Whether all threads share it."""
-        ...
-
-    def info(self, path: str) -> dict[str, Any]:
-        """Return name, type and size of what has a name; raise FileNotFoundError if nothing has."""
-        ...
-
-    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]:
-        """Return the same of what lies in a directory."""
-        ...
-
-    def cat_file(self, path: str, *, start: int | None = None, end: int | None = None) -> bytes:
-        """Return a range of bytes, or all."""
-        ...
-
-    def pipe_file(self, path: str, value: bytes) -> None:
-        """Write a small file in one step, in place of any of that name."""
-        ...
-
-    def cp_file(self, path1: str, path2: str) -> None:
-        """Copy a file inside the store in one step, in place of any of that name."""
-        ...
-
-    def open(self, path: str, mode: str, *, block_size: int, autocommit: bool) -> Any:  # noqa: ANN401
-        """Open a file, which is there when it is closed, or else when it is committed."""
-        ...
-
-    def rm_file(self, path: str) -> None:
-        """Remove a file."""
-        ...
-
-    def invalidate_cache(self, path: str) -> None:
-        """Forget what is known of a directory."""
-        ...
+FileIdentity: TypeAlias = tuple[object, ...]
+"""What differs once a file was written again: device, inode, size and time of modification; of an
+object in a store its size, ETag and times."""
 
 
 class RemotePath(PosixPath):
@@ -110,7 +63,7 @@ class RemotePath(PosixPath):
 
     def __str__(self) -> str:
         if not self.parts:
-            return "."  # what all is in, for pathlib
+            return "."  # the parent of all, for pathlib
         scheme, *rest = self.parts
         return f"{scheme}//{'/'.join(rest)}"
 
@@ -118,8 +71,8 @@ class RemotePath(PosixPath):
         raise TypeError(f"{self} is no file of this machine")
 
     @property
-    def store(self) -> Store:
-        """Where it lies; kept for the next time, by fsspec or for all threads.
+    def store(self) -> "AbstractFileSystem":
+        """The file system of fsspec; kept for the next time, by fsspec or for all threads.
 
         Raises
         ------
@@ -127,7 +80,7 @@ class RemotePath(PosixPath):
             If fsspec, or what it needs for this store, is not installed, or knows no such store.
         """
         scheme = self.parts[0].rstrip(":")
-        if scheme in _WITHOUT_LISTS:
+        if scheme in _SCHEMES_WITHOUT_LISTS:
             raise CheckpointError(f"{self}: a web server does not list its files; download them")
         try:
             from fsspec.core import url_to_fs
@@ -137,7 +90,7 @@ class RemotePath(PosixPath):
             ) from None
         try:
             shared = kept_store(f"{self.parts[0]}//{'/'.join(self.parts[1:2])}", os.getpid())
-            store: Store = shared or url_to_fs(str(self))[0]
+            return shared or url_to_fs(str(self))[0]
         except ImportError as error:
             raise CheckpointError(
                 f"{self}: {scheme}:// needs a package that is not there: {error}"
@@ -146,7 +99,6 @@ class RemotePath(PosixPath):
             raise CheckpointError(
                 f"{self}: {error}; URLs start with s3://, gs:// or another name that fsspec knows"
             ) from None
-        return store
 
     @property
     def shared_store(self) -> bool:
@@ -157,24 +109,33 @@ class RemotePath(PosixPath):
         CheckpointError
             As by `store`.
         """
-        return self.store.async_impl
+        return bool(self.store.async_impl)
 
-    def _info(self) -> dict[str, Any] | None:
-        """Return what the store knows of it; None if there is nothing."""
+    def info(self) -> dict[str, Any] | None:
+        """Return what the store knows of it; None if there is nothing.
+
+        Raises
+        ------
+        CheckpointError
+            If the store refuses.
+        """
         store = self.store
-        with StoreErrors(self, "read"):
+        with store_errors(self, "read"):
             for _ in range(2):
                 try:
-                    return store.info(str(self))
+                    found: dict[str, Any] = store.info(str(self))
                 except FileNotFoundError as error:
-                    if _says_more(error):
+                    # Not only the file is missing, but the bucket.
+                    if "bucket" in str(error).lower().split():
                         raise
+                else:
+                    return found
                 # Perhaps it has been written since the store was last asked.
                 store.invalidate_cache(str(self.parent))
         return None
 
-    def entries(self) -> dict[str, bool]:
-        """Return the names in a directory, and whether each is a file.
+    def listing(self) -> dict[str, dict[str, Any]]:
+        """Return the names in a directory, and what the store knows of each.
 
         Raises
         ------
@@ -185,35 +146,39 @@ class RemotePath(PosixPath):
         """
         store, own = self.store, str(self)
         store.invalidate_cache(own)
-        info = self._info()
+        info = self.info()
         if info is None:
             raise FileNotFoundError(own)
         if info["type"] == "file":
             raise NotADirectoryError(own)
-        with StoreErrors(self, "read"):
+        with store_errors(self, "read"):
             found = store.ls(own, detail=True)
-        names = {entry["name"].rstrip("/"): entry["type"] == "file" for entry in found}
+        entries = {entry["name"].rstrip("/"): entry for entry in found}
         # Some tools mark a directory by an empty object of its name.
-        names.pop(info["name"].rstrip("/"), None)
-        return {name.rpartition("/")[2]: plain for name, plain in names.items()}
+        entries.pop(info["name"].rstrip("/"), None)
+        return {name.rpartition("/")[2]: entry for name, entry in entries.items()}
+
+    def entries(self) -> dict[str, bool]:
+        """Return the names in a directory, and whether each is a file; raises as `listing`."""
+        return {name: entry["type"] == "file" for name, entry in self.listing().items()}
 
     def iterdir(self) -> Generator[Self, None, None]:
-        """Yield what lies in a directory; raises as `entries`."""
-        for name in self.entries():
+        """Yield what lies in a directory; raises as `listing`."""
+        for name in self.listing():
             yield self / name
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002  # named by pathlib
         """Return whether there is a file or a directory of that name."""
-        return self._info() is not None
+        return self.info() is not None
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002  # named by pathlib
         """Return whether there is a directory of that name."""
-        info = self._info()
+        info = self.info()
         return info is not None and info["type"] == "directory"
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002  # named by pathlib
         """Return whether there is a file of that name."""
-        info = self._info()
+        info = self.info()
         return info is not None and info["type"] == "file"
 
     def is_symlink(self) -> bool:
@@ -236,7 +201,7 @@ class RemotePath(PosixPath):
         CheckpointError
             If it is missing or a directory, or the store refuses.
         """
-        info = self._info()
+        info = self.info()
         if info is None:
             raise CheckpointError(f"{self}: cannot be read: there is no such file")
         if info["type"] != "file" or info["size"] is None:
@@ -254,7 +219,7 @@ class RemotePath(PosixPath):
             If the store refuses; the target is what it was then.
         """
         store = self.store
-        with StoreErrors(target, "replaced"):
+        with store_errors(target, "replaced"):
             store.cp_file(str(self), str(target))
         store.invalidate_cache(str(target.parent))
         # It has its name: what is left of the other takes room and does no harm.
@@ -265,7 +230,7 @@ class RemotePath(PosixPath):
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove a file."""
         store = self.store
-        with StoreErrors(self, "removed"):
+        with store_errors(self, "removed"):
             try:
                 store.rm_file(str(self))
             except FileNotFoundError:
@@ -298,23 +263,24 @@ def as_path(place: Path | str) -> Path:
     scheme, mark, rest = place.partition("://")
     if not mark or _SCHEME.fullmatch(scheme) is None:
         return Path(place)
-    return Path(rest) if scheme in _OF_THIS_MACHINE else RemotePath(place)
+    return Path(rest) if scheme in _LOCAL_SCHEMES else RemotePath(place)
 
 
 @lru_cache(maxsize=16)
-def kept_store(root: str, pid: int) -> Store | None:  # noqa: ARG001  # a fork has its own
+def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG001  # a fork has its own
     """Return what fsspec makes of scheme and bucket, if it is made for many threads.
 
     fsspec itself keeps one for each thread, up to its version 2026.4, and each would connect again.
     """
     from fsspec.core import url_to_fs
 
-    store: Store = url_to_fs(root)[0]
+    store = url_to_fs(root)[0]
     return store if store.async_impl else None
 
 
-class StoreErrors:
-    """Makes a `CheckpointError` of what a store raises.
+@contextmanager
+def store_errors(path: Path, done: str) -> Iterator[None]:
+    """Make a `CheckpointError` of what a store raises.
 
     Stores raise errors of the system and errors of their own libraries, which are not known here.
     What Python raises for a mistake in a program, such as a TypeError, stays what it is.
@@ -324,560 +290,36 @@ class StoreErrors:
     path, done
         What is done where: ``cannot be <done>``.
     """
-
-    __slots__ = ("_done", "_path")
-
-    def __init__(self, path: Path, done: str) -> None:
-        self._path = path
-        self._done = done
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, ShardSpecError):
-            return
+    try:
+        yield
+    except ShardSpecError:
+        raise
+    except Exception as error:
         # Stores have errors of their packages, or raise these; any other is a fault of ours.
         foreign = type(error).__module__ != "builtins"
-        if foreign or isinstance(error, OSError | ValueError | NotImplementedError):
-            raise CheckpointError(f"{self._path}: cannot be {self._done}: {_text(error)}") from None
+        if not foreign and not isinstance(error, OSError | ValueError | NotImplementedError):
+            raise
+        raise CheckpointError(f"{path}: cannot be {done}: {_text(error)}") from None
 
 
-def _says_more(error: FileNotFoundError) -> bool:
-    """Return whether it is not only the file that is missing, but the bucket."""
-    return "bucket" in str(error).lower().split()
+_MEANINGS: Final = (
+    (FileNotFoundError, "there is no such file"),
+    (PermissionError, "access was denied"),
+    (FileExistsError, "it exists already"),
+    (IsADirectoryError, "it is a directory"),
+    (NotADirectoryError, "it is no directory"),
+)
 
 
 def _text(error: Exception) -> str:
-    """Return what a store says, in one line."""
+    """Return what a store says, in one line; some say no more than the path."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    text = " ".join(said.split()) or type(error).__name__
+    text = " ".join(said.split())
+    if " " not in text:
+        meaning = next((m for kind, m in _MEANINGS if isinstance(error, kind)), None)
+        name = type(error).__name__
+        text = meaning or (f"{name}: {text}" if text else name)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
-_T = TypeVar("_T")
-_Item = TypeVar("_Item")
-_Found = TypeVar("_Found")
-
-_STORE_LOOKS: Final = 8
-"""Files in a store that are looked into at once: each look is some requests, one after another."""
-
-
-class _Outcome(NamedTuple, Generic[_T]):
-    """What a call returned, or raised."""
-
-    found: Sequence[_T]
-    error: BaseException | None
-
-    @classmethod
-    def of(cls, call: Callable[[], _T]) -> "_Outcome[_T]":
-        """Make a call."""
-        try:
-            return cls((call(),), None)
-        except BaseException as error:
-            return cls((), error)
-
-    def answer(self) -> _T:
-        """Return it or raise it."""
-        error = self.error
-        if error is not None:
-            try:
-                raise error
-            finally:
-                # Otherwise the error and its traceback hold each other, and what is held there.
-                del error, self
-        return self.found[0]
-
-
-class Aside(Generic[_T]):
-    """A call that is made by a thread of its own, which nobody waits for but who wants its answer.
-
-    Examples
-    --------
-    >>> Aside(lambda: 2 + 3).answer()
-    5
-    """
-
-    __slots__ = ("_call", "_outcome")
-
-    def __init__(self, call: Callable[[], _T]) -> None:
-        self._call = call
-        self._outcome: SimpleQueue[_Outcome[_T]] = SimpleQueue()
-        try:
-            Thread(target=self._make, daemon=True).start()
-        except RuntimeError:
-            # There can be no more threads.
-            self._make()
-
-    def _make(self) -> None:
-        self._outcome.put(_Outcome.of(self._call))
-
-    def answer(self) -> _T:
-        """Wait for what the call returns; raises what it raises. To be asked for once."""
-        return self._outcome.get().answer()
-
-
-def prefetch_depth(place: Path, *, here: int = 0) -> int:
-    """Return into how many files beside the one in hand it is worth looking at once.
-
-    Parameters
-    ----------
-    place
-        One of them, or where they lie.
-    here
-        What is returned for files of this machine, which answer soon.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no such store.
-
-    Examples
-    --------
-    >>> prefetch_depth(Path("models")), prefetch_depth(RemotePath("memory://models"), here=3)
-    (0, 0)
-    """
-    if not isinstance(place, RemotePath):
-        return here
-    return _STORE_LOOKS - 1 if place.shared_store else 0
-
-
-@contextmanager
-def prefetch_map(
-    items: Iterable[_Item],
-    look: Callable[[_Item], _Found],
-    ahead: int,
-    undo: Callable[[_Found], None] | None = None,
-) -> Generator[Iterator[_Found], None, None]:
-    """Return an iterator over what a call for every item gives, in their order.
-
-    Parameters
-    ----------
-    items, look
-        What to call, and what for. What it raises is raised when it is the turn of that item.
-    ahead
-        How many calls are made beside while the caller has one answer in hand, by as many threads;
-        with 0, all are made by the caller's own.
-    undo
-        Called with what was found ahead and had no turn when the block ends.
-
-    Yields
-    ------
-    Iterator
-        For the ``with`` block. At its end nobody waits for calls that are being made.
-
-    Examples
-    --------
-    >>> with prefetch_map("abc", str.upper, 2) as found:
-    ...     list(found)
-    ['A', 'B', 'C']
-    """
-    items = list(items)
-    looks = _Looks(look, undo)
-    try:
-        workers = looks.start(min(ahead, len(items)) if len(items) > 1 else 0)
-        yield looks.answers(items, ahead) if workers else map(look, items)
-    finally:
-        looks.end()
-
-
-class _Looks(Generic[_Item, _Found]):
-    """Calls that are made by some threads."""
-
-    def __init__(
-        self, look: Callable[[_Item], _Found], undo: Callable[[_Found], None] | None
-    ) -> None:
-        self._look = look
-        self._undo = undo
-        self._workers = 0
-        self._ended = False
-        self._lock = Lock()
-        """Whoever has it knows whether all has ended, and what was found before that."""
-        self._handed: SimpleQueue[tuple[_Item, SimpleQueue[_Outcome[_Found]]] | None] = (
-            SimpleQueue()
-        )
-        self._waiting: deque[SimpleQueue[_Outcome[_Found]]] = deque()
-
-    def start(self, count: int) -> int:
-        """Start threads, and return how many there can be."""
-        while self._workers < count:
-            try:
-                Thread(target=self._work, name="shardspec-aside", daemon=True).start()
-            except RuntimeError:
-                break
-            self._workers += 1
-        return self._workers
-
-    def answers(self, items: Iterable[_Item], ahead: int) -> Iterator[_Found]:
-        """Yield what is found, in the order of the items."""
-        for item in items:
-            self._waiting.append(SimpleQueue())
-            self._handed.put((item, self._waiting[-1]))
-            if len(self._waiting) > ahead:
-                yield self._waiting.popleft().get().answer()
-        while self._waiting:
-            yield self._waiting.popleft().get().answer()
-
-    def end(self) -> None:
-        """Undo what had no turn; what is still to come is undone when it comes."""
-        with self._lock:
-            self._ended = True
-        for _ in range(self._workers):
-            self._handed.put(None)
-        for outcome in self._waiting:
-            try:
-                self._drop(outcome.get_nowait())
-            except Empty:
-                # It was not made yet.
-                continue
-
-    def _work(self) -> None:
-        while (handed := self._handed.get()) is not None:
-            item, outcome = handed
-            if self._ended:
-                continue
-            made = _Outcome.of(partial(self._look, item))
-            with self._lock:
-                wanted = not self._ended
-                if wanted:
-                    outcome.put(made)
-            if not wanted:
-                self._drop(made)
-
-    def _drop(self, made: _Outcome[_Found]) -> None:
-        if self._undo is not None:
-            for found in made.found:
-                self._undo(found)
-
-
-AHEAD_BYTES: Final = 24 << 20
-"""Bytes that are under way, or have come and were not taken yet."""
-MOST_OF_ONE: Final = 4 << 20
-"""Most bytes of a request."""
-_MOST_REQUESTS: Final = 12
-"""Under way at once: about as many as a store's package has connections."""
-_JOINED_BYTES: Final = 8 << 20
-_JOINED: Final = 1024
-"""So many stretches, or bytes of them, are looked at together: those of one file become one
-request, though others are read in between."""
-_GAP_BYTES: Final = 64 << 10
-"""What is shorter and lies between two stretches is read along."""
-
-
-class FileStretch(NamedTuple):
-    """Bytes of a file."""
-
-    path: Path
-    start: int
-    num_bytes: int
-
-    @property
-    def end(self) -> int:
-        """Where they end."""
-        return self.start + self.num_bytes
-
-
-class Request(NamedTuple):
-    """Bytes of a file that are on their way."""
-
-    stretch: FileStretch
-    data: Aside[bytes]
-
-
-def request(store: Store, stretch: FileStretch) -> Request:
-    """Ask for bytes of a file; the answer is as `read_range` gives it."""
-    return Request(stretch, Aside(partial(read_range, store, stretch)))
-
-
-def read_range(store: Store, stretch: FileStretch) -> bytes:
-    """Return bytes of a file, fewer if it ends before.
-
-    Raises
-    ------
-    CheckpointError
-        If the store refuses.
-    """
-    path, start, num_bytes = stretch
-    if num_bytes <= 0:
-        return b""
-    with StoreErrors(path, "read"):
-        return store.cat_file(str(path), start=start, end=start + num_bytes)
-
-
-class Planned:
-    """What will be read of files in a store; for one thread.
-
-    Parameters
-    ----------
-    stretches
-        What will be read, in that order. They are asked for when bytes are taken, by the thread
-        that takes them. A CheckpointError there ends the plan, and no more: whoever reads finds it
-        too.
-    most_bytes
-        How far ahead.
-    """
-
-    def __init__(self, stretches: Iterable[FileStretch], most_bytes: int = AHEAD_BYTES) -> None:
-        self._left = iter(stretches)
-        self._most_bytes = most_bytes
-        self._next: deque[FileStretch] = deque()
-        """What is asked for next."""
-        self._under_way: deque[Request] = deque()
-        self._num_bytes = 0
-        """Of what is under way."""
-        self._ask()
-
-    def take(self, path: Path, start: int) -> Request | None:
-        """Return the request that brings a byte, for whoever reads it now; None if there is none.
-
-        What was to be read before it is let go.
-        """
-        if not any(_brings(one.stretch, path, start) for one in self._under_way):
-            return None
-        while True:
-            found = self._under_way.popleft()
-            self._num_bytes -= found.stretch.num_bytes
-            if _brings(found.stretch, path, start):
-                self._ask()
-                return found
-
-    def next_start(self, path: Path, start: int) -> int | None:
-        """Return where what is under way of a file, or asked for next, starts after some place."""
-        coming = [*(one.stretch for one in self._under_way), *self._next]
-        starts = [one.start for one in coming if one.path == path and one.start > start]
-        return min(starts, default=None)
-
-    def _ask(self) -> None:
-        while len(self._under_way) < _MOST_REQUESTS:
-            if not self._next:
-                self._next.extend(_joined(self._some()))
-            if not self._next:
-                return
-            stretch = self._next[0]
-            if self._under_way and self._num_bytes + stretch.num_bytes > self._most_bytes:
-                return
-            assert isinstance(stretch.path, RemotePath), "plans are made for stores"
-            self._under_way.append(request(stretch.path.store, self._next.popleft()))
-            self._num_bytes += stretch.num_bytes
-
-    def _some(self) -> list[FileStretch]:
-        """Return the next stretches, none longer than a request may be."""
-        found: list[FileStretch] = []
-        num_bytes = 0
-        with suppress(CheckpointError):
-            for path, first, length in self._left:
-                for start in range(first, first + length, MOST_OF_ONE):
-                    part = min(MOST_OF_ONE, first + length - start)
-                    found.append(FileStretch(path, start, part))
-                num_bytes += length
-                if len(found) >= _JOINED or num_bytes >= min(_JOINED_BYTES, self._most_bytes):
-                    break
-        return found
-
-
-def _brings(stretch: FileStretch, path: Path, start: int) -> bool:
-    return stretch.path == path and stretch.start <= start < stretch.end
-
-
-def _joined(stretches: Iterable[FileStretch]) -> Iterator[FileStretch]:
-    """Join stretches of one file that follow each other there, at the place of the first."""
-    found: list[FileStretch] = []
-    last_of: dict[Path, int] = {}
-    for stretch in stretches:
-        path, start, _ = stretch
-        place = last_of.get(path)
-        if place is not None:
-            last = found[place]
-            end = max(last.end, stretch.end)
-            near = last.start <= start <= last.end + _GAP_BYTES
-            if near and end - last.start <= MOST_OF_ONE:
-                found[place] = FileStretch(path, last.start, end - last.start)
-                continue
-        last_of[path] = len(found)
-        found.append(stretch)
-    return iter(found)
-
-
-_LEAST: Final = 64 << 10
-"""Least bytes of a request: headers and what lies around them come in one."""
-_ON_THE_WAY: Final = 3
-"""Most requests that are under way while bytes are worked on: one alone does not fill the line."""
-_CERTAIN: Final = 1 << 20
-"""Bytes of a request from which on a reader is taken for one that goes on to the end."""
-
-
-class RangeReader:
-    """A file in a store; keeps the last range that it has read, and asks for the next ones.
-
-    Parameters
-    ----------
-    path
-        The file.
-
-    Raises
-    ------
-    CheckpointError
-        If it is missing, or the store refuses.
-    """
-
-    __slots__ = (
-        "_ahead",
-        "_block",
-        "_expected",
-        "_most",
-        "_path",
-        "_planned",
-        "_planned_block",
-        "_start",
-        "_store",
-        "_window",
-        "num_bytes",
-    )
-
-    def __init__(self, path: RemotePath) -> None:
-        self.num_bytes = path.num_bytes()
-        self._path = path
-        # Other threads would get one of their own from fsspec, with other connections.
-        self._store = path.store
-        self._planned: Planned | None = None
-        self._start = 0
-        self._block = b""
-        self._planned_block = False
-        """Whether what is kept was planned: then it stays until all of it was read, and no longer,
-        as many files have their turn."""
-        self._window = _LEAST
-        self._expected = (0, 0)
-        self._most = MOST_OF_ONE
-        self._ahead: deque[Request] = deque()
-
-    def keep(self, num_bytes: int) -> None:
-        """Keep at most so many bytes from now on; not below what headers need."""
-        self._most = max(_LEAST, min(num_bytes // (1 + _ON_THE_WAY), MOST_OF_ONE))
-        if len(self._block) > self._most and not self._planned_block:
-            self._let_go()
-            self._ahead.clear()
-
-    def _let_go(self) -> None:
-        self._start += len(self._block)
-        self._block = b""
-
-    def holds(self, start: int, end: int) -> bool:
-        """Return whether bytes are there without another request."""
-        return self._start <= start and end <= self._start + len(self._block)
-
-    def plan(self, planned: Planned) -> None:
-        """Take what is planned from there when it is its turn."""
-        self._planned = planned
-
-    def expect(self, start: int, end: int) -> None:
-        """Take note that all bytes of a stretch will be wanted."""
-        self._expected = start, end
-
-    def read_into(self, buffer: memoryview, offset: int, end: int = 0) -> None:
-        """Fill a buffer of bytes from a place in the file.
-
-        Parameters
-        ----------
-        buffer, offset
-            The buffer, and the place.
-        end
-            Where that ends of which this is a part, if the rest will be read next.
-
-        Raises
-        ------
-        CheckpointError
-            If the file ends before, or the store refuses.
-        """
-        end = max(end, offset + len(buffer))
-        done = 0
-        while done < len(buffer):
-            inside = offset + done - self._start
-            if not 0 <= inside < len(self._block):
-                self._fetch(offset + done, end - offset - done, end)
-                inside = offset + done - self._start
-            part = memoryview(self._block)[inside : inside + len(buffer) - done]
-            buffer[done : done + len(part)] = part
-            done += len(part)
-            if self._planned_block and inside + len(part) == len(self._block):
-                self._let_go()
-
-    def _fetch(self, start: int, num_bytes: int, needed: int) -> None:
-        """Read a range from `start` on, of so many bytes if the limit allows, and keep it."""
-        limit = self.num_bytes
-        if self._planned is not None:
-            if self._take_planned(self._planned, start):
-                return
-            # What is planned comes by itself.
-            limit = self._planned.next_start(self._path, start) or limit
-        # Rows of columns are read along with what lies between them, where that is little.
-        stopped = self._start + len(self._block)
-        goes_on = 0 <= start - stopped < _LEAST
-        self._window = min(self._window * 2, self._most) if goes_on else _LEAST
-        # Let go of first: two of them would be twice the memory.
-        self._block = b""
-        while self._ahead and not (
-            self._ahead[0].stretch.start <= start < self._ahead[0].stretch.end
-        ):
-            self._ahead.popleft()
-        if self._ahead:
-            ahead = self._ahead.popleft()
-            data = ahead.data.answer()
-            start, end = ahead.stretch.start, ahead.stretch.end
-        else:
-            first, last = self._expected
-            rest = last - start if first <= start else 0
-            end = min(start + min(max(num_bytes, rest, self._window), self._most), limit)
-            data = read_range(self._store, FileStretch(self._path, start, end - start))
-        if len(data) != max(end - start, 1):
-            raise CheckpointError(
-                f"{self._path}: ends at byte {start + len(data)}, but bytes up to {needed} are "
-                "needed; it was cut short while being read"
-            )
-        self._start, self._block, self._planned_block = start, data, False
-        self._ask_ahead(goes_on, limit)
-
-    def _take_planned(self, planned: Planned, start: int) -> bool:
-        """Keep what the plan has for a place on; return False if there is nothing."""
-        found = planned.take(self._path, start)
-        if found is None:
-            return False
-        self._block = b""
-        data = found.data.answer()
-        if len(data) < found.stretch.num_bytes:
-            # The file ends before; which of those who read of it has to know that, is seen next.
-            return False
-        self._start, self._block, self._planned_block = found.stretch.start, data, True
-        return True
-
-    def _ask_ahead(self, goes_on: bool, limit: int) -> None:
-        """Ask for the next ranges where it is all but certain that they will be wanted."""
-        first, last = self._expected
-        if not (first <= self._start and self._start + len(self._block) <= last):
-            certain = goes_on and self._window >= min(_CERTAIN, self._most)
-            last = self.num_bytes if certain else 0
-        last = min(last, limit)
-        while len(self._ahead) < _ON_THE_WAY:
-            start = self._ahead[-1].stretch.end if self._ahead else self._start + len(self._block)
-            end = min(start + self._most, last)
-            if start >= end:
-                break
-            stretch = FileStretch(self._path, start, end - start)
-            self._ahead.append(request(self._store, stretch))
-
-
-_OPEN_AT_ONCE: Final = 128
-"""Files kept open: far below the usual limit of 1024 for a process."""
-_GLANCED_AT_ONCE: Final = 256
-"""Readers of files in stores; each keeps 64 KiB."""
-_ROWS_AT_ONCE: Final = 1024
-"""Stretches of memory filled by one call, which is as many as Linux takes."""
-_KEPT_BYTES: Final = 32 << 20
-"""Bytes kept of all files in stores together."""
 
 
 def reason(error: OSError) -> str:
@@ -894,6 +336,9 @@ def path_exists(path: Path) -> bool:
 def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
     """Return the path of a file that a checkpoint names, which must lie in its directory.
 
+    It may be a link inside the directory, or from the ``snapshots`` of a hub cache to its
+    ``blobs``.
+
     Raises
     ------
     CheckpointError
@@ -905,11 +350,12 @@ def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
             "its own directory"
         )
     path = directory / name
-    if isinstance(path, RemotePath):
+    if isinstance(path, RemotePath) or not os.path.islink(path):
         return path
     # Not Path.resolve, which raises where links lead in a circle.
-    real = os.path.realpath(path)
-    if os.path.islink(path) and os.path.dirname(real) != os.path.realpath(directory):
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
+    cached = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+    if real.parent != home and not cached:
         raise CheckpointError(
             f"{stated_by}: file {name!r} is a link to {real}, outside the checkpoint; "
             "put the file itself into the directory"
@@ -917,260 +363,97 @@ def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
     return path
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor.
+class Snapshot(NamedTuple):
+    """Which files were at a place at some moment; taken before a checkpoint is opened.
 
-    Raises
-    ------
-    CheckpointError
-        If it cannot be opened, or is a directory, pipe or device.
-    """
-    try:
-        # Without O_NONBLOCK, opening a pipe would wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{path}: is not a regular file")
-    return fd
-
-
-class SourceFile:
-    """A regular file, here or in a store, open for reading; bytes are read where they lie.
-
-    Parameters
-    ----------
-    path
-        The file.
-
-    Raises
-    ------
-    CheckpointError
-        If it cannot be opened, or is a directory, pipe or device.
+    Whoever has read it asks `check_unchanged`: files written meanwhile may have been read half as
+    they were and half as they are.
     """
 
-    __slots__ = ("_fd", "num_bytes", "path", "remote")
+    place: Path
+    """A file, or a directory."""
+    nested: bool
+    """Whether directories below count."""
+    files: Mapping[Path, FileIdentity]
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.remote: RangeReader | None = None
-        """Reads it, if it is in a store."""
-        if isinstance(path, RemotePath):
-            self._fd = -1
-            self.remote = RangeReader(path)
-            self.num_bytes = self.remote.num_bytes
-        else:
-            self._fd = open_regular(path)
-            self.num_bytes = os.fstat(self._fd).st_size
-
-    @property
-    def fd(self) -> int:
-        """The descriptor of a file that is here; -1 of one that is in a store."""
-        return self._fd
-
-    def expect(self, start: int, end: int) -> None:
-        """Take note that all bytes of a stretch will be wanted, one after the other."""
-        if self.remote is not None:
-            self.remote.expect(start, end)
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer of bytes from a place in the file.
+    @classmethod
+    def of(cls, place: Path, *, nested: bool = False) -> "Snapshot":
+        """Take a snapshot.
 
         Raises
         ------
         CheckpointError
-            If the file ends before, or cannot be read.
+            If a store refuses.
         """
-        if self.remote is not None:
-            self.remote.read_into(buffer, offset)
-            return
-        done, end = 0, len(buffer)
-        while done < end:
-            part = buffer[done:] if done else buffer
-            try:
-                count = os.preadv(self._fd, [part], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
-            if count == 0:
+        return cls(place, nested, _identities(place, nested))
+
+    def check_unchanged(self, files: Iterable[Path]) -> None:
+        """Check that files are still those that they were.
+
+        Raises
+        ------
+        CheckpointError
+            If one was written, replaced, added or removed since; names it.
+        """
+        if isinstance(self.place, RemotePath):
+            now = _remote_identities(self.place, self.nested)
+        else:
+            files = tuple(files)
+            now = {path: identity for path in files if (identity := _identity(path)) is not None}
+        for path in files:
+            if path not in now or now[path] != self.files.get(path):
+                done = "changed" if path in now else "was removed"
                 raise CheckpointError(
-                    f"{self.path}: ends at byte {offset + done}, but bytes up to "
-                    f"{offset + end} are needed; it was cut short while being read"
+                    f"{path}: {done} while it was read, so that what was read may be a mixture of "
+                    "two saves; run again when nobody writes it"
                 )
-            done += count
-
-    def read_rows(self, rows: Sequence[memoryview], offset: int, num_bytes: int) -> None:
-        """Fill stretches of memory, one after the other, from a stretch of the file.
-
-        Parameters
-        ----------
-        rows, offset, num_bytes
-            The stretches of memory, where that of the file begins, and how long it is.
-
-        Raises
-        ------
-        CheckpointError
-            As by `read_into`.
-        """
-        if self.remote is not None:
-            end = offset + num_bytes
-            for row in rows:
-                self.remote.read_into(row, offset, end)
-                offset += len(row)
-            return
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            some = rows[first : first + _ROWS_AT_ONCE]
-            wanted = num_bytes if len(some) == len(rows) else sum(map(len, some))
-            try:
-                count = os.preadv(self._fd, some, offset)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
-            if count == wanted:
-                offset += wanted
-                continue
-            # Rare: a signal came, or the file ends.
-            for row in some:
-                self.read_into(row, offset)
-                offset += len(row)
-
-    def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return a stretch of the file; for headers and other small things."""
-        if self.remote is None:
-            try:
-                whole = os.pread(self._fd, num_bytes, offset)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
-            if len(whole) == num_bytes:
-                return whole
-        data = bytearray(num_bytes)
-        self.read_into(memoryview(data), offset)
-        return bytes(data)
-
-    def close(self) -> None:
-        """Close it."""
-        if self.remote is None:
-            os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
-class OpenFiles:
-    """Files opened on first use; the one unused for longest is closed when there are many.
-
-    Parameters
-    ----------
-    at_once
-        Most files that are open.
-    """
-
-    def __init__(self, at_once: int = _OPEN_AT_ONCE) -> None:
-        self._at_once = at_once
-        self._files: OrderedDict[Path, SourceFile] = OrderedDict()
-        self._planned: Planned | None = None
-
-    def will_read(
-        self, directory: Path, stretches: Iterable[FileStretch], most_bytes: int = AHEAD_BYTES
-    ) -> None:
-        """Take note of what will be read, in that order; a store is asked for it ahead.
-
-        Parameters
-        ----------
-        directory
-            Where the files lie; nothing is done for those of this machine, nor for stores of which
-            every thread has its own.
-        stretches
-            What will be read.
-        most_bytes
-            How far ahead.
-        """
-        if not (isinstance(directory, RemotePath) and directory.shared_store):
-            return
-        self._planned = Planned(stretches, most_bytes)
-        for file in self._files.values():
-            if file.remote is not None:
-                file.remote.plan(self._planned)
-
-    def file(self, path: Path) -> SourceFile:
-        """Return an open file that is good until the next call."""
-        found = self._files.get(path)
-        if found is not None:
-            self._files.move_to_end(path)
-            return found
-        while len(self._files) >= self._at_once:
-            self._files.popitem(last=False)[1].close()
-        opened = self._files[path] = SourceFile(path)
-        if opened.remote is not None and self._planned is not None:
-            opened.remote.plan(self._planned)
-        remote = [file.remote for file in self._files.values() if file.remote is not None]
-        for reader in remote:
-            reader.keep(_KEPT_BYTES // len(remote))
-        return opened
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-        self._planned = None
+def _identity(path: Path) -> FileIdentity | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class _Glanced:
-    """A file in a store, for one thread at a time."""
-
-    def __init__(self) -> None:
-        self._turn = Lock()
-        self._file: SourceFile | None = None
-
-    @contextmanager
-    def file(self, path: Path) -> Iterator[SourceFile]:
-        with self._turn:
-            if self._file is None:
-                # This asks for its size.
-                self._file = SourceFile(path)
-                if self._file.remote is not None:
-                    self._file.remote.keep(0)
-            yield self._file
+def _identities(place: Path, nested: bool) -> dict[Path, FileIdentity]:
+    if isinstance(place, RemotePath):
+        return _remote_identities(place, nested)
+    return _local_identities(place, nested)
 
 
-class HeaderFiles:
-    """Short looks into many files, by any number of threads.
+def _local_identities(place: Path, nested: bool) -> dict[Path, FileIdentity]:
+    try:
+        entries = list(os.scandir(place))
+    except NotADirectoryError:
+        entries = []
+        paths = [place]
+    except OSError:
+        # Who reads it says why it cannot be.
+        return {}
+    else:
+        paths = [place / entry.name for entry in entries]
+    found = {path: identity for path in paths if (identity := _identity(path)) is not None}
+    for entry in entries if nested else ():
+        if entry.is_dir():
+            found |= _local_identities(place / entry.name, nested=True)
+    return found
 
-    Files are open for a moment only. Readers of those in stores stay for a while, as asking for the
-    size of a file takes as long as reading of it, and what lies near may be looked at next.
-    """
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._stored: OrderedDict[Path, _Glanced] = OrderedDict()
-
-    @contextmanager
-    def file(self, path: Path) -> Iterator[SourceFile]:
-        """Return an open file, for a ``with`` block."""
-        if isinstance(path, RemotePath):
-            with self._lock:
-                glanced = self._stored.setdefault(path, _Glanced())
-                self._stored.move_to_end(path)
-                if len(self._stored) > _GLANCED_AT_ONCE:
-                    # There is nothing to close.
-                    self._stored.popitem(last=False)
-            with glanced.file(path) as file:
-                yield file
-        else:
-            with SourceFile(path) as file:
-                yield file
+def _remote_identities(place: RemotePath, nested: bool) -> dict[Path, FileIdentity]:
+    try:
+        infos: dict[Path, dict[str, Any]] = {place / n: i for n, i in place.listing().items()}
+    except FileNotFoundError:
+        return {}
+    except NotADirectoryError:
+        place.store.invalidate_cache(str(place.parent))
+        info = place.info()
+        infos = {} if info is None else {place: info}
+    found: dict[Path, FileIdentity] = {}
+    for path, info in infos.items():
+        if info["type"] == "file":
+            found[path] = tuple((key, str(info[key])) for key in _IDENTITY_KEYS if key in info)
+        elif nested and isinstance(path, RemotePath):
+            found |= _remote_identities(path, nested=True)
+    return found

@@ -7,7 +7,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from shardspec.boxes import Box, box_shape, contains
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredTensor, box_text
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import Catalog, Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.moving.digests import Checks, stored_bytes
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.store import FileStretch, OpenFiles
+from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.checkpoint.writing.fill import Progress
 from shardspec.dtypes import item_bytes
@@ -133,6 +133,10 @@ def _flaws(source: Catalog, total: int, progress: Progress | None) -> Iterator[C
                     check_replicas(tensor, group, files)
                 except CheckpointError as error:
                     yield error
+    try:
+        source.check_unchanged()
+    except CheckpointError as error:
+        yield error
 
 
 def _stretches(source: Catalog) -> Iterator[FileStretch]:

@@ -24,7 +24,7 @@ from shardspec.checkpoint.moving.pieces import Block, Place, Run, byte_box, offs
 from shardspec.checkpoint.moving.regions import read_region
 from shardspec.checkpoint.moving.rows import rows_of
 from shardspec.checkpoint.moving.sinks import FileSink, MemorySink
-from shardspec.checkpoint.store import OpenFiles, SourceFile
+from shardspec.checkpoint.source_files import OpenFiles, SourceFile
 from shardspec.errors import CheckpointError
 
 DTYPES = {"uint8": 1, "int16": 2, "float32": 4, "complex64": 8}
@@ -353,7 +353,7 @@ def test_long_rows_need_no_numpy(tmp_path):
         "from pathlib import Path\n"
         "from shardspec.checkpoint.moving.buffers import Buffers\n"
         "from shardspec.checkpoint.moving.copy import copy_box\n"
-        "from shardspec.checkpoint.store import OpenFiles\n"
+        "from shardspec.checkpoint.source_files import OpenFiles\n"
         "from shardspec.checkpoint.moving.sinks import MemorySink\n"
         "from shardspec.checkpoint.catalog import StoredBox, StoredTensor\n"
         f"path = Path({str(tmp_path / 'data')!r})\n"

@@ -15,7 +15,7 @@ from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
 

@@ -22,7 +22,7 @@ from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import all_specs, handmade, sample
 

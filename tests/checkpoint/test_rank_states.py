@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.moving.digests import crc32
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.rank_states import RankState, RankStates
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
 from shardspec.checkpoint.torch_files.torch_lines import ENTRY

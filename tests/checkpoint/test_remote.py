@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import fsspec
@@ -18,7 +17,8 @@ from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.store import MOST_OF_ONE, OpenFiles, RemotePath, SourceFile, as_path
+from shardspec.checkpoint.source_files import MOST_OF_ONE, OpenFiles, SourceFile
+from shardspec.checkpoint.store import RemotePath, as_path
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
@@ -103,32 +103,6 @@ def test_columns_are_asked_for_a_block_at_a_time(counted, row_bytes):
     assert (out.reshape(whole.shape) == whole).all()
     blocks = whole.size // len(buffers.block)
     assert CountingStore.requests == [len(buffers.block) // 2] * 2 * blocks
-
-
-def test_what_comes_next_is_asked_for_ahead(counted):
-    store = fsspec.filesystem("counted")
-    data = np.random.default_rng(0).bytes(30 << 20)
-    path = as_path(f"{counted}/x")
-    store.pipe_file(str(path), data)
-    first, last, step = 1 << 20, 24 << 20, 1 << 20
-    with SourceFile(path) as file:
-        file.expect(first, last)
-        assert file.read(first, step) == data[first : first + step]
-        deadline = time.monotonic() + 60
-        while len(CountingStore.requests) < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        # No more is asked for until some of it is taken.
-        assert CountingStore.requests == [MOST_OF_ONE] * 4
-        for at in range(first + step, last, step):
-            assert file.read(at, step) == data[at : at + step]
-        assert sum(CountingStore.requests) == last - first
-        # What is on its way and not wanted is let go; an error comes when its bytes are wanted.
-        file.expect(0, last)
-        assert file.read(0, step) == data[:step]
-        assert file.read(last, 7) == data[last : last + 7]
-        store.rm_file(str(path))
-        with pytest.raises(CheckpointError, match="x: cannot be read"):
-            file.read(last, 6 << 20)
 
 
 def test_many_files_keep_little(counted):

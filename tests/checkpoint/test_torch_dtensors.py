@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.torch_dtensors import (
     TorchDTensor,
     dtensor_spec,

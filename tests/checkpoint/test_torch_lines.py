@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.torch_lines import AlikeLines
 from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
 from shardspec.errors import CheckpointError

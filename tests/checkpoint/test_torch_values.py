@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardspec.checkpoint.moving.digests import crc32
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickles import Record
 from shardspec.checkpoint.torch_files.torch_values import (
     TorchStorage,

@@ -10,7 +10,7 @@ import numpy as np
 from shardspec.checkpoint.formats.safetensors_header import read_header
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.reshard import reshard
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.mesh import DeviceMesh
 from tests.faults.harness import Case
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint.catalog import (
+    Catalog,
     FileBox,
     LazyTensorCache,
     OpaqueValue,
@@ -37,13 +38,8 @@ from shardspec.checkpoint.formats.names import (
     DCP_OWN_METADATA,
     METADATA_NAME,
 )
-from shardspec.checkpoint.store import (
-    SourceFile,
-    file_inside,
-    path_exists,
-    prefetch_depth,
-    prefetch_map,
-)
+from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.torch_files.pickles import UnlistedNameError
 from shardspec.checkpoint.torch_files.plain_values import plain_value
 from shardspec.checkpoint.torch_files.torch_dtensors import read_dtensors
@@ -55,7 +51,6 @@ from shardspec.checkpoint.torch_files.torch_values import (
 from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError
-from shardspec.mesh import DeviceMesh
 
 __all__ = ["DcpCheckpoint", "open_dcp"]
 
@@ -65,10 +60,14 @@ _MOST_KEPT_BYTES: Final = 1024
 """Of each; torch writes some 200."""
 
 
-class DcpCheckpoint:
+class DcpCheckpoint(Catalog):
     """A `Catalog` over a directory of torch's; made by `open_dcp`."""
 
     def __init__(self, directory: Path, metadata: DcpMetadata, files: Mapping[str, Path]) -> None:
+        # Names inside nested dicts and lists are joined by dots.
+        super().__init__(
+            DCP, directory, metadata.tensors, (directory / METADATA_NAME, *files.values())
+        )
         self._directory = directory
         self._metadata = metadata
         self._files = files
@@ -76,31 +75,6 @@ class DcpCheckpoint:
         self._tensors = LazyTensorCache(self._look_up, self.outline)
         self._meant: dict[bytes, TorchTensor] = {}
         self._others: dict[str, object] | None = None
-
-    @property
-    def format(self) -> str:
-        """What wrote it."""
-        return DCP
-
-    @property
-    def directory(self) -> Path:
-        """Where it lies."""
-        return self._directory
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """None: the format does not say it."""
-        return None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every tensor, sorted; names inside nested dicts and lists are joined by dots."""
-        return tuple(sorted(self._metadata.tensors))
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The metadata and every file it names."""
-        return (self._directory / METADATA_NAME, *self._files.values())
 
     @property
     def paths(self) -> Mapping[str, tuple[str | int, ...]]:

@@ -36,7 +36,8 @@ from shardspec.checkpoint.formats.safetensors import (
 )
 from shardspec.checkpoint.formats.safetensors_header import Header, read_header
 from shardspec.checkpoint.formats.saved_offsets import saved_offsets
-from shardspec.checkpoint.store import SourceFile, file_inside, prefetch_depth, prefetch_map
+from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.store import file_inside
 from shardspec.errors import CheckpointError
 
 __all__ = ["open_dcp_hf"]

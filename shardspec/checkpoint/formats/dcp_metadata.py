@@ -14,7 +14,7 @@ from shardspec.checkpoint.formats.dcp_records import (
     IndexRecord,
     InfoRecord,
 )
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickles import (
     MOST_PICKLE_BYTES,
     Allowed,

@@ -50,7 +50,8 @@ from shardspec.checkpoint.formats.names import (
     MEGATRON_RANK,
     MEGATRON_TRACKER,
 )
-from shardspec.checkpoint.store import SourceFile, file_inside, prefetch_depth, prefetch_map
+from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.pickles import Allowed, Record, as_record
 from shardspec.checkpoint.torch_files.plain_values import plain_value
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import (
     Digest,
-    EagerCatalog,
+    ListedCatalog,
     ReplicaKey,
     StoredBox,
     StoredTensor,
@@ -33,13 +33,8 @@ from shardspec.checkpoint.sharding_info import (
     format_info,
     read_info,
 )
-from shardspec.checkpoint.store import (
-    SourceFile,
-    file_inside,
-    path_exists,
-    prefetch_depth,
-    prefetch_map,
-)
+from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.writing.assign import assign_boxes
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target, Wanted
 from shardspec.errors import CheckpointError
@@ -48,7 +43,6 @@ from shardspec.mesh import DeviceMesh
 from shardspec.text import shown
 
 __all__ = [
-    "NativeCatalog",
     "open_native",
     "shard_metadata",
     "sharded_target",
@@ -63,66 +57,7 @@ def shard_metadata(save: str, rank: int) -> dict[str, str]:
     return {"format": "pt", "shardspec.rank": str(rank), SAVE_KEY: save}
 
 
-class NativeCatalog(EagerCatalog):
-    """A `Catalog` over a directory that `save_sharded` wrote; made by `open_native`."""
-
-    def __init__(
-        self, directory: Path, info: ShardingInfo, boxes: Mapping[str, tuple[StoredBox, ...]]
-    ) -> None:
-        self._directory = directory
-        self._info = info
-        self._boxes = boxes
-
-    @property
-    def format(self) -> str:
-        """What wrote it."""
-        return NATIVE
-
-    @property
-    def directory(self) -> Path:
-        """Where it lies."""
-        return self._directory
-
-    @property
-    def info(self) -> ShardingInfo:
-        """What its sharding info says."""
-        return self._info
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The devices that wrote it."""
-        return self._info.mesh
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every tensor, sorted."""
-        return tuple(sorted(self._info.tensors))
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The sharding info and every file it names."""
-        named = (self._directory / file.name for file in self._info.files)
-        return (self._directory / INFO_NAME, *named)
-
-    @property
-    def extras(self) -> Mapping[str, object]:
-        """Nothing: the format holds tensors only."""
-        return {}
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor and its boxes."""
-        layout = self._info.tensors[name]
-        return StoredTensor(
-            name,
-            layout.global_shape,
-            layout.dtype,
-            layout.spec,
-            stored_reductions(layout),
-            self._boxes.get(name, ()),
-        )
-
-
-def open_native(directory: Path) -> NativeCatalog:
+def open_native(directory: Path) -> ListedCatalog:
     """Read the sharding info and the header of every file, and check that they agree.
 
     Raises
@@ -166,7 +101,18 @@ def open_native(directory: Path) -> NativeCatalog:
                     f"{directory}: tensor {name!r}: no file holds its box {_part_text(part)}, "
                     f"which {_ranks_text(ranks)} held; restore that file or save again"
                 )
-    return NativeCatalog(directory, info, {name: tuple(b) for name, b in stored.items()})
+    tensors = {
+        name: StoredTensor(
+            name,
+            layout.global_shape,
+            layout.dtype,
+            layout.spec,
+            stored_reductions(layout),
+            tuple(stored[name]),
+        )
+        for name, layout in info.tensors.items()
+    }
+    return ListedCatalog(NATIVE, directory, tensors, (directory / INFO_NAME, *paths), info.mesh)
 
 
 def _read_file(path: Path, file: FileEntry, info: ShardingInfo, due: _Due) -> Header:

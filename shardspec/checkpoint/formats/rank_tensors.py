@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import (
+    Catalog,
     FileBox,
     LazyTensorCache,
     Outline,
@@ -16,7 +17,7 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.formats.names import RANK_FILES
 from shardspec.checkpoint.formats.rank_cuts import Cut, Cuts, Kind, RankGroup, grouped
-from shardspec.checkpoint.store import HeaderFiles, prefetch_depth, prefetch_map
+from shardspec.checkpoint.source_files import HeaderFiles, prefetch_depth, prefetch_map
 from shardspec.checkpoint.torch_files.plain_values import plain_value
 from shardspec.checkpoint.torch_files.rank_states import RankState
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
@@ -41,7 +42,7 @@ class RankTensor(NamedTuple):
     """One for each group of ranks that hold the same, in their order."""
 
 
-class RankFilesCheckpoint:
+class RankFilesCheckpoint(Catalog):
     """A `Catalog` over the files of all ranks; made by `open_rank_files`."""
 
     def __init__(
@@ -52,11 +53,13 @@ class RankFilesCheckpoint:
         mesh: DeviceMesh | None,
         others: Mapping[str, object],
     ) -> None:
+        # Names inside nested dicts and lists are joined by dots.
+        super().__init__(
+            RANK_FILES, directory, tensors, (state.path for state in states), mesh, others
+        )
         self._directory = directory
         self._states = states
         self._described = tensors
-        self._mesh = mesh
-        self._others = others
         self._groups = grouped(states)
         place = {id(group.contents): at for at, group in enumerate(self._groups)}
         self._places = [place[id(state.contents)] for state in states]
@@ -66,36 +69,6 @@ class RankFilesCheckpoint:
         self._copies: dict[Sequence[Cut], list[list[int]]] = {}
         self._glances = HeaderFiles()
         self._tensors = LazyTensorCache(self._look_up, self.outline)
-
-    @property
-    def format(self) -> str:
-        """What wrote it."""
-        return RANK_FILES
-
-    @property
-    def directory(self) -> Path:
-        """Where it lies."""
-        return self._directory
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh of all ranks, if tensors are on one."""
-        return self._mesh
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every tensor, sorted; names inside nested dicts and lists are joined by dots."""
-        return tuple(self._described)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The file of every rank."""
-        return tuple(state.path for state in self._states)
-
-    @property
-    def extras(self) -> Mapping[str, object]:
-        """Entries that are no tensors, and other families."""
-        return self._others
 
     def outline(self, name: str) -> Outline[FileBox]:
         """Return a tensor by what the pickles say."""

@@ -15,16 +15,13 @@ huggingface_hub.
 """
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import (
-    EagerCatalog,
     ListedCatalog,
-    StoredBox,
     StoredTensor,
     unsharded_tensor,
 )
@@ -37,23 +34,15 @@ from shardspec.checkpoint.formats.safetensors_header import (
 )
 from shardspec.checkpoint.formats.saved_offsets import saved_offsets
 from shardspec.checkpoint.sharding_info import SAVE_KEY
-from shardspec.checkpoint.store import (
-    RemotePath,
-    SourceFile,
-    file_inside,
-    path_exists,
-    prefetch_depth,
-    prefetch_map,
-)
+from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.strict_json import as_object, as_text, member, parse_json
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target, Wanted
 from shardspec.errors import CheckpointError
-from shardspec.mesh import DeviceMesh
 
 __all__ = [
     "INDEX_NAME",
     "METADATA",
-    "SingleFile",
     "by_file",
     "check_listed",
     "check_numbering",
@@ -62,6 +51,7 @@ __all__ = [
     "open_index_directory",
     "open_index_file",
     "open_plain",
+    "open_single_file",
     "safetensors_target",
     "whole_header",
 ]
@@ -84,7 +74,7 @@ def open_index_directory(directory: Path) -> ListedCatalog:
             f"{directory}: has the indexes {', '.join(found)}; name the one to read instead of "
             "the directory"
         )
-    return open_index_file(_file(directory, found[0], directory))
+    return open_index_file(file_inside(directory, found[0], directory))
 
 
 def open_index_file(index: Path) -> ListedCatalog:
@@ -100,10 +90,9 @@ def open_index_file(index: Path) -> ListedCatalog:
     files = by_file(index)
     with prefetch_map(files, whole_header, prefetch_depth(index)) as headers:
         for (path, names), header in zip(files.items(), headers, strict=True):
-            entries = {entry.name: entry for entry in header.entries}
-            check_listed(path, entries, names, index)
-            for name, entry in entries.items():
-                tensors[name] = unsharded_tensor(name, entry.shape, entry.dtype, path, entry.offset)
+            found = _tensors(path, header)
+            check_listed(path, found, names, index)
+            tensors |= found
     return ListedCatalog(SAFETENSORS, index.parent, tensors, (index, *files))
 
 
@@ -120,7 +109,7 @@ def by_file(index: Path) -> dict[Path, set[str]]:
         names.setdefault(file, set()).add(name)
     found = {}
     for file, listed in sorted(names.items()):
-        path = _file(index.parent, file, index)
+        path = file_inside(index.parent, file, index)
         if not path_exists(path):
             raise CheckpointError(
                 f"{path}: is missing, but {index.name} puts {len(listed)} tensors into it, "
@@ -162,7 +151,7 @@ def open_plain(directory: Path) -> ListedCatalog:
     """
     names = sorted(path.name for path in directory.iterdir() if is_data_file(path.name))
     check_numbering(directory, names)
-    paths = [_file(directory, name, directory) for name in names]
+    paths = [file_inside(directory, name, directory) for name in names]
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
     with prefetch_map(paths, whole_header, prefetch_depth(directory)) as headers:
@@ -180,9 +169,7 @@ def open_plain(directory: Path) -> ListedCatalog:
                         "or move the other away"
                     )
                 home[entry.name] = path
-                tensors[entry.name] = unsharded_tensor(
-                    entry.name, entry.shape, entry.dtype, path, entry.offset
-                )
+            tensors |= _tensors(path, header)
     return ListedCatalog(SAFETENSORS, directory, tensors, tuple(paths))
 
 
@@ -240,19 +227,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     }
 
 
-def _file(directory: Path, name: str, stated_by: Path) -> Path:
-    """Return the path of a file of the checkpoint, a link into a hub cache's blobs followed."""
-    path = directory / name
-    if isinstance(path, RemotePath):
-        return file_inside(directory, name, stated_by)
-    plain = name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
-    if plain and os.path.islink(path) and directory.resolve().parent.name == "snapshots":
-        real = Path(os.path.realpath(path))
-        if real.parent == directory.resolve().parent.parent / "blobs":
-            return path
-    return file_inside(directory, name, stated_by)
-
-
 def whole_header(path: Path) -> Header:
     """Return the header of a file that should hold whole tensors.
 
@@ -273,61 +247,29 @@ def whole_header(path: Path) -> Header:
     return header
 
 
-class SingleFile(EagerCatalog):
-    """A `Catalog` over one safetensors file.
+def open_single_file(path: Path) -> ListedCatalog:
+    """Read the header of one safetensors file.
 
     Raises
     ------
     CheckpointError
         If it cannot be read, breaks a rule of its format, or is a part of a checkpoint.
     """
+    header = whole_header(path)
+    if SAVE_KEY in header.metadata:
+        raise CheckpointError(
+            f"{path}: holds what one rank has saved, which may be parts of tensors; name its "
+            f"directory, {path.parent}"
+        )
+    return ListedCatalog(SAFETENSORS, path, _tensors(path, header), (path,))
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        header = whole_header(path)
-        if SAVE_KEY in header.metadata:
-            raise CheckpointError(
-                f"{path}: holds what one rank has saved, which may be parts of tensors; name its "
-                f"directory, {path.parent}"
-            )
-        self._entries = {entry.name: entry for entry in header.entries}
 
-    @property
-    def format(self) -> str:
-        """What wrote it."""
-        return SAFETENSORS
-
-    @property
-    def directory(self) -> Path:
-        """The file itself."""
-        return self._path
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """None: the format does not say who wrote it."""
-        return None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every tensor, sorted."""
-        return tuple(sorted(self._entries))
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The file itself."""
-        return (self._path,)
-
-    @property
-    def extras(self) -> Mapping[str, object]:
-        """Nothing: the format holds tensors only."""
-        return {}
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor as one box."""
-        entry = self._entries[name]
-        whole = tuple((0, size) for size in entry.shape)
-        boxes = () if 0 in entry.shape else (StoredBox(whole, (), 0, self._path, entry.offset),)
-        return StoredTensor(name, entry.shape, entry.dtype, None, (), boxes)
+def _tensors(path: Path, header: Header) -> dict[str, StoredTensor]:
+    """Return the tensors of a file, each whole."""
+    return {
+        entry.name: unsharded_tensor(entry.name, entry.shape, entry.dtype, path, entry.offset)
+        for entry in header.entries
+    }
 
 
 METADATA: Final = {"format": "pt"}

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.strict_json import as_object, as_sizes, as_text, parse_members
 from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError

@@ -21,7 +21,7 @@ from shardspec.checkpoint.catalog import StoredTensor, distinct
 from shardspec.checkpoint.moving.buffers import BLOCK_BYTES
 from shardspec.checkpoint.moving.pieces import Place, Run, byte_box, pieces
 from shardspec.checkpoint.moving.rows import stretch_of
-from shardspec.checkpoint.store import FileStretch, OpenFiles
+from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.dtypes import item_bytes
 
 __all__ = ["LEAST_BYTES", "Ahead", "Stretch", "in_files", "stretches"]

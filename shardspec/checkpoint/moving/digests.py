@@ -17,7 +17,7 @@ from shardspec.checkpoint.catalog import (
     StoredTensor,
     box_text,
 )
-from shardspec.checkpoint.store import OpenFiles, SourceFile
+from shardspec.checkpoint.source_files import OpenFiles, SourceFile
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from shardspec.checkpoint.moving.pieces import Block, Place, pieces
 from shardspec.checkpoint.moving.regions import Seen, read_region, read_strided_region
 from shardspec.checkpoint.moving.sinks import Sink
 from shardspec.checkpoint.numeric import Reduction
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.dtypes import item_bytes
 
 __all__ = ["gather", "reduce_blocks"]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint.moving.pieces import offset_in
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 
 __all__ = ["Bytes", "Seen", "read_region", "read_strided_region"]
 

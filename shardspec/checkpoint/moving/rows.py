@@ -14,7 +14,7 @@ from shardspec.boxes import Box, box_shape, intersect
 from shardspec.checkpoint.catalog import StoredBox
 from shardspec.checkpoint.moving.digests import crc32_of_rows
 from shardspec.checkpoint.moving.pieces import Block, Place, offset_in
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.source_files import OpenFiles
 
 __all__ = ["Rows", "crc32_of_part", "read_rows", "rows_of", "stretch_of"]
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.store import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.torch_files.pickle_tails import QUICK_BYTES, TracedPickle
 from shardspec.checkpoint.torch_files.pickle_values import Halfway, Record, Trace
 from shardspec.checkpoint.torch_files.torch_dtensors import (

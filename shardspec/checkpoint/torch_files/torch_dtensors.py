@@ -13,7 +13,7 @@ from math import prod
 from typing import Final, Never, TypeAlias
 
 from shardspec.checkpoint.moving.digests import crc32
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickle_values import Trace
 from shardspec.checkpoint.torch_files.pickles import Allowed, Builder, Global, Record
 from shardspec.checkpoint.torch_files.torch_values import (

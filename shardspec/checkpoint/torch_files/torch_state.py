@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickles import Allowed, as_record
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor, read_dtensors
 from shardspec.checkpoint.torch_files.torch_values import TensorPlace, TorchTensor, tensor_place

@@ -11,7 +11,7 @@ from math import prod
 from typing import Final, NamedTuple, Never
 
 from shardspec.checkpoint.catalog import Digest
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickle_machine import RefusedError, run_head
 from shardspec.checkpoint.torch_files.pickle_values import Halfway, Trace
 from shardspec.checkpoint.torch_files.pickles import Allowed, Builder, Global, as_record, unpickle

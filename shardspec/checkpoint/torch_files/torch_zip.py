@@ -11,7 +11,7 @@ from array import array
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.moving.digests import crc32
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickles import MOST_PICKLE_BYTES
 from shardspec.checkpoint.torch_files.torch_lines import (
     ENTRY,

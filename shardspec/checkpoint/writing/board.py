@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from shardspec.checkpoint.store import RemotePath, StoreErrors
+from shardspec.checkpoint.store import RemotePath, store_errors
 from shardspec.errors import CheckpointError
 
 __all__ = ["Board", "DirectoryBoard", "StoreBoard"]
@@ -91,20 +91,20 @@ class StoreBoard:
 
     def put(self, name: str, text: str) -> None:
         """Write a file."""
-        with StoreErrors(self._place, "written"):
+        with store_errors(self._place, "written"):
             self._place.store.pipe_file(str(self._place / name), text.encode())
 
     def get(self, name: str) -> str | None:
         """Read a file."""
-        with StoreErrors(self._place, "read"), suppress(FileNotFoundError):
-            return self._place.store.cat_file(str(self._place / name)).decode()
+        with store_errors(self._place, "read"), suppress(FileNotFoundError):
+            return str(self._place.store.cat_file(str(self._place / name)), "utf-8")
         return None
 
     def names(self) -> set[str]:
         """Ask the store for all that start so."""
         store = self._place.store
         store.invalidate_cache(str(self._place))
-        with StoreErrors(self._place, "read"), suppress(FileNotFoundError):
+        with store_errors(self._place, "read"), suppress(FileNotFoundError):
             found = store.ls(str(self._place), detail=True)
             return {str(entry["name"]).rpartition("/")[2] for entry in found}
         return set()

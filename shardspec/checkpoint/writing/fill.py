@@ -14,7 +14,8 @@ from shardspec.checkpoint.moving.cast_counts import CastCounts
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Arrival, Checks, crc32, crc32_combine
 from shardspec.checkpoint.moving.sinks import FileSink, Sink
-from shardspec.checkpoint.store import AHEAD_BYTES, OpenFiles, SourceFile, reason
+from shardspec.checkpoint.source_files import AHEAD_BYTES, OpenFiles, SourceFile
+from shardspec.checkpoint.store import reason
 from shardspec.checkpoint.writing.output import reserve
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target
 from shardspec.dtypes import is_cast, item_bytes

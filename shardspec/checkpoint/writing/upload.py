@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
-from shardspec.checkpoint.store import RemotePath, StoreErrors
+from shardspec.checkpoint.store import RemotePath, store_errors
 from shardspec.checkpoint.writing.rename import exists
 
 __all__ = ["Upload"]
@@ -93,7 +93,7 @@ class Upload:
 
     def _told(self, act: Callable[[], Any]) -> Any:  # noqa: ANN401  # what fsspec gives
         """Do something; make one line of what the store raises."""
-        with StoreErrors(self._path, "written"):
+        with store_errors(self._path, "written"):
             try:
                 return act()
             except FileExistsError:

@@ -11,7 +11,8 @@ from shardspec.checkpoint.moving.behind import Behind
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import crc32, crc32_combine
 from shardspec.checkpoint.moving.to_disk import write_all
-from shardspec.checkpoint.store import OpenFiles, RemotePath
+from shardspec.checkpoint.source_files import OpenFiles
+from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.writing.claim import claimed
 from shardspec.checkpoint.writing.fill import (
     Job,
@@ -96,6 +97,7 @@ def finish(job: Job, target: Target, place: Path, found: Sequence[FileDigest]) -
     found
         The digest of every file of the target.
     """
+    job.source.check_unchanged()
     digests = {file.name: digest for file, digest in zip(target.files, found, strict=True)}
     if target.last is not None:
         for name, data in target.last({name: at.slots for name, at in digests.items()}):

@@ -14,7 +14,8 @@ from shardspec.checkpoint.catalog import StoredBox
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import crc32, crc32_combine
 from shardspec.checkpoint.moving.pieces import Block
-from shardspec.checkpoint.store import OpenFiles, RemotePath
+from shardspec.checkpoint.source_files import OpenFiles
+from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.writing.fill import (
     DigestingSink,
     Job,
@@ -55,6 +56,7 @@ class Uploads:
 
     def finish(self, digests: Mapping[str, FileDigest]) -> Written:
         """Write the files that come last, and publish all."""
+        self.job.source.check_unchanged()
         files = tuple(digests)
         every = dict(digests)
         beside = not self.places.old.isdisjoint(files)

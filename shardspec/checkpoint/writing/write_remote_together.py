@@ -136,6 +136,7 @@ def _share(uploads: Uploads, files: Sequence[OutputFile], threads: int) -> objec
         for name in sorted({slot.tensor.source for slot in file.slots}):
             order = enumerate(distinct(uploads.job.source.tensor(name)))
             judged += [(name, place) for place, box in order if box in right]
+    uploads.job.source.check_unchanged()
     return [digests, judged]
 
 

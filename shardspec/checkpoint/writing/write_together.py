@@ -12,7 +12,7 @@ from shardspec.checkpoint.catalog import Catalog, StoredBox, distinct
 from shardspec.checkpoint.moving.behind import Behind
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import crc32_combine
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.writing.claim import claimed
 from shardspec.checkpoint.writing.fill import (
     Job,
@@ -169,6 +169,7 @@ def _fill(job: Job, target: Target, shares: Sequence[Share], place: Path) -> obj
                 name = share.part.tensor.source
                 order = {b: n for n, b in enumerate(distinct(job.source.tensor(name)))}
                 judged += [(name, order[box]) for box in boxes]
+    job.source.check_unchanged()
     return [digests, judged]
 
 

@@ -13,7 +13,7 @@ from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError

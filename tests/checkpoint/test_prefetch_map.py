@@ -1,15 +1,14 @@
 """Looking into several files at once: in their order, and with nothing left over."""
 
-import gc
 import time
-import weakref
+from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event, Thread, get_ident
 from threading import enumerate as enumerate_threads
 
 import pytest
 
-from shardspec.checkpoint import store as aside
-from shardspec.checkpoint.store import Aside, RemotePath, prefetch_depth, prefetch_map
+from shardspec.checkpoint.source_files import prefetch_depth, prefetch_map
+from shardspec.checkpoint.store import RemotePath
 from shardspec.errors import CheckpointError
 
 WAIT_S = 60
@@ -89,10 +88,11 @@ def test_an_error_comes_when_it_is_its_turn():
 
 def test_what_had_no_turn_is_undone_when_it_comes():
     undone: list[str] = []
-    goes_on, taken_back = Event(), Event()
+    begun, goes_on, taken_back = Event(), Event(), Event()
 
     def look(item):
         if item == 3:
+            begun.set()
             assert goes_on.wait(WAIT_S)
         return str(item)
 
@@ -103,6 +103,7 @@ def test_what_had_no_turn_is_undone_when_it_comes():
 
     with prefetch_map(range(9), look, 3, undo) as answers:
         assert [next(answers), next(answers)] == ["0", "1"]
+        assert begun.wait(WAIT_S)
     # Nobody waits for the one that takes long.
     assert "3" not in undone
     goes_on.set()
@@ -134,7 +135,9 @@ def test_an_interrupt_ends_it(at):
 
 
 def workers():
-    return [thread for thread in enumerate_threads() if thread.name == "shardspec-aside"]
+    return [
+        thread for thread in enumerate_threads() if thread.name.startswith("shardspec-prefetch")
+    ]
 
 
 def test_threads_end_with_the_block():
@@ -154,41 +157,17 @@ def test_threads_end_with_the_block():
 @pytest.mark.parametrize("possible", [0, 1])
 def test_without_more_threads_all_goes_on(monkeypatch, possible):
     started: list[Thread] = []
+    start = Thread.start
 
-    class Few(Thread):
-        def start(self):
-            if len(started) == possible:
-                raise RuntimeError("can't start new thread")
-            started.append(self)
-            super().start()
+    def few(self):
+        if len(started) == possible:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
 
-    monkeypatch.setattr(aside, "Thread", Few)
+    monkeypatch.setattr(Thread, "start", few)
     assert all_of(range(7), str, 3) == list("0123456")
-    assert Aside(get_ident).answer() == get_ident()
     assert len(started) == possible
-
-
-def test_errors_hold_nothing():
-    class Held:
-        pass
-
-    def look(_):
-        held = Held()
-        alive.append(weakref.ref(held))
-        raise CheckpointError("no")
-
-    alive: list[weakref.ref[Held]] = []
-    gc.disable()
-    try:
-        for _ in range(3):
-            call = Aside(lambda: look(0))
-            with pytest.raises(CheckpointError) as caught:
-                call.answer()
-            caught.value.__traceback__ = None
-            del call, caught
-            assert alive.pop()() is None
-    finally:
-        gc.enable()
 
 
 def test_stores_that_threads_share_are_asked_for_many_at_once(counted, tmp_path):
@@ -201,5 +180,6 @@ def test_stores_that_threads_share_are_asked_for_many_at_once(counted, tmp_path)
 def test_threads_have_one_store_where_it_is_made_for_that():
     # As fsspec makes one for each thread, in older versions.
     new, own = RemotePath("new://models/x"), RemotePath("counted://models/x")
-    assert Aside(lambda: new.store).answer() is new.store is (new.parent / "y").store
-    assert Aside(lambda: own.store).answer() is not own.store
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: new.store).result() is new.store is (new.parent / "y").store
+        assert other.submit(lambda: own.store).result() is not own.store

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
-from shardspec.checkpoint import store as aside
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.reshard import reshard
-from shardspec.checkpoint.store import FileStretch, OpenFiles, Planned, as_path
+from shardspec.checkpoint.source_files import FileStretch, OpenFiles, RangePrefetcher
+from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
@@ -49,56 +49,68 @@ def stretches(*found):
     return [FileStretch(path, start, num_bytes) for path, start, num_bytes in found]
 
 
-def test_what_follows_in_a_file_is_one_request_and_what_is_long_several(files):
+def prefetcher(paths, *found, **options):
+    return RangePrefetcher(paths[0].store, stretches(*found), **options)
+
+
+def test_what_lies_near_is_one_request_and_what_is_long_several(files):
     a, b, c = files
-    # The file in between and a gap of 64 KiB make no difference; what lies before does.
+    # The file in between and a gap of 64 KiB make no difference.
     parts = [
-        *((a, 0, MIB), (a, MIB, MIB), (c, 100, 5), (a, 2 * MIB + GAP, 5), (c, 106 + GAP, 5)),
-        *((c, 90, 3), (b, 7, 5 * MIB)),
+        *((a, 0, MIB), (a, MIB, MIB), (c, 200, 5), (a, 2 * MIB + GAP, 5), (c, 206 + GAP, 5)),
+        *((c, 190, 3), (b, 7, 5 * MIB)),
     ]
-    due = [
-        *((a, 0, 2 * MIB + GAP + 5), (c, 100, 5), (c, 106 + GAP, 5), (c, 90, 3)),
-        *((b, 7, 4 * MIB), (b, 7 + 4 * MIB, MIB)),
-    ]
-    planned = Planned(stretches(*parts))
-    assert sorted(requests(len(due))) == sorted(size for _, _, size in due)
-    for path, start, size in due:
-        found = planned.take(path, start)
-        assert found is not None
-        assert found.data.answer() == DATA[start : start + size]
-    assert planned.take(b, 7) is None
+    due = {
+        (a, 0): 2 * MIB + GAP + 5,
+        (c, 190): 15,
+        (c, 206 + GAP): 5,
+        (b, 7): 4 * MIB,
+        (b, 7 + 4 * MIB): MIB,
+    }
+    planned = prefetcher(files, *parts)
+    assert sorted(requests(len(due))) == sorted(due.values())
+    for (path, start), size in due.items():
+        assert planned.find(path, start) == (start, DATA[start : start + size])
+        assert planned.find(path, start + size - 1) == (start, DATA[start : start + size])
+    for gone in ((a, 3 * MIB), (c, 189), (b, 6), (b, 7 + 5 * MIB)):
+        assert planned.find(*gone) is None
+    planned.close()
 
 
 def test_what_is_read_twice_is_asked_for_once(files):
     a, b, _ = files
-    planned = Planned(stretches((a, 0, 100), (b, 0, 9), (a, 50, 20), (a, 60, 90)))
+    planned = prefetcher(files, (a, 0, 100), (b, 0, 9), (a, 50, 20), (a, 60, 90))
     assert sorted(requests(2)) == [9, 150]
-    assert planned.next_start(a, 0) is None
-    assert planned.next_start(b, -1) == 0
-    assert planned.take(a, 149) is not None
+    assert planned.find(a, 149) == (0, DATA[:150])
 
 
-def test_so_much_is_under_way_and_no_more(files):
-    a, b, c = files
+@pytest.mark.parametrize(("most", "count"), [(24 * MIB, 6), (12 * MIB, 3), (1, 3)])
+def test_so_much_is_under_way_and_no_more(files, most, count):
+    a, b, _ = files
     parts = [(path, at * 5 * MIB, 4 * MIB) for at in range(4) for path in files]
-    for most, count in ((24 * MIB, 6), (23 * MIB, 5), (9 * MIB, 2), (1, 1)):
-        CountingStore.requests.clear()
-        large = Planned(stretches(*parts), most)
-        assert requests(count) == [4 * MIB] * count
-        assert large.take(a, 0) is not None
-        assert requests(count + 1) == [4 * MIB] * (count + 1)
-        time.sleep(0.02)
-        assert len(CountingStore.requests) == count + 1
-    CountingStore.requests.clear()
-    small = Planned(stretches(*((path, at * 2 * GAP, 3) for at in range(9) for path in files)))
-    assert requests(12) == [3] * 12
+    planned = prefetcher(files, *parts, most_bytes=most)
+    batch = count // 3
+    assert requests(count) == [4 * MIB] * count
+    time.sleep(0.05)
+    assert len(CountingStore.requests) == count
+    # What is read first lets no more be asked for; what is read after its batch does.
+    assert planned.find(a, 5) == (0, DATA[: 4 * MIB])
+    time.sleep(0.05)
+    assert len(CountingStore.requests) == count
+    place, start = parts[batch][:2]
+    assert planned.find(place, start) == (start, DATA[start : start + 4 * MIB])
+    assert requests(count + batch) == [4 * MIB] * (count + batch)
     # What should have been read before is let go.
-    assert small.take(c, 2 * GAP) is not None
-    assert requests(18) == [3] * 18
-    for gone in ((a, 0), (b, 2 * GAP), (c, 2 * GAP)):
-        assert small.take(*gone) is None
-    time.sleep(0.02)
-    assert len(CountingStore.requests) == 18
+    assert planned.find(a, 0) is None
+    planned.close()
+    assert planned.find(b, 0) is None
+
+
+def test_small_stretches_are_asked_for_together(files):
+    parts = [(path, at * 2 * GAP, 3) for at in range(300) for path in files]
+    planned = prefetcher(files, *parts)
+    assert requests(900) == [3] * 900
+    assert planned.find(*parts[-1][:2]) == (299 * 2 * GAP, DATA[299 * 2 * GAP :][:3])
 
 
 def test_bytes_are_taken_from_the_plan_and_others_are_asked_for(files):
@@ -112,8 +124,8 @@ def test_bytes_are_taken_from_the_plan_and_others_are_asked_for(files):
             for at in range(start, start + num_bytes, MIB):
                 assert opened.file(path).read(at, MIB) == DATA[at : at + MIB]
         assert len(CountingStore.requests) == 4
-        # What was planned is not kept: of many files there would be much.
-        for count, start in ((5, MIB), (6, 9 * MIB)):
+        # What was not planned is asked for.
+        for count, start in ((5, 9 * MIB), (6, 20 * MIB)):
             assert opened.file(b).read(start, 7) == DATA[start : start + 7]
             assert len(CountingStore.requests) == count
 
@@ -125,11 +137,10 @@ def test_a_plan_that_fails_ends(files):
         yield from stretches((a, 0, 9), (b, 0, 9))
         raise CheckpointError("the tensor after it is damaged")
 
-    planned = Planned(wanted())
-    found = planned.take(a, 3)
-    assert found is not None
-    assert found.data.answer() == DATA[:9]
-    assert planned.take(a, 3) is None
+    planned = RangePrefetcher(a.store, wanted())
+    assert planned.find(a, 3) == (0, DATA[:9])
+    assert planned.find(b, 3) == (0, DATA[:9])
+    assert planned.find(a, 9) is None
     with OpenFiles() as opened:
         opened.will_read(a.parent, wanted())
         assert opened.file(a).read(0, 9) == DATA[:9]
@@ -284,11 +295,10 @@ def test_headers_that_are_there_are_looked_at_at_once(forms, shared, monkeypatch
     here = {name: open_checkpoint(forms / "ranks").tensor(name) for name in others}
     source.tensor(first)
 
-    class NoThread(Thread):
-        def start(self):
-            raise AssertionError("all of a small file came with its first header")
+    def no_thread(_):
+        raise AssertionError("all of a small file came with its first header")
 
-    monkeypatch.setattr(aside, "Thread", NoThread)
+    monkeypatch.setattr(Thread, "start", no_thread)
     for name in others:
         found = source.tensor(name)
         assert [box.offset for box in found.boxes] == [box.offset for box in here[name].boxes]
@@ -305,6 +315,7 @@ def test_who_reads_past_the_end_is_told_and_no_other(shared):
     ends = len(data) - 900_000
     starts = [source.tensor(name).boxes[0].offset for name in "abcd"]
     assert starts[2] < ends < starts[3]
-    assert len(report.flaws) == 2
+    assert len(report.flaws) == 3
+    assert "changed while it was read" in report.flaws[2]
     assert f"ends at byte {ends}, but bytes up to {starts[3]} are needed" in report.flaws[0]
     assert f"bytes up to {starts[3] + 800_000} are needed" in report.flaws[1]
