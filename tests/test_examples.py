@@ -31,7 +31,7 @@ JOBS = {
         EXAMPLES / "real_processes.py",
         EXAMPLES / "train_save_merge.py",
     ),
-    6: (EXAMPLES / "other_meshes.py",),
+    6: (EXAMPLES / "other_meshes.py", EXAMPLES / "weight_sync.py"),
     8: (EXAMPLES / "dtensor_tour.py", EXAMPLES / "hsdp.py"),
 }
 """Number of processes to the examples that are run with it."""
@@ -79,7 +79,7 @@ def squeezed(text):
 def test_all_examples_are_tried_here():
     tried = Path(__file__).read_text("utf-8")
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 11
+    assert len(names) == 12
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 
@@ -150,6 +150,13 @@ OTHER_MESHES = (
     # 48 × 18 of float32.
     "[S0,R] on 2x2 → [R,S0] on 2 of devices 4 to 5: a device receives at most 3456 bytes\n"
 )
+
+
+def test_weight_sync(printed):
+    output = printed("weight_sync.py", 6)
+    assert output.startswith("20 tensors on 6 devices\n")
+    assert "6 pairs of devices" in output
+    assert len(re.findall(r"step \d: logits equal, 2.00 MB in ", output)) == 5
 
 
 def test_other_meshes(tmp_path):

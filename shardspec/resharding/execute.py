@@ -104,11 +104,10 @@ class _Device:
         self._schedule: Schedule = schedule_for(plan, device)
         self._lows: dict[Layout, list[int]] = {}
         self._alone = alone
-        names = set()
+        names = {move.source_name for move in plan.moves}
         taken: dict[tuple[bool, str], torch.Tensor | None] = {}
         for place, move in enumerate(plan.moves):
             if device in move.source.mesh:
-                names.add(move.source_name)
                 self._take(taken, False, place, move.source_name, move.source, state)
             if out is not None and device in move.target.mesh:
                 self._take(taken, True, place, move.target_name, move.target, out)
