@@ -82,7 +82,7 @@ GENERATOR_SPECS = {
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attend within (batch, time, heads times HEAD_DIM), on whatever heads are here."""
-    q, k, v = (x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.view(*x.shape[:-1], -1, HEAD_DIM).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(-2)
 
