@@ -16,7 +16,7 @@ ROOT = Path(shardspec.__file__).parent
 # Lowest first. A module may import from layers below its own, and from its own folder.
 LAYERS = [
     {"errors", "text"},
-    {"boxes", "device_ids", "dtypes"},
+    {"boxes", "device_ids", "dtypes", "renamed"},
     {"random_boxes"},
     {"mesh"},
     {"comm"},

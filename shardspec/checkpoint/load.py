@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
+from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.moving.ahead import in_files, stretches
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
@@ -13,14 +14,24 @@ from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
+from shardspec.checkpoint.state_dict import (
+    LEFT_OUT,
+    Described,
+    KeyPath,
+    communicator_of_state,
+    describe,
+    unflatten,
+)
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.checkpoint.writing.agree import agree
+from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, plain, select
 from shardspec.comm.communicator import Communicator
-from shardspec.errors import AxisError, LayoutError
+from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
+from shardspec.renamed import renamed_argument
 
 if TYPE_CHECKING:
     import torch
@@ -32,37 +43,56 @@ __all__ = ["load_sharded"]
 
 def load_sharded(
     directory: Path | str | Catalog,
+    device_mesh: DeviceMesh | None = None,
+    rules: Mapping[str, SpecLike] | None = None,
+    *,
+    into: Mapping[str, Any] | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    rename: Renames = (),
+    communicator: Communicator | None = None,
     mesh: DeviceMesh | None = None,
     specs: Mapping[str, SpecLike] | None = None,
-    *,
-    communicator: Communicator | None = None,
-) -> dict[str, "DTensor"]:
+) -> dict[str, Any]:
     """Read a checkpoint into this or another mesh and other specs; every rank calls it.
 
     Parameters
     ----------
     directory
-        A checkpoint in any form that `open_checkpoint` knows, or what that has made of it.
-    mesh
+        A checkpoint in any format that `open_checkpoint` knows, or what that has made of it.
+    device_mesh
         The devices to load into; the mesh that was saved if it is left out.
-    specs
-        Name pattern to spec, as `match_rules` takes them. What no pattern matches is cut as it was
-        saved: over axes of the same names where both meshes name theirs, else of the same numbers.
-        If there are patterns, what none matches is whole on every device where the checkpoint does
-        not say how it was cut.
+    rules
+        Name pattern to spec, as `match_rules` takes them. What no pattern matches is sharded as it
+        was saved: over axes of the same names where both meshes name theirs, else of the same
+        numbers. If there are patterns, what none matches is replicated where the checkpoint does
+        not say how it was sharded.
+    into
+        A state dict, as `save_sharded` takes it, whose tensors are filled in place, instead of a
+        mesh and rules: DTensors, also torch's, get their shards. Each has the shape and dtype that
+        was saved. What else the checkpoint holds is not read.
+    include, exclude, rename
+        Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
+        have the new names. What these patterns leave out stays as it is in `into`.
     communicator
         Who moves shards; as for `DTensor`.
+    mesh, specs
+        Former names of `device_mesh` and `rules`.
 
     Returns
     -------
     dict
-        Name to tensor, sorted by name, in the memory of the CPU. Pending reductions are finished.
+        Name to DTensor, sorted by name, in the memory of the CPU; pending reductions are finished.
+        A nested state dict that `save_sharded` has written comes back nested, with its plain
+        values; what is renamed stands outside of the nesting. With `into`, that state dict: the
+        same tensors, and the values of the checkpoint.
 
     Raises
     ------
     CheckpointError
         On every rank, if any rank cannot read what it needs, or the checkpoint contradicts itself,
-        or the specs do not fit.
+        or the rules do not fit, or `into` wants what the checkpoint does not have. Tensors of
+        `into` may then be filled in part.
 
     Examples
     --------
@@ -73,21 +103,44 @@ def load_sharded(
     >>> save_sharded({"w": w}, path)
     >>> load_sharded(path, DeviceMesh(range(6), (2, 3)), {"*": "[S1,S0]"})["w"].to_local(5)
     tensor([[5]])
+    >>> state = {"w": torch.zeros(3, 2, dtype=torch.int64)}
+    >>> load_sharded(path, into=state)["w"] is state["w"]
+    True
+    >>> state["w"].tolist()
+    [[0, 1], [2, 3], [4, 5]]
     """
     from shardspec.comm.default import communicator_of
 
+    onto = renamed_argument("load_sharded", "device_mesh", device_mesh, "mesh", mesh)
+    by_rules = renamed_argument("load_sharded", "rules", rules, "specs", specs) or {}
+    choice = Choice(include, exclude, rename)
+    if into is not None:
+        if onto is not None or by_rules:
+            raise LayoutError("give either a state dict to load into, or a mesh and rules")
+        return _load_into(directory, into, choice, communicator)
     # In a job all ranks find out together whether each of them can open the checkpoint.
-    opening = communicator or communicator_of(mesh or _world())
+    opening = communicator or communicator_of(onto or _world())
     source = agree(opening, lambda: as_catalog(directory))
-    onto = mesh or (communicator.mesh if communicator else source.mesh)
+    onto = onto or (communicator.mesh if communicator else source.mesh)
     if onto is None:
         raise LayoutError(
             f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh to load "
-            "into (mesh=)"
+            "into (device_mesh=)"
         )
-    chosen = communicator or communicator_of(onto)
-    layouts = agree(chosen, lambda: _layouts(source, onto, specs or {}))
-    return agree(chosen, lambda: _read(source, layouts, chosen))
+    target = onto
+    chosen = communicator or communicator_of(target)
+
+    def selected() -> tuple[dict[str, str], dict[str, Layout], dict[str, str]]:
+        wanted = select(source, choice) if source.names else []
+        names = {tensor.name: tensor.source for tensor in wanted}
+        values = plain(_values(source), choice)
+        # Names that contradict each other are refused before anything is read.
+        _nested(source, dict.fromkeys(names), names, values)
+        return names, _layouts(source, names, target, by_rules), values
+
+    names, layouts, values = agree(chosen, selected)
+    loaded = agree(chosen, lambda: _read(source, names, layouts, chosen))
+    return _nested(source, loaded, names, values)
 
 
 def _world() -> DeviceMesh:
@@ -96,14 +149,112 @@ def _world() -> DeviceMesh:
     return DeviceMesh(range(dist.get_world_size() if dist.is_initialized() else 1))
 
 
-def _layouts(source: Catalog, mesh: DeviceMesh, specs: Mapping[str, SpecLike]) -> dict[str, Layout]:
+def _values(source: Catalog) -> Mapping[str, object]:
+    """Return the plain values that belong to a state dict that was saved."""
+    return source.info.values if isinstance(source, NativeCatalog) else {}
+
+
+def _nested(
+    source: Catalog,
+    loaded: Mapping[str, object],
+    names: Mapping[str, str],
+    values: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return what was loaded, nested as the state dict that was saved.
+
+    Parameters
+    ----------
+    source, loaded
+        The checkpoint, and the tensors.
+    names, values
+        New name to name, of the tensors, and name to new name, of the values.
+    """
+    known = _values(source)
+    for name, new in values.items():
+        if new in names:
+            raise CheckpointError(
+                f"tensor {names[new]!r} and value {name!r} would both be named {new!r}; rename "
+                "them apart"
+            )
+    found = {**loaded, **{new: known[name] for name, new in values.items()}}
+    paths: dict[str, KeyPath] = {new: (new,) for new in sorted(found)}
+    if isinstance(source, NativeCatalog):
+        old = {**names, **{new: name for name, new in values.items()}}
+        saved = source.info.paths
+        paths.update({name: path for name, path in saved.items() if old.get(name, name) == name})
+    return unflatten(paths, lambda name: found.get(name, LEFT_OUT))
+
+
+def _load_into(
+    directory: Path | str | Catalog,
+    into: Mapping[str, Any],
+    choice: Choice,
+    communicator: Communicator | None,
+) -> dict[str, Any]:
+    """Fill the tensors of a state dict; return it with the values of the checkpoint."""
+    chosen = communicator or communicator_of_state(into)
+
+    def selected() -> tuple[Catalog, Described, dict[str, str], dict[str, object]]:
+        source = as_catalog(directory)
+        state = describe(into, chosen)
+        wanted = select(source, choice) if source.names else []
+        names = {tensor.name: tensor.source for tensor in wanted}
+        values = {new: source.extras[name] for name, new in plain(source.extras, choice).items()}
+        _check_into(source, state, choice, names)
+        for name in state.flat.values:
+            if choice.wants(name) and name not in values:
+                raise CheckpointError(
+                    f"{source.directory}: has no value {name!r}; leave it out of what is loaded "
+                    "into, or exclude it"
+                )
+        return source, state, {n: names[n] for n in state.layouts if n in names}, values
+
+    source, state, names, values = agree(chosen, selected)
+    layouts = {name: state.layouts[name] for name in names}
+    agree(chosen, lambda: _read(source, names, layouts, chosen, state.shards))
+    flat = state.flat
+    kept = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
+    return unflatten({name: flat.paths.get(name, (name,)) for name in kept}, kept.__getitem__)
+
+
+def _check_into(
+    source: Catalog, state: Described, choice: Choice, names: Mapping[str, str]
+) -> None:
+    """Raise unless the tensors that are to be filled are those of the checkpoint."""
+    for name, layout in state.layouts.items():
+        if name not in names and choice.wants(name):
+            raise CheckpointError(
+                f"{source.directory}: has no tensor {name!r}; leave it out of what is loaded into, "
+                "exclude it, or rename one"
+            )
+        if name not in names:
+            continue
+        tensor = source.outline(names[name])
+        if (tensor.shape, tensor.dtype) != (layout.global_shape, layout.dtype):
+            raise CheckpointError(
+                f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
+                f"checkpoint has {list(tensor.shape)} {tensor.dtype}; make them alike"
+            )
+        if layout.spec.partials:
+            raise LayoutError(
+                f"tensor {name!r}: spec {layout.spec} has pending reductions, but a loaded tensor "
+                "has none; redistribute it first"
+            )
+
+
+def _layouts(
+    source: Catalog,
+    names: Mapping[str, str],
+    mesh: DeviceMesh,
+    rules: Mapping[str, SpecLike],
+) -> dict[str, Layout]:
     """Return the layout wanted for every tensor."""
-    tensors = {name: source.outline(name) for name in source.names}
-    matched = match_rules(specs, {name: len(tensor.shape) for name, tensor in tensors.items()})
+    tensors = {name: source.outline(old) for name, old in names.items()}
+    matched = match_rules(rules, {name: len(tensor.shape) for name, tensor in tensors.items()})
     layouts = {}
     for name, tensor in tensors.items():
         if name not in matched:
-            if specs and (tensor.spec is None or source.mesh is None):
+            if rules and (tensor.spec is None or source.mesh is None):
                 whole = ShardingSpec(len(tensor.shape), {})
                 layouts[name] = Layout(mesh, whole, tensor.shape, tensor.dtype)
             else:
@@ -122,8 +273,8 @@ def _as_saved(tensor: Outline[FileBox], saved: DeviceMesh | None, mesh: DeviceMe
     """Return the layout with the cuts that were saved."""
     if tensor.spec is None or saved is None:
         raise LayoutError(
-            f"tensor {tensor.name!r} was saved without a spec; say in specs how to cut tensors; "
-            "what matches none of them is then whole on every device"
+            f"tensor {tensor.name!r} was saved without a spec; say in rules how to shard tensors; "
+            "what matches none of them is then replicated"
         )
     spec = tensor.spec.without_partial()
     by_name = saved.axis_names is not None and mesh.axis_names is not None
@@ -136,50 +287,87 @@ def _as_saved(tensor: Outline[FileBox], saved: DeviceMesh | None, mesh: DeviceMe
         return Layout(mesh, ShardingSpec(spec.dims, cuts), tensor.shape, tensor.dtype)
     except AxisError as error:
         raise LayoutError(
-            f"tensor {tensor.name!r} was saved as {spec} on mesh {saved}: {error}; give a spec "
-            "that fits in specs"
+            f"tensor {tensor.name!r} was saved as {spec} on mesh {saved}: {error}; give a rule "
+            "with a spec that fits"
         ) from None
 
 
 def _read(
-    source: Catalog, layouts: Mapping[str, Layout], communicator: Communicator
+    source: Catalog,
+    names: Mapping[str, str],
+    layouts: Mapping[str, Layout],
+    communicator: Communicator,
+    into: Mapping[str, Mapping[int, "torch.Tensor"]] | None = None,
 ) -> dict[str, "DTensor"]:
+    """Read the shards of this process, into tensors that are there or into new ones.
+
+    Parameters
+    ----------
+    source
+        The checkpoint.
+    names, layouts
+        New name to name, and to layout.
+    communicator
+        Says for which devices.
+    into
+        The shards to fill, by new name and device.
+    """
+    import torch
+
     from shardspec.dtensor import DTensor
 
     loaded = {}
     buffers = Buffers()
-    with OpenFiles() as files:
-        files.will_read(source.directory, _stretches(source, layouts, communicator.addressable))
+    with OpenFiles() as files, torch.no_grad():
+        stretches = _stretches(source, names, layouts, communicator.addressable)
+        files.will_read(source.directory, stretches)
         for name, layout in layouts.items():
-            tensor = source.tensor(name)
+            tensor = source.tensor(names[name])
             check_tiling(tensor)
             read: dict[Box, torch.Tensor] = {}
             shards: dict[int, torch.Tensor] = {}
             for device in communicator.addressable:
                 box = layout.box(device)
+                shard = torch.empty(box_shape(box), dtype=getattr(torch, tensor.dtype))
+                if into is not None:
+                    shard = into[name][device].detach()
                 if box in read:
-                    shards[device] = read[box].clone()
+                    if shard is not read[box]:
+                        shard.copy_(read[box])
                 else:
-                    read[box] = shards[device] = _read_box(tensor, box, files, buffers)
-            loaded[name] = DTensor.from_shards(shards, layout, communicator)
+                    _fill(shard, tensor, box, files, buffers)
+                    read[box] = shard
+                shards[device] = shard
+            if into is None:
+                loaded[name] = DTensor.from_shards(shards, layout, communicator)
     source.check_unchanged()
     return loaded
 
 
 def _stretches(
-    source: Catalog, layouts: Mapping[str, Layout], devices: Iterable[int]
+    source: Catalog,
+    names: Mapping[str, str],
+    layouts: Mapping[str, Layout],
+    devices: Iterable[int],
 ) -> Iterator[FileStretch]:
     """Return what will be read, as far as it is known and in its order."""
     for name, layout in layouts.items():
         for box in dict.fromkeys(map(layout.box, devices)):
-            yield from in_files(stretches(source.tensor(name), box))
+            yield from in_files(stretches(source.tensor(names[name]), box))
 
 
-def _read_box(tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers) -> "torch.Tensor":
+def _fill(
+    shard: "torch.Tensor", tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers
+) -> None:
+    """Read a box into a tensor, straight into its memory where that is flat and of this host."""
     import torch
 
-    result = torch.empty(box_shape(box), dtype=getattr(torch, tensor.dtype))
-    if box_size(box):
-        out = result.view(-1).view(torch.uint8).numpy().data
-        copy_box(tensor, box, MemorySink(out), files, buffers, checks=Checks(tensor))
-    return result
+    if not box_size(box):
+        return
+    flat = shard.device.type == "cpu" and shard.is_contiguous()
+    place = shard if flat and not (shard.is_conj() or shard.is_neg()) else None
+    room = torch.empty(shard.shape, dtype=shard.dtype) if place is None else place
+    out = room.view(-1).view(torch.uint8).numpy().data
+    copy_box(tensor, box, MemorySink(out), files, buffers, checks=Checks(tensor))
+    if place is None:
+        shard.copy_(room)

@@ -1,19 +1,33 @@
-"""Saving: each rank writes its shards into a file of its own, the sharding info comes last."""
+"""Saving: each rank writes its shards into a file of its own, the sharding info comes last.
+
+Five steps, after each of which all ranks go on or fail together: describe what is to be saved,
+compare the copies that several ranks hold, claim the directory, write the files, publish the info.
+"""
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import re
+import stat
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shardspec.boxes import box_shape
+from shardspec.checkpoint.catalog import ReplicaKey, box_text, replica_holders, replica_key
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
-from shardspec.checkpoint.formats.safetensors_header import Header, TensorSlot, encode_header
+from shardspec.checkpoint.formats.safetensors_header import (
+    Header,
+    TensorSlot,
+    encode_header,
+    read_header,
+)
 from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.moving.to_disk import Writer
 from shardspec.checkpoint.sharding_info import (
     BoxEntry,
     FileEntry,
@@ -21,27 +35,34 @@ from shardspec.checkpoint.sharding_info import (
     format_info,
     read_info,
 )
+from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.state_dict import Described, communicator_of_state, describe
 from shardspec.checkpoint.store import RemotePath, as_path, reason
 from shardspec.checkpoint.writing.agree import agree
 from shardspec.checkpoint.writing.assign import assign_boxes
-from shardspec.checkpoint.writing.new_file import Write, write_file
+from shardspec.checkpoint.writing.output import reserve
 from shardspec.checkpoint.writing.turn import Turn, shard_name
+from shardspec.checkpoint.writing.upload import Upload
 from shardspec.comm.communicator import Communicator
-from shardspec.errors import CheckpointError, DTypeError, OutputExistsError
+from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
-from shardspec.layout.spec import ShardingSpec
+from shardspec.layout.picture import ids_text
 from shardspec.mesh import DeviceMesh
+from shardspec.text import counted
 
 if TYPE_CHECKING:
     import torch
 
-    from shardspec.dtensor import DTensor
+__all__ = ["Replicas", "save_sharded"]
 
-__all__ = ["save_sharded"]
-
+Replicas: TypeAlias = Literal["equal", "first"]
+"""What copies of a box on several ranks have to be, or which of them is saved."""
 
 _PIECE_BYTES: Final = 1 << 20
 """Digested and written at once, while it is in the CPU's cache."""
+_LONG: Final = 200
+_SHARD_NAME: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
+_TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +76,11 @@ class _Shard:
 
 
 def save_sharded(
-    state_dict: Mapping[str, "DTensor | torch.Tensor"],
+    state_dict: Mapping[str, Any],
     directory: Path | str,
     *,
     overwrite: bool = False,
+    replicas: Replicas = "equal",
     communicator: Communicator | None = None,
 ) -> None:
     """Write a checkpoint; every rank calls it with its shards of the same tensors.
@@ -70,13 +92,20 @@ def save_sharded(
     Parameters
     ----------
     state_dict
-        Name to tensor. A plain tensor counts as the same on every device of the mesh. All
-        DTensors are on one mesh.
+        Name to tensor: DTensors, those of `torch.distributed.tensor` too, and plain tensors, which
+        count as the same on every device of the mesh. Dicts and lists may be nested, and may hold
+        numbers, text and None, as the state dict of an optimizer does; `load_sharded` returns the
+        same nesting. All DTensors are on one mesh, or on slices of it.
     directory
         Where to write, the same place for every rank; made if it does not exist. It may be the
         URL of an object store, where saves to one place do not see each other.
     overwrite
-        Replace the save that is there. The old one stays whole until the new one is.
+        Replace the save that is there. The old one stays whole until the new one is; of its files
+        only shards that a save has written are removed.
+    replicas
+        With ``"equal"`` the copies of a box on several ranks are compared by their digests, plain
+        tensors and values too, and nothing is saved if they differ. With ``"first"`` they may
+        differ, as statistics of batch norms do, and that of the first rank is saved.
     communicator
         Who the ranks are; by default that of the DTensors, and without any the running job, or
         this process alone.
@@ -86,9 +115,9 @@ def save_sharded(
     OutputExistsError
         On every rank, if the directory holds a finished save and `overwrite` is not set.
     CheckpointError
-        On every rank, if another save is at work there, any rank fails, or they do not agree on
-        names, shapes, dtypes and specs. What this save wrote is removed again, and an older save
-        is kept.
+        On every rank, if another save is at work there, any rank fails, copies differ, or ranks do
+        not agree on names, shapes, dtypes, specs and values. What this save wrote is removed again,
+        and an older save is kept.
     CommunicatorError
         If this is a rank of a job that has not initialised `torch.distributed`.
 
@@ -99,116 +128,74 @@ def save_sharded(
     >>> mesh = DeviceMesh(range(4), (2, 2))
     >>> w = DTensor(torch.arange(6).view(3, 2), mesh, "[S0,R]")
     >>> path = tempfile.mkdtemp()
-    >>> save_sharded({"w": w, "step": torch.tensor(7)}, path)
-    >>> load_sharded(path)["w"]
+    >>> save_sharded({"model": {"w": w}, "step": 7}, path)
+    >>> state = load_sharded(path)
+    >>> state["model"]["w"]
     DTensor([S0,R] of [3, 2] int64 on 2x2; holds the shards of devices 0, 1, 2, 3)
+    >>> state["step"]
+    7
     """
-    chosen = _communicator(state_dict, communicator)
+    if replicas not in ("equal", "first"):
+        raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
+    chosen = communicator or communicator_of_state(state_dict)
     if not chosen.addressable:
         return
     path = as_path(directory)
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
-    layouts = agree(chosen, lambda: _layouts(state_dict, mesh))
+
+    def described() -> Described:
+        found = describe(state_dict, chosen)
+        if leader and not overwrite:
+            _check_free(path)
+        return found
+
+    what = agree(chosen, described)
     tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
     save = tokens[mesh.ids[0]]
-    _check_same(layouts, chosen)
+    _check_same(_facts(what, mesh, replicas), chosen)
+    if replicas == "equal":
+        _check_replicas(what.layouts, chosen.gather(agree(chosen, lambda: _replicas(what, chosen))))
     with Turn() as turn:
         agree(chosen, lambda: _claim(path, overwrite, turn) if leader else None)
         # A device without boxes writes no file.
-        boxes = {rank: entries for rank, entries in assign_boxes(mesh, layouts).items() if entries}
-        mine = [_shard(r, boxes[r], layouts, save) for r in chosen.addressable if r in boxes]
+        assigned = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
+        boxes = {rank: entries for rank, entries in assigned.items() if entries}
+        mine = [_shard(r, boxes[r], what.layouts, save) for r in chosen.addressable if r in boxes]
         try:
-            written = agree(chosen, lambda: _write_shards(path, mine, state_dict))
+            written = agree(chosen, lambda: _write_shards(path, mine, what))
             digests = chosen.gather({rank: written.get(rank, {}) for rank in chosen.addressable})
             digested = {
                 rank: [entry._replace(crc32=digests[rank][entry.tensor]) for entry in entries]
                 for rank, entries in boxes.items()
             }
-            replaced = agree(
-                chosen, lambda: _publish(path, save, layouts, digested, mesh) if leader else []
-            )
+            info = _info(save, mesh, what, digested)
+            older = agree(chosen, lambda: _publish(path, info) if leader else [])
         except CheckpointError:
             _remove(path, [shard.entry.name for shard in mine])
             raise
         if leader:
-            _remove(path, replaced)
-            turn.clear(path, {shard_name(rank, save) for rank in boxes})
+            # Without a lock only what the older info names is known to be of no other save.
+            names = _names(path) if turn.locked else older
+            _remove(path, _superseded(path, names, keep={file.name for file in info.files}))
 
 
-def _communicator(
-    state_dict: Mapping[str, "DTensor | torch.Tensor"], communicator: Communicator | None
-) -> Communicator:
-    """Return who saves together."""
-    import torch.distributed as dist
-
-    from shardspec.comm.default import communicator_of
-    from shardspec.dtensor import DTensor
-
-    if communicator is not None:
-        return communicator
-    for value in state_dict.values():
-        if isinstance(value, DTensor):
-            return value.communicator
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return communicator_of(DeviceMesh(range(ranks)))
+def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
+    """Return what all ranks have to agree on, each with the words that say what it is."""
+    facts = {"the mesh": f"{mesh} of ids {mesh.ids}", "replicas": repr(replicas)}
+    paths = what.flat.paths
+    for name, layout in what.layouts.items():
+        at = f" at {paths[name]}" if name in paths else ""
+        spec, shape = layout.spec, list(layout.global_shape)
+        facts[f"tensor {name!r}"] = f"{spec} of {shape} {layout.dtype}{at}"
+    for name, value in what.flat.values.items():
+        at = f" at {paths[name]}" if name in paths else ""
+        facts[f"value {name!r}"] = f"{value!r}{at}" if replicas == "equal" else f"a value{at}"
+    return facts
 
 
-def _layouts(
-    state_dict: Mapping[str, "DTensor | torch.Tensor"], mesh: DeviceMesh
-) -> dict[str, Layout]:
-    """Check every value, and return how it is laid out, by name."""
-    import torch
-
-    from shardspec.dtensor import DTensor
-
-    layouts = {}
-    for name, value in state_dict.items():
-        if not isinstance(name, str):
-            raise CheckpointError(f"the name {name!r} is no text; name tensors by strings")
-        where = f"tensor {name!r}"
-        if isinstance(value, DTensor):
-            if value.layout.mesh != mesh:
-                raise CheckpointError(
-                    f"{where} is on mesh {value.layout.mesh} with ids {value.layout.mesh.ids}, but "
-                    f"the save is on mesh {mesh} with ids {mesh.ids}; convert it to one mesh first"
-                )
-            parts = list(value.shards.values())
-            layouts[name] = value.layout
-        elif isinstance(value, torch.Tensor):
-            parts = [value]
-            try:
-                layouts[name] = Layout(mesh, ShardingSpec(value.dim()), value.shape, value.dtype)
-            except DTypeError as error:
-                raise CheckpointError(f"{where}: {error}") from None
-        else:
-            raise CheckpointError(
-                f"{where} is a {type(value).__name__}; a checkpoint holds tensors, so leave it "
-                "out or make it one with torch.tensor"
-            )
-        for part in parts:
-            if type(part).__module__.startswith("torch.distributed"):
-                raise CheckpointError(
-                    f"{where} is a {type(part).__module__}.{type(part).__name__}; give its local "
-                    "tensor to shardspec.DTensor.from_local"
-                )
-            if part.layout is not torch.strided or part.is_quantized or part.is_meta:
-                raise CheckpointError(
-                    f"{where} is no plain dense tensor ({part.layout}, on {part.device}); convert "
-                    "it first"
-                )
-    layouts = {name: layouts[name] for name in sorted(layouts)}
-    # Names that no file can carry are refused here, even those of tensors that have no boxes.
-    encode_header((TensorSlot(n, at.dtype, at.global_shape) for n, at in layouts.items()), {})
-    return layouts
-
-
-def _check_same(layouts: Mapping[str, Layout], communicator: Communicator) -> None:
+def _check_same(facts: Mapping[str, str], communicator: Communicator) -> None:
     """Raise on every rank if not all of them save the same tensors."""
-    facts = {
-        name: f"{layout.spec} of {list(layout.global_shape)} {layout.dtype}"
-        for name, layout in layouts.items()
-    }
     digest = sha256(repr(sorted(facts.items())).encode("utf-8", "surrogatepass")).hexdigest()
     ranks = communicator.addressable
     digests = communicator.gather(dict.fromkeys(ranks, digest))
@@ -217,13 +204,74 @@ def _check_same(layouts: Mapping[str, Layout], communicator: Communicator) -> No
     # Only now the long lists travel.
     every = communicator.gather(dict.fromkeys(ranks, facts))
     first, other = next((i, j) for i in every for j in every if every[i] != every[j])
-    name = min(
-        name
-        for name in every[first].keys() | every[other].keys()
-        if every[first].get(name) != every[other].get(name)
+    key = min(
+        key
+        for key in every[first].keys() | every[other].keys()
+        if every[first].get(key) != every[other].get(key)
     )
-    has = [f"rank {r} has {every[r].get(name, 'no such tensor')}" for r in (first, other)]
-    raise CheckpointError(f"tensor {name!r}: {' but '.join(has)}; save the same on every rank")
+    missing = f"no such {key.split()[0]}"
+    has = [f"rank {r} has {_cut(every[r].get(key, missing))}" for r in (first, other)]
+    raise CheckpointError(f"{key}: {' but '.join(has)}; save the same on every rank")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONG else f"{text[:_LONG]}…"
+
+
+def _replicas(what: Described, communicator: Communicator) -> dict[int, bytes]:
+    """Return by rank the CRC-32 of each of its boxes that other ranks hold too, by name."""
+    shared = {at: _shared(at) for at in set(what.layouts.values())}
+    known: dict[int, int] = {}
+    found = {}
+    for rank in communicator.addressable:
+        crcs = array("I")
+        for name, layout in what.layouts.items():
+            if replica_key(layout, rank) in shared[layout]:
+                tensor = what.shards[name][rank]
+                # A plain tensor is one for all devices of this process.
+                if id(tensor) not in known:
+                    known[id(tensor)] = _crc_of(tensor)
+                crcs.append(known[id(tensor)])
+        found[rank] = crcs.tobytes()
+    return found
+
+
+def _shared(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
+    """Return the boxes that are not empty and that several ranks hold, and these."""
+    return {part: ranks for part, ranks in replica_holders(layout).items() if len(ranks) > 1}
+
+
+def _check_replicas(layouts: Mapping[str, Layout], gathered: Mapping[int, bytes]) -> None:
+    """Raise if copies of a box differ; every rank finds the same.
+
+    Parameters
+    ----------
+    layouts
+        Sorted by name.
+    gathered
+        What `_replicas` found, of every rank.
+    """
+    shared = {at: _shared(at) for at in set(layouts.values())}
+    digests = {rank: iter(array("I", crcs)) for rank, crcs in gathered.items()}
+    differ: list[str] = []
+    for name, layout in layouts.items():
+        problem = ""
+        for (box, _), ranks in shared[layout].items():
+            holders: dict[int, list[int]] = {}
+            for rank in ranks:
+                holders.setdefault(next(digests[rank]), []).append(rank)
+            if len(holders) > 1 and not problem:
+                groups = [f"rank{'s' * (len(g) > 1)} {ids_text(g)}" for g in holders.values()]
+                whose = ", another on ".join(groups[:3]) + (", and more" if groups[3:] else "")
+                problem = f"its copies of box {box_text(box)} differ: one is on {whose}"
+        if problem:
+            differ.append(f"tensor {name!r}: {problem}")
+    if differ:
+        more = f" ({counted(len(differ) - 1, 'other tensor')} too)" if differ[1:] else ""
+        raise CheckpointError(
+            f"{differ[0]}{more}; make them equal, or cut the tensor by what differs, or save that "
+            'of the first rank with replicas="first"'
+        )
 
 
 def _shard(
@@ -239,6 +287,24 @@ def _shard(
     return _Shard(FileEntry(name, rank, header.file_bytes, tuple(entries)), head, header)
 
 
+def _info(
+    save: str, mesh: DeviceMesh, what: Described, boxes: Mapping[int, Sequence[BoxEntry]]
+) -> ShardingInfo:
+    files = (_shard(rank, entries, what.layouts, save).entry for rank, entries in boxes.items())
+    flat = what.flat
+    return ShardingInfo(save, mesh, what.layouts, tuple(files), flat.values, flat.paths)
+
+
+def _check_free(path: Path) -> None:
+    """Refuse a directory with a finished save."""
+    place = path / INFO_NAME
+    if place.exists() if isinstance(place, RemotePath) else os.path.lexists(place):
+        raise OutputExistsError(
+            f"{path}: holds a finished save; choose another directory, or replace it with "
+            "overwrite=True"
+        )
+
+
 def _make_directory(path: Path) -> None:
     if isinstance(path, RemotePath):
         # Stores make it with the first file.
@@ -250,98 +316,190 @@ def _make_directory(path: Path) -> None:
 
 
 def _claim(path: Path, overwrite: bool, turn: Turn) -> None:
-    """Make the directory and take one's turn, unless there is a save in it that is to be kept."""
+    """Make the directory and lock it, unless there is a save in it that is to be kept."""
     _make_directory(path)
-    if isinstance(path, RemotePath):
-        there = (path / INFO_NAME).exists()
-    else:
+    if not isinstance(path, RemotePath):
         turn.take(path)
-        there = os.path.lexists(path / INFO_NAME)
-    if there and not overwrite:
-        raise OutputExistsError(
-            f"{path}: holds a finished save; choose another directory, or replace it with "
-            "overwrite=True"
-        )
+    if not overwrite:
+        _check_free(path)
 
 
 def _write_shards(
-    path: Path, shards: Sequence[_Shard], state_dict: Mapping[str, "DTensor | torch.Tensor"]
+    path: Path, shards: Sequence[_Shard], what: Described
 ) -> dict[int, dict[str, int]]:
     """Write the files of this process; return by rank and tensor the CRC-32 of each box."""
     digests: dict[int, dict[str, int]] = {}
     # Made by the first rank; asking again makes a network file system look.
     _make_directory(path)
     for shard in shards:
-        write_file(
-            path / shard.entry.name,
-            shard.header.file_bytes,
-            partial(_fill, shard, state_dict, digests.setdefault(shard.entry.rank, {})),
-            overwrite=False,
-        )
+        rank = shard.entry.rank
+        fill = partial(_fill, shard, what.shards, digests.setdefault(rank, {}))
+        _write_file(path, shard.entry.name, shard.header.file_bytes, fill)
     return digests
 
 
 def _fill(
     shard: _Shard,
-    state_dict: Mapping[str, "DTensor | torch.Tensor"],
+    shards: Mapping[str, Mapping[int, "torch.Tensor"]],
     digests: dict[str, int],
-    write: Write,
+    write: "_Write",
 ) -> None:
-    from shardspec.dtensor import DTensor
-
     write(memoryview(shard.head))
     for entry in shard.header.entries:
-        value = state_dict[entry.name]
-        part = value.shards[shard.entry.rank] if isinstance(value, DTensor) else value
-        data = _bytes_of(part)
-        value_crc = 0
-        for at in range(0, len(data), _PIECE_BYTES):
-            piece = data[at : at + _PIECE_BYTES]
-            value_crc = crc32(piece, value_crc)
+        value = 0
+        for piece in _pieces(shards[entry.name][shard.entry.rank]):
+            value = crc32(piece, value)
             write(piece)
-        digests[entry.name] = value_crc
+        digests[entry.name] = value
 
 
-def _bytes_of(tensor: "torch.Tensor") -> memoryview:
-    """Return the bytes of a tensor, row-major; copied only where they are not at hand that way."""
+def _crc_of(tensor: "torch.Tensor") -> int:
+    value = 0
+    for piece in _pieces(tensor):
+        value = crc32(piece, value)
+    return value
+
+
+def _pieces(tensor: "torch.Tensor") -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, row-major; copied only where they are not at hand that way."""
     import torch
 
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # Strides are set, not kept: a single element counts as contiguous whatever its stride.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+    data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+    for at in range(0, len(data), _PIECE_BYTES):
+        yield data[at : at + _PIECE_BYTES]
 
 
-def _publish(
-    path: Path,
-    save: str,
-    layouts: Mapping[str, Layout],
-    boxes: Mapping[int, Sequence[BoxEntry]],
-    mesh: DeviceMesh,
-) -> list[str]:
-    """Write the sharding info, which makes the save count; return the files it supersedes."""
-    files = (_shard(rank, entries, layouts, save).entry for rank, entries in boxes.items())
-    info = ShardingInfo(save, mesh, layouts, tuple(files))
+_Write: TypeAlias = Callable[[memoryview], None]
+"""Writes on where it stopped."""
+
+
+def _write_file(directory: Path, name: str, num_bytes: int, fill: Callable[[_Write], None]) -> None:
+    """Write a file that appears, or replaces another, when it is complete and on the disk.
+
+    It is made under a name that nobody can foresee, in a directory that is opened once: what
+    others may put into its place meanwhile is never written to. It has the mode of the info that
+    is there, if one is, and its owner where the system allows it.
+
+    Raises
+    ------
+    CheckpointError
+        If the system or the store refuses; nothing of the new file stays.
+    """
+    path = directory / name
+    if isinstance(path, RemotePath):
+        with Upload(path, num_bytes, overwrite=name == INFO_NAME) as upload:
+            fill(upload.write)
+        return
+    temporary = f".shardspec-save-{os.urandom(8).hex()}.tmp"
+    try:
+        with _opened(directory) as at:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(temporary, flags, 0o666, dir_fd=at)
+            try:
+                with open(fd, "wb", buffering=0):
+                    _take_mode(fd, at)
+                    reserve(fd, num_bytes)
+                    done, writer = 0, Writer(fd, path)
+
+                    def write(data: memoryview) -> None:
+                        nonlocal done
+                        writer.write(data, done)
+                        done += len(data)
+
+                    fill(write)
+                    os.fsync(fd)
+                os.rename(temporary, name, src_dir_fd=at, dst_dir_fd=at)
+            finally:
+                # By now the file has its name, or an error is on its way that says more.
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=at)
+            # Some network file systems refuse; the rename itself has happened then.
+            with suppress(OSError):
+                os.fsync(at)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{path}: cannot be written: {reason(error)} ({num_bytes} bytes are needed); make "
+            "room or write elsewhere"
+        ) from None
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    """Open a directory, to name files by it whatever becomes of its path."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _take_mode(fd: int, directory: int) -> None:
+    """Give a new file the mode and, where that is allowed, the owner of the older info."""
+    try:
+        older = os.stat(INFO_NAME, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return
+    if stat.S_ISREG(older.st_mode):
+        os.fchmod(fd, stat.S_IMODE(older.st_mode))
+        with suppress(OSError):
+            os.fchown(fd, older.st_uid, older.st_gid)
+
+
+def _publish(path: Path, info: ShardingInfo) -> list[str]:
+    """Write the sharding info, which makes the save count; return the files of the older one."""
     for file in info.files:
         place = path / file.name
         try:
             found = place.num_bytes() if isinstance(place, RemotePath) else place.stat().st_size
         except OSError as error:
             raise CheckpointError(
-                f"{path / file.name}: rank {file.rank} has written this file, but the first rank "
-                f"of the mesh does not see it ({reason(error)}); save to a directory that all "
-                "ranks share"
+                f"{place}: rank {file.rank} has written this file, but the first rank of the mesh "
+                f"does not see it ({reason(error)}); save to a directory that all ranks share"
             ) from None
-        assert found == file.num_bytes, "files appear only when they are complete"
-    superseded: list[str] = []
+        if found != file.num_bytes:
+            raise CheckpointError(
+                f"{place}: has {found} bytes, but rank {file.rank} has written {file.num_bytes}; "
+                "another program has changed it, save again"
+            )
+    older: list[str] = []
     # An older info that cannot be read names nothing that could be removed.
     with suppress(CheckpointError):
-        superseded = [file.name for file in read_info(path).files]
-    text = format_info(info).encode()
-    write_file(path / INFO_NAME, len(text), lambda write: write(memoryview(text)), overwrite=True)
-    return superseded
+        older = [file.name for file in read_info(path).files]
+    text = memoryview(format_info(info).encode())
+    _write_file(path, INFO_NAME, len(text), lambda write: write(text))
+    return older
 
 
-def _remove(path: Path, names: Sequence[str]) -> None:
+def _names(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _superseded(path: Path, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
+    """Yield those files that a save has written, by their names and headers, and none counts."""
+    for name in names:
+        if _TEMPORARY.fullmatch(name):
+            yield name
+        shard = _SHARD_NAME.fullmatch(name)
+        if shard is None or name in keep:
+            continue
+        with suppress(CheckpointError, OSError):
+            place = path / name
+            if isinstance(place, RemotePath) or stat.S_ISREG(place.lstat().st_mode):
+                with SourceFile(place) as file:
+                    said = read_header(file).metadata
+                rank, save = shard.groups()
+                if said.items() >= shard_metadata(save, int(rank)).items():
+                    yield name
+
+
+def _remove(path: Path, names: Iterable[str]) -> None:
     """Remove files that no info names any more; one that stays takes room and does no harm."""
     for name in names:
         with suppress(OSError, CheckpointError):

@@ -1,14 +1,22 @@
 """The sharding info: what `sharding_info.json` says about a checkpoint. See ``docs/format.md``."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeVar
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.safetensors_header import MAX_DIMS
 from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.state_dict import (
+    KeyPath,
+    decode_path,
+    decode_value,
+    encode_path,
+    encode_value,
+)
 from shardspec.checkpoint.store import file_inside, reason
 from shardspec.checkpoint.strict_json import (
     as_list,
@@ -34,6 +42,8 @@ __all__ = [
     "parse_info",
     "read_info",
 ]
+
+_T = TypeVar("_T")
 
 SAVE_KEY: Final = "shardspec.save"
 """By which the metadata of every file says which save it is of."""
@@ -74,6 +84,10 @@ class ShardingInfo(NamedTuple):
     mesh: DeviceMesh
     tensors: Mapping[str, Layout]
     files: tuple[FileEntry, ...]
+    values: Mapping[str, object] = MappingProxyType({})
+    """Plain values of the state dict that was saved, by name."""
+    paths: Mapping[str, KeyPath] = MappingProxyType({})
+    """Names that were no keys of it, but joined: the keys that led there."""
 
 
 def format_info(info: ShardingInfo) -> str:
@@ -117,6 +131,13 @@ def format_info(info: ShardingInfo) -> str:
         f'"tensors": {{{_lines(tensors, "")}}}',
         f'"files": [{_lines(files, "")}]',
     ]
+    for key, encoded in (
+        ("values", {name: encode_value(value, name) for name, value in info.values.items()}),
+        ("paths", {name: encode_path(path) for name, path in info.paths.items()}),
+    ):
+        if encoded:
+            entries = [f"  {_dump(name)}: {_dump(value)}" for name, value in encoded.items()]
+            members.append(f'"{key}": {{{_lines(entries, "")}}}')
     return f"{{{_lines(members, '')}}}\n"
 
 
@@ -221,7 +242,27 @@ def parse_info(data: bytes, path: Path) -> ShardingInfo:
             raise CheckpointError(f"{path}: files[{place}] repeats the file name {file.name!r}")
         seen.add(file.name)
     save = as_text(member(info, "save", path, "save"), path, "save")
-    return ShardingInfo(save, mesh, {name: cut.layout for name, cut in tensors.items()}, files)
+    layouts = {name: cut.layout for name, cut in tensors.items()}
+    values = _parse_each(info, "values", decode_value, path)
+    for name in values.keys() & layouts.keys():
+        raise CheckpointError(f"{path}: {name!r} is both a tensor and a value")
+    paths = _parse_each(info, "paths", decode_path, path)
+    for name in paths.keys() - layouts.keys() - values.keys():
+        raise CheckpointError(f"{path}: paths[{name!r}] is of nothing that the info lists")
+    return ShardingInfo(save, mesh, layouts, files, values, paths)
+
+
+def _parse_each(
+    info: dict[str, object], key: str, decode: Callable[[object], _T], path: Path
+) -> dict[str, _T]:
+    """Return the decoded values of a member that may be left out."""
+    found = {}
+    for name, stated in as_object(info.get(key, {}), path, key).items():
+        try:
+            found[name] = decode(stated)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: {key}[{name!r}] {error}") from None
+    return found
 
 
 class _Cut:

@@ -23,7 +23,7 @@ from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.source_files import OpenFiles
-from shardspec.errors import CheckpointError
+from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
 from tests.checkpoint.handmade import all_specs, handmade, sample
 
 
@@ -74,7 +74,7 @@ def test_axes_are_found_by_name_where_both_meshes_have_names(tmp_path):
     other = DeviceMesh(range(4), (4, 1), axis_names=("tensor", "data"))
     with pytest.raises(
         CheckpointError,
-        match=r"tensor 'w' was saved as \[S1\] on mesh dp=2,tp=3: .* no axis named 'tp'.* in specs",
+        match=r"tensor 'w' was saved as \[S1\] on mesh dp=2,tp=3: .* no axis named 'tp'.* a rule",
     ):
         load_sharded(tmp_path, other)
     assert load_sharded(tmp_path, other, {"w": "[S(tensor)]"})["w"].to_local(1).tolist() == [
@@ -112,7 +112,7 @@ def test_a_communicator_brings_its_mesh(tmp_path):
     save_sharded({"w": torch.arange(3)}, tmp_path)
     mesh = DeviceMesh([8, 6], (2,))
     communicator = SimulatedCommunicator(mesh)
-    loaded = load_sharded(tmp_path, specs={"w": "[S0]"}, communicator=communicator)["w"]
+    loaded = load_sharded(tmp_path, rules={"w": "[S0]"}, communicator=communicator)["w"]
     assert loaded.communicator is communicator
     assert {rank: shard.tolist() for rank, shard in loaded.shards.items()} == {8: [0, 1], 6: [2]}
 
@@ -180,3 +180,110 @@ def test_what_says_no_cut_is_whole_where_no_pattern_matches(tmp_path):
     # Without any pattern nobody has thought about it.
     with pytest.raises(CheckpointError, match=r"'up\.bias' was saved without a spec"):
         load_sharded(tmp_path / "m.safetensors", mesh)
+
+
+def test_what_is_wanted_is_loaded_under_other_names(tmp_path):
+    mesh = DeviceMesh(range(2), (2,))
+    state = {
+        "model": {
+            "layers.0": DTensor(torch.arange(4), mesh, "[S0]"),
+            "layers.1": DTensor(torch.arange(5), mesh, "[S0]"),
+            "head": torch.ones(2),
+        },
+        "groups": [{"w": torch.zeros(1)}, {"w": torch.ones(1)}],
+        "step": 7,
+    }
+    save_sharded(state, tmp_path)
+    loaded = load_sharded(tmp_path, include=["model.*", "step"], exclude="*head")
+    assert loaded.keys() == {"model", "step"}
+    assert loaded["model"].keys() == {"layers.0", "layers.1"}
+    assert loaded["step"] == 7
+    loaded = load_sharded(tmp_path, exclude=["groups.0.*", "s*", "model.l*"])
+    assert loaded["groups"][0] is None
+    assert loaded["groups"][1]["w"].to_global().tolist() == [1.0]
+    assert loaded.keys() == {"model", "groups"}
+    loaded = load_sharded(
+        tmp_path,
+        rules={"blocks.*": "[R]"},
+        include="model.layers.*",
+        rename={"^model.layers": "blocks"},
+    )
+    assert list(loaded) == ["blocks.0", "blocks.1"]
+    assert str(loaded["blocks.1"].layout.spec) == "[R]"
+    assert loaded["blocks.1"].to_global().tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(CheckpointError, match=r"pattern 'modle.*' matches nothing"):
+        load_sharded(tmp_path, include="modle.*")
+    with pytest.raises(CheckpointError, match="would both be named 'step'"):
+        load_sharded(tmp_path, rename={"^model.head$": "step"})
+
+
+def test_loading_into_tensors_that_are_there(tmp_path):
+    mesh = DeviceMesh(range(4), (2, 2))
+    whole = torch.arange(35.0).view(5, 7)
+    save_sharded(
+        {"a": DTensor(whole, mesh, "[S0,S1]"), "b": whole[0], "c": whole[1], "n": [1, 2]}, tmp_path
+    )
+    other = DeviceMesh(range(3), (3,))
+    nowhere = torch.full((5, 7), -1.0)
+    column = torch.zeros(7, 2)
+    state: dict[str, Any] = {
+        "c": column[:, 1],
+        "a": DTensor(nowhere, other, "[R,S0]"),
+        "b": torch.zeros(7, requires_grad=True),
+        "n": 0,
+    }
+    returned = load_sharded(tmp_path, into=state)
+    assert list(returned) == ["c", "a", "b", "n"]
+    assert all(returned[name] is state[name] for name in "abc")
+    assert returned["n"] == [1, 2]
+    assert torch.equal(state["a"].to_global(), whole)
+    assert torch.equal(state["b"], whole[0])
+    assert torch.equal(column, torch.stack([torch.zeros(7), whole[1]], 1))
+
+    wrongs: list[tuple[dict[str, Any], str]] = [
+        (
+            {"a": torch.zeros(5, 6)},
+            r"tensor 'a' is \[5, 6\] float32, but the checkpoint has \[5, 7",
+        ),
+        ({"a": torch.zeros(5, 7).double()}, r"\[5, 7\] float64, but the checkpoint has .* float32"),
+        ({"d": torch.zeros(5)}, "has no tensor 'd'; leave it out"),
+        ({"m": 5}, "has no value 'm'; leave it out"),
+        (
+            {"b": DTensor.from_shards({0: whole[0], 1: whole[0]}, pending())},
+            r"spec \[R\|P0\] has pending reductions, but a loaded tensor has none",
+        ),
+    ]
+    for wrong, problem in wrongs:
+        with pytest.raises(CheckpointError, match=problem):
+            load_sharded(tmp_path, into=wrong)
+    with pytest.raises(LayoutError, match="either a state dict to load into, or a mesh and rules"):
+        load_sharded(tmp_path, mesh, into=state)
+    # What is excluded stays, and what is named otherwise is found.
+    kept: dict[str, Any] = {"x": torch.zeros(7), "d": torch.zeros(5), "m": 5}
+    returned = load_sharded(
+        tmp_path, into=kept, rename={"^b$": "x"}, exclude=["a", "n"], include=["[abcn]"]
+    )
+    assert kept["x"].tolist() == whole[0].tolist()
+    assert kept["d"].tolist() == [0.0] * 5
+
+
+def pending():
+    return Layout(DeviceMesh(range(2), (2,)), "[R|P0]", (7,), "float32")
+
+
+def test_former_names_of_arguments_are_taken_with_a_warning(tmp_path):
+    mesh = DeviceMesh(range(2), (2,))
+    save_sharded({"w": torch.arange(4)}, tmp_path)
+    with pytest.warns(
+        DeprecationWarning, match="load_sharded takes device_mesh= in place of mesh="
+    ):
+        loaded = load_sharded(tmp_path, mesh=mesh)
+    assert loaded["w"].layout.mesh == mesh
+    with pytest.warns(DeprecationWarning, match="takes rules= in place of specs="):
+        loaded = load_sharded(tmp_path, mesh, specs={"w": "[S0]"})
+    assert str(loaded["w"].layout.spec) == "[S0]"
+    with (
+        pytest.warns(DeprecationWarning, match="specs="),
+        pytest.raises(ShardSpecError, match="given both rules= and specs=; leave out specs="),
+    ):
+        load_sharded(tmp_path, mesh, {"w": "[R]"}, specs={"w": "[S0]"})

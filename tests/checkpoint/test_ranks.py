@@ -1,6 +1,7 @@
 """Saving and loading by real processes over gloo; every failure reaches every rank."""
 
 import os
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
 from shardspec.checkpoint.sharding_info import read_info
+from shardspec.comm.default import communicator_of as of
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
 from tests.dist.processes import run_ranks
@@ -98,11 +100,110 @@ def disagreeing(directory, mesh):
     found = on_every_rank(mesh, lambda: save_sharded(missing, directory / "ckpt"))
     assert len(set(found)) == 1
     assert "tensor 'extra': rank 3 has [R] of [2] float32 but rank 0 has no such" in str(found[0])
-    bad = state(mesh) | ({"x": "text"} if rank == 1 else {"x": torch.ones(1)})
+    counted = state(mesh) | {"count": {"seen": rank}}
+    found = on_every_rank(mesh, lambda: save_sharded(counted, directory / "ckpt"))
+    assert len(set(found)) == 1
+    assert "value 'count.seen': rank 3 has 3 at ('count', 'seen') but rank 1" in str(found[0])
+    other = DeviceMesh([3, 1, 0, 2], (4,)) if rank == 2 else mesh
+    cut = {"w": DTensor(whole()["w"], other, "[S0,R]", communicator=of(other))}
+    found = on_every_rank(mesh, lambda: save_sharded(cut, directory / "ckpt"))
+    assert len(set(found)) == 1
+    assert "the mesh: rank 3 has 2x2 of ids (3, 1, 0, 2) but rank 2 has 4 of ids" in str(found[0])
+    found = on_every_rank(
+        mesh,
+        lambda: save_sharded(
+            state(mesh), directory / "ckpt", replicas="first" if rank == 1 else "equal"
+        ),
+    )
+    assert len(set(found)) == 1
+    assert "replicas: rank 3 has 'equal' but rank 1 has 'first'" in str(found[0])
+    bad = state(mesh) | ({"x": b"text"} if rank == 1 else {"x": torch.ones(1)})
     found = on_every_rank(mesh, lambda: save_sharded(bad, directory / "ckpt"))
     assert len(set(found)) == 1
-    assert str(found[0]).startswith("CheckpointError: rank 1: tensor 'x' is a str;")
+    assert str(found[0]).startswith("CheckpointError: rank 1: tensor 'x' is a bytes;")
     assert not (directory / "ckpt").exists()
+
+
+def replicas_that_differ(directory, mesh):
+    rank = dist.get_rank()
+    ckpt = directory / "ckpt"
+    plain = {"x": torch.full((4,), float(rank)), "y": torch.ones(2)}
+    found = on_every_rank(mesh, lambda: save_sharded(plain, ckpt))
+    assert len(set(found)) == 1
+    assert "tensor 'x': its copies of box [0:4] differ: one is on rank 0, another on rank 1, " in (
+        str(found[0])
+    )
+    assert "another on rank 2, and more" in str(found[0])
+    assert 'replicas="first"' in str(found[0])
+    # Devices 3 and 0 have coordinate 0 along the second axis; device 2 holds another value.
+    column = torch.zeros(3) + (rank == 2)
+    part = DTensor.from_local(column, mesh, "[S1]")
+    found = on_every_rank(mesh, lambda: save_sharded({"y": part, "z": part}, ckpt))
+    assert len(set(found)) == 1
+    assert (
+        "tensor 'y': its copies of box [3:6] differ: one is on rank 1, another on rank 2 "
+        "(1 other tensor too)"
+    ) in str(found[0])
+    assert not ckpt.exists()
+    dist.barrier()
+    # Those of the mesh's first device count, where that is meant: here device 3.
+    state = {"x": DTensor.from_local(plain["x"], mesh, "[R]"), "y": part, "seed": rank}
+    save_sharded(state, ckpt, replicas="first")
+    loaded = load_sharded(ckpt)
+    assert loaded["x"].to_global().tolist() == [3.0] * 4
+    assert loaded["y"].to_global().tolist() == [0.0] * 6
+    assert loaded["seed"] == 3
+
+
+def torch_states(directory, mesh):
+    """What torch makes is saved as it is, and comes back."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor as TorchDTensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    torch_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize_module(model[0], torch_mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    fully_shard(model, mesh=torch_mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(2, 6)).sum().backward()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "epoch": 3}
+    save_sharded(state, directory / "first")
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "epoch": 4}
+    save_sharded(state, directory / "second")
+
+    loaded = load_sharded(directory / "first")
+    assert loaded["epoch"] == 3
+    for name, value in before.items():
+        assert torch.equal(loaded["model"][name].to_global(), value)
+    group = loaded["optim"]["param_groups"][0]
+    assert (group["lr"], group["betas"], group["params"]) == (0.25, (0.9, 0.999), [0, 1, 2, 3])
+
+    # Into the tensors that are there: a model that was trained goes back to where it was.
+    empty: dict[str, Any] = {"model": model.state_dict(), "epoch": 0}
+    places = [t.to_local().data_ptr() for t in empty["model"].values()]
+    returned = load_sharded(directory / "first", into=empty)
+    assert returned["epoch"] == 3
+    assert [t.to_local().data_ptr() for t in returned["model"].values()] == places
+    for name, value in model.state_dict().items():
+        assert isinstance(value, TorchDTensor)
+        assert torch.equal(value.full_tensor(), before[name])
+    again = load_sharded(directory / "second", into=state)
+    optimizer.load_state_dict(again["optim"])
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+
+    # One mesh for all, or slices of it.
+    line = init_device_mesh("cpu", (4,))
+    rows = distribute_tensor(torch.arange(8.0), line, [Shard(0)])
+    save_sharded({"rows": rows}, directory / "third")
+    assert load_sharded(directory / "third")["rows"].to_global().tolist() == list(range(8))
+    found = on_every_rank(mesh, lambda: save_sharded({**state, "rows": rows}, directory / "no"))
+    assert "convert it to one mesh first" in str(found[0])
 
 
 def one_rank_cannot_write(directory, mesh):
@@ -152,6 +253,8 @@ SCENES = [
     save_and_load,
     existing,
     disagreeing,
+    replicas_that_differ,
+    torch_states,
     one_rank_cannot_write,
     one_rank_sees_another_directory,
     one_rank_cannot_read,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.numpy
 import torch
@@ -13,6 +14,7 @@ import torch
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, load_sharded, merge, save_sharded
 from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import replica_key
+from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.checkpoint.sharding_info import format_info, parse_info, read_info
 from shardspec.checkpoint.writing.assign import assign_boxes
 from shardspec.dtypes import item_bytes
@@ -144,17 +146,80 @@ def test_pending_addends_are_kept_one_by_one(tmp_path):
     assert safetensors.numpy.load_file(tmp_path / "out")["p"].tolist() == [3.0] * 4
 
 
+class TwoHalves(torch.Tensor):
+    """A tensor whose bytes lie in others."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "TwoHalves":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_nested_states_and_plain_values_come_back_as_they_were(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = {
+        "model": dict(model.state_dict()),
+        "optim": optimizer.state_dict(),
+        "w.x": DTensor(torch.arange(6), MESH, "[S0]"),
+        "epoch": 3,
+        "best": float("-inf"),
+        "losses": [0.5, float("inf")],
+        "name": 'a "b"\n',
+        "none": None,
+        "yes": True,
+        "empty": {},
+        "list": [torch.ones(2), {"deep": [torch.zeros(1), (1, 2)]}, []],
+        "shape": torch.Size([2, 3]),
+    }
+    save_sharded(state, tmp_path / "ckpt")
+    loaded = load_sharded(tmp_path / "ckpt")
+
+    def whole(value):
+        if isinstance(value, dict):
+            return {key: whole(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [whole(item) for item in value]
+        if isinstance(value, DTensor):
+            value = value.to_global()
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    assert whole(loaded) == whole(state)
+    assert type(loaded["optim"]["param_groups"][0]["betas"]) is tuple
+    assert list(loaded["optim"]["state"]) == [0, 1]
+    inspected = inspect_checkpoint(tmp_path / "ckpt")
+    assert inspected.extras["optim.param_groups.0.lr"] == 1e-3
+    assert [t.outline.name for t in inspected.tensors][:2] == ["list.0", "list.1.deep.0"]
+    # What merges for torch take along.
+    merge(tmp_path / "ckpt", tmp_path / "out.pt")
+    merged = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert merged["epoch"] == 3
+    assert merged["optim.param_groups.0.betas"] == (0.9, 0.999)
+    optimizer.load_state_dict(load_sharded(tmp_path / "ckpt", into=state)["optim"])
+
+
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
         ({3: torch.ones(1)}, "the name 3 is no text"),
-        ({"a": 3}, "tensor 'a' is a int; a checkpoint holds tensors"),
-        ({"a": {"b": torch.ones(1)}}, "tensor 'a' is a dict"),
+        ({"a": b"3"}, "tensor 'a' is a bytes; a checkpoint holds tensors and plain values"),
+        ({"a": {"b": {3.5: 1}}}, r"the key 3.5 at \['a'\]\['b'\]\[3.5\] is a float"),
+        ({"a": {"b": 1}, "a.b": 2}, r"both be named 'a.b': that at \['a'\]\['b'\] and that at"),
+        ({"a": [torch.ones(1), b""]}, "tensor 'a.1' is a bytes"),
+        ({"a": (1, {2})}, "tensor 'a' is a set"),
+        ({"a": ["\ud800"]}, "value 'a' is a text that UTF-8 cannot express"),
         ({"a": torch.ones(1, dtype=torch.complex128)}, "tensor 'a': unknown dtype 'complex128'"),
         (
             {"a": torch.eye(2).to_sparse()},
-            r"tensor 'a' is no plain dense tensor \(torch.sparse_coo",
+            r"tensor 'a' is no plain dense tensor \(torch.sparse_coo, on cpu\); save its to_dense",
         ),
+        ({"a": TwoHalves(torch.ones(2))}, r"tensor 'a' is a .*TwoHalves, which says nothing of"),
         ({"a": torch.ones(2, device="meta")}, "is no plain dense tensor .*on meta"),
         ({"__metadata__": torch.ones(1)}, "cannot be named '__metadata__'"),
         ({"\ud800": torch.ones(0)}, "which UTF-8 cannot express; rename the tensor"),
@@ -186,6 +251,80 @@ def test_a_finished_save_is_kept_unless_overwriting(tmp_path):
     assert len(names) == 2 + 6  # the new files, the info and the notes; the old file is gone
     assert not before.keys() - {"sharding_info.json"} & set(names)
     assert load_sharded(tmp_path)["a"].to_global().tolist() == [0.0] * 6
+
+
+def test_only_shards_of_ours_are_removed_whatever_an_older_info_names(tmp_path):
+    save_sharded({"a": torch.ones(3)}, tmp_path)
+    (old,) = (path for path in tmp_path.iterdir() if path.name.startswith("shard-"))
+    info = json.loads((tmp_path / "sharding_info.json").read_text())
+    strangers = {
+        "notes.md": b"mine",
+        "train.log": b"step 1",
+        "shard-00000-0123456789abcdef.safetensors": b"named like one",
+        "shard-00001-0123456789abcdef.safetensors": safetensors.numpy.save({"x": np.ones(2)}),
+        # A shard of ours, but not the one that its name says.
+        "shard-00002-0123456789abcdef.safetensors": old.read_bytes(),
+    }
+    for name, data in strangers.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "shard-00003-0123456789abcdef.safetensors").symlink_to(old)
+    info["files"] += [
+        {**info["files"][0], "name": name, "boxes": {}}
+        for name in [*strangers, "shard-00003-0123456789abcdef.safetensors", "sharding_info.json"]
+    ]
+    (tmp_path / "sharding_info.json").write_text(json.dumps(info))
+    save_sharded({"a": torch.zeros(3)}, tmp_path, overwrite=True)
+    assert load_sharded(tmp_path)["a"].to_global().tolist() == [0.0] * 3
+    assert {name: (tmp_path / name).read_bytes() for name in strangers} == strangers
+    assert (tmp_path / "shard-00003-0123456789abcdef.safetensors").is_symlink()
+    assert not old.exists()
+    assert len(names_in(tmp_path)) == 2 + 6
+
+
+def test_what_unfinished_saves_have_left_goes_with_the_next_one(tmp_path):
+    save_sharded({"a": torch.ones(3)}, tmp_path)
+    (tmp_path / "sharding_info.json").unlink()
+    (tmp_path / ".shardspec-save-0123456789abcdef.tmp").write_text("half")
+    # Of a merge beside it, which may be at work.
+    (tmp_path / ".shardspec-0123456789abcdef.tmp").write_text("half")
+    save_sharded({"a": torch.zeros(3)}, tmp_path)
+    names = names_in(tmp_path)
+    assert names[0] == ".shardspec-0123456789abcdef.tmp"
+    assert [name[:6] for name in names[1:]] == ["shard-", "shardi"]
+
+
+def test_a_replaced_save_keeps_its_mode(tmp_path):
+    save_sharded({"a": torch.ones(3)}, tmp_path)
+    (tmp_path / "sharding_info.json").chmod(0o600)
+    save_sharded({"a": torch.zeros(3)}, tmp_path, overwrite=True)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_nothing_is_written_through_links_that_others_plant(tmp_path):
+    """As where a group may write: all names but the info's are new, and that is replaced."""
+    private = tmp_path / "private"
+    private.write_text("secret")
+    ckpt = tmp_path / "ckpt"
+    ckpt.mkdir()
+    (ckpt / "sharding_info.json").symlink_to(private)
+    planted: list[str] = []
+    real = os.open
+
+    def plant(path, flags, mode=0o777, *, dir_fd=None):
+        if str(path).startswith(".shardspec-save-") and len(planted) < 20:
+            planted.append(str(path))
+            (ckpt / str(path)).symlink_to(private)
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", plant)
+        with pytest.raises(CheckpointError, match="cannot be written: File exists"):
+            save_sharded({"a": torch.ones(3)}, ckpt, overwrite=True)
+    save_sharded({"a": torch.ones(3)}, ckpt, overwrite=True)
+    assert planted
+    assert private.read_text() == "secret"
+    assert not (ckpt / "sharding_info.json").is_symlink()
+    assert load_sharded(ckpt)["a"].to_global().tolist() == [1.0] * 3
 
 
 def test_overwriting_a_damaged_save_and_finishing_a_directory_without_one(tmp_path):

@@ -1,7 +1,7 @@
 """Reading shardspec's own format: the sharding info joined with the headers of its files."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -57,7 +57,21 @@ def shard_metadata(save: str, rank: int) -> dict[str, str]:
     return {"format": "pt", "shardspec.rank": str(rank), SAVE_KEY: save}
 
 
-def open_native(directory: Path) -> ListedCatalog:
+class NativeCatalog(ListedCatalog):
+    """A checkpoint that `save_sharded` wrote; made by `open_native`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        info: ShardingInfo,
+        tensors: Mapping[str, StoredTensor],
+        files: Iterable[Path],
+    ) -> None:
+        super().__init__(NATIVE, directory, tensors, files, info.mesh, info.values)
+        self.info = info
+
+
+def open_native(directory: Path) -> NativeCatalog:
     """Read the sharding info and the header of every file, and check that they agree.
 
     Raises
@@ -112,7 +126,7 @@ def open_native(directory: Path) -> ListedCatalog:
         )
         for name, layout in info.tensors.items()
     }
-    return ListedCatalog(NATIVE, directory, tensors, (directory / INFO_NAME, *paths), info.mesh)
+    return NativeCatalog(directory, info, tensors, (directory / INFO_NAME, *paths))
 
 
 def _read_file(path: Path, file: FileEntry, info: ShardingInfo, due: _Due) -> Header:

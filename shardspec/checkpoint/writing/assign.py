@@ -12,11 +12,14 @@ from shardspec.mesh import DeviceMesh
 __all__ = ["assign_boxes"]
 
 
-def assign_boxes(mesh: DeviceMesh, tensors: Mapping[str, Layout]) -> dict[int, list[BoxEntry]]:
+def assign_boxes(
+    mesh: DeviceMesh, tensors: Mapping[str, Layout], *, spread: bool = True
+) -> dict[int, list[BoxEntry]]:
     """Choose one of the devices that hold a box to store it, for every box that is not empty.
 
     Every rank computes the same answer alone: boxes of one holder first, then the others from the
-    largest down, each to the holder that has the fewest bytes so far (the first of equals).
+    largest down, each to the holder that has the fewest bytes so far (the first of equals). If
+    they are not to be `spread`, each box goes to the first of its holders.
 
     Returns
     -------
@@ -41,7 +44,7 @@ def assign_boxes(mesh: DeviceMesh, tensors: Mapping[str, Layout]) -> dict[int, l
         for (box, addend), ranks in parts_of[layout].items():
             num_bytes = box_size(box) * item_bytes(layout.dtype)
             entry = BoxEntry(name, box, addend)
-            if len(ranks) > 1:
+            if len(ranks) > 1 and spread:
                 shared.append((num_bytes, entry, ranks))
             else:
                 chosen[ranks[0]].append(entry)

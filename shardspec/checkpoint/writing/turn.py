@@ -1,21 +1,15 @@
-"""Taking turns at a directory: one save at a time, which may clear away what others have left."""
+"""Taking turns at a directory: one save at a time."""
 
 import fcntl
 import os
-import re
-from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from shardspec.checkpoint.store import reason
 from shardspec.errors import CheckpointError
 
 __all__ = ["Turn", "shard_name"]
-
-_OURS: Final = re.compile(r"shard-\d{5,}-[0-9a-f]{16}\.safetensors|\.shardspec-[0-9a-f]{16}\.tmp")
-"""Files of a save, finished or not."""
 
 
 def shard_name(rank: int, save: str) -> str:
@@ -33,12 +27,13 @@ class Turn:
     """The right to save into a directory, from `take` to the end of the block.
 
     The system gives it back when a process is killed. On a file system without locks everybody
-    has it, and nothing is cleared away.
+    has it.
     """
 
     def __init__(self) -> None:
         self._fd: int | None = None
-        self._locked = False
+        self.locked = False
+        """Whether no other save is at work in the directory."""
 
     def take(self, directory: Path) -> None:
         """Take it for a directory.
@@ -54,7 +49,7 @@ class Turn:
             raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._locked = True
+            self.locked = True
         except BlockingIOError:
             raise CheckpointError(
                 f"{directory}: another run is saving there; wait for that one, or choose another "
@@ -63,25 +58,6 @@ class Turn:
         except OSError:
             # This file system has no locks: who else is at work cannot be known.
             pass
-
-    def clear(self, directory: Path, keep: Collection[str]) -> None:
-        """Remove what saves that did not finish, or were replaced, have left.
-
-        Parameters
-        ----------
-        directory
-            The one that was taken.
-        keep
-            Names of files that stay.
-        """
-        if not self._locked:
-            return
-        # What stays takes room and does no harm.
-        with suppress(OSError):
-            for name in os.listdir(directory):
-                if _OURS.fullmatch(name) and name not in keep:
-                    with suppress(OSError):
-                        os.unlink(directory / name)
 
     def __enter__(self) -> Self:
         return self

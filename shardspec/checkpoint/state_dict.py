@@ -1,0 +1,444 @@
+"""Nested state dicts as flat names, and back: tensors by name, plain values beside them.
+
+A name is the keys on the way to a value, joined by dots. Mappings are always descended into, lists
+and tuples where they hold tensors or mappings; other plain values stay whole.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.reduce_op import ReduceOp
+from shardspec.errors import CheckpointError, DTypeError
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import Axis, DeviceMesh
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardspec.dtensor import DTensor
+
+__all__ = [
+    "LEFT_OUT",
+    "Described",
+    "FlatState",
+    "KeyPath",
+    "Leaf",
+    "communicator_of_state",
+    "decode_path",
+    "decode_value",
+    "describe",
+    "encode_path",
+    "encode_value",
+    "flatten",
+    "leaves",
+    "unflatten",
+]
+
+KeyPath: TypeAlias = tuple[str | int | tuple[int], ...]
+"""Keys from the outermost mapping inwards; a position in a list is a tuple of one."""
+Leaf: TypeAlias = "DTensor | torch.Tensor"
+
+_MAX_DEPTH: Final = 64
+LEFT_OUT: Final = object()
+"""Stands for a value that `unflatten` leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """A state dict without its nesting."""
+
+    tensors: Mapping[str, Leaf]
+    """Name to tensor."""
+    values: Mapping[str, object]
+    """Name to plain value."""
+    paths: Mapping[str, KeyPath]
+    """The keys of those names that are not keys themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A state dict, and how its tensors are laid out."""
+
+    flat: FlatState
+    shards: Mapping[str, Mapping[int, "torch.Tensor"]]
+    """Name to the shard of every addressable device."""
+    layouts: Mapping[str, Layout]
+    """Sorted by name, as the shards are."""
+
+
+def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    """Yield every value that is not descended into, and the keys that lead to it.
+
+    Examples
+    --------
+    >>> list(leaves({"a": {0: 1.5}, "b": [{"lr": 2}], "c": (1, 2)}))
+    [(('a', 0), 1.5), (('b', (0,), 'lr'), 2), (('c',), (1, 2))]
+    """
+    if isinstance(state, Mapping) and state and len(path) < _MAX_DEPTH:
+        for key, value in state.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(state, list | tuple) and _holds_more(state) and len(path) < _MAX_DEPTH:
+        for place, value in enumerate(state):
+            yield from leaves(value, (*path, (place,)))
+    else:
+        yield path, state
+
+
+def _holds_more(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
+    """Whether a list holds something that is no plain value, but may be descended into."""
+    if depth > _MAX_DEPTH:
+        return False
+    return any(
+        isinstance(item, Mapping)
+        or _is_tensor(item)
+        or (isinstance(item, list | tuple) and _holds_more(item, depth + 1))
+        for item in items
+    )
+
+
+def _is_tensor(value: object) -> bool:
+    import torch
+
+    from shardspec.dtensor import DTensor
+
+    return isinstance(value, torch.Tensor | DTensor)
+
+
+def flatten(state: Mapping[str, object]) -> FlatState:
+    """Return the tensors and values of a state dict by name.
+
+    Raises
+    ------
+    CheckpointError
+        If a key is neither text nor a whole number, two values get one name, or a value is neither
+        a tensor nor plain.
+    """
+    tensors: dict[str, Any] = {}
+    values: dict[str, object] = {}
+    paths: dict[str, KeyPath] = {}
+    for path, value in leaves(state) if state else ():
+        name = _name(path)
+        if name in tensors or name in values:
+            raise CheckpointError(
+                f"two values of the state dict would both be named {name!r}: that at "
+                f"{_shown(paths.get(name, (name,)))} and that at {_shown(path)}; rename a key"
+            )
+        if path != (name,):
+            paths[name] = path
+        if _is_tensor(value):
+            tensors[name] = value
+        else:
+            # Refuses what is no plain value.
+            encode_value(value, name)
+            values[name] = value
+    return FlatState(tensors, values, paths)
+
+
+def _name(path: KeyPath) -> str:
+    if not path:
+        return ""
+    if not isinstance(path[0], str):
+        raise CheckpointError(f"the name {path[0]!r} is no text; name tensors by strings")
+    for key in path:
+        if not isinstance(key, str | int | tuple) or isinstance(key, bool):
+            raise CheckpointError(
+                f"the key {key!r} at {_shown(path)} is a {type(key).__name__}; a checkpoint names "
+                "values by text and whole numbers"
+            )
+    return ".".join(str(key[0]) if isinstance(key, tuple) else str(key) for key in path)
+
+
+def _shown(path: KeyPath) -> str:
+    return "".join(f"[{key[0] if isinstance(key, tuple) else key!r}]" for key in path)
+
+
+def encode_value(value: object, name: str = "") -> object:
+    """Return a plain value as JSON has it; what JSON lacks is an object of one member.
+
+    Raises
+    ------
+    CheckpointError
+        If it is no plain value.
+
+    Examples
+    --------
+    >>> encode_value({"betas": (0.9, float("inf"))})
+    {'dict': [['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
+    """
+    return _encode(value, name, 0)
+
+
+def _encode(value: object, name: str, depth: int) -> object:
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"value {name!r} nests deeper than {_MAX_DEPTH} times")
+    match value:
+        case None | bool():
+            return value
+        case int():
+            return int(value)
+        case float():
+            return float(value) if isfinite(value) else {"float": repr(float(value))}
+        case str():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise CheckpointError(
+                    f"value {name!r} is a text that UTF-8 cannot express"
+                ) from None
+            return str(value)
+        case list():
+            return [_encode(item, name, depth + 1) for item in value]
+        case tuple():
+            return {"tuple": [_encode(item, name, depth + 1) for item in value]}
+        case dict():
+            items = value.items()
+            return {"dict": [[_encode(x, name, depth + 1) for x in item] for item in items]}
+    raise CheckpointError(
+        f"tensor {name!r} is a {type(value).__name__}; a checkpoint holds tensors and plain values "
+        "(numbers, text, lists and dicts of them), so leave it out or make it one with torch.tensor"
+    )
+
+
+def decode_value(value: object) -> object:
+    """Return the value that `encode_value` has encoded; ValueError if it is none such.
+
+    Examples
+    --------
+    >>> decode_value({"dict": [["betas", {"tuple": [0.9, {"float": "inf"}]}]]})
+    {'betas': (0.9, inf)}
+    """
+    match value:
+        case list():
+            return [decode_value(item) for item in value]
+        case {"float": str(text), **rest} if not rest:
+            return float(text)
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(decode_value(item) for item in items)
+        case {"dict": list(items), **rest} if not rest:
+            pairs = [item for item in items if isinstance(item, list) and len(item) == 2]
+            if len(pairs) == len(items):
+                return {_hashable(decode_value(k)): decode_value(v) for k, v in pairs}
+        case None | bool() | int() | float() | str():
+            return value
+    raise ValueError("is no encoded value")
+
+
+def _hashable(key: object) -> object:
+    if isinstance(key, str | int | float) or key is None:
+        return key
+    raise ValueError("is no encoded value")
+
+
+def encode_path(path: KeyPath) -> list[object]:
+    """Return keys as JSON has them: a position in a list is a list of one."""
+    return [list(key) if isinstance(key, tuple) else key for key in path]
+
+
+def decode_path(path: object) -> KeyPath:
+    """Return the keys that `encode_path` has encoded; ValueError if they are none such."""
+    found: list[str | int | tuple[int]] = []
+    for key in path if isinstance(path, list) else ():
+        match key:
+            case bool():
+                break
+            case str() | int():
+                found.append(key)
+            case [int(place)] if not isinstance(place, bool) and place >= 0:
+                found.append((place,))
+            case _:
+                break
+    if not isinstance(path, list) or not 0 < len(found) == len(path) <= _MAX_DEPTH:
+        raise ValueError("is no list of keys")
+    if not isinstance(found[0], str):
+        raise ValueError("does not begin with a text")
+    return tuple(found)
+
+
+def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict[Any, Any]:
+    """Return nested dicts and lists of values.
+
+    Parameters
+    ----------
+    paths
+        Name to keys, of every value.
+    of
+        Returns the value of a name, or `LEFT_OUT`; None takes its place in a list.
+
+    Raises
+    ------
+    CheckpointError
+        If keys contradict each other: a value stands where others lie, or a list has a gap.
+
+    Examples
+    --------
+    >>> unflatten({"a.0": ("a", (0,)), "b": ("b",)}, str.upper)
+    {'a': ['A.0'], 'b': 'B'}
+    """
+    root: dict[Any, Any] = {}
+    for name, path in paths.items():
+        node: Any = root
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise _contradiction(name)
+        if path[-1] in node:
+            raise _contradiction(name)
+        node[path[-1]] = _Name(name)
+    found = _nested(root, of)
+    return {} if found is LEFT_OUT else found
+
+
+class _Name(str):
+    """A name that a value is put in place of."""
+
+    __slots__ = ()
+
+
+def _nested(node: Any, of: Callable[[str], object]) -> Any:  # noqa: ANN401  # dicts, lists, values
+    if isinstance(node, _Name):
+        return of(str(node))
+    listed = [isinstance(key, tuple) for key in node]
+    if not any(listed):
+        found = {key: _nested(value, of) for key, value in node.items()}
+        kept = {key: item for key, item in found.items() if item is not LEFT_OUT}
+        return kept if kept or not node else LEFT_OUT
+    if not all(listed) or node.keys() != {(place,) for place in range(len(node))}:
+        raise CheckpointError(
+            f"the keys {', '.join(map(repr, list(node)[:3]))} of the checkpoint are those of no "
+            "list; its sharding info is damaged, restore it"
+        )
+    items = [_nested(node[(place,)], of) for place in range(len(node))]
+    if all(item is LEFT_OUT for item in items):
+        return LEFT_OUT
+    return [None if item is LEFT_OUT else item for item in items]
+
+
+def _contradiction(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"the keys of {name!r} lead to where another value is; rename it otherwise, or restore the "
+        "sharding info of the checkpoint"
+    )
+
+
+def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
+    """Return who holds a state dict: by the largest mesh, of which the others are slices."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+    from shardspec.comm.default import communicator_of
+    from shardspec.comm.torch_mesh import from_torch
+    from shardspec.dtensor import DTensor
+
+    found: list[Communicator] = []
+    meshes: dict[Any, Communicator] = {}
+    for _, value in leaves(state_dict):
+        if isinstance(value, DTensor):
+            found.append(value.communicator)
+        elif isinstance(value, TorchDTensor) and value.device_mesh not in meshes:
+            meshes[value.device_mesh] = communicator_of(from_torch(value.device_mesh))
+            found.append(meshes[value.device_mesh])
+    if found:
+        return max(found, key=lambda communicator: communicator.mesh.size)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return communicator_of(DeviceMesh(range(ranks)))
+
+
+def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Described:
+    """Check every value, and say how it is laid out."""
+    flat = flatten(state_dict)
+    shards, layouts = {}, {}
+    for name, value in sorted(flat.tensors.items(), key=itemgetter(0)):
+        shards[name], layouts[name] = _shards_of(name, value, communicator)
+        for shard in shards[name].values():
+            _check_plain(name, shard)
+    # Names that no file can carry are refused here, even those of tensors that have no boxes.
+    slots = (TensorSlot(name, at.dtype, at.global_shape) for name, at in layouts.items())
+    encode_header(slots, {})
+    encode_header((TensorSlot(name, "int8", ()) for name in flat.values), {})
+    return Described(flat, shards, layouts)
+
+
+def _shards_of(
+    name: str, value: Leaf, communicator: Communicator
+) -> tuple[Mapping[int, "torch.Tensor"], Layout]:
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+    from shardspec.dtensor import DTensor
+
+    mesh = communicator.mesh
+    if isinstance(value, TorchDTensor):
+        value = DTensor.from_torch(value)
+    if not isinstance(value, DTensor):
+        _check_plain(name, value)
+        try:
+            layout = Layout(mesh, ShardingSpec(value.dim()), value.shape, value.dtype)
+        except DTypeError as error:
+            raise CheckpointError(f"tensor {name!r}: {error}") from None
+        return dict.fromkeys(communicator.addressable, value), layout
+    larger = _on_larger(value.layout, mesh)
+    if larger is None or not set(communicator.addressable) <= value.shards.keys():
+        own = value.layout.mesh
+        raise CheckpointError(
+            f"tensor {name!r} is on mesh {own} with ids {own.ids}, but the save is on mesh {mesh} "
+            f"with ids {mesh.ids}; convert it to one mesh first"
+        )
+    return value.shards, larger
+
+
+def _on_larger(layout: Layout, mesh: DeviceMesh) -> Layout | None:
+    """Return a layout on a mesh of which its own is a slice; None if it is none."""
+    own = layout.mesh
+    if own == mesh:
+        return layout
+    if not set(own.ids) <= set(mesh.ids):
+        return None
+    origin = mesh.coordinates(own.ids[0])
+    axes: dict[int, int] = {}
+    for axis, size in enumerate(own.shape):
+        if size > 1:
+            neighbour = mesh.coordinates(own.id_at([int(a == axis) for a in range(own.ndim)]))
+            moved = [a for a in range(mesh.ndim) if neighbour[a] != origin[a]]
+            if len(moved) != 1 or mesh.shape[moved[0]] != size or moved[0] in axes.values():
+                return None
+            axes[axis] = moved[0]
+    for device in own.ids:
+        place = list(origin)
+        for axis, onto in axes.items():
+            place[onto] = own.coordinates(device)[axis]
+        if mesh.coordinates(device) != tuple(place):
+            return None
+    spec = layout.spec
+    cuts = {
+        dim: [axes[int(axis)] for axis in by if axis in axes]
+        for dim, by in spec.dim_partition_dict.items()
+    }
+    pending: dict[Axis, ReduceOp] = {
+        axes[int(p.axis)]: p.op for p in spec.partials if p.axis in axes
+    }
+    onto_mesh = ShardingSpec(spec.dims, cuts, partial=pending)
+    return Layout(mesh, onto_mesh, layout.global_shape, layout.dtype)
+
+
+def _check_plain(name: str, tensor: "torch.Tensor") -> None:
+    """Refuse what has no bytes of its own, one element after the other."""
+    import torch
+
+    where = f"tensor {name!r} is"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        remedy = "leave it out, or give it values"
+        if not tensor.is_meta:
+            remedy = f"save its {'dequantize()' if tensor.is_quantized else 'to_dense()'}"
+        raise CheckpointError(
+            f"{where} no plain dense tensor ({tensor.layout}, on {tensor.device}); {remedy}"
+        )
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise CheckpointError(
+            f"{where} a {type(tensor).__module__}.{type(tensor).__name__}, which says nothing of "
+            "its bytes; save the plain tensors that it is made of"
+        )

@@ -1,0 +1,44 @@
+"""Arguments that have a new name: the former one is taken for one release, with a warning."""
+
+import warnings
+from typing import TypeVar
+
+from shardspec.errors import ShardSpecError
+
+__all__ = ["renamed_argument"]
+
+_T = TypeVar("_T")
+
+
+def renamed_argument(function: str, new: str, value: _T, old: str, former: _T | None) -> _T:
+    """Return what was given for an argument, under either of its names.
+
+    Parameters
+    ----------
+    function
+        Who takes it, for the warning; it calls this directly.
+    new, value
+        The name, and what was given for it.
+    old, former
+        The former name, and what was given for that; None if nothing was.
+
+    Raises
+    ------
+    ShardSpecError
+        If something was given for both.
+
+    Examples
+    --------
+    >>> renamed_argument("merge", "overwrite", True, "force", None)
+    True
+    """
+    if former is None:
+        return value
+    warnings.warn(
+        f"{function} takes {new}= in place of {old}=, which goes with the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    if value:
+        raise ShardSpecError(f"{function} was given both {new}= and {old}=; leave out {old}=")
+    return former
