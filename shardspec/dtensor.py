@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.default import communicator_of
+from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.execution import agree_on, run_plan
 from shardspec.gradients import Convert, GradientsBy, OneOfEqual, check_differentiable
@@ -376,7 +376,8 @@ class DTensor(ShardStorage):
         elif set(plan.target.mesh.ids) != set(self.device_mesh.ids):
             # Ranks of one mesh only know nothing of a gradient, so none passes.
             if wanted:
-                agree_on(plan, self.communicator, "wanted, which does not pass to other devices")
+                said = "wanted, which does not pass to other devices"
+                agree_on(plan, self.communicator, shards, said)
                 raise LayoutError(
                     f"no gradient passes from mesh {self.device_mesh} to other devices; convert a "
                     "detached tensor, and bring its gradient back by another conversion"

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -11,6 +12,7 @@ import torch
 
 from shardspec.boxes import Box
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.control import description
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step, backward
 from shardspec.layout.cross import common_mesh
 from shardspec.layout.layout import Layout
@@ -48,32 +50,29 @@ def run_plan(
         If ranks are about to do different things, on each of them, the first time that this plan
         is carried out; or if one of them fails or does not come.
     """
-    agree_on(plan, communicator)
     held = dict(shards)
     watched = observers()
-    for number, (before, after) in enumerate(pairwise(plan.layouts)):
-        step = plan.steps[number]
-        if watched is None:
-            held = run_step(step, communicator, held, before, after)
-            continue
-        started = time.perf_counter()
-        held = run_step(step, communicator, held, before, after)
-        seconds = _elapsed(started, held)
-        report(
-            StepRecord(
-                step,
-                before,
-                after,
-                communicator.on(common_mesh(before.mesh, after.mesh)).addressable,
-                started,
-                seconds,
-                plan.step_seconds[number],
-                plan.step_bytes[number],
-                _priced_by(plan, before, after),
-                backward=False,
-            ),
-            watched,
-        )
+    with _conversion(plan, communicator, shards, "forward") as device:
+        for number, (before, after) in enumerate(pairwise(plan.layouts)):
+            step = plan.steps[number]
+            started = time.perf_counter()
+            held = run_step(step, communicator, held, before, after, device)
+            if watched is not None:
+                report(
+                    StepRecord(
+                        step,
+                        before,
+                        after,
+                        communicator.on(common_mesh(before.mesh, after.mesh)).addressable,
+                        started,
+                        _elapsed(started, held),
+                        plan.step_seconds[number],
+                        plan.step_bytes[number],
+                        _priced_by(plan, before, after),
+                        backward=False,
+                    ),
+                    watched,
+                )
     return held
 
 
@@ -91,33 +90,35 @@ def undo_plan(
     """
     held = dict(grads)
     watched = observers()
-    for number in reversed(range(len(plan.steps))):
-        step, before, after = plan.steps[number], plan.layouts[number], plan.layouts[number + 1]
-        started = time.perf_counter()
-        undo = backward(step)
-        if undo is not None:
-            held = run_step(undo, communicator, held, after, before)
-        if isinstance(step, ReduceScatter | AllReduce) and step.op == "avg":
-            addends = prod(before.mesh.shape[axis] for axis in step.axes)
-            held = {device: grad / addends for device, grad in held.items()}
-        if undo is not None and watched is not None:
-            model = plan.model if plan.target_model is None else plan.model_between(after, before)
-            plain = before.with_spec(before.spec.without_partial())
-            report(
-                StepRecord(
-                    undo,
-                    after,
-                    before,
-                    communicator.on(common_mesh(before.mesh, after.mesh)).addressable,
-                    started,
-                    _elapsed(started, held),
-                    step_seconds(undo, after, plain, model),
-                    step_bytes(undo, after, plain),
-                    _priced_by(plan, after, before),
-                    backward=True,
-                ),
-                watched,
-            )
+    with _conversion(plan, communicator, grads, "backward") as device:
+        for number in reversed(range(len(plan.steps))):
+            step, before, after = plan.steps[number], plan.layouts[number], plan.layouts[number + 1]
+            started = time.perf_counter()
+            undo = backward(step)
+            if undo is not None:
+                held = run_step(undo, communicator, held, after, before, device)
+            if isinstance(step, ReduceScatter | AllReduce) and step.op == "avg":
+                addends = prod(before.mesh.shape[axis] for axis in step.axes)
+                held = {device_id: grad / addends for device_id, grad in held.items()}
+            if undo is not None and watched is not None:
+                crossing = plan.target_model is not None
+                model = plan.model_between(after, before) if crossing else plan.model
+                plain = before.with_spec(before.spec.without_partial())
+                report(
+                    StepRecord(
+                        undo,
+                        after,
+                        before,
+                        communicator.on(common_mesh(before.mesh, after.mesh)).addressable,
+                        started,
+                        _elapsed(started, held),
+                        step_seconds(undo, after, plain, model),
+                        step_bytes(undo, after, plain),
+                        _priced_by(plan, after, before),
+                        backward=True,
+                    ),
+                    watched,
+                )
     return held
 
 
@@ -137,12 +138,28 @@ def _priced_by(plan: ConversionPlan, before: Layout, after: Layout) -> str:
     return model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
 
 
-def agree_on(plan: ConversionPlan, communicator: Communicator, note: str = "") -> None:
-    """Let all ranks of both meshes compare a plan, the first time that they carry it out."""
-    source, target = plan.source, plan.target
+def agree_on(
+    plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor], note: str
+) -> None:
+    """Let all ranks of both meshes compare what they are about to do with a plan."""
+    with _conversion(plan, communicator, shards, note):
+        pass
 
-    def words() -> dict[str, str]:
-        return {
+
+def _conversion(
+    plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor], note: str
+) -> AbstractContextManager[str]:
+    mesh = common_mesh(plan.source.mesh, plan.target.mesh)
+    device = next((shard.device.type for shard in shards.values()), "")
+    content = _described(plan.source, plan.target, plan.steps, note)
+    return communicator.on(mesh).conversion(content, device)
+
+
+@lru_cache(maxsize=4096)
+def _described(source: Layout, target: Layout, steps: tuple[Step, ...], note: str) -> bytes:
+    """Say what is to be done, in words that other ranks compare."""
+    return description(
+        {
             "mesh": _mesh_text(source),
             "target mesh": _mesh_text(target),
             "source": str(source.spec),
@@ -150,12 +167,10 @@ def agree_on(plan: ConversionPlan, communicator: Communicator, note: str = "") -
             "shape": str(list(source.global_shape)),
             "dtype": source.dtype,
             "links": f"{_links_text(source)}; {_links_text(target)}",
-            "plan": ", ".join(map(str, plan.steps)),
+            "plan": ", ".join(map(str, steps)),
             "gradient": note,
         }
-
-    mesh = common_mesh(source.mesh, target.mesh)
-    communicator.on(mesh).agree((source, target, plan.steps, note), words)
+    )
 
 
 def _mesh_text(layout: Layout) -> str:
@@ -173,8 +188,9 @@ def run_step(
     shards: Mapping[int, torch.Tensor],
     before: Layout,
     after: Layout,
+    device: str,
 ) -> dict[int, torch.Tensor]:
-    """Carry out one step, between two meshes too."""
+    """Carry out one step, between two meshes too, of shards on one kind of device."""
     if before.mesh == after.mesh:
         return communicator.on(before.mesh).run(step, shards, before.box, after.box)
     if _same_boxes(before, after):
@@ -182,16 +198,17 @@ def run_step(
         return {device: shards[device].view_as(shards[device]) for device in here}
     across = communicator.on(common_mesh(before.mesh, after.mesh))
     scalar = not before.global_shape
+    nothing = torch.empty(
+        [0] * max(1, len(before.global_shape)), dtype=_dtype(before), device=device
+    )
     held = {
-        device: _as_vector(shards[device], scalar)
-        if device in shards
-        else _nothing_of(before, shards)
-        for device in across.addressable
+        rank: (shards[rank].reshape(1) if scalar else shards[rank]) if rank in shards else nothing
+        for rank in across.addressable
     }
     results = across.run(step, held, _on_both(before).box, _on_both(after).box)
     return {
-        device: results[device].view(after.local_shape(device))
-        for device in communicator.on(after.mesh).addressable
+        rank: results[rank].view(after.local_shape(rank))
+        for rank in communicator.on(after.mesh).addressable
     }
 
 
@@ -201,18 +218,10 @@ def _same_boxes(before: Layout, after: Layout) -> bool:
     return before.boxes() == after.boxes()
 
 
-def _as_vector(shard: torch.Tensor, scalar: bool) -> torch.Tensor:
-    return shard.reshape(1) if scalar else shard
-
-
-def _nothing_of(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return the shard of a device outside a layout's mesh."""
-    shape = [0] * max(1, len(layout.global_shape))
-    for shard in shards.values():
-        return shard.new_empty(shape)
+def _dtype(layout: Layout) -> torch.dtype:
     dtype = getattr(torch, layout.dtype)
     assert isinstance(dtype, torch.dtype)
-    return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 
 from shardspec.boxes import Box
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.default import communicator_of
+from shardspec.comm.process_group import communicator_of
 from shardspec.dtensor import DTensor
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError

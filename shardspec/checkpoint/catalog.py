@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.store import Snapshot
-from shardspec.comm.reduce_op import ReduceOp
+from shardspec.comm.steps import ReduceOp
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh

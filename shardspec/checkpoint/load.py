@@ -109,7 +109,7 @@ def load_sharded(
     >>> state["w"].tolist()
     [[0, 1], [2, 3], [4, 5]]
     """
-    from shardspec.comm.default import communicator_of
+    from shardspec.comm.process_group import communicator_of
 
     onto = renamed_argument("load_sharded", "device_mesh", device_mesh, "mesh", mesh)
     by_rules = renamed_argument("load_sharded", "rules", rules, "specs", specs) or {}

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.checkpoint.catalog import StoredReduction
-from shardspec.comm.reduce_op import ReduceOp
+from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import packed
 
 __all__ = ["Bytes", "CastLosses", "Reduction", "cast", "narrow", "numbers"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.reduce_op import ReduceOp
+from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -331,7 +331,7 @@ def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor as TorchDTensor
 
-    from shardspec.comm.default import communicator_of
+    from shardspec.comm.process_group import communicator_of
     from shardspec.comm.torch_mesh import from_torch
     from shardspec.dtensor import DTensor
 

@@ -1,21 +1,19 @@
 """The protocol between layouts and whatever carries out their steps."""
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from shardspec.boxes import Box
+from shardspec.comm.routes import BoxOf
 from shardspec.comm.steps import Step
 from shardspec.mesh import DeviceMesh
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BoxOf", "Communicator"]
+__all__ = ["Communicator"]
 
 T = TypeVar("T")
-
-BoxOf: TypeAlias = Callable[[int], Box]
-"""Physical id to the box that the device holds, as ``layout.box``."""
 
 
 class Communicator(Protocol):
@@ -66,20 +64,26 @@ class Communicator(Protocol):
         """Return the communicator of the same kind for another mesh; every process of it calls."""
         ...
 
-    def agree(self, on: Hashable, words: Callable[[], Mapping[str, str]]) -> None:
-        """Raise on every process of the mesh unless all are about to do the same.
+    def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
+        """Enter a conversion, in which steps are run; every process of the mesh enters it.
 
         Parameters
         ----------
-        on
-            What is to be done; once agreed upon, it is not asked again.
-        words
-            Say so: what each word is about, and the word.
+        content
+            What is to be done: `shardspec.comm.control.description` of it.
+        device
+            The kind of device that this process's shards are on; empty where it holds none.
+
+        Returns
+        -------
+        context manager
+            Of the kind of device that all shards are on, found from those who hold some.
 
         Raises
         ------
         CommunicatorError
-            If one says something else, naming it and the difference, or does not answer.
+            On every process, if one says something else, naming it and the difference, or if one
+            does not come; and if another thread is in a conversion on this mesh.
         """
         ...
 

@@ -1,39 +1,112 @@
-"""What belongs to a running job: its communicators, its groups, and torch's meshes of it."""
+"""What belongs to a running job: its lanes, communicators and groups, and torch's meshes of it."""
 
 import atexit
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from shardspec.comm.host_links import HostLink
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.control import NOTE_BYTES, Link, Note, Unanswered
+from shardspec.comm.messages import Messages
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
 
-if TYPE_CHECKING:
-    from shardspec.comm.process_group import ProcessGroupCommunicator
+__all__ = ["Job", "Lane", "check_members", "current_job"]
 
-__all__ = ["Job", "check_members", "current_job"]
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """What one thread's conversions go through, apart from those of other threads.
+
+    The main threads of all ranks have one lane for all meshes, so that ranks which take up two
+    meshes in another order are noticed. Any other thread has the lane of its mesh.
+    """
+
+    tag: int
+    """Of its messages; even."""
+    links: dict[int, Link] = field(default_factory=dict)
+    """To processes of this host, by rank."""
+    linked: set[int] = field(default_factory=set)
+    """Checksums of ranks that all have links to each other."""
+    numbers: Counter[int] = field(default_factory=Counter)
+    """How many notes have been told, by the checksum of the ranks."""
+    busy: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a thread is in the lane."""
+
+    def exchange(
+        self, mine: Note, peers: Sequence[int], device: str, timeout_s: float
+    ) -> dict[int, Note]:
+        """Tell some ranks a note, and return theirs; all of them call this at once.
+
+        Parameters
+        ----------
+        mine, peers
+            What to tell whom.
+        device
+            Where messages have to be.
+        timeout_s
+            How long to wait where there are links.
+
+        Raises
+        ------
+        Unanswered
+            If a rank has gone, or does not come within the timeout of the process group.
+        """
+        self.numbers[mine.ids] += 1
+        if mine.ids not in self.linked:
+            lengths = dict.fromkeys(peers, NOTE_BYTES)
+            records = Messages(self.tag).exchange(mine.pack(), lengths, device)
+            return {peer: Note.unpack(record) for peer, record in records.items()}
+        told: dict[int, Note] = {}
+        silent: dict[int, str] = {}
+        packed, deadline = mine.pack(), time.monotonic() + timeout_s
+        for peer in peers:
+            try:
+                self.links[peer].send(packed)
+            except CommunicatorError as error:
+                silent[peer] = str(error)
+        for peer in peers:
+            try:
+                # Once one is missing it is only looked at who else is.
+                told[peer] = Note.unpack(self.links[peer].receive(0.0 if silent else deadline))
+            except CommunicatorError as error:
+                silent[peer] = str(error)
+        if silent:
+            self.hang_up()
+            raise Unanswered(silent, next(iter(silent.values())))
+        return told
+
+    def hang_up(self) -> None:
+        """Close all links, so that nobody waits for this rank."""
+        for link in self.links.values():
+            link.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What belongs to a job."""
 
-    communicators: dict[DeviceMesh, "ProcessGroupCommunicator"] = field(default_factory=dict)
-    """Two meshes of equal content share their groups."""
-    links: dict[int, HostLink] = field(default_factory=dict)
-    """To processes of the same host, by rank; shared by all meshes."""
+    communicators: dict[DeviceMesh, Communicator] = field(default_factory=dict)
+    """Two meshes of equal content share theirs."""
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     """Groups that every rank knows to be there, by their ranks; None where this rank is outside."""
     torch_meshes: dict[tuple[DeviceMesh, str], TorchMesh] = field(default_factory=dict)
     """By mesh without links and device type."""
     meshes: dict[TorchMesh, DeviceMesh] = field(default_factory=dict)
     """The mesh that a torch mesh was made of."""
+    lane: Lane = field(default_factory=lambda: Lane(tag=2 * 0x5AD))
+    """Of the main thread, for all meshes."""
+    making: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a communicator is made."""
+    accelerator: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a thread moves CUDA tensors: NCCL tells two threads not apart."""
 
     def make_group(self, members: Sequence[int]) -> None:
         """Make a group, unless it is there; every rank of the job does so, in the same order.
@@ -59,8 +132,6 @@ _JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, Job]] = WeakKeyDictionary()
 torch holds the process groups of a job in globals of its own; this is the part of that state that
 is ours.
 """
-
-
 _LETTING_GO_SECONDS: Final = 0.05
 
 
@@ -68,12 +139,13 @@ def current_job() -> Job:
     """Return what belongs to the running job; `torch.distributed` is initialised."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    if world not in _JOBS:
-        _JOBS[world] = Job()
+    job = _JOBS.get(world)
+    if job is None:
+        job = _JOBS.setdefault(world, Job())
         # A thread of gloo lets go of a tensor some time after its collective has ended, and needs
         # the interpreter for it; where that has begun to end, torch aborts the process.
         atexit.register(time.sleep, _LETTING_GO_SECONDS)
-    return _JOBS[world]
+    return job
 
 
 def check_members(mesh: DeviceMesh) -> None:

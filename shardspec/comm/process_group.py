@@ -1,53 +1,56 @@
 """Steps over `torch.distributed`: gloo on CPU, NCCL where CUDA is, by the same code.
 
 A step is the same boxes on every backend; how they travel is chosen here. Processes of one host
-read each other's memory (`shardspec.comm.direct`). Otherwise boxes are messages in bounded chunks
-(`shardspec.comm.messages`), which need no group but the job's own. Where a mesh has all ranks of
-the job, each axis has groups too: over these, sums of the common dtypes use the backend's
-all-reduce, and NCCL's other collectives serve where boxes are such as they need
-(`shardspec.comm.native`). Every way takes all dtypes, uneven shards and any order of device ids.
+read each other's memory (`shardspec.comm.peer_memory`). Otherwise boxes are messages in bounded
+chunks (`shardspec.comm.messages`), which need no group but the job's own. CUDA tensors have groups
+too, where a mesh has all ranks of the job: NCCL's collectives serve where boxes are such as they
+need (`shardspec.comm.collectives`). Every way takes all dtypes, uneven shards and any order of ids.
 """
 
 import os
 import pickle
-from collections.abc import Callable, Hashable, Mapping
-from typing import Final, TypeVar
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardspec.boxes import box_shape
-from shardspec.comm.agreement import check_agreement
-from shardspec.comm.all_reduce import all_reduce
-from shardspec.comm.carrier import Carrier
-from shardspec.comm.communicator import BoxOf
-from shardspec.comm.direct import Direct, join_host
-from shardspec.comm.failures import failing
-from shardspec.comm.fresh import fresh
-from shardspec.comm.job import check_members, current_job
-from shardspec.comm.messages import Messages, exchange
-from shardspec.comm.native import Native, fits
-from shardspec.comm.reduce import combine
-from shardspec.comm.role import Role, role_of
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.control import (
+    NOTE_ROOM,
+    ORDER_RULE,
+    Listener,
+    Note,
+    Unanswered,
+    check_agreement,
+    ranks_text,
+)
+from shardspec.comm.job import Lane, check_members, current_job
+from shardspec.comm.messages import Collectives, Messages, fits
+from shardspec.comm.peer_memory import PeerMemory, readable
+from shardspec.comm.results import checked, empty_hugepages
+from shardspec.comm.routes import BoxOf, schedule_for
+from shardspec.comm.simulated import SimulatedCommunicator
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step
+from shardspec.comm.transport import Transport, all_reduce
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["ProcessGroupCommunicator"]
+__all__ = ["ProcessGroupCommunicator", "communicator_of"]
 
 T = TypeVar("T")
-
-_NATIVE_SUM: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-"""Dtypes whose sum every backend has, with the rounding of the dtype itself."""
-_NATIVE_MOVE: Final = frozenset({*_NATIVE_SUM, torch.bfloat16, torch.float16})
-"""Dtypes that every backend's collectives carry."""
 
 
 class ProcessGroupCommunicator:
     """A `Communicator` that holds the shard of one rank.
 
     Physical ids are global ranks. Use `create` or `of` rather than the constructor, so that a mesh
-    has one communicator per job.
+    has one communicator per job. Copies and pickles stand for the job's communicator of the mesh.
 
     Parameters
     ----------
@@ -63,6 +66,12 @@ class ProcessGroupCommunicator:
     CommunicatorError
         If `torch.distributed` is not initialised, or the mesh has ids that the job lacks.
 
+    Notes
+    -----
+    The main thread and one thread for each mesh may convert at the same time. A second thread
+    that uses the mesh meanwhile, or converts CUDA tensors while another does, gets an error before
+    anything moves.
+
     Examples
     --------
     In a job of four, started by torchrun::
@@ -75,13 +84,13 @@ class ProcessGroupCommunicator:
         check_members(mesh)
         self._mesh = mesh
         self._rank = dist.get_rank()
-        self._agreed: set[Hashable] = set()
-        self._messages = Messages()
+        self._peers = tuple(sorted(device for device in mesh.ids if device != self._rank))
+        self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
         self._may_read_peers = reads_peers
-        self._joined = False
-        self._direct: Direct | None = None
+        self._joined: dict[Lane, PeerMemory | None] = {}
         self._job = current_job()
-        self._links = self._job.links
+        name = f"{mesh.ids} {mesh.shape}".encode()
+        self._lane = Lane(tag=1 << 30 | zlib.crc32(name) >> 3 << 1)
         if mesh.size == dist.get_world_size():
             for axis in range(mesh.ndim):
                 for members in mesh.groups([axis]):
@@ -123,12 +132,19 @@ class ProcessGroupCommunicator:
         CommunicatorError
             If `torch.distributed` is not initialised, or the mesh has ids that the job lacks.
         """
-        if not dist.is_initialized():
-            return cls(mesh)
-        made = current_job().communicators
-        if mesh not in made:
-            made[mesh] = cls(mesh)
-        return made[mesh]
+        check_members(mesh)
+        job = current_job()
+        with job.making:
+            found = job.communicators.get(mesh)
+            if not isinstance(found, ProcessGroupCommunicator):
+                job.communicators[mesh] = found = cls(mesh)
+        return found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ProcessGroupCommunicator.of, (self._mesh,)
+
+    def __deepcopy__(self, _: object) -> "ProcessGroupCommunicator":
+        return self
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -143,7 +159,8 @@ class ProcessGroupCommunicator:
     @property
     def reads_peers(self) -> bool:
         """Whether all ranks of the mesh read each other's memory; found out in the first step."""
-        return self._direct is not None and self._direct.joins(self._mesh.ids)
+        joined = [memory for memory in self._joined.values() if memory is not None]
+        return any(memory.joins(self._mesh.ids) for memory in joined)
 
     def run(
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
@@ -159,115 +176,165 @@ class ProcessGroupCommunicator:
             return {}
         # What lies in memory is to be the values: no conjugation that is still to be done.
         shard = shards[self._rank].detach().resolve_conj().resolve_neg()
-        if shard.device.type == "cpu" and not self._joined:
-            self._join_host()  # whatever the step: here all ranks of the mesh are together
-        role = role_of(step, self._mesh, self._rank, before, after)
-        if isinstance(step, AllReduce):
-            return {self._rank: self._all_reduce(step, role, shard)}
-        result = fresh(shard, box_shape(role.wanted))
-        carrier = self._carrier(step, role, shard)
-        if isinstance(step, ReduceScatter):
-            carrier.reduce(step, role, shard, result, step.op)
-        else:
-            carrier.move(step, role, shard, result)
+        if shard.is_meta:
+            return {self._rank: shard.new_empty(box_shape(after(self._rank)))}
+        with self._turn(shard.device.type) as lane:
+            self._join(lane)  # whatever the step: here all ranks of the mesh are together
+            schedule = schedule_for(step, self._mesh, self._rank, before, after)
+            transport: Transport = Messages(lane.tag)
+            memory = self._joined[lane]
+            if shard.device.type == "cpu":
+                if memory is not None and memory.joins(schedule.members):
+                    transport = memory
+            elif self._job.group(schedule.members) and fits(step, schedule, shard.dtype):
+                transport = Collectives(self._job.group(schedule.members))
+            if isinstance(step, AllReduce):
+                if isinstance(transport, Collectives):
+                    return {self._rank: transport.all_reduce(step, schedule, shard, step.op)}
+                return {self._rank: all_reduce(transport, step, schedule, shard)}
+            result = empty_hugepages(shard, box_shape(schedule.after))
+            with checked(step, result):
+                if isinstance(step, ReduceScatter):
+                    transport.reduce(step, schedule, shard, result, step.op)
+                else:
+                    transport.move(step, schedule, shard, result)
         return {self._rank: result}
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of another mesh of this job; see `of`."""
         return self if mesh == self._mesh else ProcessGroupCommunicator.of(mesh)
 
-    def agree(self, on: Hashable, words: Callable[[], Mapping[str, str]]) -> None:
-        """Compare with the other ranks what is to be done; see `Communicator.agree`."""
-        if on not in self._agreed and self.addressable:
-            check_agreement(self._rank, self._mesh.ids, words())
-            self._agreed.add(on)
+    @contextmanager
+    def conversion(self, content: bytes, device: str) -> Iterator[str]:
+        """Compare with the other ranks what is to be done; see `Communicator.conversion`."""
+        if not self.addressable:
+            yield device
+            return
+        with self._turn(device) as lane:
+            try:
+                notes = self._tell(lane, b"C", content, device)
+            except Unanswered as error:
+                mine = Note(b"C", 0, lane.numbers[self._ids] - 1, "", 0, content)
+                raise CommunicatorError(
+                    f"{ranks_text(error.peers)} did not say what to convert: {error.why}; rank "
+                    f"{self._rank} {mine}; {ORDER_RULE}"
+                ) from error.__cause__
+            agreed = self._check(lane, notes)
+            self._join(lane)
+            yield agreed
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Collect one value per device; see `Communicator.gather`."""
         if not self.addressable:
             return {}
-        return self._gather(values[self._rank])
+        with self._turn("") as lane:
+            return self._gather(lane, values[self._rank])
 
-    def _gather(self, mine: T) -> dict[int, T]:
-        if self._mesh.size < dist.get_world_size():
-            return self._gather_among_members(mine)
-        gathered: list[T] = [mine] * self._mesh.size
-        others = [peer for peer in self._mesh.ids if peer != self._rank]
-        with failing("gathering a value of every rank", others):
-            dist.all_gather_object(gathered, mine)
-        return {device: gathered[device] for device in self._mesh.ids}
+    @contextmanager
+    def _turn(self, device: str) -> Iterator[Lane]:
+        """Take the lane of this thread, in which no other thread is."""
+        main = threading.current_thread() is threading.main_thread()
+        lane = self._job.lane if main else self._lane
+        with ExitStack() as stack:
+            for lock in (lane.busy, *([self._job.accelerator] if device == "cuda" else [])):
+                if not lock.acquire(blocking=False):
+                    raise CommunicatorError(
+                        f"another thread is converting {device or 'cpu'} tensors on mesh "
+                        f"{self._mesh}; on a mesh one thread besides the main one may convert at a "
+                        "time, and of CUDA tensors one at all: give each thread a mesh of its own, "
+                        "or let one wait"
+                    )
+                stack.callback(lock.release)
+            yield lane
 
-    def _gather_among_members(self, mine: T) -> dict[int, T]:
-        """Collect values where other ranks of the job take no part: lengths first, then content."""
-        others = [device for device in self._mesh.ids if device != self._rank]
-        device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
-        what = "gathering a value of every rank of the mesh"
-        content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
-        length = torch.tensor([content.numel()], device=device)
-        lengths = {peer: torch.empty_like(length) for peer in others}
-        exchange(what, [(peer, length) for peer in others], list(lengths.items()))
-        contents = {
-            peer: torch.empty(int(lengths[peer]), dtype=torch.uint8, device=device)
-            for peer in others
-        }
-        exchange(what, [(peer, content) for peer in others], list(contents.items()))
-        loaded = {peer: pickle.loads(c.cpu().numpy().tobytes()) for peer, c in contents.items()}
-        loaded[self._rank] = mine
-        return {peer: loaded[peer] for peer in self._mesh.ids}
+    def _tell(self, lane: Lane, kind: bytes, content: bytes, device: str) -> dict[int, Note]:
+        """Tell all ranks of the mesh a note, and return everyone's in the order of the ids."""
+        mine = Note(kind, self._ids, lane.numbers[self._ids], device, len(content), content)
+        told = lane.exchange(mine, self._peers, _where_messages_are(), _timeout_s())
+        told[self._rank] = mine
+        return {peer: told[peer] for peer in self._mesh.ids}
 
-    def _carrier(self, step: Step, role: Role, shard: torch.Tensor) -> Carrier:
-        """Choose how boxes travel; every member of the step chooses the same.
+    def _check(self, lane: Lane, notes: Mapping[int, Note]) -> str:
+        try:
+            return check_agreement(notes)
+        except CommunicatorError:
+            if any(note.ids != self._ids for note in notes.values()):
+                lane.hang_up()  # others of the mesh would wait for those that are elsewhere
+            raise
 
-        Processes of one host read each other's memory. NCCL's own collectives take the shortest
-        way over several links, where the boxes are such as they need.
-        """
-        if shard.device.type == "cpu":
-            if self._direct is not None and self._direct.joins(role.members):
-                return self._direct
-        elif fits(step, role) and self._has_group(role.members):
-            summed = not isinstance(step, ReduceScatter) or shard.dtype in _NATIVE_SUM
-            if summed and shard.dtype in _NATIVE_MOVE:
-                return Native(self._group(role.members))
-        return self._messages
+    def _gather(self, lane: Lane, mine: T) -> dict[int, T]:
+        content = pickle.dumps(mine)
+        try:
+            notes = self._tell(lane, b"G", content, "")
+            self._check(lane, notes)
+            lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
+            rest = Messages(lane.tag).exchange(content[NOTE_ROOM:], lengths, _where_messages_are())
+        except Unanswered as error:
+            raise CommunicatorError(
+                f"gathering a value of every rank with {ranks_text(self._peers)} failed: "
+                f"{error.why}; the job cannot go on, see what these ranks say"
+            ) from error.__cause__
+        found = {peer: pickle.loads(notes[peer].content + rest[peer]) for peer in self._peers}
+        found[self._rank] = mine
+        return {peer: found[peer] for peer in self._mesh.ids}
 
-    def _join_host(self) -> None:
+    def _join(self, lane: Lane) -> None:
         """Link the ranks of the mesh that share a host; every rank of it is here."""
-        if self._mesh.size > 1 and "cpu:gloo" in dist.get_backend_config():
-            self._direct = join_host(
-                self._rank,
-                self._gather,
-                self._gather,
-                self._links,
-                _timeout_s(),
-                takes_part=self._may_read_peers,
-            )
-        self._joined = True
+        if lane in self._joined:
+            return
+        memory = None
+        if self._peers and "gloo" in dist.get_backend_config():
+            with Listener(takes_part=self._may_read_peers) as listener:
+                addresses = self._gather(lane, listener.address)
+                near = listener.reachable(addresses)
+                missing = {peer: at for peer, at in near.items() if peer not in lane.links}
+                deadline = time.monotonic() + _timeout_s()
+                lane.links.update(listener.connect(self._rank, missing, deadline))
+                # Asked of all: what is known of a link is known to its two ends.
+                found = self._gather(lane, readable(near))
+            # Only now may the content go that others have looked for: it lies in the listener.
+            if len(near) == len(self._peers):
+                lane.linked.add(self._ids)
+            if any(found.values()):
+                links = {peer: lane.links[peer] for peer in near}
+                memory = PeerMemory(links, found, _timeout_s())
+        self._joined[lane] = memory
 
-    def _all_reduce(self, step: AllReduce, role: Role, shard: torch.Tensor) -> torch.Tensor:
-        if len(role.members) == 1 or shard.numel() == 0:
-            return combine([shard], step.op)
-        carrier = self._carrier(step, role, shard)
-        summed = step.op in ("sum", "avg") and shard.dtype in _NATIVE_SUM
-        if carrier is self._messages and summed and self._has_group(role.members):
-            result = shard.clone(memory_format=torch.contiguous_format)
-            with failing(step, [peer for peer in role.members if peer != self._rank]):
-                dist.all_reduce(result, group=self._group(role.members))
-            return result.div_(len(role.members)) if step.op == "avg" else result
-        return all_reduce(carrier, step, role.members, self._rank, shard)
 
-    def _has_group(self, members: tuple[int, ...]) -> bool:
-        """Say whether some ranks have a group of their own, or are the whole job."""
-        return self._job.group(members) is not None
+def communicator_of(mesh: DeviceMesh) -> Communicator:
+    """Return the running job's communicator of a mesh, or a simulated one where there is no job.
 
-    def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Return the group of some ranks that have one."""
-        return self._job.group(members)
+    Raises
+    ------
+    CommunicatorError
+        If this is a process of a job that has not initialised `torch.distributed`: simulating the
+        whole mesh in every rank would look right and be wasteful.
+
+    Examples
+    --------
+    >>> communicator_of(DeviceMesh(range(4), (2, 2))).addressable
+    (0, 1, 2, 3)
+    """
+    if dist.is_initialized():
+        return ProcessGroupCommunicator.of(mesh)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise CommunicatorError(
+            f"this is one of {ranks} processes of a job, but torch.distributed is not initialised; "
+            "make the mesh with init_process_group=True"
+        )
+    return SimulatedCommunicator(mesh)
+
+
+def _where_messages_are() -> str:
+    """Return the kind of device from which notes are sent."""
+    return "cpu" if "gloo" in dist.get_backend_config() else "cuda"
 
 
 def _timeout_s() -> float:
-    """Return the timeout of the job's group for tensors on the CPU."""
+    """Return the timeout of the job's group for messages."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    backend = world._get_backend(torch.device("cpu"))
+    backend = world._get_backend(torch.device(_where_messages_are()))
     seconds: float = backend.options._timeout.total_seconds()
     return seconds

@@ -1,15 +1,15 @@
 """All devices of a mesh in one process."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 
 from shardspec.boxes import box_shape, slices_within
-from shardspec.comm.communicator import BoxOf
-from shardspec.comm.reduce import combine
+from shardspec.comm.results import checked, combine_into
+from shardspec.comm.routes import BoxOf, Transfers
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step
-from shardspec.comm.transfers import Transfers
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["SimulatedCommunicator"]
@@ -54,12 +54,13 @@ class SimulatedCommunicator:
                 (box, shards[peer][slices_within(box, before(peer))])
                 for peer, box in transfers.incoming(device)
             ]
-            if parts and isinstance(step, ReduceScatter | AllReduce):
-                results[device] = combine([part for _, part in parts], step.op).contiguous()
-                continue
             result = shards[device].new_empty(box_shape(wanted))
-            for box, part in parts:
-                result[slices_within(box, wanted)] = part
+            with checked(step, result):
+                if parts and isinstance(step, ReduceScatter | AllReduce):
+                    combine_into(result, [part for _, part in parts], step.op)
+                else:
+                    for box, part in parts:
+                        result[slices_within(box, wanted)] = part
             results[device] = result
         return results
 
@@ -67,8 +68,10 @@ class SimulatedCommunicator:
         """Return the communicator that holds every device of another mesh."""
         return SimulatedCommunicator(mesh)
 
-    def agree(self, on: Hashable, words: Callable[[], Mapping[str, str]]) -> None:
-        """Do nothing: one process always agrees with itself."""
+    def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
+        """Return the device: one process always agrees with itself."""
+        del content
+        return nullcontext(device)
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Return the values, which are all here already."""

@@ -21,9 +21,7 @@ gradient. For a mean the result is scaled; see `shardspec.dtensor`.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
-
-from shardspec.comm.reduce_op import ReduceOp
+from typing import Literal, TypeAlias
 
 __all__ = [
     "AllGather",
@@ -37,6 +35,9 @@ __all__ = [
     "Step",
     "backward",
 ]
+
+ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
+"""How addends of a tensor are combined."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import Final, TypeAlias
 from shardspec.boxes import box_size
 from shardspec.comm.cost import FITTED_ERROR, CostModel
 from shardspec.comm.presets import link_preset
+from shardspec.comm.routes import Transfers
 from shardspec.comm.steps import Slice, Step
-from shardspec.comm.transfers import Transfers
 from shardspec.errors import DTypeError, LayoutError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.drawing import kind_of

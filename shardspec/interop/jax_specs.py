@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.comm.reduce_op import ReduceOp
+from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout.layout import SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec

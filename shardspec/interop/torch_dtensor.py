@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,
 )
 
-from shardspec.comm.reduce_op import ReduceOp
+from shardspec.comm.steps import ReduceOp
 from shardspec.comm.torch_mesh import device_type_of, from_torch, to_torch
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.interop.torch_placements import from_placements, to_placements

@@ -12,8 +12,7 @@ from operator import ne
 
 from shardspec.boxes import Box, box_size
 from shardspec.comm.cost import CostModel, Link
-from shardspec.comm.routing import Transfer, exchange_routes
-from shardspec.comm.transfers import distance_on
+from shardspec.comm.routes import Transfer, distance_on, exchange_routes
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh

@@ -13,7 +13,7 @@ Brackets and blanks are optional on input. Bare digits are always one axis each;
 
 from typing import Final, get_args
 
-from shardspec.comm.reduce_op import ReduceOp
+from shardspec.comm.steps import ReduceOp
 from shardspec.errors import SpecSyntaxError
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis

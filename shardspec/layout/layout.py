@@ -7,7 +7,7 @@ from operator import index
 from typing import TypeAlias
 
 from shardspec.boxes import Box, box_shape, split_interval
-from shardspec.comm.reduce_op import ReduceOp
+from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.spec import ShardingSpec
@@ -222,5 +222,5 @@ def _check_reducible(op: str, dtype: str) -> None:
         raise DTypeError(f"a pending avg of {dtype} has no exact result; use sum and divide")
     if op in ("min", "max") and dtype.startswith("complex"):
         raise DTypeError(f"{op} is not defined for {dtype}: complex numbers have no order")
-    if dtype.startswith(("float8", "float4")):
+    if dtype.startswith(("float8", "float4", "uint16", "uint32", "uint64")):
         raise DTypeError(f"no reduction is defined for {dtype}; convert to a wider dtype first")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
-from shardspec.comm.reduce_op import ReduceOp
+from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError
 from shardspec.layout.spec import ShardingSpec
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
-from shardspec.comm.reduce_op import ReduceOp
+from shardspec.comm.steps import ReduceOp
 from shardspec.errors import AxisError, SpecSyntaxError
 from shardspec.mesh import Axis
 

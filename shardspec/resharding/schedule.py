@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from shardspec.boxes import Box, box_size, intersect
-from shardspec.comm.chunks import chunks
+from shardspec.comm.routes import chunks
 from shardspec.dtypes import item_bytes
 from shardspec.resharding.copies import StateCopies
 

@@ -8,7 +8,7 @@ import torch
 
 from shardspec.checkpoint.catalog import StoredReduction
 from shardspec.checkpoint.numeric import CastLosses, Reduction, cast, narrow, numbers
-from shardspec.comm.reduce import combine
+from shardspec.comm.results import combine
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import is_floating
 

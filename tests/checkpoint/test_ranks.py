@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
 from shardspec.checkpoint.sharding_info import read_info
-from shardspec.comm.default import communicator_of as of
+from shardspec.comm.process_group import communicator_of as of
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
 from tests.dist.processes import run_ranks

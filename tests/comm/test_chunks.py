@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardspec.boxes import box_size, slices_within
-from shardspec.comm.chunks import chunks
+from shardspec.comm.routes import chunks
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (0,), (2, 0), (5, 3), (2, 3, 5), (1, 1, 4), (3, 1, 2)])

@@ -194,7 +194,7 @@ def test_a_rank_that_never_says_what_to_convert(tmp_path):
     assert any(error.text.startswith("rank 1 did not say what to convert") for error in seen)
     for error in seen:
         assert error.kind is CommunicatorError
-        assert re.match(r"ranks? [012](, [012])? did not say what to convert, as rank", error.text)
+        assert re.match(r"ranks? [012](, [012])? did not say what to convert: rank", error.text)
         assert "source [S0,R], target [R,S0], shape [6, 6], dtype float32" in error.text
         assert error.at - failed_at < TIMEOUT_S + SLACK_S
 

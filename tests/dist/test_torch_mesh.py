@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard
 
 from shardspec import DeviceMesh, ProcessGroupCommunicator, init_device_mesh
+from shardspec.comm.job import current_job
 from shardspec.errors import AxisError, CommunicatorError, ShardSpecError
 from tests.dist.processes import run_ranks
 
@@ -56,7 +57,7 @@ def ours_first(rank):
         assert group is torch_mesh.get_group(axis)
         assert group is mesh[axis].get_group()
         assert group is mesh[axis].to_torch().get_group()
-        assert group is ProcessGroupCommunicator.of(mesh)._group(members)
+        assert group is current_job().group(members)
         assert tuple(dist.get_process_group_ranks(group)) == members
         total = torch.tensor(rank)
         dist.all_reduce(total, group=group)
@@ -90,11 +91,11 @@ def torchs_first(rank):
     mesh = DeviceMesh.from_torch(torch_mesh)
     assert mesh == DeviceMesh([0, 2, 1, 3], (2, 2), axis_names=("a", "b"))
     assert mesh.to_torch() is torch_mesh
-    communicator = ProcessGroupCommunicator.of(mesh)
+    ProcessGroupCommunicator.of(mesh)
     for axis in "ab":
         members = mesh.group(rank, [axis])
         assert mesh.get_group(axis) is torch_mesh.get_group(axis)
-        assert communicator._group(members) is not None
+        assert current_job().group(members) is not None
     assert mesh["b"].to_torch() == torch_mesh["b"]
     # A slice that torch made has our value, and is found again.
     part = DeviceMesh.from_torch(torch_mesh["a"])

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from shardspec import DeviceMesh, Layout, LayoutConverter
 from shardspec.boxes import box_size, intersect
 from shardspec.cli.main import cli
-from shardspec.comm.transfers import Transfers
+from shardspec.comm.routes import Transfers
 from shardspec.explorer.tables import count_conversions, layouts_of, models_of
 from shardspec.layout.naive import naive_plan
 from shardspec.layout.plan_text import step_text

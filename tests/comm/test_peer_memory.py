@@ -1,13 +1,15 @@
 """Reading memory, tried on this process itself: the way is the same as to another."""
 
 import os
+from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
 import pytest
 
-from shardspec.comm import host_memory
-from shardspec.comm.host_memory import Region, can_read, read
+from shardspec.comm import peer_memory
+from shardspec.comm.control import Address
+from shardspec.comm.peer_memory import Region, read, readable
 
 
 def region(array: np.ndarray) -> Region:
@@ -48,7 +50,7 @@ def test_scalars_and_repeated_elements():
 
 def test_more_than_one_call_can_read():
     """Runs longer than the most bytes of a call, the last part shorter."""
-    size = 2 * host_memory._MOST_BYTES + 12345
+    size = 2 * peer_memory._MOST_BYTES + 12345
     source = np.arange(2 * size, dtype=np.uint8).reshape(2, size)
     target = np.zeros((2, size + 3), np.uint8)[:, 3:]
     read(os.getpid(), region(source), region(target))
@@ -61,7 +63,7 @@ def test_parts_and_sizes():
     got = np.zeros((2, 4, 3), np.int32)
     read(os.getpid(), part, region(got))
     assert (got == numbers[1:3, 0:4, 2:5]).all()
-    assert (part.num_bytes, part.run_bytes) == (96, 12)
+    assert part.run_bytes == 12
     assert part.span == (20 + 15 + 2 + 1) * 4
     assert region(numbers).run_bytes == region(numbers).span == 240
     assert region(numbers[:0]).span == 0
@@ -75,6 +77,11 @@ def test_what_cannot_be_read():
         read(os.getpid(), Region(4096, (3,), (8,), 8), region(got))
     assert got.tolist() == [0, 0, 0]
     known = np.frombuffer(b"known", np.uint8)
-    assert can_read(os.getpid(), known.ctypes.data, b"known")
-    assert not can_read(os.getpid(), known.ctypes.data, b"other")
-    assert not can_read(2**22 + 1, known.ctypes.data, b"known")
+    mine = Address("here", os.getpid(), "", known.ctypes.data, b"known")
+    others = {
+        0: mine,
+        1: replace(mine, content=b"other"),
+        2: replace(mine, pid=2**22 + 1),
+        3: replace(mine, probe=0),
+    }
+    assert readable(others) == {0}

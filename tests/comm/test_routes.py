@@ -8,9 +8,8 @@ import torch
 
 from shardspec.boxes import box_size, contains
 from shardspec.comm.cost import CostModel, Link
-from shardspec.comm.routing import exchange_routes, permute_routes
+from shardspec.comm.routes import Transfers, distance_on, exchange_routes, permute_routes
 from shardspec.comm.steps import AllGather, AllReduce, Exchange, Permute, Slice
-from shardspec.comm.transfers import Transfers, distance_on
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from tests.conversions import plain_specs

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from shardspec.comm.reduce import combine, combine_into
+from shardspec.comm.results import combine, combine_into
 
 
 @pytest.mark.parametrize(

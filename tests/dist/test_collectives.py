@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from shardspec import DeviceMesh
 from shardspec.boxes import box_shape
-from shardspec.comm.native import Native, fits
-from shardspec.comm.role import role_of
-from shardspec.comm.steps import ReduceScatter
+from shardspec.comm.messages import Collectives, fits
+from shardspec.comm.routes import schedule_for
+from shardspec.comm.steps import AllReduce, ReduceScatter
 from shardspec.layout.layout import Layout
 from tests.conversions import (
     collectives,
@@ -56,18 +56,20 @@ def _run(rank: int) -> tuple[dict[tuple[bool, str], int], list[str]]:
         layouts = [Layout(mesh, spec, shape, "float32") for spec in specs]
         for move in (move for layout in layouts for move in collectives(layout)):
             step, before, after = move.step, move.before, move.after
-            role = role_of(step, mesh, rank, before.box, after.box)
-            if not fits(step, role):
+            schedule = schedule_for(step, mesh, rank, before.box, after.box)
+            if not fits(step, schedule, torch.float32):
                 continue
             done[mesh is ORDERED, type(step).__name__] += 1
             stack = stack_of(before)
-            result = torch.empty(box_shape(role.wanted))
-            native = Native(groups[tuple(sorted(role.members))])
+            result = torch.empty(box_shape(schedule.after))
+            backend = Collectives(groups[tuple(sorted(schedule.members))])
             given = shard_of(before, stack, rank)
-            if isinstance(step, ReduceScatter):
-                native.reduce(step, role, given, result, step.op)
+            if isinstance(step, AllReduce):
+                result = backend.all_reduce(step, schedule, given, step.op)
+            elif isinstance(step, ReduceScatter):
+                backend.reduce(step, schedule, given, result, step.op)
             else:
-                native.move(step, role, given, result)
+                backend.move(step, schedule, given, result)
             wanted = shard_of(after, reduced(stack, before.spec, after.spec), rank)
             if not same_bits(result, wanted):
                 wrong.append(f"{shape} {before.spec} → {after.spec}")

@@ -1,0 +1,138 @@
+"""Tensors that a step makes: memory for them, addends combined, and a check that all is written."""
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Final, assert_never
+
+import torch
+
+from shardspec.comm.steps import ReduceOp
+from shardspec.errors import CommunicatorError
+
+__all__ = ["checked", "combine", "combine_into", "empty_hugepages"]
+
+_LARGE_BYTES: Final = 4 << 20
+"""From here on large pages save time: at least one fits in, wherever the tensor starts."""
+_WIDER: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""Sums of many short floats are kept in a wider type and rounded once."""
+_WINDOW_BYTES: Final = 4
+"""What is compared with the filling at once: one byte would often be equal by chance."""
+
+
+def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor that is not filled yet, of the dtype and on the device of another.
+
+    Every page of new memory costs a page fault when it is first written. With pages of 4 KiB that
+    takes longer than filling them, so Linux is asked for pages of 2 MiB (man 2 madvise).
+
+    Examples
+    --------
+    >>> empty_hugepages(torch.ones(2, dtype=torch.int64), (3, 4)).shape
+    torch.Size([3, 4])
+    """
+    result = like.new_empty(shape)
+    libc = _libc()
+    if libc is not None and result.device.type == "cpu" and result.nbytes >= _LARGE_BYTES:
+        page, address = mmap.PAGESIZE, result.data_ptr()
+        start, end = -(-address // page) * page, (address + result.nbytes) // page * page
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
+    return result
+
+
+@contextmanager
+def checked(what: object, result: torch.Tensor) -> Iterator[None]:
+    """Check, where ``SHARDSPEC_CHECK=1`` is set, that every element of a new tensor is written.
+
+    The tensor is filled with bytes that look like noise, and whatever still has them afterwards
+    was left out. Windows of four bytes or one element are compared.
+
+    Raises
+    ------
+    CommunicatorError
+        If something was left out.
+    """
+    if os.environ.get("SHARDSPEC_CHECK") != "1" or result.is_meta or result.numel() == 0:
+        yield
+        return
+    flat = result.view(-1).view(torch.uint8)
+    seeded = torch.Generator().manual_seed(len(flat))
+    filling = torch.randint(1, 256, flat.shape, generator=seeded, dtype=torch.uint8)
+    filling = filling.to(flat.device)
+    flat.copy_(filling)
+    yield
+    width = max(_WINDOW_BYTES, result.element_size())
+    left = flat == filling
+    whole = len(left) // width * width
+    windows = left[:whole].view(-1, width).all(dim=1)
+    if bool(windows.any()) or (whole and bool(left[-width:].all())):
+        raise CommunicatorError(
+            f"{what} left {int(windows.sum())} of {len(windows)} windows of a result of shape "
+            f"{tuple(result.shape)} and {result.dtype} unwritten; this is a defect of shardspec"
+        )
+
+
+def combine(addends: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """Return the reduction of tensors of one shape and dtype, as a new tensor.
+
+    Examples
+    --------
+    >>> combine([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])], "avg")
+    tensor([2.0000, 3.5000])
+    >>> combine([torch.tensor([1, 5]), torch.tensor([3, 2])], "max")
+    tensor([3, 5])
+    """
+    result = torch.empty_like(addends[0], memory_format=torch.contiguous_format)
+    combine_into(result, addends, op)
+    return result
+
+
+def combine_into(result: torch.Tensor, addends: Iterable[torch.Tensor], op: ReduceOp) -> None:
+    """Write the reduction of at least one tensor into another of the same shape and dtype.
+
+    Parameters
+    ----------
+    result
+        Where it goes. It may be the first addend, and may share memory with no other.
+    addends
+        Looked at one after the other: the next may be made in the memory of the one before.
+    op
+        How they are combined; in their order, so equal addends give equal bits.
+    """
+    wider = _WIDER.get(result.dtype, result.dtype)
+    total = result if wider == result.dtype else torch.empty_like(result, dtype=wider)
+    count = 0
+    for addend in addends:
+        count += 1
+        if count > 1:
+            _add(total, addend, op)
+        elif total.data_ptr() != addend.data_ptr():
+            total.copy_(addend)
+    assert count, "a reduction has addends"
+    if op == "avg":
+        total /= count
+    if total is not result:
+        result.copy_(total)
+
+
+def _add(total: torch.Tensor, addend: torch.Tensor, op: ReduceOp) -> None:
+    match op:
+        case "sum" | "avg":
+            total += addend
+        case "prod":
+            total *= addend
+        case "min":
+            torch.minimum(total, addend, out=total)
+        case "max":
+            torch.maximum(total, addend, out=total)
+        case _:
+            assert_never(op)
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -1,0 +1,328 @@
+"""Who sends which box to whom in one step, for the whole mesh and for one device.
+
+Along the axes of a collective, devices form groups, and inside a group a device gets from each
+member what its box after the step shares with the member's box before it. Where a reduction is
+pending, the boxes of the members are the same and the parts are combined; otherwise they are
+disjoint and are put side by side. Exchange and permute move between all devices of the mesh.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from operator import ne
+from typing import TypeAlias
+
+from shardspec.boxes import Box, box_size, intersect
+from shardspec.comm.steps import Exchange, Permute, Slice, Step
+from shardspec.mesh import DeviceMesh
+
+__all__ = [
+    "BoxOf",
+    "Distance",
+    "Incoming",
+    "Transfer",
+    "TransferSchedule",
+    "Transfers",
+    "chunks",
+    "distance_on",
+    "exchange_routes",
+    "permute_routes",
+    "schedule_for",
+]
+
+BoxOf: TypeAlias = Callable[[int], Box]
+"""Physical id to the box that the device holds, as ``layout.box``."""
+Distance: TypeAlias = Callable[[int, int], int]
+"""How far two devices are apart; 0 only from a device to itself."""
+Parts: TypeAlias = list[tuple[int, Box]]
+"""Pairs of peer and box."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box on its way, or staying where it is."""
+
+    src: int
+    """Physical id of the holder."""
+    dst: int
+    """Physical id of the receiver; equal to `src` for a part that stays."""
+    box: Box
+    """What moves, in coordinates of the global tensor."""
+
+
+def distance_on(mesh: DeviceMesh) -> Distance:
+    """Return the function that says on how many axes two devices of a mesh differ.
+
+    Examples
+    --------
+    >>> distance_on(DeviceMesh(range(8), (2, 2, 2)))(0, 6)
+    2
+    """
+    at = {device: mesh.coordinates(device) for device in mesh.ids}
+    return lambda a, b: sum(map(ne, at[a], at[b]))
+
+
+def exchange_routes(
+    before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
+) -> list[Transfer]:
+    """Return what must move so that every device holds the box it wants.
+
+    Each piece comes from the nearest holder. Of equally near ones the holder that has sent the
+    fewest bytes so far sends, so that replicas share the work; then the first one.
+
+    Parameters
+    ----------
+    before, after
+        The box of every device that holds one, before and after; the ids may differ.
+    distance
+        Between two devices.
+
+    Returns
+    -------
+    list of Transfer
+        By receiver in the order of `after`; every element that is wanted comes once.
+
+    Examples
+    --------
+    >>> halves, thirds = {0: ((0, 3),), 1: ((3, 6),)}, {0: ((0, 2),), 1: ((2, 6),)}
+    >>> for move in exchange_routes(halves, thirds, lambda a, b: a != b):
+    ...     print(move.src, move.dst, move.box)
+    0 0 ((0, 2),)
+    0 1 ((2, 3),)
+    1 1 ((3, 6),)
+    """
+    holders: dict[Box, list[int]] = defaultdict(list)
+    for device, box in before.items():
+        if box_size(box):
+            holders[box].append(device)
+    # The boxes before form a grid: per dim all are cut at the same places. So the pieces of a box
+    # are found by bisection, dim by dim.
+    sides = [sorted(set(intervals)) for intervals in zip(*holders, strict=True)]
+    starts = [[lo for lo, _ in side] for side in sides]
+    ends = [[hi for _, hi in side] for side in sides]
+    sent: dict[int, int] = defaultdict(int)
+    moves = []
+    for device, wanted in after.items():
+        if not box_size(wanted):
+            continue
+        own = before.get(device)
+        overlapping = [
+            side[bisect_right(end, lo) : bisect_left(start, hi)]
+            for side, start, end, (lo, hi) in zip(sides, starts, ends, wanted, strict=True)
+        ]
+        shared = [
+            [(max(cut_lo, lo), min(cut_hi, hi)) for cut_lo, cut_hi in side]
+            for side, (lo, hi) in zip(overlapping, wanted, strict=True)
+        ]
+        for cell, piece in zip(product(*overlapping), product(*shared), strict=True):
+            holder = device
+            if cell != own:
+                holder, *others = holders[cell]
+                if others:
+                    holder = min(holders[cell], key=lambda src: (distance(src, device), sent[src]))
+                sent[holder] += box_size(piece)
+            moves.append(Transfer(holder, device, piece))
+    return moves
+
+
+def permute_routes(
+    before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
+) -> list[Transfer]:
+    """Return which device each one gets its whole new shard from, every device sending one.
+
+    Devices that hold what they want keep it. Where an axis that is slower for short messages is
+    slower for long ones too, every such assignment is as good as any other: the slowest link used
+    is the same.
+
+    Examples
+    --------
+    >>> left, right = ((0, 1),), ((1, 2),)
+    >>> moves = permute_routes({0: left, 1: right}, {0: right, 1: left}, lambda a, b: a != b)
+    >>> [(move.src, move.dst) for move in moves]
+    [(1, 0), (0, 1)]
+    """
+    unused: dict[Box, list[int]] = defaultdict(list)
+    for device, box in before.items():
+        unused[box].append(device)
+    kept = [device for device, box in after.items() if before[device] == box]
+    for device in kept:
+        unused[before[device]].remove(device)
+    source = {device: device for device in kept}
+    for device, box in after.items():
+        if device not in source:
+            holder = min(unused[box], key=lambda src: distance(src, device))
+            unused[box].remove(holder)
+            source[device] = holder
+    return [Transfer(source[d], d, box) for d, box in after.items() if box_size(box)]
+
+
+def chunks(box: Box, most: int) -> Iterator[Box]:
+    """Yield parts of a box of at most so many elements, in the order of memory.
+
+    Together they are the box, and both ends of a message cut it alike. Each is as long as the
+    bound allows, whole rows where rows fit; an empty box has none.
+
+    Parameters
+    ----------
+    box
+        What to cut.
+    most
+        Elements of a chunk; from 1.
+
+    Examples
+    --------
+    >>> list(chunks(((4, 9), (0, 10)), 25))
+    [((4, 6), (0, 10)), ((6, 8), (0, 10)), ((8, 9), (0, 10))]
+    >>> list(chunks(((4, 6), (0, 5)), 3))
+    [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]
+    """
+    assert most > 0, "a chunk holds something"
+    size = box_size(box)
+    if size == 0:
+        return
+    if size <= most:
+        yield box
+        return
+    dim = next(d for d, (lo, hi) in enumerate(box) if hi - lo > 1)
+    lo, hi = box[dim]
+    row = size // (hi - lo)
+    rows = max(1, most // row)
+    for start in range(lo, hi, rows):
+        part = (*box[:dim], (start, min(start + rows, hi)), *box[dim + 1 :])
+        if row <= most:
+            yield part
+        else:
+            yield from chunks(part, most)
+
+
+class Transfers:
+    """What each device of a mesh sends and receives in one step, its own part included.
+
+    Parameters
+    ----------
+    step, mesh
+        What moves, and among which devices.
+    before, after
+        Which box each device holds before and after.
+
+    Examples
+    --------
+    >>> from shardspec.comm.steps import AllGather
+    >>> from shardspec.layout.layout import Layout
+    >>> cut = Layout(DeviceMesh(range(2), (2,)), "[S0]", (5,), "int8")
+    >>> Transfers(AllGather(0, (0,)), cut.mesh, cut.box, cut.with_spec("[R]").box).incoming(0)
+    [(0, ((0, 3),)), (1, ((3, 5),))]
+    """
+
+    def __init__(self, step: Step, mesh: DeviceMesh, before: BoxOf, after: BoxOf) -> None:
+        self._step, self._mesh, self._before, self._after = step, mesh, before, after
+        self._routed = isinstance(step, Permute | Exchange)
+        self._incoming: dict[int, Parts] = defaultdict(list)
+        self._outgoing: dict[int, Parts] = defaultdict(list)
+        if self._routed:
+            routes = permute_routes if isinstance(step, Permute) else exchange_routes
+            moves = routes(
+                {device: before(device) for device in mesh.ids},
+                {device: after(device) for device in mesh.ids},
+                distance_on(mesh),
+            )
+            for move in moves:
+                self._incoming[move.dst].append((move.src, move.box))
+                self._outgoing[move.src].append((move.dst, move.box))
+
+    def incoming(self, device: int) -> Parts:
+        """Return what a device receives, and from whom."""
+        if self._routed:
+            return self._incoming[device]
+        return self._shared(self._after(device), device, self._before)
+
+    def outgoing(self, device: int) -> Parts:
+        """Return what a device sends, and to whom."""
+        if self._routed:
+            return self._outgoing[device]
+        return self._shared(self._before(device), device, self._after)
+
+    def members(self, device: int) -> tuple[int, ...]:
+        """Return the devices that move data among themselves, in the same order on all of them.
+
+        Sorted axes make the order of addends, and so the rounding of sums, the same on every
+        device. A slice has axes, but nothing moves along them.
+        """
+        match self._step:
+            case Permute() | Exchange():
+                return self._mesh.ids
+            case Slice():
+                return (device,)
+            case step:
+                return self._mesh.group(device, sorted(step.axes))
+
+    def _shared(self, mine: Box, device: int, theirs: BoxOf) -> Parts:
+        parts = ((peer, intersect(mine, theirs(peer))) for peer in self.members(device))
+        return [(peer, box) for peer, box in parts if box is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A box that a device gets."""
+
+    peer: int
+    """Who holds it; the device itself for a part that stays."""
+    box: Box
+    """What, in coordinates of the global tensor."""
+    held: Box
+    """All that the peer holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSchedule:
+    """What one device does in one step."""
+
+    device: int
+    """Physical id."""
+    members: tuple[int, ...]
+    """The devices that move data among themselves, in the same order on all of them."""
+    before: Box
+    """What the device holds before the step."""
+    after: Box
+    """What it holds after the step."""
+    outgoing: tuple[tuple[int, Box], ...]
+    """Which other device gets which box from it."""
+    incoming: tuple[Incoming, ...]
+    """What it gets from whom, its own part included, in an order that is the same everywhere."""
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other members, ascending."""
+        return tuple(sorted(peer for peer in self.members if peer != self.device))
+
+
+@lru_cache(maxsize=1024)
+def schedule_for(
+    step: Step, mesh: DeviceMesh, device: int, before: BoxOf, after: BoxOf
+) -> TransferSchedule:
+    """Return what a device does in a step.
+
+    Kept for the methods of layouts that are used again and again, as those of a plan are: methods
+    are the same key only if their layouts are the same object, so a miss costs no comparison.
+
+    Examples
+    --------
+    >>> from shardspec.comm.steps import AllGather
+    >>> from shardspec.layout.layout import Layout
+    >>> cut = Layout(DeviceMesh(range(2), (2,)), "[S0]", (5,), "int8")
+    >>> whole = cut.with_spec("[R]")
+    >>> schedule_for(AllGather(0, (0,)), cut.mesh, 1, cut.box, whole.box).incoming[0]
+    Incoming(peer=0, box=((0, 3),), held=((0, 3),))
+    """
+    transfers = Transfers(step, mesh, before, after)
+    return TransferSchedule(
+        device,
+        transfers.members(device),
+        before(device),
+        after(device),
+        tuple((peer, box) for peer, box in transfers.outgoing(device) if peer != device),
+        tuple(Incoming(peer, box, before(peer)) for peer, box in transfers.incoming(device)),
+    )
