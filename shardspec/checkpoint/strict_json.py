@@ -28,54 +28,22 @@ _BLANKS: Final = re.compile(r"[ \t\n\r]*")
 
 
 class _BadJSONError(ValueError):
-    """What is wrong with the text, for `parse_json` to say where."""
+    """What is wrong with a text."""
 
 
 def parse_json(data: bytes, file: Path, what: str) -> object:
-    """Return the value that bytes hold as strict JSON.
-
-    Parameters
-    ----------
-    data
-        The bytes.
-    file, what
-        For errors: where they come from, and what they should be (``"header"``).
+    """Return the value that bytes hold as strict JSON; `what` they are is for errors.
 
     Raises
     ------
     CheckpointError
         If they are not UTF-8 or not JSON, repeat a key, hold NaN or an infinity, or nest too deep.
     """
-    with _clearly(file, what):
+    with _clear_errors(file, what):
         text: object = json.loads(
             data.decode("utf-8"), object_pairs_hook=_no_repeats, parse_constant=_no_constant
         )
     return text
-
-
-def _no_utf8(error: UnicodeDecodeError, before: int) -> str:
-    byte = error.object[error.start]
-    return f"is not UTF-8 (byte {before + error.start} is {byte:#04x})"
-
-
-@contextmanager
-def _clearly(file: Path, what: str) -> Iterator[None]:
-    """Turn what a parser raises into one line."""
-    try:
-        yield
-        return
-    except UnicodeDecodeError as error:
-        problem = _no_utf8(error, 0)
-    except json.JSONDecodeError as error:
-        problem = f"is not JSON: {error.msg} at character {error.pos}"
-    except _BadJSONError as error:
-        problem = str(error)
-    except RecursionError:
-        problem = "nests too deep"
-    except ValueError:
-        # The one other thing that the parser raises: its limit on the digits of a number.
-        problem = "holds a number of thousands of digits"
-    raise CheckpointError(f"{file}: the {what} {problem}; the file is damaged, restore it")
 
 
 def parse_members(
@@ -95,7 +63,7 @@ def parse_members(
     Raises
     ------
     CheckpointError
-        As for `parse_json`, or if one member of a long text takes more than about 4 MiB.
+        As for `parse_json`, or if one member takes more than about 4 MiB.
 
     Examples
     --------
@@ -104,29 +72,45 @@ def parse_members(
     >>> dict(parse_members(read, len(text), Path("file"), "header"))
     {'a': 1, 'b': [2]}
     """
-    if num_bytes <= _WINDOW:
-        whole = parse_json(read(0, num_bytes), file, what)
-        yield from as_object(whole, file, f"the {what}").items()
-        return
+    parse = json.JSONDecoder(object_pairs_hook=_no_repeats, parse_constant=_no_constant).raw_decode
     seen: set[str] = set()
-    for key, value in _members(read, num_bytes, file, what):
-        if key in seen:
-            with _clearly(file, what):
-                raise _BadJSONError(f"has the key {shown(key)} twice")
-        seen.add(key)
-        _check_text(key, file, f"the {what}")
-        yield key, value
+    with _clear_errors(file, what):
+        window = _Window(read, num_bytes)
+        try:
+            mark = window.skip("{")
+            while mark != "}":
+                if not seen and window.text[window.at : window.at + 1] == "}":
+                    window.at += 1
+                    break
+                key, window.at = parse(window.text, window.at)
+                if not isinstance(key, str):
+                    raise _BadJSONError(f"has the key {shown(key)}, which is no string")
+                if key in seen:
+                    raise _BadJSONError(f"has the key {shown(key)} twice")
+                seen.add(key)
+                window.skip(":")
+                value, window.at = parse(window.text, window.at)
+                _check_text(key, file, f"the {what}")
+                yield key, value
+                mark = window.skip(",}")
+                window.fill()
+            window.end()
+        except json.JSONDecodeError as error:
+            long = f", or has a member of more than {_WINDOW} bytes" if num_bytes > _WINDOW else ""
+            raise _BadJSONError(
+                f"is not JSON{long}: {error.msg} at character {window.before + error.pos}"
+            ) from None
 
 
 class _Window:
     """A part of a long text: at least `_WINDOW` characters from `at` on, if there are so many."""
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
-        self._read = read
-        self._num_bytes = num_bytes
+        self._read, self._num_bytes = read, num_bytes
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
         self._taken = 0
-        self._before = 0
+        self.before = 0
+        """Characters of the text that are no longer here."""
         self.text = ""
         self.at = 0
         self.fill()
@@ -136,13 +120,12 @@ class _Window:
         while len(self.text) - self.at < _WINDOW and self._taken < self._num_bytes:
             piece = self._read(self._taken, min(_WINDOW, self._num_bytes - self._taken))
             self._taken += len(piece)
-            self._before += self.at
+            self.before += self.at
             try:
                 more = self._decode(piece, self._taken == self._num_bytes)
             except UnicodeDecodeError as error:
                 # The decoder may have kept back some bytes of the piece before.
-                before = self._taken - len(error.object)
-                raise _BadJSONError(_no_utf8(error, before)) from None
+                raise _BadJSONError(_no_utf8(error, self._taken - len(error.object))) from None
             self.text, self.at = self.text[self.at :] + more, 0
 
     def skip(self, expected: str) -> str:
@@ -159,10 +142,6 @@ class _Window:
         assert match is not None, "no blanks are blanks too"
         return match.end()
 
-    def position(self, error: json.JSONDecodeError) -> int:
-        """Return where in the whole text an error is."""
-        return self._before + error.pos
-
     def end(self) -> None:
         """Pass blanks, after which nothing may follow."""
         self.at = self._blanks(self.at)
@@ -173,29 +152,31 @@ class _Window:
             raise json.JSONDecodeError("Extra data", self.text, self.at)
 
 
-def _members(
-    read: Callable[[int, int], bytes], num_bytes: int, file: Path, what: str
-) -> Iterator[tuple[str, object]]:
-    parse = json.JSONDecoder(object_pairs_hook=_no_repeats, parse_constant=_no_constant).raw_decode
-    with _clearly(file, what):
-        window = _Window(read, num_bytes)
-        try:
-            mark = window.skip("{")
-            while mark != "}":
-                key, window.at = parse(window.text, window.at)
-                if not isinstance(key, str):
-                    raise _BadJSONError(f"has the key {shown(key)}, which is no string")
-                window.skip(":")
-                value, window.at = parse(window.text, window.at)
-                yield key, value
-                mark = window.skip(",}")
-                window.fill()
-            window.end()
-        except json.JSONDecodeError as error:
-            raise _BadJSONError(
-                f"is not JSON, or has a member of more than {_WINDOW} bytes: {error.msg} at "
-                f"character {window.position(error)}"
-            ) from None
+@contextmanager
+def _clear_errors(file: Path, what: str) -> Iterator[None]:
+    """Turn what a parser raises into one line."""
+    try:
+        yield
+        return
+    except CheckpointError:
+        raise
+    except UnicodeDecodeError as error:
+        problem = _no_utf8(error, 0)
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON: {error.msg} at character {error.pos}"
+    except _BadJSONError as error:
+        problem = str(error)
+    except RecursionError:
+        problem = "nests too deep"
+    except ValueError:
+        # The one other thing that the parser raises: its limit on the digits of a number.
+        problem = "holds a number of thousands of digits"
+    raise CheckpointError(f"{file}: the {what} {problem}; the file is damaged, restore it")
+
+
+def _no_utf8(error: UnicodeDecodeError, before: int) -> str:
+    byte = error.object[error.start]
+    return f"is not UTF-8 (byte {before + error.start} is {byte:#04x})"
 
 
 def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -229,8 +210,7 @@ def as_object(value: object, file: Path, key: str) -> dict[str, object]:
     if not isinstance(value, dict):
         _fail(value, file, key, "an object")
     for name in value:
-        if not name.isascii():
-            _check_text(name, file, key)
+        _check_text(name, file, key)
     return value
 
 
@@ -243,8 +223,7 @@ def as_text(value: object, file: Path, key: str) -> str:
     """Return a JSON string that can be written as UTF-8."""
     if not isinstance(value, str):
         _fail(value, file, key, "a string")
-    if not value.isascii():
-        _check_text(value, file, key)
+    _check_text(value, file, key)
     return value
 
 
@@ -266,6 +245,8 @@ def as_sizes(value: object, file: Path, key: str) -> tuple[int, ...]:
 
 
 def _check_text(text: str, file: Path, key: str) -> None:
+    if text.isascii():
+        return
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
