@@ -198,13 +198,7 @@ class Catalog(ABC):
         return False
 
     def check_unchanged(self) -> None:
-        """Check that the files are those that were opened; to be asked once all has been read.
-
-        Raises
-        ------
-        CheckpointError
-            If one was written or replaced since: what was read may be a mixture of two saves.
-        """
+        """Check that the files are those that were opened; to be asked once all has been read."""
         if self.snapshot is not None:
             self.snapshot.check_unchanged(self.files)
 

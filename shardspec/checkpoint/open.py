@@ -16,6 +16,7 @@ from shardspec.checkpoint.formats.names import (
     BIN_NAME,
     DCP,
     DCP_HF,
+    DCP_HF_SHARD,
     INDEX_SUFFIX,
     INFO_NAME,
     MEGATRON,
@@ -25,31 +26,19 @@ from shardspec.checkpoint.formats.names import (
     RANK_FILES,
     SAFETENSORS,
     TORCH_FILE,
-    find_bin,
     find_dcp,
-    find_dcp_hf,
     find_index,
     find_megatron,
-    find_native,
-    find_plain,
-    find_rank_files,
     is_data_file,
     is_rank_file,
-    is_torch_file,
 )
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, Snapshot, as_path, reason
 from shardspec.errors import CheckpointError
 
-__all__ = [
-    "FORMATS",
-    "Format",
-    "as_catalog",
-    "nearby",
-    "open_checkpoint",
-    "open_checkpoints",
-]
+__all__ = ["FORMATS", "Format", "as_catalog", "open_checkpoint", "open_checkpoints"]
 
+_ZIP: Final = b"PK"
 _OLD_TORCH: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 """How a file of torch.save starts that is no zip: a number in a pickle."""
 
@@ -67,20 +56,17 @@ class Format(NamedTuple):
     """Module of `shardspec.checkpoint.formats` and the function in it that reads what describes a
     checkpoint, not its data. It is called with the directory and what `takes` names."""
     takes: frozenset[str] = frozenset()
-    """What the caller may add of his own: options of `open_checkpoint`."""
+    """What the caller may add: options of `open_checkpoint`."""
     in_parts: bool = False
     """Whether no file that `finds` knows is a checkpoint by itself, so that it means all of it."""
-
-    def opens(self, place: Path, **added: object) -> Catalog:
-        """Import the reader, and read."""
-        module, function = self.reader.split(":")
-        opens = getattr(import_module(f"shardspec.checkpoint.formats.{module}"), function)
-        opened: Catalog = opens(place, **added)
-        return opened
+    nested: bool = False
+    """Whether its files lie in directories below."""
 
 
 FORMATS: Final = (
-    Format(NATIVE, INFO_NAME, find_native, "native:open_native", in_parts=True),
+    Format(
+        NATIVE, INFO_NAME, lambda names: INFO_NAME in names, "native:open_native", in_parts=True
+    ),
     Format(DCP, METADATA_NAME, find_dcp, "dcp:open_dcp", in_parts=True),
     Format(
         MEGATRON,
@@ -89,19 +75,35 @@ FORMATS: Final = (
         "megatron:open_megatron",
         frozenset(("ranks", "rules")),
         in_parts=True,
+        nested=True,
     ),
     Format(
         DCP_HF,
         "shard-00001-model-….safetensors",
-        find_dcp_hf,
+        lambda names: any(map(DCP_HF_SHARD.fullmatch, names)),
         "dcp_hf:open_dcp_hf",
         frozenset(("ranks",)),
         in_parts=True,
     ),
     Format(SAFETENSORS, "an index", find_index, "safetensors:open_index_directory"),
-    Format(SAFETENSORS, "*.safetensors", find_plain, "safetensors:open_plain"),
-    Format(RANK_FILES, "…_rank_0.pt", find_rank_files, "rank_files:open_rank_files"),
-    Format(TORCH_FILE, BIN_NAME, find_bin, "torch_file:open_bin_directory"),
+    Format(
+        SAFETENSORS,
+        "*.safetensors",
+        lambda names: any(map(is_data_file, names)),
+        "safetensors:open_without_index",
+    ),
+    Format(
+        RANK_FILES,
+        "…_rank_0.pt",
+        lambda names: any(map(is_rank_file, names)),
+        "rank_files:open_rank_files",
+    ),
+    Format(
+        TORCH_FILE,
+        BIN_NAME,
+        lambda names: BIN_INDEX in names or BIN_NAME in names,
+        "torch_file:open_bin_directory",
+    ),
 )
 """Asked in this order."""
 
@@ -110,11 +112,12 @@ class _Found(NamedTuple):
     """A checkpoint that is there, but not open yet."""
 
     place: Path
-    form: str
+    format: str
     takes: frozenset[str]
-    opens: Callable[..., Catalog]
-    snapshot_of: Path
+    reader: str
+    home: Path
     """Where all its files lie."""
+    nested: bool
 
 
 def open_checkpoint(
@@ -128,12 +131,12 @@ def open_checkpoint(
     Parameters
     ----------
     path
-        A directory in any of the forms of `FORMATS`, a file of one rank of those, one safetensors
+        A directory in any of the formats of `FORMATS`, a file of one rank of those, one safetensors
         file, one file of `torch.save`, or the index of several; here, or in a store by its URL.
     ranks
-        How many ranks have written files, for forms that do not say it.
+        How many ranks have written files, for formats that do not say it.
     rules
-        How ranks have cut tensors, for forms that do not say it: pattern of names to spec, or the
+        How ranks have cut tensors, for formats that do not say it: pattern of names to spec, or the
         path of a TOML file (`shardspec.checkpoint.formats.cut_rules`).
 
     Raises
@@ -151,7 +154,7 @@ def open_checkpoints(
     ranks: int | None = None,
     rules: Mapping[str, object] | Path | str | None = None,
 ) -> list[Catalog]:
-    """Open several checkpoints; each is told what its form does not say, the others are not.
+    """Open several checkpoints; each is told what its format does not say, the others are not.
 
     Raises
     ------
@@ -164,18 +167,10 @@ def open_checkpoints(
     for name in sorted(added):
         if not any(name in one.takes for one in found):
             raise CheckpointError(
-                f"{found[0].place}: {name} was given, but a checkpoint of this form "
-                f"({found[0].form}) needs none: it says so itself; leave {name} out"
+                f"{found[0].place}: {name} was given, but a checkpoint of this format "
+                f"({found[0].format}) needs none: it says so itself; leave {name} out"
             )
     return [_open(one, {name: added[name] for name in added.keys() & one.takes}) for one in found]
-
-
-def _open(found: _Found, added: Mapping[str, object]) -> Catalog:
-    # Before anything is read: what is written from now on is found out at the end.
-    snapshot = Snapshot.of(found.snapshot_of, nested=found.form == MEGATRON)
-    opened = found.opens(found.place, **added)
-    opened.snapshot = snapshot
-    return opened
 
 
 def as_catalog(checkpoint: Path | str | Catalog) -> Catalog:
@@ -183,14 +178,18 @@ def as_catalog(checkpoint: Path | str | Catalog) -> Catalog:
     return open_checkpoint(checkpoint) if isinstance(checkpoint, Path | str) else checkpoint
 
 
-def _find(place: Path) -> _Found:
-    """Find out what lies somewhere.
+def _open(found: _Found, added: Mapping[str, object]) -> Catalog:
+    # Before anything is read: what is written from now on is found out at the end.
+    snapshot = Snapshot.of(found.home, nested=found.nested)
+    module, _, function = (found.reader or _reader_of_file(found.place)).partition(":")
+    reader = getattr(import_module(f"shardspec.checkpoint.formats.{module}"), function)
+    opened: Catalog = reader(found.place, **added)
+    opened.snapshot = snapshot
+    return opened
 
-    Raises
-    ------
-    CheckpointError
-        If it is no checkpoint.
-    """
+
+def _find(place: Path) -> _Found:
+    """Find out what lies somewhere."""
     if "\0" in str(place):
         raise CheckpointError(f"{str(place)!r}: a path cannot hold a NUL; check it")
     try:
@@ -203,21 +202,21 @@ def _find(place: Path) -> _Found:
         raise CheckpointError(f"{place}: cannot be read: {reason(error)}") from None
     if not names:
         raise CheckpointError(f"{place}: is empty, there is no checkpoint in it")
-    for form in FORMATS:
-        if form.finds(names):
-            return _Found(place, form.name, form.takes, form.opens, place)
-    hint = nearby(place, names, _form_of)
+    known = _format_of(names)
+    if known is not None:
+        return _Found(place, known.name, known.takes, known.reader, place, known.nested)
+    hint = _nearby(place, names)
     if hint is not None:
         raise CheckpointError(f"{place}: is no checkpoint itself, but {hint}")
-    *known, last = dict.fromkeys(form.known_by for form in FORMATS)
+    *others, last = dict.fromkeys(one.known_by for one in FORMATS)
     raise CheckpointError(
-        f"{place}: has no {', '.join(known)} or {last}; this is no checkpoint of a form that is "
+        f"{place}: has no {', '.join(others)} or {last}; this is no checkpoint of a format that is "
         "known, or its save did not finish"
     )
 
 
-def _form_of(names: frozenset[str]) -> str | None:
-    return next((form.name for form in FORMATS if form.finds(names)), None)
+def _format_of(names: frozenset[str]) -> Format | None:
+    return next((one for one in FORMATS if one.finds(names)), None)
 
 
 def _find_file(place: Path) -> _Found:
@@ -225,57 +224,39 @@ def _find_file(place: Path) -> _Found:
     part = place
     if place.name == MEGATRON_FILE and find_megatron(frozenset((place.parent.name,))):
         part = place.parent
-    for form in FORMATS:
-        if form.in_parts and form.finds(frozenset((part.name,))):
-            return _Found(part.parent, form.name, form.takes, form.opens, part.parent)
-    alone = not (place.name.endswith(INDEX_SUFFIX) or place.name == BIN_INDEX)
-    alone = alone and not is_rank_file(place.name)
-    where = place if alone else place.parent
-    return _Found(place, "a single file", frozenset(), _open_file, where)
+    home = part.parent
+    for one in FORMATS:
+        if one.in_parts and one.finds(frozenset((part.name,))):
+            return _Found(home, one.name, one.takes, one.reader, home, one.nested)
+    names_others = place.name.endswith(INDEX_SUFFIX) or place.name == BIN_INDEX
+    if not (names_others or is_rank_file(place.name)):
+        home = place
+    return _Found(place, "a single file", frozenset(), "", home, nested=False)
 
 
-def _open_file(place: Path) -> Catalog:
-    """Open what is a checkpoint by itself."""
+def _reader_of_file(place: Path) -> str:
+    """Return who reads what is a checkpoint by itself."""
     if place.name.endswith(INDEX_SUFFIX):
-        from shardspec.checkpoint.formats.safetensors import open_index_file
-
-        return open_index_file(place)
+        return "safetensors:open_index_file"
     if place.name == BIN_INDEX:
-        from shardspec.checkpoint.formats.torch_file import open_bin_index
-
-        return open_bin_index(place)
+        return "torch_file:open_bin_index"
     with SourceFile(place) as file:
-        size = file.num_bytes
-        head = file.read(0, min(size, 16))
-    if is_torch_file(head):
-        if is_rank_file(place.name):
-            from shardspec.checkpoint.formats.rank_files import open_family
-
-            return open_family(place)
-        from shardspec.checkpoint.formats.torch_file import open_torch_file
-
-        return open_torch_file(place)
-    wrong = _no_safetensors(place, head, size)
-    if wrong is not None:
-        raise CheckpointError(f"{place}: {wrong}")
-    from shardspec.checkpoint.formats.safetensors import open_single_file
-
-    return open_single_file(place)
-
-
-def _no_safetensors(place: Path, head: bytes, num_bytes: int) -> str | None:
-    """Say what is wrong with a file that is not even a damaged safetensors file."""
-    if head.startswith(_OLD_TORCH):
+        head = file.read(0, min(file.num_bytes, 16))
+    if head.startswith(_ZIP):
         return (
-            "is in the form that torch.save had before torch 1.6, which cannot be read in place; "
-            "load it with torch.load(weights_only=True) and save it again"
+            "rank_files:open_family" if is_rank_file(place.name) else "torch_file:open_torch_file"
         )
-    if is_data_file(place.name) or int.from_bytes(head[:8], "little") < num_bytes:
-        return None
-    return (
-        "is neither a safetensors file nor one of torch.save; name one of these, or the directory "
-        "of a checkpoint"
-    )
+    if head.startswith(_OLD_TORCH):
+        raise CheckpointError(
+            f"{place}: is in the format that torch.save had before torch 1.6, which cannot be read "
+            "in place; load it with torch.load(weights_only=True) and save it again"
+        )
+    if not is_data_file(place.name) and int.from_bytes(head[:8], "little") >= file.num_bytes:
+        raise CheckpointError(
+            f"{place}: is neither a safetensors file nor one of torch.save; name one of these, or "
+            "the directory of a checkpoint"
+        )
+    return "safetensors:open_single_file"
 
 
 _DEPTH: Final = 2
@@ -286,57 +267,30 @@ _NUMBERED: Final = re.compile(r"-[0-9]+-of-[0-9]+\.")
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def nearby(
-    place: Path, names: Iterable[str], form_of: Callable[[frozenset[str]], str | None]
-) -> str | None:
-    """Say which checkpoints lie in a directory that is none, or which files could be ones.
-
-    Parameters
-    ----------
-    place, names
-        The directory, and what lies in it.
-    form_of
-        Says, of a directory with these names, what it is.
-
-    Returns
-    -------
-    str or None
-        The second half of an error; None if there is nothing to say.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> run = Path(tempfile.mkdtemp())
-    >>> for step in (9, 10):
-    ...     _ = (run / f"step-{step}").mkdir(), (run / f"step-{step}" / "m").touch()
-    >>> print(nearby(run, ["step-9", "step-10"], lambda names: "m form" if "m" in names else None))
-    there are some in it: step-9 (m form), step-10 (m form); name one of them
-    """
-    found = _inside(place, form_of)
+def _nearby(place: Path, names: Iterable[str]) -> str | None:
+    """Say which checkpoints lie in a directory that is none, or which files could be ones."""
+    found = _inside(place)
     if len(found) == 1:
         return f"there is one in it: name {place / found[0][0]} ({found[0][1]})"
     if found:
-        shown = ", ".join(f"{name} ({form})" for name, form in found[:_SHOWN])
-        return f"there are some in it: {shown}{_more(found)}; name one of them"
-    files = sorted((n for n in names if n.endswith(_TORCH_SUFFIXES)), key=_by_numbers)
-    numbered = [name for name in files if _NUMBERED.search(name)]
-    if numbered:
+        return f"there are some in it: {_some([f'{at} ({name})' for at, name in found])}"
+    files = sorted((name for name in names if name.endswith(_TORCH_SUFFIXES)), key=_by_numbers)
+    numbered = next((name for name in files if _NUMBERED.search(name)), None)
+    if numbered is not None:
         return (
-            f"there are parts of one in it, such as {numbered[0]}, without the index that lists "
+            f"there are parts of one in it, such as {numbered}, without the index that lists "
             "them; restore it"
         )
-    if files:
-        shown = ", ".join(files[:_SHOWN])
-        return f"there are files of torch in it: {shown}{_more(files)}; name one of them"
-    return None
+    return f"there are files of torch in it: {_some(files)}" if files else None
 
 
-def _more(found: list[str] | list[tuple[str, str]]) -> str:
-    return f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+def _some(found: Sequence[str]) -> str:
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"{', '.join(found[:_SHOWN])}{more}; name one of them"
 
 
-def _inside(place: Path, form_of: Callable[[frozenset[str]], str | None]) -> list[tuple[str, str]]:
-    """Return the nearest checkpoints below a directory: their paths from there, and forms."""
+def _inside(place: Path) -> list[tuple[str, str]]:
+    """Return the nearest checkpoints below a directory: their paths from there, and formats."""
     if isinstance(place, RemotePath):
         # Every look would be a request.
         return []
@@ -344,9 +298,9 @@ def _inside(place: Path, form_of: Callable[[frozenset[str]], str | None]) -> lis
     for _ in range(_DEPTH):
         level = list(islice(_directories(level), _MOST_DIRECTORIES))
         found = [
-            (str(directory.relative_to(place)), form)
+            (str(directory.relative_to(place)), known.name)
             for directory in level
-            if (form := form_of(frozenset(_names(directory)))) is not None
+            if (known := _format_of(frozenset(_names(directory)))) is not None
         ]
         if found:
             return found

@@ -168,13 +168,7 @@ def _box_json(entry: BoxEntry) -> dict[str, object]:
 
 
 def read_info(directory: Path) -> ShardingInfo:
-    """Read and check the sharding info of a checkpoint directory.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no directory, no finished save in it, or the info breaks a rule of its format.
-    """
+    """Read and check the sharding info of a checkpoint directory."""
     try:
         names = sorted(path.name for path in directory.iterdir())
     except FileNotFoundError:
@@ -208,11 +202,6 @@ def parse_info(data: bytes, path: Path) -> ShardingInfo:
         The bytes.
     path
         Where they come from, for errors.
-
-    Raises
-    ------
-    CheckpointError
-        If they break a rule of the format; names the file, the key and the value.
     """
     info = as_object(parse_json(data, path, "sharding info"), path, "the sharding info")
     stated = as_text(member(info, "format", path, "format"), path, "format")

@@ -73,11 +73,6 @@ def prefetch_depth(place: Path, *, here: int = 0) -> int:
     here
         What is returned for files of this machine, which answer soon.
 
-    Raises
-    ------
-    CheckpointError
-        If there is no such store.
-
     Examples
     --------
     >>> prefetch_depth(Path("models")), prefetch_depth(RemotePath("memory://models"), here=3)
@@ -106,11 +101,6 @@ def prefetch_map(
         with 0, all are made by the caller's own.
     undo
         Called with what was found ahead and had no turn when the block ends.
-
-    Yields
-    ------
-    Iterator
-        For the ``with`` block. At its end nobody waits for calls that are being made.
 
     Examples
     --------
@@ -174,13 +164,7 @@ class FileStretch(NamedTuple):
 
 
 def _read_range(store: "AbstractFileSystem", path: Path, start: int, end: int, due: int) -> bytes:
-    """Return bytes of a file in a store.
-
-    Raises
-    ------
-    CheckpointError
-        If the store refuses, the file ends before, or the store does not keep to ranges.
-    """
+    """Return bytes of a file in a store."""
     data = b""
     if end > start:
         with store_errors(path, "read"):
@@ -354,11 +338,6 @@ class RangeReader:
             The buffer, and the place.
         end
             Where that ends of which this is a part, if the rest will be read next.
-
-        Raises
-        ------
-        CheckpointError
-            If the file ends before, or the store refuses.
         """
         end = max(end, offset + len(buffer))
         done = 0
@@ -388,13 +367,7 @@ class RangeReader:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor.
-
-    Raises
-    ------
-    CheckpointError
-        If it cannot be opened, or is a directory, pipe or device.
-    """
+    """Open a regular file for reading and return its descriptor."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -413,11 +386,6 @@ class SourceFile:
     ----------
     path
         The file.
-
-    Raises
-    ------
-    CheckpointError
-        If it cannot be opened, or is a directory, pipe or device.
     """
 
     __slots__ = ("_fd", "num_bytes", "path", "remote")
@@ -440,13 +408,7 @@ class SourceFile:
         return self._fd
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer of bytes from a place in the file.
-
-        Raises
-        ------
-        CheckpointError
-            If the file ends before, or cannot be read.
-        """
+        """Fill a buffer of bytes from a place in the file."""
         if self.remote is not None:
             self.remote.read_into(buffer, offset)
             return
@@ -467,11 +429,6 @@ class SourceFile:
         ----------
         rows, offset, num_bytes
             The stretches of memory, where that of the file begins, and how long it is.
-
-        Raises
-        ------
-        CheckpointError
-            As by `read_into`.
         """
         if self.remote is not None:
             end = offset + num_bytes

@@ -72,13 +72,7 @@ class RemotePath(PosixPath):
 
     @property
     def store(self) -> "AbstractFileSystem":
-        """The file system of fsspec; kept for the next time, by fsspec or for all threads.
-
-        Raises
-        ------
-        CheckpointError
-            If fsspec, or what it needs for this store, is not installed, or knows no such store.
-        """
+        """The file system of fsspec; kept for the next time, by fsspec or for all threads."""
         scheme = self.parts[0].rstrip(":")
         if scheme in _SCHEMES_WITHOUT_LISTS:
             raise CheckpointError(f"{self}: a web server does not list its files; download them")
@@ -102,23 +96,11 @@ class RemotePath(PosixPath):
 
     @property
     def shared_store(self) -> bool:
-        """Whether threads share its store; of other kinds each has one, and connects by itself.
-
-        Raises
-        ------
-        CheckpointError
-            As by `store`.
-        """
+        """Whether threads share its store; of other kinds each has one, and connects by itself."""
         return bool(self.store.async_impl)
 
     def info(self) -> dict[str, Any] | None:
-        """Return what the store knows of it; None if there is nothing.
-
-        Raises
-        ------
-        CheckpointError
-            If the store refuses.
-        """
+        """Return what the store knows of it; None if there is nothing."""
         store = self.store
         with store_errors(self, "read"):
             for _ in range(2):
@@ -135,15 +117,7 @@ class RemotePath(PosixPath):
         return None
 
     def listing(self) -> dict[str, dict[str, Any]]:
-        """Return the names in a directory, and what the store knows of each.
-
-        Raises
-        ------
-        FileNotFoundError, NotADirectoryError
-            As the system does for a path.
-        CheckpointError
-            If the store refuses.
-        """
+        """Return the names in a directory, and what the store knows of each."""
         store, own = self.store, str(self)
         store.invalidate_cache(own)
         info = self.info()
@@ -194,13 +168,7 @@ class RemotePath(PosixPath):
         return self
 
     def num_bytes(self) -> int:
-        """Return the size of a file.
-
-        Raises
-        ------
-        CheckpointError
-            If it is missing or a directory, or the store refuses.
-        """
+        """Return the size of a file."""
         info = self.info()
         if info is None:
             raise CheckpointError(f"{self}: cannot be read: there is no such file")
@@ -212,11 +180,6 @@ class RemotePath(PosixPath):
         """Give a file another name, in place of any of that name; return the new name.
 
         The store copies it in one step. What has the other name is the old file or the new one.
-
-        Raises
-        ------
-        CheckpointError
-            If the store refuses; the target is what it was then.
         """
         store = self.store
         with store_errors(target, "replaced"):
@@ -241,11 +204,6 @@ class RemotePath(PosixPath):
 
 def as_path(place: Path | str) -> Path:
     """Return a path, which is a `RemotePath` if it is given as a URL.
-
-    Raises
-    ------
-    CheckpointError
-        If it is neither, or empty, as the text of a variable that is not set.
 
     Examples
     --------
@@ -338,11 +296,6 @@ def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
 
     It may be a link inside the directory, or from the ``snapshots`` of a hub cache to its
     ``blobs``.
-
-    Raises
-    ------
-    CheckpointError
-        If the name is not a plain one, or is a link that leads elsewhere.
     """
     if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
         raise CheckpointError(
@@ -378,23 +331,11 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, place: Path, *, nested: bool = False) -> "Snapshot":
-        """Take a snapshot.
-
-        Raises
-        ------
-        CheckpointError
-            If a store refuses.
-        """
+        """Take a snapshot."""
         return cls(place, nested, _identities(place, nested))
 
     def check_unchanged(self, files: Iterable[Path]) -> None:
-        """Check that files are still those that they were.
-
-        Raises
-        ------
-        CheckpointError
-            If one was written, replaced, added or removed since; names it.
-        """
+        """Check that files are still those that they were."""
         if isinstance(self.place, RemotePath):
             now = _remote_identities(self.place, self.nested)
         else:

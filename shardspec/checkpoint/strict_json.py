@@ -32,13 +32,7 @@ class _BadJSONError(ValueError):
 
 
 def parse_json(data: bytes, file: Path, what: str) -> object:
-    """Return the value that bytes hold as strict JSON; `what` they are is for errors.
-
-    Raises
-    ------
-    CheckpointError
-        If they are not UTF-8 or not JSON, repeat a key, hold NaN or an infinity, or nest too deep.
-    """
+    """Return the value that bytes hold as strict JSON; `what` they are is for errors."""
     with _clear_errors(file, what):
         text: object = json.loads(
             data.decode("utf-8"), object_pairs_hook=_no_repeats, parse_constant=_no_constant
@@ -59,11 +53,6 @@ def parse_members(
         Length of the text.
     file, what
         As for `parse_json`.
-
-    Raises
-    ------
-    CheckpointError
-        As for `parse_json`, or if one member takes more than about 4 MiB.
 
     Examples
     --------

@@ -105,16 +105,6 @@ def check_tiling(
     tiled
         Shapes with boxes that are known to tile them: those found here are added, so that many
         tensors that are cut alike are checked once.
-
-    Returns
-    -------
-    tuple
-        Groups of two or more stored boxes that claim the same part; their bytes must agree.
-
-    Raises
-    ------
-    CheckpointError
-        If a part is stored by no file, boxes overlap in part, or lie outside the tensor.
     """
     same: dict[tuple[tuple[int, ...], Box], list[_Box]] = {}
     for stored in tensor.boxes:
@@ -222,11 +212,6 @@ def check_replicas(
         Where they are read.
     trust_digests
         Take boxes whose digests are equal for equal, without reading them.
-
-    Raises
-    ------
-    CheckpointError
-        If they differ; names the tensor, the box, both ranks and files, and the first element.
     """
     first, *others = group
     size = item_bytes(tensor.dtype)

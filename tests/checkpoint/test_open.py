@@ -116,7 +116,7 @@ def test_a_directory_with_nothing_of_the_kind(tmp_path):
     (tmp_path / "notes.txt").touch()
     (tmp_path / "src").mkdir()
     message = refused(tmp_path)
-    assert message.endswith("this is no checkpoint of a form that is known, or its save did not "
+    assert message.endswith("this is no checkpoint of a format that is known, or its save did not "
                             "finish")  # fmt: skip
     for form in FORMATS:
         assert form.known_by in message
@@ -126,8 +126,8 @@ def test_files_that_are_none(tmp_path):
     old = tmp_path / "old.pt"
     torch.save({"w": torch.ones(3)}, old, _use_new_zipfile_serialization=False)
     assert refused(old) == (
-        f"{old}: is in the form that torch.save had before torch 1.6, which cannot be read in "
-        "place; load it with torch.load(weights_only=True) and save it again"
+        f"{old}: is in the format that torch.save had before torch 1.6, which cannot be read "
+        "in place; load it with torch.load(weights_only=True) and save it again"
     )
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     assert "is neither a safetensors file nor one of torch.save" in refused(
@@ -152,5 +152,5 @@ def test_of_several_each_is_told_what_it_lacks(ckpt, tmp_path):
     assert "--ranks 1" in refused(shards)
     opened = open_checkpoints((ckpt, shards), ranks=1)
     assert [source.names for source in opened] == [("w",), ("w",)]
-    with pytest.raises(CheckpointError, match="ranks was given, but a checkpoint of this form"):
+    with pytest.raises(CheckpointError, match="ranks was given, but a checkpoint of this format"):
         open_checkpoints((ckpt, ckpt), ranks=1)

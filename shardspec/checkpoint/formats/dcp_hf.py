@@ -32,7 +32,7 @@ from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor,
 from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, find_index, is_data_file
 from shardspec.checkpoint.formats.safetensors import (
     open_index_directory,
-    open_plain,
+    open_without_index,
 )
 from shardspec.checkpoint.formats.safetensors_header import Header, read_header
 from shardspec.checkpoint.formats.saved_offsets import saved_offsets
@@ -178,7 +178,7 @@ def _whole_tensors(directory: Path, names: list[str]) -> Mapping[str, StoredTens
     if find_index(beside):
         return open_index_directory(above).tensors
     if any(map(is_data_file, beside)):
-        return open_plain(above).tensors
+        return open_without_index(above).tensors
     return None
 
 

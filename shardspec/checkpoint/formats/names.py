@@ -1,9 +1,10 @@
-"""How the forms of checkpoints are told apart: by the names of what lies in a directory.
+"""How the formats of checkpoints are told apart: by the names of what lies in a directory.
 
 This stands apart from the modules that read them, of which only the one that is needed is imported.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 __all__ = [
@@ -27,17 +28,11 @@ __all__ = [
     "RANK_FILES",
     "SAFETENSORS",
     "TORCH_FILE",
-    "find_bin",
     "find_dcp",
-    "find_dcp_hf",
     "find_index",
     "find_megatron",
-    "find_native",
-    "find_plain",
-    "find_rank_files",
     "is_data_file",
     "is_rank_file",
-    "is_torch_file",
 ]
 
 NATIVE: Final = "shardspec"
@@ -58,7 +53,7 @@ MEGATRON_TRACKER: Final = "latest_checkpointed_iteration.txt"
 MEGATRON_RANK: Final = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 MEGATRON_ITERATION: Final = re.compile(r"iter_\d{7,12}|release")
 _RELEASE: Final = "release"
-"""Too common a word to know a form by."""
+"""Too common a word to know a format by."""
 
 RANK_FILES: Final = "torch files per rank"
 RANK_FILE: Final = re.compile(
@@ -67,17 +62,10 @@ RANK_FILE: Final = re.compile(
 
 SAFETENSORS: Final = "safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
-_SUFFIX: Final = ".safetensors"
 
 TORCH_FILE: Final = "torch file"
 BIN_NAME: Final = "pytorch_model.bin"
 BIN_INDEX: Final = "pytorch_model.bin.index.json"
-_ZIP: Final = b"PK"
-
-
-def find_native(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names is of our own form."""
-    return INFO_NAME in names
 
 
 def find_dcp(names: frozenset[str]) -> bool:
@@ -87,17 +75,17 @@ def find_dcp(names: frozenset[str]) -> bool:
     )
 
 
-def find_dcp_hf(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names has shards in torch's Hugging Face form."""
-    return any(map(DCP_HF_SHARD.fullmatch, names))
-
-
 def find_megatron(names: frozenset[str]) -> bool:
     """Say whether a directory with these names is one of Megatron, or the one above."""
     return MEGATRON_TRACKER in names or any(
         MEGATRON_RANK.fullmatch(name) or (name != _RELEASE and MEGATRON_ITERATION.fullmatch(name))
         for name in names
     )
+
+
+def find_index(names: Iterable[str]) -> bool:
+    """Say whether a directory with these names has an index of safetensors files."""
+    return any(name.endswith(INDEX_SUFFIX) for name in names)
 
 
 def is_rank_file(name: str) -> bool:
@@ -111,37 +99,6 @@ def is_rank_file(name: str) -> bool:
     return RANK_FILE.fullmatch(name) is not None and not name.startswith(".")
 
 
-def find_rank_files(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names has files of ranks."""
-    return any(map(is_rank_file, names))
-
-
 def is_data_file(name: str) -> bool:
     """Say whether a file name is that of a finished safetensors file."""
-    return name.endswith(_SUFFIX) and not name.startswith(".")
-
-
-def find_index(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names has an index of safetensors files."""
-    return any(name.endswith(INDEX_SUFFIX) for name in names)
-
-
-def find_plain(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names has safetensors files."""
-    return any(map(is_data_file, names))
-
-
-def find_bin(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names has ``pytorch_model.bin`` or its index."""
-    return BIN_INDEX in names or BIN_NAME in names
-
-
-def is_torch_file(head: bytes) -> bool:
-    """Say whether a file that starts with these bytes may be one of `torch.save`.
-
-    Examples
-    --------
-    >>> is_torch_file(bytes.fromhex("504b0304")), is_torch_file(bytes(8))
-    (True, False)
-    """
-    return head.startswith(_ZIP)
+    return name.endswith(".safetensors") and not name.startswith(".")

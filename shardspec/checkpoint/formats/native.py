@@ -72,14 +72,7 @@ class NativeCatalog(ListedCatalog):
 
 
 def open_native(directory: Path) -> NativeCatalog:
-    """Read the sharding info and the header of every file, and check that they agree.
-
-    Raises
-    ------
-    CheckpointError
-        If the info is missing or damaged; if a file is missing, truncated, from another save, or
-        holds other tensors, shapes or dtypes than the info says; or if a box is stored by no file.
-    """
+    """Read the sharding info and the header of every file, and check that they agree."""
     info = read_info(directory)
     parts: dict[tuple[Layout, int], ReplicaKey] = {}
 

@@ -50,8 +50,8 @@ __all__ = [
     "one_file",
     "open_index_directory",
     "open_index_file",
-    "open_plain",
     "open_single_file",
+    "open_without_index",
     "safetensors_target",
     "whole_header",
 ]
@@ -61,13 +61,7 @@ _MOST_INDEX_BYTES: Final = 256 << 20
 
 
 def open_index_directory(directory: Path) -> ListedCatalog:
-    """Read the one index of a directory, as `open_index_file` does.
-
-    Raises
-    ------
-    CheckpointError
-        If there are several, or what `open_index_file` raises.
-    """
+    """Read the one index of a directory, as `open_index_file` does."""
     found = sorted(path.name for path in directory.iterdir() if path.name.endswith(INDEX_SUFFIX))
     if len(found) != 1:
         raise CheckpointError(
@@ -78,14 +72,7 @@ def open_index_directory(directory: Path) -> ListedCatalog:
 
 
 def open_index_file(index: Path) -> ListedCatalog:
-    """Read an index and the headers of its files, and check that they agree.
-
-    Raises
-    ------
-    CheckpointError
-        If the index is damaged, a file that it names is missing or damaged, or files and index
-        disagree about which tensor lies where.
-    """
+    """Read an index and the headers of its files, and check that they agree."""
     tensors: dict[str, StoredTensor] = {}
     files = by_file(index)
     with prefetch_map(files, whole_header, prefetch_depth(index)) as headers:
@@ -97,13 +84,7 @@ def open_index_file(index: Path) -> ListedCatalog:
 
 
 def by_file(index: Path) -> dict[Path, set[str]]:
-    """Read an index and return what it puts into every file; all files are there.
-
-    Raises
-    ------
-    CheckpointError
-        If the index is damaged, or a file is missing or does not lie in its directory.
-    """
+    """Read an index and return what it puts into every file; all files are there."""
     names: dict[str, set[str]] = {}
     for name, file in _weight_map(index).items():
         names.setdefault(file, set()).add(name)
@@ -120,13 +101,7 @@ def by_file(index: Path) -> dict[Path, set[str]]:
 
 
 def check_listed(path: Path, held: Collection[str], listed: Set[str], index: Path) -> None:
-    """Check that a file holds what its index says.
-
-    Raises
-    ------
-    CheckpointError
-        If it holds or lacks a tensor; names it.
-    """
+    """Check that a file holds what its index says."""
     for name in held:
         if name not in listed:
             raise CheckpointError(
@@ -140,15 +115,8 @@ def check_listed(path: Path, held: Collection[str], listed: Set[str], index: Pat
         )
 
 
-def open_plain(directory: Path) -> ListedCatalog:
-    """Read the headers of all safetensors files of a directory that has no index.
-
-    Raises
-    ------
-    CheckpointError
-        If a file is damaged or one of a numbered row is missing, if two files hold a tensor of
-        the same name, or if the files are an unfinished save of shardspec's own.
-    """
+def open_without_index(directory: Path) -> ListedCatalog:
+    """Read the headers of all safetensors files of a directory that has no index."""
     names = sorted(path.name for path in directory.iterdir() if is_data_file(path.name))
     check_numbering(directory, names)
     paths = [file_inside(directory, name, directory) for name in names]
@@ -175,11 +143,6 @@ def open_plain(directory: Path) -> ListedCatalog:
 
 def check_numbering(directory: Path, names: Iterable[str]) -> None:
     """Check that of files named ``x-00001-of-00003.safetensors`` all are there.
-
-    Raises
-    ------
-    CheckpointError
-        If one is missing, or some number is past the last.
 
     Examples
     --------
@@ -228,13 +191,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def whole_header(path: Path) -> Header:
-    """Return the header of a file that should hold whole tensors.
-
-    Raises
-    ------
-    CheckpointError
-        If it is damaged, or says that it holds shards.
-    """
+    """Return the header of a file that should hold whole tensors."""
     with SourceFile(path) as file:
         header = read_header(file)
     for name, offsets in (saved_offsets(path, header) or {}).items():
@@ -248,13 +205,7 @@ def whole_header(path: Path) -> Header:
 
 
 def open_single_file(path: Path) -> ListedCatalog:
-    """Read the header of one safetensors file.
-
-    Raises
-    ------
-    CheckpointError
-        If it cannot be read, breaks a rule of its format, or is a part of a checkpoint.
-    """
+    """Read the header of one safetensors file."""
     header = whole_header(path)
     if SAVE_KEY in header.metadata:
         raise CheckpointError(
@@ -280,11 +231,6 @@ def one_file(
     name: str, tensors: Sequence[Wanted], metadata: Mapping[str, str] = METADATA
 ) -> OutputFile:
     """Return a safetensors file that holds whole tensors.
-
-    Raises
-    ------
-    CheckpointError
-        If a name cannot stand in a header, or the header exceeds the format's limit.
 
     Examples
     --------

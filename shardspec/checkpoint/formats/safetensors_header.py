@@ -57,13 +57,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: SourceFile) -> Header:
-    """Read and check the header of an open file.
-
-    Raises
-    ------
-    CheckpointError
-        If the file breaks any rule of the format, is truncated, or has bytes past its end.
-    """
+    """Read and check the header of an open file."""
     path, file_bytes = file.path, file.num_bytes
     if file_bytes < 8:
         raise CheckpointError(
@@ -178,11 +172,6 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     """Return the first bytes of a file, up to its data, and where each tensor belongs.
 
     The bytes are those that safetensors itself writes for the same tensors.
-
-    Raises
-    ------
-    CheckpointError
-        If a name cannot stand in a header, or the header exceeds the format's limit.
 
     Examples
     --------
