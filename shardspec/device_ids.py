@@ -2,11 +2,13 @@
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Protocol, TypeAlias, cast
+from itertools import count
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 from shardspec.errors import MeshError
+from shardspec.text import shown
 
-__all__ = ["Ids", "as_shape", "check_ids", "flatten", "some"]
+__all__ = ["Ids", "as_shape", "check_ids", "flatten", "some", "whole_number"]
 
 
 class _HasToList(Protocol):
@@ -18,6 +20,24 @@ class _HasToList(Protocol):
 Ids: TypeAlias = _HasToList | Iterable[object]
 
 _SHOWN: Final = 8
+_MOST_AXES: Final = 64
+"""A list that holds itself has no end."""
+
+
+def whole_number(value: Any) -> int | None:  # noqa: ANN401  # whatever a caller has given
+    """Return a whole number of any type as an int; None for what is none, as True is.
+
+    Examples
+    --------
+    >>> whole_number(3), whole_number(3.0), whole_number("3"), whole_number(True)
+    (3, None, None, None)
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def some(ids: Sequence[int]) -> str:
@@ -28,12 +48,13 @@ def some(ids: Sequence[int]) -> str:
 
 def as_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
     """Return a mesh shape as plain numbers."""
-    try:
-        return tuple(operator.index(n) for n in mesh_shape)
-    except TypeError:
+    sizes = list(mesh_shape) if isinstance(mesh_shape, Iterable) else [None]
+    shape = tuple(n for n in map(whole_number, sizes) if n is not None)
+    if len(shape) != len(sizes):
         raise MeshError(
-            f"mesh_shape {mesh_shape!r}: give a sequence of whole numbers, as in (2, 4)"
-        ) from None
+            f"mesh_shape {shown(mesh_shape)}: give a sequence of whole numbers, as in (2, 4)"
+        )
+    return shape
 
 
 def flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -45,6 +66,8 @@ def flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if len({len(row) for row in rows}) != 1:
             raise MeshError("the device ids form no grid: rows differ in length")
         shape.append(len(rows[0]))
+        if len(shape) > _MOST_AXES:
+            raise MeshError(f"the device ids are nested more than {_MOST_AXES} deep")
         level = [_plain(item) for row in rows for item in row]
     return tuple(_as_id(item) for item in level), tuple(shape)
 
@@ -55,15 +78,18 @@ def _plain(ids: object) -> object:
 
 
 def _as_id(item: object) -> int:
-    if isinstance(item, bool) or not isinstance(item, int):
-        raise MeshError(f"device id {item!r} is not a whole number")
-    return item
+    number = whole_number(item)
+    if number is None:
+        raise MeshError(f"device id {shown(item)} is not a whole number")
+    return number
 
 
 def check_ids(ids: Sequence[int]) -> None:
     """Raise `MeshError` if an id is negative or repeats."""
     if ids and min(ids) < 0:
         raise MeshError(f"device id {min(ids)} is negative; ids are global rank numbers from 0")
+    if all(map(operator.eq, ids, count())):
+        return
     if len(set(ids)) != len(ids):
         repeated = next(iter(_repeats(ids)))
         raise MeshError(f"device id {repeated} appears more than once; every id must be distinct")

@@ -69,7 +69,7 @@ def dtype_name(dtype: object) -> str:
     text = str(dtype).removeprefix("torch.")
     name = _SAFETENSORS.get(text) or _ALIASES.get(text.lower())
     if name is None:
-        raise DTypeError(f"unknown dtype {text!r}; known: {', '.join(_DTYPES)}")
+        raise DTypeError(f"unknown dtype {shown(text)}; known: {', '.join(_DTYPES)}")
     return name
 
 

@@ -4,17 +4,27 @@ Catch `ShardSpecError` to catch them all. Each child also inherits the built-in 
 would expect, so ``except ValueError`` keeps working. Messages name the values and the remedy.
 """
 
+from typing import Final
+
+from shardspec.text import printable
+
 __all__ = [
     "AxisError",
     "CheckpointError",
     "CommunicatorError",
     "DTypeError",
+    "InputFileError",
     "LayoutError",
+    "LossyConversionError",
     "MeshError",
     "OutputExistsError",
+    "ProfileError",
     "ShardSpecError",
     "SpecSyntaxError",
 ]
+
+_SHOWN: Final = 160
+"""Characters of a spec that an error shows."""
 
 
 class ShardSpecError(Exception):
@@ -43,13 +53,24 @@ class SpecSyntaxError(ShardSpecError, ValueError):
     """
 
     def __init__(self, problem: str, text: str, position: int) -> None:
-        super().__init__(f"{problem}\n  {text}\n  {' ' * position}^")
+        super().__init__(f"{problem}\n{_with_caret(text, position)}")
         self.problem = problem
         self.text = text
         self.position = position
 
     def __reduce__(self) -> tuple[type["SpecSyntaxError"], tuple[str, str, int]]:
         return type(self), (self.problem, self.text, self.position)
+
+
+def _with_caret(text: str, position: int) -> str:
+    """Return the text, or what is around a place in a long one, with a caret below that place."""
+    before, after = text[:position], text[position:]
+    if len(text) > _SHOWN:
+        before = before if len(before) <= _SHOWN // 2 else f"...{before[-_SHOWN // 2 :]}"
+        after = after if len(after) <= _SHOWN // 2 else f"{after[: _SHOWN // 2]}..."
+    # What is printed may be longer than the text: a name in it may hold anything.
+    before = printable(before)
+    return f"  {before}{printable(after)}\n  {' ' * len(before)}^"
 
 
 class AxisError(ShardSpecError, ValueError):
@@ -78,6 +99,10 @@ class CommunicatorError(ShardSpecError, RuntimeError):
 
 class CheckpointError(ShardSpecError, ValueError):
     """A checkpoint on disk is missing, incomplete, damaged or contradicts itself."""
+
+
+class InputFileError(ShardSpecError, ValueError):
+    """A file of arguments is missing or cannot be read."""
 
 
 class ProfileError(ShardSpecError, ValueError):

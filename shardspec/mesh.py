@@ -7,11 +7,13 @@ owns no process group, so that planning needs no job, no GPU and no rank.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import count, product
+from operator import eq
 from typing import TYPE_CHECKING, Literal, get_args
 
-from shardspec.device_ids import Ids, as_shape, check_ids, flatten, some
+from shardspec.device_ids import Ids, as_shape, check_ids, flatten, some, whole_number
 from shardspec.errors import AxisError, MeshError
+from shardspec.text import shown
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -43,6 +45,8 @@ class DeviceMesh:
         Per axis: transfer cost, in seconds a byte (the inverse of the bandwidth).
     axis_names
         Per axis: a name, usable wherever an axis number is.
+    mesh_dim_names
+        The same by the name that torch has for it; give one of the two.
     link_model
         ``"ring"`` where every axis has links of its own; ``"shared-bus"`` where all devices share
         one bus (processes on one host), and what counts is the total of the bytes moved.
@@ -79,7 +83,8 @@ class DeviceMesh:
     """Seconds a byte, per axis, or None where the caller gave none."""
     link_model: LinkModel
     """How links are shared; see the class."""
-    _position: Mapping[int, int] = field(compare=False, repr=False)
+    _position: Mapping[int, int] | None = field(compare=False, repr=False)
+    """Of each id its place; None where ids count up from 0, as those of large meshes mostly do."""
     _hash: int = field(compare=False, repr=False)
 
     def __init__(
@@ -91,6 +96,7 @@ class DeviceMesh:
         mesh_beta: Sequence[float] | None = None,
         *,
         axis_names: Sequence[str] | None = None,
+        mesh_dim_names: Sequence[str] | None = None,
         link_model: LinkModel = "ring",
         init_process_group: bool = False,
     ) -> None:
@@ -104,9 +110,9 @@ class DeviceMesh:
                     f"logical_mesh_id holds the ids {some(sorted(logical))} but physical_mesh_id "
                     f"holds {some(sorted(ids))}; give the same ids in both"
                 )
-            if mesh_shape is not None and tuple(mesh_shape) != logical_shape:
+            if mesh_shape is not None and as_shape(mesh_shape) != logical_shape:
                 raise MeshError(
-                    f"mesh_shape {tuple(mesh_shape)} differs from the shape {logical_shape} of "
+                    f"mesh_shape {as_shape(mesh_shape)} differs from the shape {logical_shape} of "
                     "logical_mesh_id; give one of the two"
                 )
             ids, shape = logical, logical_shape
@@ -114,22 +120,26 @@ class DeviceMesh:
             shape = own_shape if mesh_shape is None else as_shape(mesh_shape)
         if not shape or min(shape) < 1:
             raise MeshError(
-                f"mesh shape {shape}: need at least one axis, each of at least 1 device"
+                f"mesh shape {shown(shape)}: need at least one axis, each of at least 1 device"
             )
         if math.prod(shape) != len(ids):
             raise MeshError(
-                f"mesh shape {'x'.join(map(str, shape))} has {math.prod(shape)} places but "
-                f"{len(ids)} device ids were given"
+                f"mesh shape {'x'.join(map(shown, shape))} has {shown(math.prod(shape))} places "
+                f"but {len(ids)} device ids were given"
             )
         if link_model not in get_args(LinkModel):
-            raise MeshError(f"link_model {link_model!r}: use one of {get_args(LinkModel)}")
-        names = _check_names(axis_names, shape)
+            raise MeshError(f"link_model {shown(link_model)}: use one of {get_args(LinkModel)}")
+        if axis_names is not None and mesh_dim_names is not None:
+            raise MeshError("axis_names and mesh_dim_names are the same; give one of the two")
+        names = _check_names(mesh_dim_names if axis_names is None else axis_names, shape)
         alpha = _check_links("mesh_alpha", mesh_alpha, shape)
         beta = _check_links("mesh_beta", mesh_beta, shape)
         if (alpha is None) != (beta is None):
             raise MeshError("give both mesh_alpha and mesh_beta, or neither")
         identity = (ids, shape, names, alpha, beta, link_model)
-        values = (*identity, {id_: i for i, id_ in enumerate(ids)}, hash(identity))
+        counted = all(map(eq, ids, count()))
+        places = None if counted else {id_: place for place, id_ in enumerate(ids)}
+        values = (*identity, places, hash(identity))
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         if init_process_group:
@@ -178,20 +188,23 @@ class DeviceMesh:
         if isinstance(axis, str):
             if self.axis_names is None or axis not in self.axis_names:
                 known = ", ".join(self.axis_names) if self.axis_names else "none, only numbers"
-                raise AxisError(f"mesh {self} has no axis named {axis!r}; its names: {known}")
+                raise AxisError(f"mesh {self} has no axis named {shown(axis)}; its names: {known}")
             return self.axis_names.index(axis)
-        if not 0 <= axis < self.ndim:
+        number = whole_number(axis)
+        if number is None or not 0 <= number < self.ndim:
             raise AxisError(
-                f"axis {axis} is out of range: mesh {self} has {self.ndim} "
+                f"axis {shown(axis)} is out of range: mesh {self} has {self.ndim} "
                 f"{'axis' if self.ndim == 1 else 'axes'}, numbered from 0"
             )
-        return axis
+        return number
 
     def axis_label(self, axis: int) -> str:
         """Return the name of an axis, or its number where axes have no names."""
         return str(axis) if self.axis_names is None else self.axis_names[axis]
 
     def __contains__(self, physical_id: object) -> bool:
+        if self._position is None:
+            return physical_id in range(len(self.ids))
         return physical_id in self._position
 
     def coordinates(self, physical_id: int) -> tuple[int, ...]:
@@ -202,9 +215,9 @@ class DeviceMesh:
         MeshError
             If the device is not in the mesh.
         """
-        if physical_id not in self._position:
+        if physical_id not in self:
             raise MeshError(f"device {physical_id} is not in the mesh of ids {some(self.ids)}")
-        position = self._position[physical_id]
+        position = physical_id if self._position is None else self._position[physical_id]
         coordinates = []
         for size in reversed(self.shape):
             position, index = divmod(position, size)
@@ -290,8 +303,8 @@ class DeviceMesh:
         """
         at = dict(zip(self._distinct(fixed), fixed.values(), strict=True))
         for axis, index in at.items():
-            if not 0 <= index < self.shape[axis]:
-                raise MeshError(f"index {index} lies outside axis {axis} of mesh {self}")
+            if whole_number(index) is None or not 0 <= index < self.shape[axis]:
+                raise MeshError(f"index {shown(index)} lies outside axis {axis} of mesh {self}")
         kept = [a for a in range(self.ndim) if a not in at]
         if not kept:
             raise MeshError(f"fixing every axis of mesh {self} leaves no mesh; keep one axis")
@@ -343,6 +356,8 @@ class DeviceMesh:
         return group_of(self, axis)
 
     def _distinct(self, axes: Iterable[Axis]) -> tuple[int, ...]:
+        if not isinstance(axes, Iterable) or isinstance(axes, str):
+            raise AxisError(f"axes {shown(axes)}: give a list of axes, as in [{shown(axes)}]")
         numbers = tuple(self.axis(axis) for axis in axes)
         if len(set(numbers)) != len(numbers):
             raise AxisError(f"axes {numbers} name one axis twice; name each once")
@@ -365,14 +380,17 @@ def _remake(
 def _check_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
     if names is None:
         return None
-    if len(names) != len(shape):
-        raise MeshError(f"{len(names)} axis names {tuple(names)} for {len(shape)} axes {shape}")
-    for name in names:
-        if not name.isidentifier():
-            raise MeshError(f"axis name {name!r}: use letters, digits and '_', no digit first")
-    if len(set(names)) != len(names):
-        raise MeshError(f"axis names {tuple(names)} repeat; every name must be distinct")
-    return tuple(names)
+    if not isinstance(names, Iterable):
+        raise MeshError(f"axis names {shown(names)}: give a sequence, as in ('dp', 'tp')")
+    found = tuple(names)
+    if len(found) != len(shape):
+        raise MeshError(f"{len(found)} axis names {shown(found)} for {len(shape)} axes {shape}")
+    for name in found:
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise MeshError(f"axis name {shown(name)}: use letters, digits and '_', no digit first")
+    if len(set(found)) != len(found):
+        raise MeshError(f"axis names {found} repeat; every name must be distinct")
+    return found
 
 
 def _check_links(
@@ -380,9 +398,15 @@ def _check_links(
 ) -> tuple[float, ...] | None:
     if values is None:
         return None
-    if len(values) != len(shape):
-        raise MeshError(f"{what} has {len(values)} values for {len(shape)} axes {shape}")
-    for value in values:
-        if not (math.isfinite(value) and value >= 0):
-            raise MeshError(f"{what} {tuple(values)}: each value must be finite and not negative")
-    return tuple(float(value) for value in values)
+    if not isinstance(values, Iterable):
+        raise MeshError(f"{what} {shown(values)}: give one number per axis, as in (1e-5, 3e-6)")
+    found = tuple(values)
+    if len(found) != len(shape):
+        raise MeshError(f"{what} has {len(found)} values for {len(shape)} axes {shape}")
+    try:
+        seconds = tuple(map(float, found))
+    except (TypeError, ValueError, OverflowError):
+        raise MeshError(f"{what} {shown(found)}: each value must be a number") from None
+    if not all(math.isfinite(value) and value >= 0 for value in seconds):
+        raise MeshError(f"{what} {found}: each value must be finite and not negative")
+    return seconds

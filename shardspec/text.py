@@ -1,9 +1,17 @@
-"""Sizes, times and tables as text."""
+"""Sizes, times and tables as text, and text that is safe to print."""
 
 import io
 from collections.abc import Sequence
 
-__all__ = ["bytes_text", "counted", "rate_text", "seconds_text", "shown", "table_text"]
+__all__ = [
+    "bytes_text",
+    "counted",
+    "printable",
+    "rate_text",
+    "seconds_text",
+    "shown",
+    "table_text",
+]
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -60,6 +68,33 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e6:.4g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
 
 
+def printable(text: str, keep: str = "") -> str:
+    r"""Return a text that cannot upset a terminal.
+
+    Control characters, those that turn the direction of writing, lone surrogates and the like are
+    written as escapes; names of files and tensors may hold any of them.
+
+    Parameters
+    ----------
+    text
+        Any text.
+    keep
+        Characters that stay as they are, such as a line break.
+
+    Examples
+    --------
+    >>> print(printable("a\x1b[31m\n\u202eb", keep="\n"))
+    a\x1b[31m
+    \u202eb
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
 def shown(value: object, most: int = 80) -> str:
     """Return the repr of a value for an error, cut where it is long.
 
@@ -70,7 +105,10 @@ def shown(value: object, most: int = 80) -> str:
     """
     if isinstance(value, str):
         value = value[:most]
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # of thousands of digits
+        text = f"a very large {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -104,6 +142,7 @@ def table_text(
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(
         box=box.Box("    \n    \n ── \n    \n    \n ── \n    \n    \n"),
@@ -120,13 +159,9 @@ def table_text(
             no_wrap=True,
         )
     for row in rows:
-        table.add_row(*(_plain(cell) for cell in row))
+        # As texts, so that nothing in a cell is markup.
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console(file=io.StringIO(), width=10_000, color_system=None, highlight=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _plain(cell: str) -> str:
-    """Keep rich from reading '[S0,R]' as markup."""
-    return cell.replace("[", r"\[")

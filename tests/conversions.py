@@ -15,7 +15,7 @@ import torch
 
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import Exchange, Permute, Step
-from shardspec.layout.graph import spec_of, state_of, transition_graph
+from shardspec.layout.graph import TransitionGraph, spec_of, state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 
@@ -117,7 +117,7 @@ class Move:
 
 def collectives(source: Layout) -> Iterator[Move]:
     """Yield every step of the graph that starts from a layout."""
-    space = transition_graph(source.mesh.ndim, source.spec.dims, state_of(source.spec)[1])
+    space = TransitionGraph(source.mesh.ndim)
     for reached, step in space.expand(state_of(source.spec)).items():
         yield Move(step, source, source.with_spec(spec_of(reached)))
 

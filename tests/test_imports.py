@@ -15,7 +15,8 @@ import shardspec
 ROOT = Path(shardspec.__file__).parent
 # Lowest first. A module may import from layers below its own, and from its own folder.
 LAYERS = [
-    {"errors", "text"},
+    {"text"},
+    {"errors"},
     {"boxes", "device_ids", "dtypes", "renamed"},
     {"random_boxes"},
     {"mesh"},
@@ -120,7 +121,7 @@ def test_the_modules_are_found():
     assert {"shardspec.mesh", "shardspec.layout.converter", "shardspec.cli"} <= set(MODULES)
     assert set(MODULES) > WITH_TENSORS
     assert ("shardspec.layout.layout", "shardspec.mesh", True) in EDGES
-    assert ("shardspec.layout.spec", "shardspec.layout.grammar", False) in EDGES
+    assert ("shardspec.layout.plan", "shardspec.layout.plan_text", False) in EDGES
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,4 +1,4 @@
-"""Arguments that commands share: a mesh, a tensor's shape and dtype, numbers and sizes.
+"""Arguments read from text: meshes, shapes, ids, numbers and sizes.
 
 Each is read by a plain function that raises `ValueError`; `parsed` turns that into click's error,
 which names the option.
@@ -11,13 +11,12 @@ from typing import Final, TypeAlias, TypeVar
 
 import click
 
-from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError
+from shardspec.text import shown
 
 __all__ = [
     "MAX_DEVICES",
     "MeshShape",
-    "mesh_option",
     "parse_bytes",
     "parse_ids",
     "parse_index",
@@ -25,11 +24,9 @@ __all__ = [
     "parse_numbers",
     "parse_shape",
     "parsed",
-    "tensor_options",
 ]
 
 T = TypeVar("T")
-_Command: TypeAlias = Callable[..., None]
 
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
 """Devices along each axis, and the names of the axes where they have any."""
@@ -60,16 +57,16 @@ def parse_mesh(text: str) -> MeshShape:
     >>> parse_mesh("dp=2,tp=4")
     ((2, 4), ('dp', 'tp'))
     """
-    remedy = "give sizes as in 2x4, or named axes as in dp=2,tp=4"
     names: tuple[str, ...] | None = None
     sizes = text.lower().split("x")
     if "=" in text:
         pairs = [part.partition("=") for part in text.split(",")]
         names = tuple(name.strip() for name, _, _ in pairs)
         sizes = [size for _, _, size in pairs]
-    shape = tuple(_whole(size, f"mesh {text!r}", remedy) for size in sizes)
+    remedy = "give sizes as in 2x4, or named axes as in dp=2,tp=4"
+    shape = _whole_numbers(sizes, "mesh", text, remedy)
     if math.prod(shape) > MAX_DEVICES:
-        raise ValueError(f"mesh {text!r} has more than {MAX_DEVICES:,} devices")
+        raise ValueError(f"mesh {shown(text)} has more than {MAX_DEVICES:,} devices")
     return shape, names
 
 
@@ -89,9 +86,9 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if not text.strip():
         return ()
     remedy = 'give sizes as in 4096x4096, or "" for a scalar'
-    shape = tuple(_whole(size, f"shape {text!r}", remedy) for size in text.lower().split("x"))
+    shape = _whole_numbers(text.lower().split("x"), "shape", text, remedy)
     if math.prod(size for size in shape if size) > _MAX_SIZE:
-        raise ValueError(f"shape {text!r} has more elements than a tensor can have, 2^63 - 1")
+        raise ValueError(f"shape {shown(text)} has more elements than a tensor can have, 2^63 - 1")
     return shape
 
 
@@ -108,9 +105,7 @@ def parse_ids(text: str) -> tuple[int, ...]:
     >>> parse_ids("3,1,0,2")
     (3, 1, 0, 2)
     """
-    return tuple(
-        _whole(part, f"ids {text!r}", "give them as in 3,1,0,2") for part in text.split(",")
-    )
+    return _whole_numbers(text.split(","), "ids", text, "give them as in 3,1,0,2")
 
 
 def parse_index(text: str) -> tuple[int, ...]:
@@ -127,7 +122,7 @@ def parse_index(text: str) -> tuple[int, ...]:
     ((17,), (3, 0))
     """
     remedy = "give one position for each of the first dims, as in 17 or 3,0"
-    return tuple(_whole(part, f"index {text!r}", remedy) for part in text.split(","))
+    return _whole_numbers(text.split(","), "index", text, remedy)
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
@@ -144,13 +139,13 @@ def parse_numbers(text: str) -> tuple[float, ...]:
     (1e-05, 3e-06)
     """
     numbers = []
-    for part in text.split(","):
+    for part in map(str.strip, text.split(",")):
         try:
             number = float(part)
         except ValueError:
-            raise ValueError(f"{part.strip()!r} is no number; give them as in 1e-5,3e-6") from None
+            raise ValueError(f"{shown(part)} is no number; give them as in 1e-5,3e-6") from None
         if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{part.strip()!r} must be finite and not negative")
+            raise ValueError(f"{shown(part)} must be finite and not negative")
         numbers.append(number)
     return tuple(numbers)
 
@@ -170,18 +165,24 @@ def parse_bytes(text: str) -> int:
     """
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].lower() not in _UNITS:
-        raise ValueError(f"{text!r} is no size; give bytes as in 1000000, or as in 64MiB or 1.5GB")
+        raise ValueError(
+            f"{shown(text)} is no size; give bytes as in 1000000, or as in 64MiB or 1.5GB"
+        )
     return math.floor(float(found[1]) * _UNITS[found[2].lower()])
 
 
-def _whole(text: str, where: str, remedy: str) -> int:
-    digits = text.strip()
-    # int() also takes '1_000' and digits of other scripts, and refuses thousands of digits.
-    if not (digits.isascii() and digits.isdecimal()):
-        raise ValueError(f"{where}: {digits!r} is no whole number; {remedy}")
-    if len(digits) > len(str(_MAX_SIZE)) or int(digits) > _MAX_SIZE:
-        raise ValueError(f"{where}: {digits[:24]} is too large, the limit is 2^63 - 1")
-    return int(digits)
+def _whole_numbers(parts: list[str], what: str, text: str, remedy: str) -> tuple[int, ...]:
+    numbers = []
+    for digits in map(str.strip, parts):
+        # int() also takes '1_000' and digits of other scripts, and refuses thousands of digits.
+        if not (digits.isascii() and digits.isdecimal()):
+            raise ValueError(f"{what} {shown(text)}: {shown(digits)} is no whole number; {remedy}")
+        if len(digits) > len(str(_MAX_SIZE)) or int(digits) > _MAX_SIZE:
+            raise ValueError(
+                f"{what} {shown(text)}: {digits[:24]} is too large, the limit is 2^63 - 1"
+            )
+        numbers.append(int(digits))
+    return tuple(numbers)
 
 
 def parsed(
@@ -198,39 +199,3 @@ def parsed(
             raise click.BadParameter(str(error), ctx, param) from None
 
     return callback
-
-
-def mesh_option(command: _Command) -> _Command:
-    """Give a command the option ``mesh`` alone, for what needs no links."""
-    option = click.option(
-        "--mesh",
-        required=True,
-        callback=parsed(parse_mesh),
-        metavar="SHAPE",
-        help="Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4.",
-    )
-    return option(command)
-
-
-def tensor_options(command: _Command) -> _Command:
-    """Give a command the options ``shape`` and ``dtype``."""
-    options = (
-        click.option(
-            "--shape",
-            required=True,
-            callback=parsed(parse_shape),
-            metavar="SIZES",
-            help='Sizes of the whole tensor: 4096x4096; "" for a scalar.',
-        ),
-        click.option(
-            "--dtype",
-            default="float32",
-            show_default=True,
-            callback=parsed(dtype_name),
-            metavar="NAME",
-            help="Element type: bf16, float32, int8, …",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command

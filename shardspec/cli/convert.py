@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable
-from math import prod
 from typing import Final, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import MeshShape, mesh_option, parse_shape, parsed
+from shardspec.cli.arguments import MeshShape
+from shardspec.cli.options import json_option, mesh_option, plain_mesh, shape_option
+from shardspec.cli.output import say
 from shardspec.errors import LossyConversionError
 from shardspec.interop.colossal import to_colossal
 from shardspec.interop.jax_specs import partition_spec_text
@@ -16,6 +17,7 @@ from shardspec.interop.shardy import shardy_mesh_text, shardy_text
 from shardspec.interop.torch_placements import placements_text
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
+from shardspec.text import printable
 
 __all__ = ["command"]
 
@@ -48,25 +50,19 @@ Examples:
     type=click.Choice(list(_LANGUAGES)),
     help="Whose words; all of them if left out.",
 )
-@click.option(
-    "--shape",
-    callback=parsed(parse_shape),
-    metavar="SIZES",
-    help="Sizes of the tensor, 4096x4096, to find out whether they can be cut so.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@shape_option("Sizes of the tensor, 4096x4096, to find out whether they can be cut so.")
+@json_option()
 def command(spec: str, mesh: MeshShape, language: str | None, shape: _Shape, as_json: bool) -> None:
     """Say the spec SPEC in the words of other libraries.
 
     Where a library has no word for a part of it, this says so; nothing is approximated.
     """
-    sizes, names = mesh
-    devices = DeviceMesh(range(prod(sizes)), sizes, axis_names=names)
+    devices = plain_mesh(mesh)
     if shape is not None:
         Layout(devices, spec, shape, "float32")  # the spec must fit the tensor
     if language is not None:
         text = _LANGUAGES[language](spec, devices, shape)
-        click.echo(json.dumps({language: text}) if as_json else text)
+        say(json.dumps({language: text}) if as_json else text)
         return
     said: dict[str, str | None] = {}
     reasons = {}
@@ -76,7 +72,8 @@ def command(spec: str, mesh: MeshShape, language: str | None, shape: _Shape, as_
         except LossyConversionError as error:
             said[name], reasons[name] = None, str(error)
     if as_json:
-        click.echo(json.dumps({**said, "refused": reasons}))
+        say(json.dumps({**said, "refused": reasons}))
         return
     for name, found in said.items():
-        click.echo(f"{name:<10}{found or click.style(f'– {reasons[name]}', dim=True)}")
+        text = printable(found or f"– {reasons[name]}")
+        click.echo(f"{name:<10}{text if found else click.style(text, dim=True)}")

@@ -4,26 +4,34 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import Final, Unpack
 
 import click
 
-from shardspec.cli.arguments import MeshShape, tensor_options
-from shardspec.cli.cluster import build_mesh, build_model, mesh_options
+from shardspec.cli.options import (
+    ClusterOptions,
+    build_cluster,
+    cluster_options,
+    json_option,
+    tensor_options,
+)
+from shardspec.cli.output import path_text, say
 from shardspec.comm.cost import CostModel
-from shardspec.errors import LayoutError, ShardSpecError
+from shardspec.errors import InputFileError, LayoutError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan
-from shardspec.mesh import DeviceMesh, LinkModel
-from shardspec.text import bytes_text, seconds_text, table_text
-
-if TYPE_CHECKING:
-    from shardspec.profiling.profile import Profile
+from shardspec.mesh import DeviceMesh
+from shardspec.text import bytes_text, counted, seconds_text, shown, table_text
 
 __all__ = ["command"]
+
+_MOST_PAIRS: Final = 1_000_000
+_MOST_CHARACTERS: Final = 1 << 16
+"""In a line of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,35 +98,30 @@ Examples:
   shardspec cost --pairs pairs.txt --mesh dp=2,tp=4 --shape 4096x4096 --json
 
 \b
-A line of the file holds two specs with blanks between them; '#' starts a comment.
+A line of the file holds two specs with blanks between them; '#' starts a comment. Up to a million
+pairs are priced at once.
 """,
 )
 @click.argument("specs", nargs=-1, metavar="[FROM TO]...")
 @click.option(
     "--pairs",
     "file",
-    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+    type=click.Path(allow_dash=True),
     metavar="FILE",
     help="Pairs from a file, one per line, after those of the arguments; '-' for standard input.",
 )
-@mesh_options
+@cluster_options
 @tensor_options
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV: seconds and bytes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option()
 def command(
     specs: tuple[str, ...],
     file: str | None,
-    mesh: MeshShape | None,
-    ids: tuple[int, ...] | None,
-    alpha: tuple[float, ...] | None,
-    beta: tuple[float, ...] | None,
-    links: tuple[str, ...] | None,
-    link_model: LinkModel | None,
-    profile: "Profile | None",
     shape: tuple[int, ...],
     dtype: str,
     as_csv: bool,
     as_json: bool,
+    **cluster: Unpack[ClusterOptions],
 ) -> None:
     """Say what the cheapest plan costs from each spec FROM to the spec TO after it.
 
@@ -127,19 +130,18 @@ def command(
     if as_csv and as_json:
         raise click.UsageError("give --csv or --json, not both")
     if len(specs) % 2:
-        raise click.UsageError(f"{specs[-1]!r} has no partner; give specs in pairs FROM TO")
+        raise click.UsageError(f"{shown(specs[-1])} has no partner; give specs in pairs FROM TO")
     if not specs and file is None:
         raise click.UsageError("nothing to price; give specs in pairs FROM TO, or --pairs FILE")
-    devices = build_mesh(mesh, ids, alpha, beta, link_model, profile)
-    model = build_model(devices, links, profile)
-    pairs = [*_given(specs), *(() if file is None else _read(file))]
+    devices, model = build_cluster(**cluster)
+    pairs = chain(_given(specs), () if file is None else _read(file))
     answers = _answers(LayoutConverter(model), pairs, devices, shape, dtype)
     if as_csv:
         click.echo(_csv(answers), nl=False)
     elif as_json:
-        click.echo(json.dumps(_as_dict(answers, devices, shape, dtype, model)))
+        say(json.dumps(_as_dict(answers, devices, shape, dtype, model)))
     else:
-        click.echo(_table(answers, devices, model))
+        say(_table(answers, devices, model))
 
 
 def _given(specs: Sequence[str]) -> Iterator[_Pair]:
@@ -149,27 +151,47 @@ def _given(specs: Sequence[str]) -> Iterator[_Pair]:
 
 def _read(file: str) -> Iterator[_Pair]:
     """Read a pair per line; blanks inside brackets belong to a spec."""
-    # What is no text becomes a sign that no spec has, and an error of its line.
-    with click.open_file(file, encoding="utf-8-sig", errors="replace") as opened:
-        lines = opened.readlines()
-    origin = f"{'standard input' if file == '-' else file}, line"
-    for number, line in enumerate(lines, 1):
+    origin = f"{'standard input' if file == '-' else path_text(file)}, line"
+    pairs = 0
+    for number, line in enumerate(_lines(file), 1):
+        if len(line) > _MOST_CHARACTERS:
+            raise InputFileError(
+                f"{origin} {number}: is longer than {_MOST_CHARACTERS:,} characters"
+            )
         text = line.partition("#")[0].strip()
         if not text:
             continue
         found = re.findall(r"\[[^\]]*\]|\S+", text)
         if len(found) != 2:
-            count = f"{len(found)} spec{'' if len(found) == 1 else 's'}"
             raise LayoutError(
-                f"{origin} {number}: {count} where two are needed, FROM and TO: {text}"
+                f"{origin} {number}: {counted(len(found), 'spec')} where two are needed, FROM and "
+                f"TO: {text[:200]}"
+            )
+        pairs += 1
+        if pairs > _MOST_PAIRS:
+            raise InputFileError(
+                f"{origin} {number}: more than {_MOST_PAIRS:,} pairs; price them in several runs"
             )
         source, target = found
         yield _Pair(source, target, origin, number)
 
 
+def _lines(file: str) -> Iterator[str]:
+    """Yield the lines of a file that may have no end, nor one of its lines."""
+    try:
+        # What is no text becomes a sign that no spec has, and an error of its line.
+        with click.open_file(file, encoding="utf-8-sig", errors="replace") as opened:
+            while line := opened.readline(_MOST_CHARACTERS + 1):
+                yield line
+    except OSError as error:
+        raise InputFileError(
+            f"{path_text(file)}: the pairs cannot be read: {error.strerror}"
+        ) from None
+
+
 def _answers(
     converter: LayoutConverter,
-    pairs: Sequence[_Pair],
+    pairs: Iterable[_Pair],
     mesh: DeviceMesh,
     shape: tuple[int, ...],
     dtype: str,
@@ -187,6 +209,9 @@ def _answers(
             if ends not in places:
                 places[ends] = len(places)
                 answers.distinct.append(_Cost.of(converter.plan(*ends)))
+        except SpecSyntaxError as error:
+            problem = f"{pair.place}: {error.problem}"
+            raise SpecSyntaxError(problem, error.text, error.position) from None
         except ShardSpecError as error:
             # Of the same exit code, whichever error it is: wrong usage.
             raise LayoutError(f"{pair.place}: {error}") from error

@@ -8,11 +8,16 @@ import click
 
 from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
 from shardspec.checkpoint.writing.select import Choice
-from shardspec.cli.paths import CheckpointPath
-from shardspec.cli.source import open_both, source_options
-from shardspec.cli.writing import choosing_options, progress_bar
+from shardspec.cli.options import (
+    CheckpointPath,
+    choosing_options,
+    json_option,
+    open_both,
+    source_options,
+)
+from shardspec.cli.output import progress_bar, say
 from shardspec.dtypes import item_bytes
-from shardspec.text import bytes_text, counted
+from shardspec.text import bytes_text, counted, shown
 
 __all__ = ["command"]
 
@@ -55,7 +60,7 @@ Examples:
 )
 @choosing_options
 @source_options
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@json_option("Print what was found as JSON.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -70,7 +75,7 @@ def command(
     source_rules: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare two checkpoints of any forms tensor by tensor; exits with 3 if they differ.
+    """Compare two checkpoints of any formats tensor by tensor; exits with 3 if they differ.
 
     Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any, NaN
     is the same as any NaN, and floating point numbers of two dtypes are compared too. Tensors of A
@@ -92,17 +97,19 @@ def command(
                 progress=progress,
             )
         )
+    compared = len(chosen.keys() | others)
     if as_json:
-        click.echo(json.dumps([difference.to_json() for difference in found]))
+        differences = [difference.to_json() for difference in found]
+        record = {"a": str(a), "b": str(b), "tensors": compared, "differences": differences}
+        say(json.dumps(record))
     elif found:
         for difference in found:
-            click.echo(f"tensor {difference.name!r} {difference.problem}")
-        count = counted(len(chosen.keys() | others), "tensor")
+            say(f"tensor {shown(difference.name)} {difference.problem}")
         verb = "differs" if len(found) == 1 else "differ"
-        click.echo(f"{len(found)} of {count} {verb}")
+        say(f"{len(found)} of {counted(compared, 'tensor')} {verb}")
     else:
         tensors = [one.outline(name) for name in chosen.values()]
         num_bytes = sum(prod(tensor.shape) * item_bytes(tensor.dtype) for tensor in tensors)
-        click.echo(f"no difference: {counted(len(tensors), 'tensor')}, {bytes_text(num_bytes)}")
+        say(f"no difference: {counted(len(tensors), 'tensor')}, {bytes_text(num_bytes)}")
     if found:
         ctx.exit(_DIFFERENT)

@@ -1,6 +1,5 @@
 """The command `shardspec explore`."""
 
-import os
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -8,12 +7,16 @@ from typing import Final, TypeVar
 
 import click
 
-from shardspec.checkpoint.writing.output import write_atomically
-from shardspec.cli.arguments import parse_mesh, parse_shape, parsed
-from shardspec.cli.cluster import parse_links
-from shardspec.dtypes import dtype_name
+from shardspec.cli.arguments import MeshShape, parse_mesh, parse_shape, parsed
+from shardspec.cli.options import (
+    dtype_option,
+    file_output,
+    overwrite_option,
+    parse_links,
+    plain_mesh,
+)
+from shardspec.cli.output import path_text, say, write_file
 from shardspec.explorer.page import MAX_DEVICES, explorer_page
-from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text
 
 __all__ = ["command"]
@@ -77,30 +80,16 @@ Examples:
     help="Links to pick, one preset for all axes or one per axis; may be given several times. "
     f"'shardspec presets' lists them.  [default: {', then '.join(_LINKS)}]",
 )
-@click.option(
-    "--dtype",
-    default="bfloat16",
-    show_default=True,
-    callback=parsed(dtype_name),
-    metavar="NAME",
-    help="Element type: bf16, float32, int8, …",
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="FILE",
-    help="Write the page here.",
-)
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@dtype_option("bfloat16")
+@file_output("Write the page here.", required=True)
+@overwrite_option()
 def command(
-    meshes: tuple[tuple[tuple[int, ...], tuple[str, ...] | None], ...],
+    meshes: tuple[MeshShape, ...],
     shapes: tuple[tuple[int, ...], ...],
     links: tuple[tuple[str, ...], ...],
     dtype: str,
     output: Path,
-    force: bool,
+    overwrite: bool,
 ) -> None:
     """Write one page in which to pick conversions and to watch their plans step by step.
 
@@ -114,17 +103,11 @@ def command(
             raise click.UsageError(
                 f"a mesh of {prod(sizes)} devices is too large to draw; up to {MAX_DEVICES} can be"
             )
-    built = [DeviceMesh(range(prod(sizes)), sizes, axis_names=names) for sizes, names in meshes]
+    built = [plain_mesh(mesh) for mesh in meshes]
     if not links:
         choices = (parse_links(text) for text in _LINKS)
         links = tuple(c for c in choices if len(c) == 1 or any(len(c) == m.ndim for m in built))
-    content = explorer_page(built, shapes, links, dtype).encode()
-
-    def fill(descriptor: int) -> None:
-        left = memoryview(content)
-        while left:
-            left = left[os.write(descriptor, left) :]
-
-    write_atomically(output, len(content), fill, overwrite=force)
-    shown = ", ".join(map(str, built))
-    click.echo(f"{output}: every conversion on {shown}, {bytes_text(len(content))}; open it")
+    page = explorer_page(built, shapes, links, dtype)
+    write_file(output, page, overwrite=overwrite)
+    size = bytes_text(len(page.encode()))
+    say(f"{path_text(output)}: every conversion on {', '.join(map(str, built))}, {size}; open it")

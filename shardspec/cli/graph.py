@@ -1,27 +1,31 @@
 """The command `shardspec graph`."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final, Unpack
 
 import click
 
-from shardspec.checkpoint.writing.output import write_atomically
-from shardspec.cli.arguments import MeshShape, parse_shape, parsed
-from shardspec.cli.cluster import build_mesh, build_model, mesh_options
-from shardspec.dtypes import dtype_name
+from shardspec.cli.options import (
+    ClusterOptions,
+    build_cluster,
+    cluster_options,
+    dtype_option,
+    file_output,
+    json_option,
+    overwrite_option,
+    shape_option,
+)
+from shardspec.cli.output import path_text, say, write_file
 from shardspec.errors import LayoutError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.drawing import Drawing, dot_text, draw_transitions
 from shardspec.layout.graph_svg import svg_text
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh, LinkModel
-
-if TYPE_CHECKING:
-    from shardspec.profiling.profile import Profile
+from shardspec.mesh import DeviceMesh
+from shardspec.text import counted
 
 __all__ = ["command"]
 
@@ -62,59 +66,35 @@ With Graphviz, 'dot -Tpng path.dot -o path.png' makes a PNG.
 """,
 )
 @click.argument("specs", nargs=-1, metavar="[FROM TO]")
-@mesh_options
+@cluster_options
 @click.option(
     "--dims",
     type=click.IntRange(0),
     metavar="COUNT",
     help="Dims of the tensor, where no FROM and TO are given.",
 )
-@click.option(
-    "--shape",
-    callback=parsed(parse_shape),
-    metavar="SIZES",
-    help='Sizes of the whole tensor, for the path: 4096x4096; "" for a scalar.',
-)
-@click.option(
-    "--dtype",
-    default="float32",
-    show_default=True,
-    callback=parsed(dtype_name),
-    metavar="NAME",
-    help="Element type, for the path: bf16, float32, int8, …",
-)
-@click.option(
-    "-o",
-    "--output",
-    callback=parsed(_parse_output),
-    metavar="FILE",
-    help="Write FILE.dot, for Graphviz, or FILE.svg; without it DOT is printed.",
-)
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print nodes, edges and path as JSON.")
+@shape_option('Sizes of the whole tensor, for the path: 4096x4096; "" for a scalar.')
+@dtype_option()
+@file_output("Write FILE.dot, for Graphviz, or FILE.svg; without it DOT is printed.", _parse_output)
+@overwrite_option()
+@json_option("Print nodes, edges and path as JSON.")
 def command(
     specs: tuple[str, ...],
-    mesh: MeshShape | None,
-    ids: tuple[int, ...] | None,
-    alpha: tuple[float, ...] | None,
-    beta: tuple[float, ...] | None,
-    links: tuple[str, ...] | None,
-    link_model: LinkModel | None,
-    profile: "Profile | None",
     dims: int | None,
     shape: tuple[int, ...] | None,
     dtype: str,
     output: Path | None,
-    force: bool,
+    overwrite: bool,
     as_json: bool,
+    **cluster: Unpack[ClusterOptions],
 ) -> None:
     """Draw which step leads from which spec to which, with the plan from FROM to TO marked.
 
     A spec is a node, and each slice, gather, all-to-all or reduction an edge. Permute and exchange
     join any two specs with nothing pending; they are drawn where the plan takes them.
     """
-    devices = build_mesh(mesh, ids, alpha, beta, link_model, profile)
-    converter = LayoutConverter(build_model(devices, links, profile))
+    devices, model = build_cluster(**cluster)
+    converter = LayoutConverter(model)
     drawing = _drawing(converter, devices, specs, dims, shape, dtype)
     writer = _WRITERS[".dot" if output is None else output.suffix.lower()]
     nodes = sum(map(len, drawing.columns))
@@ -125,15 +105,15 @@ def command(
         )
     text = writer(drawing)
     if output is not None:
-        _write(output, text.encode(), force)
+        write_file(output, text, overwrite=overwrite)
     if as_json:
-        click.echo(json.dumps(drawing.as_dict()))
+        say(json.dumps(drawing.as_dict()))
     elif output is None:
         click.echo(text, nl=False)
     else:
-        click.echo(f"{output}: {drawing.title}")
+        say(f"{path_text(output)}: {drawing.title}")
         if drawing.known_error:
-            click.echo(f"known error: {drawing.known_error}")
+            say(f"known error: {drawing.known_error}")
 
 
 def _drawing(
@@ -151,8 +131,7 @@ def _drawing(
             raise click.UsageError("--shape is for the path; give FROM and TO too, or leave it out")
         return draw_transitions(mesh, dims)
     if len(specs) != 2:
-        count = f"{len(specs)} spec{'' if len(specs) == 1 else 's'}"
-        raise click.UsageError(f"{count} where two are needed, FROM and TO")
+        raise click.UsageError(f"{counted(len(specs), 'spec')} where two are needed, FROM and TO")
     if shape is None:
         raise click.UsageError("a path from FROM to TO depends on the tensor; give its --shape")
     if dims is not None:
@@ -160,12 +139,3 @@ def _drawing(
     source = Layout(mesh, specs[0], shape, dtype)
     target = source.with_spec(specs[1])
     return draw_transitions(mesh, len(shape), converter.plan(source, target))
-
-
-def _write(path: Path, data: bytes, force: bool) -> None:
-    def fill(descriptor: int) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(descriptor, left) :]
-
-    write_atomically(path, len(data), fill, overwrite=force)

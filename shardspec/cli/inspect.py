@@ -17,12 +17,12 @@ from shardspec.checkpoint.inspect import (
     other_text,
 )
 from shardspec.cli.arguments import parse_index, parsed
-from shardspec.cli.paths import CheckpointPath
-from shardspec.cli.source import open_source, source_options
+from shardspec.cli.options import CheckpointPath, json_option, open_both, source_options
+from shardspec.cli.output import path_text, say
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import cells_text, ids_text
 from shardspec.layout.picture import picture as draw
-from shardspec.text import bytes_text, counted, table_text
+from shardspec.text import bytes_text, counted, printable, shown, table_text
 
 __all__ = ["command"]
 
@@ -64,7 +64,7 @@ Examples:
     help="Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
 )
 @source_options
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@json_option("Print everything as JSON.")
 def command(
     checkpoint: Path,
     ranks: int | None,
@@ -78,12 +78,12 @@ def command(
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
     Reads what describes the checkpoint, the header of every file where that does, and checks that
-    all of it agrees; no data. Of several ranks that hold the same, some forms store what one holds,
-    and show that one.
+    all of it agrees; no data. Of several ranks that hold the same, some formats store what one
+    holds, and show that one.
     """
     if (index is not None or picture) and pattern is None and only is None:
         raise click.UsageError("--index and --picture are about some tensors; name them: --tensor")
-    whole = inspect_checkpoint(open_source(checkpoint, ranks, source_rules))
+    whole = inspect_checkpoint(open_both(checkpoint, None, ranks, source_rules)[0])
     summary = whole
     if pattern is not None:
         summary = _only(summary, pattern)
@@ -91,19 +91,19 @@ def command(
         kept = tuple(t for t in summary.tensors if (t.uneven if only == "uneven" else t.replicated))
         summary = replace(summary, tensors=kept)
     if only is not None and not summary.tensors and not as_json:
-        click.echo(_some(summary, only, len(whole.tensors)))
+        say(_some(summary, only, len(whole.tensors)))
     elif index is not None:
         _say_holders(summary, index, as_json)
     elif as_json:
-        click.echo(json.dumps(summary.to_json()))
+        say(json.dumps(summary.to_json()))
     elif picture:
-        click.echo("\n\n".join(_picture(tensor) for tensor in summary.tensors))
+        say("\n\n".join(_picture(tensor) for tensor in summary.tensors))
     elif pattern is not None:
-        click.echo("\n\n".join(_boxes(tensor) for tensor in summary.tensors))
+        say("\n\n".join(_boxes(tensor) for tensor in summary.tensors))
     elif only is not None:
-        click.echo(_some(summary, only, len(whole.tensors)))
+        say(_some(summary, only, len(whole.tensors)))
     else:
-        click.echo(_overview(summary))
+        say(_overview(summary))
 
 
 def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bool) -> None:
@@ -117,19 +117,19 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
             for name, cells in found
             for box, ranks in cells.items()
         ]
-        click.echo(json.dumps({"index": list(index), "holders": boxes}))
+        say(json.dumps({"index": list(index), "holders": boxes}))
         return
     for name, cells in found:
         for box, ranks in cells.items():
             who = f"rank{'s' if len(ranks) > 1 else ''} {ids_text(ranks)}"
-            click.echo(f"{_plain(name)}[{', '.join(map(str, index))}]: {who}, in {box_text(box)}")
+            say(f"{_name(name)}[{', '.join(map(str, index))}]: {who}, in {box_text(box)}")
 
 
 def _picture(tensor: TensorSummary) -> str:
     """Draw who holds what; a table of boxes where they make up no grid."""
     outline = tensor.outline
     if tensor.layout is not None:
-        return f"{_plain(outline.name)}\n{draw(tensor.layout)}"
+        return f"{_name(outline.name)}\n{draw(tensor.layout)}"
     cells = tensor.cells
     sides = [{box[dim] for box in cells} for dim in range(len(outline.shape))]
     if prod(map(len, sides)) != len(cells) or len(cells) > _MOST_CELLS:
@@ -141,9 +141,9 @@ def _picture(tensor: TensorSummary) -> str:
 def _only(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
     found = tuple(t for t in summary.tensors if fnmatchcase(t.outline.name, pattern))
     if not found:
-        names = ", ".join(repr(t.outline.name) for t in summary.tensors[:3])
+        names = ", ".join(shown(t.outline.name) for t in summary.tensors[:3])
         raise CheckpointError(
-            f"{summary.directory}: no tensor matches {pattern!r}; the names start with "
+            f"{summary.directory}: no tensor matches {shown(pattern)}; the names start with "
             f"{names or '(there are none)'}"
         )
     return replace(summary, tensors=found)
@@ -151,16 +151,16 @@ def _only(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
 
 def _overview(summary: CheckpointSummary) -> str:
     facts = [counted(len(summary.tensors), "tensor"), bytes_text(summary.num_bytes)]
-    facts.append(f"in the form of {summary.format}")
+    facts.append(f"in the format of {summary.format}")
     if summary.mesh is not None:
         devices = counted(summary.mesh.size, "device")
         facts.append(f"saved on mesh {summary.mesh} ({devices})")
-    parts = [f"{summary.directory}: {', '.join(facts)}"]
+    parts = [f"{path_text(summary.directory)}: {', '.join(facts)}"]
     if summary.tensors:
         parts += [_tensors(summary), _ranks(summary)]
     if summary.extras:
         rows = [
-            [_plain(name), _plain(other_text(at, _MOST_VALUE))]
+            [_name(name), _name(other_text(at, _MOST_VALUE))]
             for name, at in sorted(summary.extras.items())
         ]
         parts.append(table_text(["no tensor", "value"], rows, text_from=1))
@@ -170,7 +170,7 @@ def _overview(summary: CheckpointSummary) -> str:
 def _some(summary: CheckpointSummary, only: str, of: int) -> str:
     found = f"{len(summary.tensors) or 'none'} of {counted(of, 'tensor')}"
     verb = "are" if len(summary.tensors) > 1 else "is"
-    line = f"{summary.directory}: {found} {verb} {only}"
+    line = f"{path_text(summary.directory)}: {found} {verb} {only}"
     if only == "replicated" and summary.mesh is None:
         line += f", as far as {summary.format} says: what ranks hold alike may be stored once"
     return f"{line}\n\n{_tensors(summary)}" if summary.tensors else line
@@ -235,16 +235,16 @@ def _remarks(tensor: TensorSummary) -> list[str]:
 def _facts(tensor: TensorSummary) -> list[str]:
     outline = tensor.outline
     spec = outline.spec if tensor.layout is None else tensor.layout.labelled_spec
-    return [_plain(outline.name), "" if spec is None else str(spec), outline.dtype]
+    return [_name(outline.name), "" if spec is None else str(spec), outline.dtype]
 
 
 def _title(tensor: TensorSummary) -> str:
     return " ".join(filter(None, _facts(tensor)))
 
 
-def _plain(name: str) -> str:
-    """Return a name that cannot upset the terminal."""
-    return name if name and name.isprintable() else ascii(name)
+def _name(name: str) -> str:
+    """Return a name that cannot upset the terminal, and that is seen."""
+    return printable(name) or "''"
 
 
 def _boxes(tensor: TensorSummary) -> str:

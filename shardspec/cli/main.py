@@ -1,11 +1,12 @@
 """The command `shardspec`, and the one place where errors become a line and an exit code.
 
-Exit codes: 0 done, 1 nowhere to print, 2 wrong usage (an option, a spec, a mesh), 3 a checkpoint or
-an output that cannot be used, 130 interrupted, 143 told to end.
+Exit codes: 0 done, 1 nowhere to print, 2 wrong usage (an option, a spec, a mesh), 3 a checkpoint, a
+file of arguments or an output that cannot be used, 130 interrupted, 143 told to end.
 """
 
 import gc
 import io
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,14 @@ from typing import Any, Final, Never
 
 import click
 
-from shardspec.errors import CheckpointError, ProfileError, ShardSpecError
+from shardspec.errors import (
+    CheckpointError,
+    InputFileError,
+    ProfileError,
+    ShardSpecError,
+    SpecSyntaxError,
+)
+from shardspec.text import printable
 
 __all__ = ["cli", "main"]
 
@@ -106,8 +114,12 @@ class _LazyGroup(click.Group):
                 # The terminal has shown ^C in this line.
                 click.echo(err=True)
             code = _fail("interrupted", _BY_SIGNAL + error.number)
-        except (CheckpointError, ProfileError) as error:
+        except (CheckpointError, InputFileError, ProfileError) as error:
             code = _fail(str(error), _BAD_INPUT)
+        except SpecSyntaxError as error:
+            # Of several lines: the last one points at a character.
+            click.echo(f"Error: {printable(str(error), keep=chr(10))}", err=True)
+            code = _USAGE
         except ShardSpecError as error:
             code = _fail(str(error), _USAGE)
         except OSError as error:
@@ -125,7 +137,10 @@ class _EndedError(Exception):
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"Error: {message}", err=True)
+    """Print a line: what could upset the terminal as escapes, arguments of Python as options."""
+    as_options = re.sub(r" ?\((\w+)=True\)", "", message)
+    as_options = re.sub(r"\b(overwrite|force)=True\b", "--overwrite", as_options)
+    click.echo(f"Error: {printable(as_options)}", err=True)
     return code
 
 

@@ -1,20 +1,28 @@
 """The command `shardspec merge`."""
 
-from pathlib import Path
-from typing import Unpack
+from pathlib import Path, PurePath
+from typing import Final, Unpack
 
 import click
 
 from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm, merge
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.writing.fill import Progress
 from shardspec.checkpoint.writing.member import Member
 from shardspec.cli.arguments import parse_bytes, parsed
-from shardspec.cli.paths import CheckpointPath
-from shardspec.cli.source import open_source, source_options
-from shardspec.cli.writing import WritingOptions, output_option, write, writing_options
+from shardspec.cli.options import (
+    CheckpointPath,
+    WritingOptions,
+    open_both,
+    output_option,
+    source_options,
+    writing_options,
+)
+from shardspec.cli.output import Progress, write_report
+from shardspec.text import shown
 
 __all__ = ["command"]
+
+_KNOWN_SUFFIXES: Final = ("", ".safetensors", ".pt", ".pth", ".bin")
 
 
 def _size(text: str) -> int:
@@ -37,12 +45,12 @@ Examples:
 """,
 )
 @click.argument("checkpoint", type=CheckpointPath(), metavar="CKPT")
-@output_option("The file to write; a directory for the forms huggingface and dcp.")
+@output_option("The file to write; a directory for the formats huggingface and dcp.")
 @click.option(
     "--to",
     "form",
     type=click.Choice(MERGED_FORMS),
-    help="The form of OUT: one safetensors file (default), safetensors files with an index "
+    help="The format of OUT: one safetensors file (default), safetensors files with an index "
     "(default with --max-shard-size, or if OUT ends in /), a file for torch.load (default if OUT "
     "ends in .pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
 )
@@ -68,14 +76,20 @@ def command(
 ) -> None:
     """Write the whole tensors of the checkpoint CKPT into one file, or files of a limited size.
 
-    CKPT may be of any form that can be read. Checks first that what describes it agrees with its
+    CKPT may be of any format that can be read. Checks first that what describes it agrees with its
     files, that the boxes of every tensor tile it and that boxes stored twice agree; finishes
     pending reductions. OUT appears when it is complete and was read again.
     """
+    suffix = "" if output.endswith("/") else PurePath(output).suffix.lower()
+    if form is None and max_shard_bytes is None and suffix not in _KNOWN_SUFFIXES:
+        raise click.UsageError(
+            f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
+            f"({', '.join(MERGED_FORMS)}), or a name that ends in .safetensors or .pt"
+        )
 
     def written(progress: Progress | None, member: Member | None) -> WriteReport:
         return merge(
-            open_source(checkpoint, ranks, source_rules),
+            open_both(checkpoint, None, ranks, source_rules)[0],
             output,
             form=form,
             max_shard_bytes=max_shard_bytes,
@@ -84,4 +98,4 @@ def command(
             **options,
         )
 
-    write("merge", written, as_json=as_json, quiet=quiet)
+    write_report("merge", written, as_json=as_json, quiet=quiet)

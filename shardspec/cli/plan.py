@@ -1,31 +1,29 @@
 """The command `shardspec plan`."""
 
 import json
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final, Unpack
 
 import click
 
-from shardspec.cli.arguments import (
-    MeshShape,
-    parse_bytes,
-    parse_ids,
-    parse_mesh,
-    parsed,
+from shardspec.cli.arguments import MeshShape, parse_bytes, parse_ids, parse_mesh, parsed
+from shardspec.cli.options import (
+    ClusterOptions,
+    build_cluster,
+    cluster_options,
+    json_option,
+    plain_mesh,
     tensor_options,
 )
-from shardspec.cli.cluster import build_mesh, build_model, mesh_options
+from shardspec.cli.output import say
 from shardspec.comm.cost import CostModel, Link
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.naive import difference_text, naive_plan
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.plan_text import plans_table
-from shardspec.mesh import DeviceMesh, LinkModel
-
-if TYPE_CHECKING:
-    from shardspec.profiling.profile import Profile
+from shardspec.mesh import DeviceMesh
+from shardspec.text import printable
 
 __all__ = ["command"]
 
@@ -52,7 +50,7 @@ over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is 
 )
 @click.argument("source", metavar="FROM")
 @click.argument("target", metavar="TO")
-@mesh_options
+@cluster_options
 @tensor_options
 @click.option(
     "--target-mesh",
@@ -84,17 +82,10 @@ over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is 
     is_flag=True,
     help="Show what the plan avoids: finishing reductions, gathering everything, then slicing.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@json_option("Print the plan as JSON.")
 def command(
     source: str,
     target: str,
-    mesh: MeshShape | None,
-    ids: tuple[int, ...] | None,
-    alpha: tuple[float, ...] | None,
-    beta: tuple[float, ...] | None,
-    links: tuple[str, ...] | None,
-    link_model: LinkModel | None,
-    profile: "Profile | None",
     shape: tuple[int, ...],
     dtype: str,
     target_mesh: MeshShape | None,
@@ -103,14 +94,14 @@ def command(
     alternatives: int | None,
     explain: bool,
     as_json: bool,
+    **cluster: Unpack[ClusterOptions],
 ) -> None:
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
     Works on paper: it needs no process group, no GPU and no tensor. Without --links, or
     --alpha and --beta, the links of one H100 node are assumed; the plan's last lines say so.
     """
-    devices = build_mesh(mesh, ids, alpha, beta, link_model, profile)
-    model = build_model(devices, links, profile)
+    devices, model = build_cluster(**cluster)
     layout = Layout(devices, source, shape, dtype)
     there, target_model = devices, None
     if target_mesh is not None:
@@ -131,23 +122,22 @@ def command(
         if naive is not None:
             record["naive"] = _beside(naive, best)
             record["explanation"] = difference_text(best, naive)
-        click.echo(json.dumps(record))
+        say(json.dumps(record))
         return
     click.echo(_styled(str(best)))
     if alternatives is not None:
-        click.echo(f"\n{_next_best(plans, alternatives)}")
+        say(f"\n{_next_best(plans, alternatives)}")
     if naive is not None:
-        click.echo(f"\n{difference_text(best, naive)}")
-        click.echo(plans_table([best, naive], ["chosen", "naive"]))
+        say(f"\n{difference_text(best, naive)}")
+        say(plans_table([best, naive], ["chosen", "naive"]))
 
 
 def _other_mesh(
     mesh: MeshShape, ids: tuple[int, ...] | None, model: CostModel
 ) -> tuple[DeviceMesh, CostModel]:
     """Return the target's mesh, with the links of the source's mesh or the slowest of them."""
-    shape, names = mesh
-    devices = DeviceMesh(range(math.prod(shape)) if ids is None else ids, shape, axis_names=names)
-    links = model.links
+    devices, links = plain_mesh(mesh, ids), model.links
+    shape = devices.shape
     if len(shape) != len(links):
         latency, per_byte = model.slowest(range(len(links)))
         name = links[0].name if len(set(links)) == 1 else "slowest of the other mesh"
@@ -173,7 +163,7 @@ def _next_best(plans: Sequence[ConversionPlan], wanted: int) -> str:
 
 def _styled(text: str) -> str:
     """Make the title stand out and the assumptions stand back; click does so on terminals only."""
-    first, *lines = text.split("\n")
+    first, *lines = printable(text, keep="\n").split("\n")
     aside = ("per device; ", "known error: ", "nothing to do: ")
     return "\n".join(
         [

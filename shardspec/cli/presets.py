@@ -5,6 +5,8 @@ from textwrap import fill
 
 import click
 
+from shardspec.cli.options import json_option
+from shardspec.cli.output import say
 from shardspec.comm.cost import FITTED_ERROR
 from shardspec.comm.presets import PRESETS, LinkPreset
 from shardspec.text import bytes_text, table_text
@@ -20,7 +22,7 @@ Examples:
   shardspec presets --json
 """,
 )
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@json_option("Print everything as JSON.")
 def command(as_json: bool) -> None:
     """Show the links that --links knows, where their numbers come from and what they hold for.
 
@@ -28,9 +30,9 @@ def command(as_json: bool) -> None:
     """
     if as_json:
         records = [preset.as_dict() for preset in PRESETS.values()]
-        click.echo(json.dumps({"known_error": FITTED_ERROR, "presets": records}))
+        say(json.dumps({"known_error": FITTED_ERROR, "presets": records}))
     else:
-        click.echo(_text())
+        say(_text())
 
 
 def _text() -> str:

@@ -4,16 +4,17 @@ import os
 import platform
 import sys
 from datetime import UTC, datetime
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from shardspec.checkpoint.writing.output import write_atomically
-from shardspec.cli.arguments import MeshShape, mesh_option, parse_bytes, parsed
+from shardspec.cli.arguments import MeshShape, parse_bytes, parsed
+from shardspec.cli.options import file_output, mesh_option, overwrite_option, plain_mesh
+from shardspec.cli.output import path_text, say, write_file
 from shardspec.errors import OutputExistsError, ProfileError
 from shardspec.mesh import DeviceMesh
+from shardspec.text import shown
 
 if TYPE_CHECKING:
     from shardspec.profiling.profile import Profile
@@ -31,21 +32,14 @@ Examples:
 """,
 )
 @mesh_option
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Where to write the profile.",
-)
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as SVG too.")
+@file_output("Where to write the profile.", required=True)
+@file_output("Draw it as SVG too.", option="--plot")
 @click.option("--min-bytes", callback=parsed(parse_bytes), default="4KiB", show_default=True)
 @click.option("--max-bytes", callback=parsed(parse_bytes), default="16MiB", show_default=True)
 @click.option(
     "--repeats", type=click.IntRange(1, 10_000), default=5, show_default=True, help="At the least."
 )
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@overwrite_option()
 def command(
     mesh: MeshShape,
     output: Path,
@@ -53,7 +47,7 @@ def command(
     min_bytes: int,
     max_bytes: int,
     repeats: int,
-    force: bool,
+    overwrite: bool,
 ) -> None:
     """Measure the links of a cluster: how long steps take on the processes of this job.
 
@@ -61,33 +55,39 @@ def command(
     of the mesh and along all of them, over sizes that grow eightfold, fits a latency and a rate to
     each axis, and chooses between links of every group's own and one bus that all devices share.
     """
-    shape, names = mesh
-    world = int(os.environ.get("WORLD_SIZE", "0"))
-    rank = int(os.environ.get("RANK", "0"))
-    devices = DeviceMesh(range(prod(shape)), shape, axis_names=names)
+    world, rank = _environment("WORLD_SIZE"), _environment("RANK")
+    devices = plain_mesh(mesh)
     if world != devices.size:
         start = f"torchrun --nproc_per_node {devices.size} -m shardspec profile --mesh {devices}"
         found = f"this job has {world} processes" if world else "this is no job"
         raise click.UsageError(
             f"mesh {devices} has {devices.size} devices, but {found}; start it as in '{start} -o "
-            f"{output}', or over several hosts"
+            f"{path_text(output)}', or over several hosts"
         )
     if not 4 <= min_bytes < max_bytes:
         raise click.UsageError("--min-bytes must be at least 4, and --max-bytes more than it")
     if rank == 0:
         for path in (output, *((plot,) if plot else ())):
-            _check_place(path, force)
+            _check_place(path, overwrite)
     profile = _measure(devices, _sizes(min_bytes, max_bytes), repeats, show=rank == 0)
     if rank:
         return
     from shardspec.profiling.chart import chart_svg, chart_text
 
-    profile.save(output, overwrite=force)
+    profile.save(output, overwrite=overwrite)
     if plot is not None:
-        _write(plot, chart_svg(profile).encode(), force)
-    click.echo(f"{profile.table()}\n\n{chart_text(profile)}\n")
-    click.echo(f"known error: {profile.known_error}")
-    click.echo(f"{output}: the links of mesh {devices}, {profile.link_model} model")
+        write_file(plot, chart_svg(profile), overwrite=overwrite)
+    say(f"{profile.table()}\n\n{chart_text(profile)}\n")
+    say(f"known error: {profile.known_error}")
+    say(f"{path_text(output)}: the links of mesh {devices}, {profile.link_model} model")
+
+
+def _environment(name: str) -> int:
+    """Return a number that torchrun has set, 0 outside of a job."""
+    text = os.environ.get(name, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise click.UsageError(f"{name}={shown(text)} is no number; start it with torchrun")
+    return int(text)
 
 
 def _sizes(least: int, most: int) -> list[int]:
@@ -98,12 +98,12 @@ def _sizes(least: int, most: int) -> list[int]:
     return [*sizes, most]
 
 
-def _check_place(path: Path, force: bool) -> None:
+def _check_place(path: Path, overwrite: bool) -> None:
     """Refuse before measuring what could not be written afterwards."""
     if not path.resolve().parent.is_dir():
         raise ProfileError(f"{path}: its directory does not exist; make it first")
-    if path.exists() and (path.is_dir() or not force):
-        raise OutputExistsError(f"{path}: exists; choose another name, or use --force")
+    if path.exists() and (path.is_dir() or not overwrite):
+        raise OutputExistsError(f"{path}: exists; choose another name, or use --overwrite")
 
 
 def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) -> "Profile":
@@ -134,10 +134,3 @@ def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) ->
     dist.barrier()
     dist.destroy_process_group()
     return make_profile(mesh.shape, mesh.axis_names, times, facts)
-
-
-def _write(path: Path, content: bytes, force: bool) -> None:
-    def fill(fd: int) -> None:
-        os.pwrite(fd, content, 0)
-
-    write_atomically(path, len(content), fill, overwrite=force)

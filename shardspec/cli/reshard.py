@@ -7,13 +7,19 @@ import click
 
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.reshard import RESHARDED_FORMS, ReshardedForm, read_rules, reshard
-from shardspec.checkpoint.writing.fill import Progress
 from shardspec.checkpoint.writing.member import Member
 from shardspec.cli.arguments import MeshShape, parse_mesh, parsed
-from shardspec.cli.cluster import build_mesh
-from shardspec.cli.paths import CheckpointPath
-from shardspec.cli.source import open_both, source_options
-from shardspec.cli.writing import WritingOptions, output_option, write, writing_options
+from shardspec.cli.options import (
+    CheckpointPath,
+    WritingOptions,
+    open_both,
+    output_option,
+    plain_mesh,
+    rules_option,
+    source_options,
+    writing_options,
+)
+from shardspec.cli.output import Progress, say, write_report
 
 __all__ = ["command"]
 
@@ -41,13 +47,7 @@ What no rule matches is kept whole on every device.
     metavar="SHAPE",
     help="Devices to cut for, outermost axis first: 2x4, or with names dp=2,tp=4.",
 )
-@click.option(
-    "--rules",
-    "rules_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="TOML file with name patterns and specs.",
-)
+@rules_option("--rules", "rules_file", "TOML file with name patterns and specs.")
 @click.option(
     "--rule",
     "rule_pairs",
@@ -68,7 +68,7 @@ What no rule matches is kept whole on every device.
     type=click.Choice(RESHARDED_FORMS),
     default="shardspec",
     show_default=True,
-    help="The form of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
+    help="The format of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
 )
 @source_options
 @writing_options
@@ -88,7 +88,7 @@ def command(
 ) -> None:
     """Write the checkpoint CKPT as the ranks of another mesh would have saved it.
 
-    CKPT may be of any form that can be read; pending reductions are finished. OUT appears when it
+    CKPT may be of any format that can be read; pending reductions are finished. OUT appears when it
     is complete and was read again.
     """
     if (mesh is None) == (like is None):
@@ -104,7 +104,7 @@ def command(
         return reshard(
             source,
             output,
-            mesh=None if mesh is None else build_mesh(mesh, None, None, None, None),
+            mesh=None if mesh is None else plain_mesh(mesh),
             rules=None if like is not None else rules,
             like=pattern,
             form=form,
@@ -113,4 +113,6 @@ def command(
             **options,
         )
 
-    write("reshard", written, as_json=as_json, quiet=quiet)
+    write_report("reshard", written, as_json=as_json, quiet=quiet)
+    if like is None and not rules and not quiet:
+        say("note: no rules were given, so every tensor is whole on every device", err=True)

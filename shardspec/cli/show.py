@@ -8,18 +8,19 @@ from pathlib import Path
 
 import click
 
-from shardspec.checkpoint.writing.output import write_atomically
-from shardspec.cli.arguments import (
-    MeshShape,
+from shardspec.cli.arguments import MeshShape
+from shardspec.cli.options import (
+    file_output,
+    ids_option,
     mesh_option,
-    parse_ids,
-    parsed,
+    overwrite_option,
+    plain_mesh,
     tensor_options,
 )
+from shardspec.cli.output import path_text, say, write_file
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Paint, picture, title
 from shardspec.layout.svg import box_rgb, layout_html, layout_svg
-from shardspec.mesh import DeviceMesh
 
 __all__ = ["command"]
 
@@ -37,21 +38,10 @@ Examples:
 )
 @click.argument("spec", metavar="SPEC")
 @mesh_option
-@click.option(
-    "--ids",
-    callback=parsed(parse_ids),
-    metavar="IDS",
-    help="Physical ids in row-major order, 3,1,0,2; counted from 0 if left out.",
-)
+@ids_option
 @tensor_options
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write a picture instead: FILE ends in .svg or .html.",
-)
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@file_output("Write a picture instead: FILE ends in .svg or .html.")
+@overwrite_option()
 def command(
     spec: str,
     mesh: MeshShape,
@@ -59,34 +49,26 @@ def command(
     shape: tuple[int, ...],
     dtype: str,
     output: Path | None,
-    force: bool,
+    overwrite: bool,
 ) -> None:
     """Show which devices hold which part of a tensor that is cut as SPEC.
 
     In the terminal every box has a colour of its own; where the output is piped it is plain.
     """
-    sizes, names = mesh
-    if prod(sizes) > _MOST_DEVICES:
+    if prod(mesh[0]) > _MOST_DEVICES:
         raise click.UsageError(
-            f"a mesh of {prod(sizes)} devices is too large to draw; up to {_MOST_DEVICES} can be"
+            f"a mesh of {prod(mesh[0])} devices is too large to draw; up to {_MOST_DEVICES} can be"
         )
-    devices = DeviceMesh(range(prod(sizes)) if ids is None else ids, sizes, axis_names=names)
-    layout = Layout(devices, spec, shape, dtype)
+    layout = Layout(plain_mesh(mesh, ids), spec, shape, dtype)
     if output is None:
         click.echo(picture(layout, _paint()))
         _say_if_too_wide(picture(layout))
         return
     draw = {".svg": layout_svg, ".html": layout_html}.get(output.suffix)
     if draw is None:
-        raise click.UsageError(f"{output}: give a file that ends in .svg or .html")
-    content = draw(layout).encode()
-
-    def fill(fd: int) -> None:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(content)
-
-    write_atomically(output, len(content), fill, overwrite=force)
-    click.echo(f"{output}: {title(layout)}")
+        raise click.UsageError(f"{path_text(output)}: give a file that ends in .svg or .html")
+    write_file(output, draw(layout), overwrite=overwrite)
+    say(f"{path_text(output)}: {title(layout)}")
 
 
 def _paint() -> Paint:
@@ -123,7 +105,7 @@ def _say_if_too_wide(text: str) -> None:
         return
     wide, here = max(map(len, text.splitlines())), shutil.get_terminal_size().columns
     if wide > here:
-        click.echo(
+        say(
             f"the picture is {wide} columns wide, this terminal {here}: give -o layout.svg, or "
             "pipe it to 'less -S'",
             err=True,

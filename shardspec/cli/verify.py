@@ -7,11 +7,16 @@ import click
 
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.verify import VerifyReport, verify_checkpoint
-from shardspec.cli.paths import CheckpointPath
-from shardspec.cli.source import open_both, source_options
-from shardspec.cli.writing import choosing_options, progress_bar
+from shardspec.cli.options import (
+    CheckpointPath,
+    choosing_options,
+    json_option,
+    open_both,
+    source_options,
+)
+from shardspec.cli.output import path_text, progress_bar, say
 from shardspec.errors import CheckpointError
-from shardspec.text import bytes_text, counted
+from shardspec.text import bytes_text, counted, printable, shown
 
 __all__ = ["command"]
 
@@ -38,7 +43,7 @@ Examples:
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
 @choosing_options
 @source_options
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON, all flaws.")
+@json_option("Print what was found as JSON, all flaws.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -69,18 +74,18 @@ def command(
             for difference in diff_checkpoints(
                 source, other, include=include, exclude=exclude, rename=rename, progress=progress
             ):
-                flaws.append(f"tensor {difference.name!r} {difference.problem}")
+                flaws.append(f"tensor {shown(difference.name)} {difference.problem}")
                 if not every:
                     raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
     if as_json:
-        click.echo(json.dumps({**report.to_json(), "flaws": flaws}))
+        say(json.dumps({**report.to_json(), "flaws": flaws}))
     else:
         for flaw in flaws:
-            click.echo(flaw)
+            say(printable(flaw))
         chosen = "what was chosen is " if include or exclude else ""
-        same = "" if against is None or flaws else f", and {chosen}the same as {against}"
-        click.echo(
-            f"{checkpoint}: {counted(report.tensors, 'tensor')} in "
+        same = "" if against is None or flaws else f", and {chosen}the same as {path_text(against)}"
+        say(
+            f"{path_text(checkpoint)}: {counted(report.tensors, 'tensor')} in "
             f"{counted(report.boxes, 'box', 'boxes')}, {bytes_text(report.num_bytes)}, "
             f"{_digests(report)}; {counted(len(flaws), 'flaw') if flaws else 'no flaws'}{same}"
         )

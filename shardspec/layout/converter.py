@@ -9,16 +9,18 @@ from typing import Final, TypeAlias, TypeVar
 import numpy as np
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.steps import Exchange, Permute, Slice, Step
+from shardspec.comm.steps import AllReduce, Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.alternatives import cheapest_plans
 from shardspec.layout.cross_search import Move, path_between_meshes
-from shardspec.layout.graph import Cuts, State, spec_of, state_of, transition_graph
+from shardspec.layout.graph import Cuts, State, TransitionGraph, spec_of, state_of
 from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.move_cost import step_seconds
+from shardspec.layout.naive import naive_moves
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.pricing import TIE_SECONDS, changed_axes, pair_prices, prices_of
-from shardspec.layout.search import cheapest_path, least_peak, shortest_walk
+from shardspec.layout.search import cheapest_path, least_peaks, shortest_walk
 from shardspec.layout.space import MAX_STATES, count_states
 from shardspec.layout.table import CostTable, cost_table
 from shardspec.mesh import DeviceMesh
@@ -27,7 +29,11 @@ __all__ = ["LayoutConverter"]
 
 T = TypeVar("T")
 
-_MOST_REMEMBERED: Final = 1 << 20
+_MOST_EDGES: Final = 200_000
+"""Steps that one search through a large graph looks at, in a second or two."""
+_MOST_DIMS: Final = 8
+"""Dims that such a search moves axes to, beside those that are cut at either end."""
+_MOST_REMEMBERED: Final = 1 << 18
 """Costs that a converter remembers before it starts anew."""
 
 
@@ -214,7 +220,7 @@ def _check_same_tensor(source: Layout, target: Layout) -> None:
         )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _cheapest_plan(
     source: Layout, target: Layout, model: CostModel, max_bytes: int | None
 ) -> ConversionPlan:
@@ -234,7 +240,7 @@ def _cheapest_plan(
     return ConversionPlan(tuple(step for step, _ in path), layouts, model)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _plan_between_meshes(
     source: Layout, target: Layout, models: tuple[CostModel, CostModel], max_bytes: int | None
 ) -> ConversionPlan:
@@ -270,7 +276,7 @@ def _path_by_matrix(
     walk = shortest_walk(allowed, index[start], index[goal])
     if walk is None:
         assert max_bytes is not None, "without a bound there is always a way"
-        least = least_peak(move, live, index[start], index[goal])
+        least = least_peaks(move, live, index[start])[index[goal]]
         raise LayoutError(
             f"no plan from {source.spec} to {spec_of(goal)} holds at most {max_bytes} bytes on "
             f"every device; the least that one needs is {int(least)}"
@@ -281,31 +287,54 @@ def _path_by_matrix(
 def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) -> _Path:
     """Search where there are too many states for a matrix.
 
-    To keep the search short, axes that neither end uses stay unused.
+    To keep the search short, axes that neither end uses stay unused; of many dims those that stay
+    whole at both ends do, but for the longest; and after `_MOST_EDGES` steps the best of what needs
+    no search is taken: finish reductions, then one permute or exchange, or gather and cut.
     """
-    space = transition_graph(source.mesh.ndim, source.spec.dims, start[1])
-    straight, bound = _straight(source, start, goal, model)
+    sure, bound = _without_search(source, start, goal, model)
+    axes = sorted({int(axis) for axis in source.spec.axes} | {a for cut in goal[0] for a in cut})
+    dims = [dim for dim, cuts in enumerate(zip(start[0], goal[0], strict=True)) if any(cuts)]
+    whole = [dim for dim in range(len(goal[0])) if dim not in dims]
+    whole.sort(key=lambda dim: -source.global_shape[dim])
+    dims += whole[: max(0, _MOST_DIMS - len(dims))]
+    space = TransitionGraph(source.mesh.ndim, tuple(axes), tuple(sorted(dims)))
     size = _LocalBytes(source)
-    used = set(source.spec.axes) | {axis for cut in goal[0] for axis in cut}
 
     def price(step: Step, state: State) -> float:
-        if isinstance(step, Slice) and not used.issuperset(step.axes):
-            return inf
         return model.step_seconds(step, size(state[0])) + TIE_SECONDS
 
-    return cheapest_path(space, start, goal, price, bound) or straight
+    return cheapest_path(space, start, goal, price, bound, _MOST_EDGES) or sure
 
 
-def _straight(source: Layout, start: State, goal: State, model: CostModel) -> tuple[_Path, float]:
-    """Return the path of one permute or exchange straight to the goal, and its seconds."""
+def _without_search(
+    source: Layout, start: State, goal: State, model: CostModel
+) -> tuple[_Path, float]:
+    """Return a path that needs no search, and its seconds."""
     if start == goal:
         return [], 0.0
-    if start[1]:
-        return [], inf
+    path = [(step, state_of(after.spec)) for step, after in naive_moves(source, spec_of(goal))]
+    if start[1] and not goal[1]:
+        finished = [move for move in path if isinstance(move[0], AllReduce)]
+        rest = source.with_spec(spec_of(finished[-1][1]))
+        path = finished + _straight(rest, goal, model)
+    elif not start[1]:
+        path = _straight(source, goal, model)
+    layouts = [source, *(source.with_spec(spec_of(state)) for _, state in path)]
+    seconds = (
+        step_seconds(step, *ends, model)
+        for (step, _), ends in zip(path, pairwise(layouts), strict=True)
+    )
+    return path, sum(seconds) + TIE_SECONDS * len(path)
+
+
+def _straight(source: Layout, goal: State, model: CostModel) -> _Path:
+    """Return one permute or exchange to the goal, or nothing where that is the source."""
+    start = state_of(source.spec)
+    if start == goal:
+        return []
     permute, exchange = pair_prices(source, goal[0], model)
     axes = changed_axes(start[0], goal[0])
-    step = Permute(axes) if permute <= exchange else Exchange(axes)
-    return [(step, goal)], min(permute, exchange) + TIE_SECONDS
+    return [(Permute(axes) if permute <= exchange else Exchange(axes), goal)]
 
 
 def _with_slices_joined(path: list[tuple[Step, T]]) -> list[tuple[Step, T]]:

@@ -5,29 +5,40 @@ mesh holds nothing and one that is not in the target's wants nothing. So the exc
 is the exchange among the devices of that one mesh, and nothing here knows more about it.
 """
 
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from operator import ne
+from typing import Final
 
 from shardspec.boxes import Box, box_size
 from shardspec.comm.cost import CostModel, Link
 from shardspec.comm.routes import Transfer, distance_on, exchange_routes
 from shardspec.dtypes import item_bytes
+from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
+    "MAX_PIECES",
+    "boxes_seconds",
     "common_mesh",
     "common_model",
+    "count_pieces",
     "exchange_seconds",
     "held_bytes",
+    "most_held",
     "received_bytes",
     "routes_seconds",
 ]
 
+MAX_PIECES: Final = 500_000
+"""Pieces that one exchange between two meshes may have: to list them takes seconds."""
 
-@lru_cache(maxsize=1024)
+
+@lru_cache(maxsize=64)
 def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
     """Return a mesh with the devices of both: the one that has them all, or a row of them.
 
@@ -93,8 +104,52 @@ def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     6.0
     """
     mesh = common_mesh(before.mesh, after.mesh)
-    moves = exchange_routes(before.boxes(), after.boxes(), distance_on(mesh))
-    return routes_seconds(moves, mesh, model, item_bytes(before.dtype))
+    return boxes_seconds(before.boxes(), after.boxes(), mesh, model, item_bytes(before.dtype))
+
+
+def boxes_seconds(
+    held: Mapping[int, Box],
+    wanted: Mapping[int, Box],
+    mesh: DeviceMesh,
+    model: CostModel,
+    item: int,
+) -> float:
+    """Return the modelled seconds of an exchange, given the boxes of all devices.
+
+    Raises
+    ------
+    LayoutError
+        If so many pieces would travel that they cannot be listed.
+    """
+    pieces = count_pieces(held, wanted)
+    if pieces > MAX_PIECES:
+        raise LayoutError(
+            f"between these meshes {pieces:,} pieces of the tensor would travel; conversions of up "
+            f"to {MAX_PIECES:,} are planned: cut the tensor alike on both, or by fewer devices"
+        )
+    moves = exchange_routes(held, wanted, distance_on(mesh))
+    return routes_seconds(moves, mesh, model, item)
+
+
+def count_pieces(held: Mapping[int, Box], wanted: Mapping[int, Box]) -> int:
+    """Return how many pieces travel or stay in an exchange.
+
+    Examples
+    --------
+    >>> count_pieces({0: ((0, 4),), 1: ((4, 8),)}, {0: ((0, 8),), 1: ((3, 8),)})
+    4
+    """
+    sides = [sorted(set(side)) for side in zip(*held.values(), strict=True)]
+    starts, ends = [[lo for lo, _ in side] for side in sides], [[hi for _, hi in s] for s in sides]
+    found: Counter[Box] = Counter(wanted.values())
+    return sum(
+        times
+        * prod(
+            max(0, bisect_left(start, hi) - bisect_right(end, lo))
+            for start, end, (lo, hi) in zip(starts, ends, box, strict=True)
+        )
+        for box, times in found.items()
+    )
 
 
 def routes_seconds(
@@ -163,9 +218,12 @@ def held_bytes(before: Layout, after: Layout) -> int:
     >>> held_bytes(Layout(left, "[S0]", (8,), "int8"), Layout(right, "[R]", (8,), "int8"))
     8
     """
-    held, wanted = before.boxes(), after.boxes()
-    sizes = (
+    return most_held(before.boxes(), after.boxes()) * item_bytes(before.dtype)
+
+
+def most_held(held: Mapping[int, Box], wanted: Mapping[int, Box]) -> int:
+    """Return the elements that the fullest device holds before and after together."""
+    return max(
         sum(box_size(boxes[device]) for boxes in (held, wanted) if device in boxes)
         for device in held.keys() | wanted.keys()
     )
-    return max(sizes) * item_bytes(before.dtype)

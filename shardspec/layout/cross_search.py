@@ -14,16 +14,18 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shardspec.boxes import Box
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Exchange, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
-from shardspec.layout.cross import common_mesh, common_model, exchange_seconds, held_bytes
+from shardspec.layout.cross import boxes_seconds, common_mesh, common_model, most_held
 from shardspec.layout.graph import Cuts, spec_of, state_of
 from shardspec.layout.layout import Layout
+from shardspec.layout.move_cost import live_bytes
 from shardspec.layout.pricing import TIE_SECONDS, Prices, prices_of
 from shardspec.layout.routed_cost import Geometry, geometry_of
-from shardspec.layout.search import distances, shortest_walk
+from shardspec.layout.search import distances, least_peaks, shortest_walk
 from shardspec.layout.space import MAX_STATES, count_states
 
 __all__ = ["Move", "path_between_meshes"]
@@ -34,8 +36,12 @@ Move: TypeAlias = tuple[Step, Layout]
 PathOnOneMesh: TypeAlias = Callable[[Layout, Layout], Sequence[Move]]
 """Returns the cheapest moves between two layouts of one mesh."""
 
+_Sides: TypeAlias = tuple[Box, ...]
+
 _MOST_PAIRS: Final = 2e7
 """Pairs of specs times devices up to which every pair is considered."""
+_MOST_DEVICES: Final = 1 << 14
+"""Of both meshes; who sends what to whom is listed device by device."""
 _MOST_PRICED: Final = 3e5
 """Exchanges times devices that are priced before the best so far is taken."""
 
@@ -49,6 +55,8 @@ class _Side:
     cuts: list[Cuts]
     seconds: Floats
     """From the source to each spec, or from each spec to the target."""
+    peak: Floats
+    """The bytes that the fullest device holds at least on the way; 0 where there is no bound."""
     walk: Callable[[int], Sequence[Move]]
     """The moves of the cheapest way from the source to a spec, or from it to the target."""
 
@@ -88,43 +96,24 @@ def path_between_meshes(
     for three axes each and a hundred devices. On larger meshes the tensor leaves as it is and
     arrives as it shall be, or the best of the pairs looked at is taken.
     """
-    found = _path(source, target, models, max_bytes, on_one_mesh)
-    if found is not None:
-        return found
-    assert max_bytes is not None, "without a bound there is always a way"
-    too_little, enough = max_bytes, max_bytes
-    while found is None:  # double, then halve the distance
-        too_little, enough = enough, 2 * enough + 1
-        found = _path(source, target, models, enough, on_one_mesh)
-    while enough - too_little > 1:
-        between = (too_little + enough) // 2
-        if _path(source, target, models, between, on_one_mesh) is None:
-            too_little = between
-        else:
-            enough = between
-    raise LayoutError(
-        f"no plan from {source} to {target} holds at most {max_bytes} bytes on every device; the "
-        f"least that one needs is {enough}"
-    )
-
-
-def _path(
-    source: Layout,
-    target: Layout,
-    models: tuple[CostModel, CostModel],
-    max_bytes: int | None,
-    on_one_mesh: PathOnOneMesh,
-) -> list[Move] | None:
+    devices = common_mesh(source.mesh, target.mesh).size
+    if devices > _MOST_DEVICES:
+        raise LayoutError(
+            f"the two meshes have {devices:,} devices together; conversions between meshes are "
+            f"planned for up to {_MOST_DEVICES:,}"
+        )
     here = _side(source, models[0], max_bytes, on_one_mesh, leaving=True)
     there = _side(target, models[1], max_bytes, on_one_mesh, leaving=False)
-    devices = len(common_mesh(source.mesh, target.mesh).ids)
     if len(here.cuts) * len(there.cuts) * devices > _MOST_PAIRS:
         here = _end_alone(source, on_one_mesh, leaving=True)
         if len(there.cuts) * devices > _MOST_PAIRS:
             there = _end_alone(target, on_one_mesh, leaving=False)
     best = _cheapest_pair(here, there, models, max_bytes)
     if best is None:
-        return None
+        raise LayoutError(
+            f"no plan from {source} to {target} holds at most {max_bytes} bytes on every device; "
+            f"the least that one needs is {_least_bytes(here, there)}"
+        )
     across = (Exchange(()), there.at(best[1]))
     return [*here.walk(best[0]), across, *there.walk(best[1])]
 
@@ -145,20 +134,21 @@ def _side(
     if max_bytes is not None:
         prices = prices.with_slices_joined()
     move = prices.cheapest()
+    place = prices.space.index[start]
+    peak = np.zeros(len(move))
     if max_bytes is not None:
         live = prices.local_bytes[:, None] + prices.local_bytes
+        peak = least_peaks(move if leaving else move.T, live, place)
         move = np.where(live <= max_bytes, move, inf)
-    place = prices.space.index[start]
     seconds = distances(move if leaving else move.T, place)
-    plain = prices.space.nothing_pending
-    reached = plain[np.isfinite(seconds[plain])]
+    reached = prices.space.nothing_pending
 
     def walk(index: int) -> Sequence[Move]:
         ends = (place, int(reached[index])) if leaving else (int(reached[index]), place)
         return _moves(prices, move, ends, end)
 
     cuts = [prices.space.states[i][0] for i in reached]
-    return _Side(end, cuts, seconds[reached], walk)
+    return _Side(end, cuts, seconds[reached], peak[reached], walk)
 
 
 def _moves(prices: Prices, move: Floats, ends: tuple[int, int], layout: Layout) -> Sequence[Move]:
@@ -172,7 +162,9 @@ def _end_alone(end: Layout, on_one_mesh: PathOnOneMesh, *, leaving: bool) -> _Si
     """Let the tensor leave or arrive as it is; what is pending is finished first."""
     plain = end.with_spec(end.spec.without_partial())
     moves = on_one_mesh(end, plain) if leaving else []
-    return _Side(end, [state_of(plain.spec)[0]], np.zeros(1), lambda _: moves)
+    layouts = [end, *(after for _, after in moves)]
+    peak = max((live_bytes(*ends) for ends in pairwise(layouts)), default=0)
+    return _Side(end, [state_of(plain.spec)[0]], np.zeros(1), np.array([peak]), lambda _: moves)
 
 
 def _cheapest_pair(
@@ -180,23 +172,66 @@ def _cheapest_pair(
 ) -> tuple[int, int] | None:
     """Return where to leave and where to arrive."""
     meshes = here.layout.mesh, there.layout.mesh
-    model = common_model(*meshes, *models)
-    devices = len(common_mesh(*meshes).ids)
+    mesh, model = common_mesh(*meshes), common_model(*meshes, *models)
+    item = item_bytes(here.layout.dtype)
     bound = here.seconds[:, None] + there.seconds + _least_exchange(here, there, model)
-    budget = max(16, int(_MOST_PRICED / devices))
+    budget = max(16, int(_MOST_PRICED / len(mesh.ids)))
+    held, wanted = _Boxes(here), _Boxes(there)
+    # Axes of one device, and dims too short to be cut, make many specs the same boxes.
+    known: dict[tuple[_Sides, _Sides], float] = {}
     best, found = inf, None
+    too_many: LayoutError | None = None
     for flat in np.argsort(bound, axis=None, kind="stable")[:budget].tolist():
+        pair = divmod(flat, len(there.cuts))
+        if not bound[pair] < best:
+            break
+        before, after = held.of(pair[0]), wanted.of(pair[1])
+        if max_bytes is not None and most_held(before, after) * item > max_bytes:
+            continue
+        key = tuple(before.values()), tuple(after.values())
+        if key not in known:
+            try:
+                known[key] = boxes_seconds(before, after, mesh, model, item) + TIE_SECONDS
+            except LayoutError as error:
+                known[key], too_many = inf, error
+        total = float(here.seconds[pair[0]] + there.seconds[pair[1]]) + known[key]
+        if total < best:
+            best, found = total, pair
+    if found is None and too_many is not None:
+        raise too_many
+    return found
+
+
+def _least_bytes(here: _Side, there: _Side) -> int:
+    """Return the bytes that the fullest device holds at least, whichever way is taken."""
+    item = item_bytes(here.layout.dtype)
+    held, wanted = _Boxes(here), _Boxes(there)
+    known: dict[tuple[_Sides, _Sides], int] = {}
+    bound = np.maximum(here.peak[:, None], there.peak)
+    best = inf
+    for flat in np.argsort(bound, axis=None, kind="stable").tolist():
         pair = divmod(flat, len(there.cuts))
         if bound[pair] >= best:
             break
-        before, after = here.at(pair[0]), there.at(pair[1])
-        if max_bytes is not None and held_bytes(before, after) > max_bytes:
-            continue
-        seconds = exchange_seconds(before, after, model) + TIE_SECONDS
-        total = float(here.seconds[pair[0]] + there.seconds[pair[1]]) + seconds
-        if total < best:
-            best, found = total, pair
-    return found
+        before, after = held.of(pair[0]), wanted.of(pair[1])
+        key = tuple(before.values()), tuple(after.values())
+        if key not in known:
+            known[key] = most_held(before, after) * item
+        best = min(best, max(known[key], float(bound[pair])))
+    return int(best)
+
+
+class _Boxes:
+    """The boxes of all devices at each spec of a side, worked out when they are asked for."""
+
+    def __init__(self, side: _Side) -> None:
+        self._side = side
+        self._known: dict[int, dict[int, Box]] = {}
+
+    def of(self, index: int) -> dict[int, Box]:
+        if index not in self._known:
+            self._known[index] = self._side.at(index).boxes()
+        return self._known[index]
 
 
 def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:

@@ -13,7 +13,7 @@ from typing import Final
 
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import State, spec_of, state_of, transition_graph
+from shardspec.layout.graph import State, TransitionGraph, spec_of
 from shardspec.layout.layout import Layout, resolve_axes
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.plan_text import step_text
@@ -146,7 +146,7 @@ def draw_transitions(mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = 
             f"the limit is {MAX_STATES}; draw fewer mesh axes or dims"
         )
     whole = resolve_axes(ShardingSpec(dims, partial=pending), mesh)
-    graph = transition_graph(mesh.ndim, dims, state_of(whole)[1]).explore(whole)
+    graph = TransitionGraph(mesh.ndim).explore(whole)
     states = sorted(graph.nodes, key=_column_and_place)
     # A tensor of any size has these specs.
     tensor = Layout(mesh, ShardingSpec(dims), (1,) * dims, "float32")

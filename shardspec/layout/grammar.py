@@ -11,20 +11,29 @@ Brackets and blanks are optional on input. Bare digits are always one axis each;
 ``S(10)``. A scalar is ``[]``.
 """
 
-from typing import Final, get_args
+from typing import Final, TypeAlias, get_args
 
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import SpecSyntaxError
-from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis
 
 __all__ = ["parse_spec"]
 
+Parsed: TypeAlias = tuple[list[list[Axis]], dict[Axis, ReduceOp]]
+
 _DIGITS: Final = "0123456789"
+_MOST_DIGITS: Final = 9
+"""Of an axis number: no mesh has more axes."""
 
 
-def parse_spec(text: str) -> ShardingSpec:
-    """Parse one spec; see `ShardingSpec.parse`."""
+def parse_spec(text: str) -> Parsed:
+    """Return the axes of every dim, and what is pending; see `ShardingSpec.parse`.
+
+    Examples
+    --------
+    >>> parse_spec("[S10,R|P(dp)]")
+    ([[1, 0], []], {'dp': 'sum'})
+    """
     return _Parser(text).spec()
 
 
@@ -35,7 +44,7 @@ class _Parser:
         self._text = text
         self._at = 0
 
-    def spec(self) -> ShardingSpec:
+    def spec(self) -> Parsed:
         bracketed = self._take("[")
         dims: list[list[Axis]] = []
         partial: dict[Axis, ReduceOp] = {}
@@ -53,7 +62,7 @@ class _Parser:
             raise self._error(
                 "expected the end of the spec" if bracketed else "expected ',' or '|'"
             )
-        return ShardingSpec(len(dims), dict(enumerate(dims)), partial=partial)
+        return dims, partial
 
     def _dim(self) -> list[Axis]:
         if self._take("R"):
@@ -101,6 +110,10 @@ class _Parser:
             self._at += 1
         word = self._text[start : self._at]
         if word.isdecimal() and word.isascii():
+            if len(word) > _MOST_DIGITS:
+                raise self._error(
+                    f"an axis number has {_MOST_DIGITS} digits at most, this has {len(word)}", start
+                )
             return int(word), start
         if word.isidentifier():
             return word, start

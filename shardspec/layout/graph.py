@@ -2,18 +2,19 @@
 
 Which steps lead where depends only on the number of mesh axes, the tensor rank and what is pending,
 not on sizes, so one graph serves every mesh shape and tensor; prices are put on it per conversion.
-The graph is a `networkx.DiGraph`. It has 11 nodes for two axes and rank 2, 1,457 for four axes and
-rank 4, and a great many for six axes; so nodes get their edges when they are first asked for.
+The graph has 11 nodes for two axes and rank 2, 1,457 for four axes and rank 4, and a great many for
+six axes; so it is made where it is looked at.
 
 Cutting is free, so a slice along several axes is as good as one slice after another: the graph has
 the single ones, and a plan joins them again. Where more than `MAX_REORDERED` axes of one dim travel
-together, they arrive in the order in which they left; fewer arrive in any order.
+together, they arrive in the order in which they left; fewer arrive in any order. Of more pending
+axes than that each is finished alone, or all are at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, permutations
-from threading import Lock
 from typing import Final, TypeAlias
 
 import networkx as nx
@@ -38,7 +39,6 @@ __all__ = [
     "TransitionGraph",
     "spec_of",
     "state_of",
-    "transition_graph",
 ]
 
 Cuts: TypeAlias = tuple[tuple[int, ...], ...]
@@ -69,91 +69,76 @@ def _number(axis: Axis) -> int:
     return axis
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 13)
 def spec_of(state: State) -> ShardingSpec:
     """Return the spec of a state; undoes `state_of`."""
     cuts, pending = state
     return ShardingSpec(len(cuts), dict(enumerate(cuts)), partial=dict(pending))
 
 
+@dataclass(frozen=True, slots=True)
 class TransitionGraph:
-    """All specs reachable by steps, as a networkx graph that grows where it is looked at.
+    """All specs reachable by steps.
 
     Parameters
     ----------
     num_axes
         Mesh axes.
-
-    Attributes
-    ----------
-    graph : networkx.DiGraph
-        Nodes are states, edges have the attribute ``step``. Nodes that `expand` has not reached
-        have no edges yet.
+    axes, dims
+        The mesh axes that may come to cut a dim, and the dims that axes may come to; by default
+        all.
 
     Examples
     --------
     >>> whole = ShardingSpec.parse("[R,R]")
-    >>> space = TransitionGraph(2)
-    >>> graph = space.explore(whole)
+    >>> graph = TransitionGraph(2).explore(whole)
     >>> graph.number_of_nodes()
     11
     >>> graph.edges[state_of(whole), state_of(ShardingSpec.parse("[R,S1]"))]["step"]
     Slice(dim=1, axes=(1,))
     """
 
-    def __init__(self, num_axes: int) -> None:
-        self.num_axes = num_axes
-        self.graph = nx.DiGraph()
-        self._expanded: set[State] = set()
-        self._lock = Lock()
+    num_axes: int
+    axes: tuple[int, ...] | None = None
+    dims: tuple[int, ...] | None = None
 
     def expand(self, state: State) -> dict[State, Step]:
         """Return the states that one step leads to, in one fixed order, with the step."""
-        with self._lock:
-            if state not in self._expanded:
-                self.graph.add_node(state)
-                for step, reached in _successors(state, self.num_axes):
-                    self.graph.add_edge(state, reached, step=step)
-                self._expanded.add(state)
-            return {reached: data["step"] for reached, data in self.graph.adj[state].items()}
+        axes = range(self.num_axes) if self.axes is None else self.axes
+        dims = range(len(state[0])) if self.dims is None else self.dims
+        return {reached: step for step, reached in _successors(state, axes, dims)}
 
     def explore(self, start: ShardingSpec) -> nx.DiGraph:
-        """Return the graph with everything that can be reached from a spec."""
+        """Return everything that can be reached from a spec.
+
+        Nodes are states; edges have the attribute ``step``.
+        """
+        graph = nx.DiGraph()
         todo = [state_of(start)]
-        seen = set(todo)
+        graph.add_node(todo[0])
         while todo:
-            for reached in self.expand(todo.pop()):
-                if reached not in seen:
-                    seen.add(reached)
+            state = todo.pop()
+            for reached, step in self.expand(state).items():
+                if reached not in graph:
                     todo.append(reached)
-        return self.graph
+                graph.add_edge(state, reached, step=step)
+        return graph
 
 
-@lru_cache(maxsize=64)
-def transition_graph(num_axes: int, dims: int, pending: Pending) -> TransitionGraph:
-    """Return the graph shared by all conversions with so many axes, dims and pending reductions.
-
-    Parameters
-    ----------
-    num_axes, dims, pending
-        Mesh axes, tensor rank, and what is pending at the source.
-    """
-    del dims, pending  # they part the cache: states of one graph have the same rank
-    return TransitionGraph(num_axes)
-
-
-def _successors(state: State, num_axes: int) -> Iterator[tuple[Step, State]]:
+def _successors(
+    state: State, axes_to_use: Sequence[int], dims: Sequence[int]
+) -> Iterator[tuple[Step, State]]:
     """List every step possible from a state, and where it leads."""
     cuts, pending = state
     used = {axis for cut in cuts for axis in cut} | {axis for axis, _ in pending}
-    free = [axis for axis in range(num_axes) if axis not in used]
-    for dim in range(len(cuts)):
+    free = [axis for axis in axes_to_use if axis not in used]
+    for dim in dims:
         for axis in free:
             yield Slice(dim, (axis,)), (_extended(cuts, dim, (axis,)), pending)
     for src in range(len(cuts)):
         for leaving in _innermost(cuts[src]):
             shorter = _shortened(cuts, src, len(leaving))
-            for dst in range(len(cuts)):
+            for dst in dims:
                 if dst != src:
                     for axes in _arrivals(leaving):
                         reached = _extended(shorter, dst, axes)
@@ -162,7 +147,7 @@ def _successors(state: State, num_axes: int) -> Iterator[tuple[Step, State]]:
         of_op = [axis for axis, its in pending if its == op]
         for axes in _arrangements(of_op):
             left = tuple(p for p in pending if p[0] not in axes)
-            for dim in range(len(cuts)):
+            for dim in dims:
                 yield ReduceScatter(dim, axes, op), (_extended(cuts, dim, axes), left)
             if axes == tuple(sorted(axes)):
                 yield AllReduce(axes, op), (cuts, left)
@@ -172,7 +157,11 @@ def _successors(state: State, num_axes: int) -> Iterator[tuple[Step, State]]:
 
 
 def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every non-empty choice of axes in every order."""
+    """Yield every non-empty choice of axes in every order; of many axes, each alone and all."""
+    if len(axes) > MAX_REORDERED:
+        yield from ((axis,) for axis in axes)
+        yield tuple(axes)
+        return
     for count in range(1, len(axes) + 1):
         for chosen in combinations(axes, count):
             yield from permutations(chosen)

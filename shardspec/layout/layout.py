@@ -1,21 +1,24 @@
 """A layout: mesh, spec, global shape and dtype, and from them the box of every device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from operator import index
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, split_interval
 from shardspec.comm.steps import ReduceOp
+from shardspec.device_ids import whole_number
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
+from shardspec.text import shown
 
 __all__ = ["Layout", "SpecLike", "resolve_axes"]
 
 SpecLike: TypeAlias = ShardingSpec | str
+
+MAX_ELEMENTS: Final = 2**63 - 1
 
 
 def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
@@ -98,15 +101,24 @@ class Layout:
     def __init__(
         self, mesh: DeviceMesh, spec: SpecLike, global_shape: Sequence[int], dtype: object
     ) -> None:
-        try:
-            shape = tuple(index(size) for size in global_shape)
-        except TypeError:
+        if not isinstance(mesh, DeviceMesh):
             raise LayoutError(
-                f"global shape {global_shape!r}: give a sequence of whole numbers"
-            ) from None
+                f"a {type(mesh).__name__} is no mesh; give a DeviceMesh (of torch's mesh: "
+                "DeviceMesh.from_torch)"
+            )
+        sizes = list(global_shape) if isinstance(global_shape, Iterable) else [None]
+        shape = tuple(size for size in map(whole_number, sizes) if size is not None)
+        if len(shape) != len(sizes):
+            raise LayoutError(
+                f"global shape {shown(global_shape)}: give a sequence of whole numbers"
+            )
         resolved = resolve_axes(ShardingSpec.of(spec), mesh)
         if any(size < 0 for size in shape):
-            raise LayoutError(f"global shape {shape} has a negative size")
+            raise LayoutError(f"global shape {shown(shape)} has a negative size")
+        if prod(filter(None, shape)) > MAX_ELEMENTS:
+            raise LayoutError(
+                f"global shape {shown(shape)} has more elements than a tensor can have, 2^63 - 1"
+            )
         if resolved.dims != len(shape):
             raise LayoutError(
                 f"spec {spec} is for {_dims(resolved.dims)}, but the tensor of shape {shape} has "

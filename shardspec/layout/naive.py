@@ -10,7 +10,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
 
-__all__ = ["difference_text", "naive_plan"]
+__all__ = ["difference_text", "naive_moves", "naive_plan"]
 
 
 def naive_plan(
@@ -39,18 +39,19 @@ def naive_plan(
     if source.mesh != target.mesh:
         whole = ShardingSpec(source.spec.dims)
         there = target.with_spec(whole)
-        moves += _moves(source, source.with_spec(whole))
+        moves += naive_moves(source, whole)
         moves.append((Exchange(()), there))
-        moves += _moves(there, target)
+        moves += naive_moves(there, target.spec)
     elif source != target:
-        moves += _moves(source, target)
+        moves += naive_moves(source, target.spec)
     steps, layouts = [step for step, _ in moves], [layout for _, layout in moves]
     return ConversionPlan(tuple(steps), (source, *layouts), model, target_model)
 
 
-def _moves(source: Layout, target: Layout) -> Iterator[tuple[Step, Layout]]:
+def naive_moves(source: Layout, target: ShardingSpec) -> Iterator[tuple[Step, Layout]]:
+    """Yield the steps that finish reductions, gather everything and cut, with where they lead."""
     spec = source.spec
-    held, wanted = state_of(spec), state_of(target.spec)
+    held, wanted = state_of(spec), state_of(target)
     ending: dict[ReduceOp, list[int]] = {}
     for axis, op in held[1]:
         if (axis, op) not in wanted[1]:

@@ -5,6 +5,7 @@ lines they lie on are found once per mesh and rank, and specs that differ by a p
 dims share them. Else prices are made for the one shape.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -15,7 +16,7 @@ import numpy as np
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
-from shardspec.layout.graph import Cuts, Pending
+from shardspec.layout.graph import Cuts, Pending, state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.routed_cost import (
     Floats,
@@ -24,16 +25,28 @@ from shardspec.layout.routed_cost import (
     RoutedPrices,
     geometry_of,
     routed_prices,
+    without_ones,
 )
-from shardspec.layout.space import Space, space_of
+from shardspec.layout.space import Space, count_states, space_of
 
-__all__ = ["TIE_SECONDS", "Prices", "alike_axes", "changed_axes", "pair_prices", "prices_of"]
+__all__ = [
+    "TIE_SECONDS",
+    "Prices",
+    "alike_axes",
+    "changed_axes",
+    "forget_prices",
+    "pair_prices",
+    "prices_of",
+]
 
 TIE_SECONDS: Final = 1e-12
 """Added per step while searching, so that of equally cheap plans the one with fewer steps wins."""
 
 _ROUNDING: Final = 1e-12
 """Prices that differ by so little, in proportion, are one price summed in another order."""
+
+_FEW_STATES: Final = 400
+"""Up to so many states prices are small enough to keep those of many tensors."""
 
 _MOST_WORK: Final = 1e8
 """Pairs of specs times pairs of devices up to which every permute and exchange is priced."""
@@ -99,7 +112,6 @@ class Prices:
         return Permute(axes) if seconds[1] <= best else Exchange(axes)
 
 
-@lru_cache(maxsize=16)
 def _with_slices_joined(prices: Prices) -> Prices:
     space = prices.space
     steps = dict(space.steps)
@@ -146,13 +158,12 @@ def alike_axes(mesh_shape: tuple[int, ...], model: CostModel) -> tuple[int, ...]
     return tuple(map(kinds.index, kinds))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _count_rows(space: Space, alike: tuple[int, ...]) -> int:
     """Return how many states are priced where those that are alike are priced once."""
     return len(np.unique(space.orbits(alike)[0]))
 
 
-@lru_cache(maxsize=64)
 def prices_of(
     mesh_shape: tuple[int, ...],
     pending: Pending,
@@ -170,43 +181,97 @@ def prices_of(
     most_work
         Pairs of specs times pairs of devices up to which permute and exchange are priced too.
     """
+    states = count_states(len(mesh_shape), len(global_shape), len(pending))
+    priced = _few_prices if states <= _FEW_STATES else _many_prices
+    return priced(mesh_shape, pending, global_shape, dtype, model, most_work)
+
+
+def _prices(
+    mesh_shape: tuple[int, ...],
+    pending: Pending,
+    global_shape: tuple[int, ...],
+    dtype: str,
+    model: CostModel,
+    most_work: float,
+) -> Prices:
     space = space_of(len(mesh_shape), len(global_shape), pending)
     local_bytes = space.local_elements(mesh_shape, global_shape) * item_bytes(dtype)
     count = len(space.states)
     collective = np.full((count, count), np.inf)
     collective[space.edge_from, space.edge_to] = space.edge_seconds(model, local_bytes)
-    permute = np.full((count, count), np.inf)
+    known = len(space.nothing_pending)  # the states with nothing pending come first
+    routed = _routed(mesh_shape, global_shape, dtype, model, most_work)
+    permute, exchange = np.full((2, count, count), np.inf)
+    if routed is not None:
+        permute[:known, :known], exchange[:known, :known] = routed
+    return Prices(space, local_bytes, collective, permute, exchange, routed is not None)
+
+
+_few_prices = lru_cache(maxsize=32)(_prices)
+_many_prices = lru_cache(maxsize=1)(_prices)
+"""Of one large space: its prices take some 50 MiB."""
+
+
+def forget_prices() -> None:
+    """Let go of the prices that are kept."""
+    _few_prices.cache_clear()
+    _many_prices.cache_clear()
+
+
+def _routed(
+    mesh_shape: tuple[int, ...],
+    global_shape: tuple[int, ...],
+    dtype: str,
+    model: CostModel,
+    most_work: float,
+) -> tuple[Floats, Floats] | None:
+    """Return permute and exchange between all states with nothing pending, None for too many.
+
+    Axes of one device make no difference, so states that differ only there are priced once.
+    """
+    kept = without_ones(mesh_shape)
+    if len(kept) < len(mesh_shape):
+        shape = tuple(mesh_shape[axis] for axis in kept)
+        links = tuple(model.links[axis] for axis in kept)
+        few = _routed(
+            shape, global_shape, dtype, replace(model, mesh_shape=shape, links=links), most_work
+        )
+        if few is None:
+            return None
+        place = {axis: number for number, axis in enumerate(kept)}
+        index = space_of(len(kept), len(global_shape), ()).index
+        same = np.array(
+            [
+                index[tuple(tuple(place[a] for a in axes if a in place) for axes in cuts), ()]
+                for cuts, _ in space_of(len(mesh_shape), len(global_shape), ()).states
+            ]
+        )
+        permute, exchange = (seconds[np.ix_(same, same)] for seconds in few)
+        # Between those that are priced as one nothing moves.
+        permute[same[:, None] == same] = 0.0
+        np.fill_diagonal(permute, np.inf)
+        return permute, exchange
     plain = space_of(len(mesh_shape), len(global_shape), ())
+    count = len(plain.states)
     even = all(size and size % prod(mesh_shape) == 0 for size in global_shape)
-    rows = _count_rows(plain, alike_axes(mesh_shape, model)) if even else len(plain.states)
+    rows = _count_rows(plain, alike_axes(mesh_shape, model)) if even else count
     geometry = geometry_of(mesh_shape)
-    work = rows * len(plain.states) * geometry.differ.size
-    routed = work <= most_work and len(geometry.rows) == prod(mesh_shape)
-    if routed:
-        known = len(plain.states)  # the states with nothing pending come first
-        if even:
-            lines = _even_lines(mesh_shape, len(global_shape), model)
-            num_bytes = float(prod(global_shape) * item_bytes(dtype))
-            exchange = _embedded(_highest(lines.exchange, num_bytes), count)
-            permute[lines.permute_from, lines.permute_to] = _highest(lines.permute, num_bytes)
-        else:
-            exchange = np.full((count, count), np.inf)
-            for source, row in _each_row(plain, mesh_shape, global_shape, model):
-                exchange[source, :known] = row.exchange.at(item_bytes(dtype))
-                permute[source, row.permutable] = row.permute.at(item_bytes(dtype))
-        exchange[exchange == 0] = np.inf  # nothing moves: that is a slice, or no step at all
+    work = rows * count * geometry.differ.size
+    if work > most_work or len(geometry.rows) < prod(mesh_shape):
+        return None
+    permute = np.full((count, count), np.inf)
+    if even:
+        lines = _even_lines(mesh_shape, len(global_shape), model)
+        num_bytes = float(prod(global_shape) * item_bytes(dtype))
+        exchange = _highest(lines.exchange, num_bytes)
+        permute[lines.permute_from, lines.permute_to] = _highest(lines.permute, num_bytes)
     else:
         exchange = np.full((count, count), np.inf)
-    return Prices(space, local_bytes, collective, permute, exchange, routed)
-
-
-def _embedded(known: Floats, count: int) -> Floats:
-    """Return prices of the first states as prices of all, inf for the others."""
-    if len(known) == count:
-        return known
-    whole: Floats = np.full((count, count), np.inf)
-    whole[: len(known), : len(known)] = known
-    return whole
+        for source, row in _each_row(plain, mesh_shape, global_shape, model):
+            exchange[source] = row.exchange.at(item_bytes(dtype))
+            permute[source, row.permutable] = row.permute.at(item_bytes(dtype))
+    exchange[exchange == 0] = np.inf  # nothing moves: that is a slice, or no step at all
+    return permute, exchange
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,8 +288,12 @@ class _EvenLines:
     permute_to: Ints
 
 
-@lru_cache(maxsize=8)
 def _even_lines(mesh_shape: tuple[int, ...], dims: int, model: CostModel) -> _EvenLines:
+    few = count_states(len(mesh_shape), dims, 0) <= _FEW_STATES
+    return (_few_even_lines if few else _many_even_lines)(mesh_shape, dims, model)
+
+
+def _make_even_lines(mesh_shape: tuple[int, ...], dims: int, model: CostModel) -> _EvenLines:
     space = space_of(len(mesh_shape), dims, ())
     count = len(space.states)
     sizes = (prod(mesh_shape),) * dims
@@ -263,6 +332,10 @@ def _even_lines(mesh_shape: tuple[int, ...], dims: int, model: CostModel) -> _Ev
     )
 
 
+_few_even_lines = lru_cache(maxsize=16)(_make_even_lines)
+_many_even_lines = lru_cache(maxsize=1)(_make_even_lines)
+
+
 def _lines_first(lines: Floats) -> Floats:
     return np.ascontiguousarray(np.moveaxis(lines, -1, 0))
 
@@ -290,15 +363,15 @@ def _each_row(
     sizes: tuple[int, ...],
     model: CostModel,
     only: Ints | None = None,
-) -> "list[tuple[int, RoutedPrices]]":
+) -> Iterator[tuple[int, RoutedPrices]]:
     """Price permute and exchange from every state, or from some, to all states."""
     geometry = geometry_of(mesh_shape)
     by_size = {size: Overlaps(geometry, space.lists, size) for size in set(sizes)}
     overlaps = [by_size[size] for size in sizes]
     uncut = space.uncut_bits()
     sources = range(len(space.states)) if only is None else only.tolist()
-    return [
-        (
+    for source in sources:
+        yield (
             source,
             routed_prices(
                 geometry,
@@ -309,8 +382,6 @@ def _each_row(
                 np.concatenate([uncut[source : source + 1], uncut]),
             ),
         )
-        for source in sources
-    ]
 
 
 def pair_prices(source: Layout, target: Cuts, model: CostModel) -> tuple[float, float]:
@@ -325,25 +396,33 @@ def pair_prices(source: Layout, target: Cuts, model: CostModel) -> tuple[float, 
     model
         Prices of the links.
     """
-    mesh_shape = source.mesh.shape
-    here = tuple(tuple(a for a in cut.axes if isinstance(a, int)) for cut in source.spec.dim_specs)
+    kept = without_ones(source.mesh.shape)
+    place = {axis: number for number, axis in enumerate(kept)}
+    mesh_shape = tuple(source.mesh.shape[axis] for axis in kept)
+    model = replace(model, mesh_shape=mesh_shape, links=tuple(model.links[axis] for axis in kept))
+    plain = state_of(source.spec)[0]
+    here, there = (
+        [tuple(place[a] for a in axes if a in place) for axes in cuts] for cuts in (plain, target)
+    )
+    sides = list(zip(source.global_shape, here, there, strict=True))
+    # Dims that stay whole are one dim.
+    whole = prod(size for size, *cuts in sides if not any(cuts))
+    sides = [(whole, (), ()), *(side for side in sides if any(side[1:]))]
     geometry = geometry_of(mesh_shape)
-    overlaps = [
-        Overlaps(geometry, lists, size)
-        for size, *lists in zip(source.global_shape, here, target, strict=True)
-    ]
-    dims = len(here)
+    overlaps = [Overlaps(geometry, lists, size) for size, *lists in sides]
     full = (1 << len(mesh_shape)) - 1
     row = routed_prices(
         geometry,
         model,
         overlaps,
-        np.zeros(dims, dtype=np.int64),
-        np.ones((1, dims), dtype=np.int64),
-        np.array([full - sum(1 << a for axes in cuts for a in axes) for cuts in (here, target)]),
+        np.zeros(len(sides), dtype=np.int64),
+        np.ones((1, len(sides)), dtype=np.int64),
+        np.array([full - sum(1 << a for axes in cuts for a in axes) for cuts in (here, there)]),
     )
     one = item_bytes(source.dtype)
-    permute = float(row.permute.at(one)[0]) if here != target and _alike(overlaps) else np.inf
+    permute = np.inf
+    if plain != target and _alike(overlaps):
+        permute = float(row.permute.at(one)[0]) if here != there else 0.0
     return permute, float(row.exchange.at(one)[0]) or np.inf
 
 

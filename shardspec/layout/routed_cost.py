@@ -21,7 +21,15 @@ import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
 
-__all__ = ["Geometry", "Lines", "Overlaps", "RoutedPrices", "geometry_of", "routed_prices"]
+__all__ = [
+    "Geometry",
+    "Lines",
+    "Overlaps",
+    "RoutedPrices",
+    "geometry_of",
+    "routed_prices",
+    "without_ones",
+]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -30,6 +38,13 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 _ALL_DEVICES = 512
 """Up to so many devices every one is priced; on larger meshes those at the corners stand for
 all, which is exact where the cuts are even and the axes equally long."""
+_MOST_PAIRS = 1 << 22
+"""Pairs of devices up to which corners are looked at; on the largest meshes four are."""
+_ALL = slice(None)
+_AT_ONCE = 1 << 15
+"""Devices that are looked at together."""
+_MOST_KEPT = 1 << 23
+"""Shares of all pairs of lists and devices up to which they are worked out once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,29 +126,55 @@ class Geometry:
         hi = np.full_like(lo, size)
         for axis in axes:
             block = -(-(hi - lo) // self.mesh_shape[axis])
-            start = lo + self.coordinates[:, axis] * block
-            lo, hi = np.minimum(start, hi), np.minimum(start + block, hi)
+            start = np.minimum(lo + self.coordinates[:, axis] * block, hi)
+            lo, hi = start, start + np.minimum(block, hi - start)
         return lo, hi
 
     def by_bits(self, model: CostModel) -> tuple[Floats, Floats]:
         """Return latency and seconds a byte of a link, by the bits of the axes it crosses."""
-        links = [(0.0, 0.0)]
-        for bits in range(1, 1 << len(self.mesh_shape)):
-            axes = [axis for axis in range(len(self.mesh_shape)) if bits >> axis & 1]
-            links.append(model.slowest(axes))
-        table = np.array(links)
-        return table[:, 0], table[:, 1]
+        alpha, beta = np.zeros((2, 1 << len(self.mesh_shape)))
+        for axis in range(len(self.mesh_shape)):
+            link, half = model.slowest([axis]), 1 << axis
+            for table, cost in zip((alpha, beta), link, strict=True):
+                np.maximum(table[:half], cost, out=table[half : 2 * half])
+        return alpha, beta
+
+
+def without_ones(mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the axes that have more than one device, which alone make a difference.
+
+    Examples
+    --------
+    >>> without_ones((1, 4, 1, 2))
+    (1, 3)
+    """
+    return tuple(axis for axis, devices in enumerate(mesh_shape) if devices > 1)
+
+
+def geometry_of(mesh_shape: tuple[int, ...]) -> Geometry:
+    """Return the geometry of a mesh shape; that of a small mesh is kept."""
+    return (_kept_geometry if prod(mesh_shape) <= _ALL_DEVICES else _geometry)(mesh_shape)
 
 
 @lru_cache(maxsize=16)
-def geometry_of(mesh_shape: tuple[int, ...]) -> Geometry:
-    """Return the geometry of a mesh shape."""
-    coordinates = np.indices(mesh_shape).reshape(len(mesh_shape), -1).T.astype(np.int64)
+def _kept_geometry(mesh_shape: tuple[int, ...]) -> Geometry:
+    return _geometry(mesh_shape)
+
+
+def _geometry(mesh_shape: tuple[int, ...]) -> Geometry:
+    coordinates = (
+        np.indices(mesh_shape).reshape(len(mesh_shape), prod(mesh_shape)).T.astype(np.int64)
+    )
     if prod(mesh_shape) <= _ALL_DEVICES:
         rows = np.arange(len(coordinates))
     else:
-        corners = product(*(sorted({0, n - 1}) for n in mesh_shape))
-        rows = np.array([np.ravel_multi_index(at, mesh_shape) for at in corners])
+        ends = (sorted({0, n - 1}) for n in mesh_shape)
+        # Where there are many, some far apart.
+        corners = [np.ravel_multi_index(at, mesh_shape) for at in product(*ends)]
+        most = max(2, _MOST_PAIRS // prod(mesh_shape))
+        rows = np.array(corners)[
+            np.linspace(0, len(corners) - 1, min(most, len(corners)), dtype=int)
+        ]
     differ = np.zeros((len(rows), len(coordinates)), dtype=np.int64)
     for axis in range(len(mesh_shape)):
         different = coordinates[rows, axis][:, None] != coordinates[:, axis][None, :]
@@ -146,11 +187,6 @@ class Overlaps:
 
     Attributes
     ----------
-    share : array (lists, lists, rows, devices)
-        Entry ``[a, b, r, c]``: the length that row device ``r`` under list ``a`` shares with device
-        ``c`` under list ``b``.
-    same : array of bool, the same shape
-        Where the two intervals are equal and not empty.
     parts : array (lists)
         Equal for lists that cut the dim at the same places.
     largest : array (lists)
@@ -159,20 +195,43 @@ class Overlaps:
 
     def __init__(self, geometry: Geometry, lists: Sequence[tuple[int, ...]], size: int) -> None:
         bounds = [geometry.intervals(axes, size) for axes in lists]
-        lo, hi = (np.stack(ends) for ends in zip(*bounds, strict=True))
-        row_lo, row_hi = (ends[:, None, geometry.rows, None] for ends in (lo, hi))
-        col_lo, col_hi = (ends[None, :, None, :] for ends in (lo, hi))
-        shared = np.minimum(row_hi, col_hi) - np.maximum(row_lo, col_lo)
-        self.share: Floats = np.maximum(shared, 0).astype(np.float64)
-        self.same: Bools = (row_lo == col_lo) & (row_hi == col_hi) & (row_lo < row_hi)
-        self.largest: Floats = (hi - lo).max(axis=1).astype(np.float64)
+        self._lo, self._hi = (np.stack(ends) for ends in zip(*bounds, strict=True))
+        self._rows = geometry.rows
+        self.largest: Floats = (self._hi - self._lo).max(axis=1).astype(np.float64)
         known: dict[object, int] = {}
         parts = []
-        for axes, starts, ends in zip(lists, lo, hi, strict=True):
+        for axes, starts, ends in zip(lists, self._lo, self._hi, strict=True):
             ways = prod(geometry.mesh_shape[axis] for axis in axes)
             key = (ways, np.unique(starts[starts < ends]).tobytes())
             parts.append(known.setdefault(key, len(known)))
         self.parts: Ints = np.array(parts, dtype=np.int64)
+        self._shares: Floats | None = None
+        every = np.arange(len(lists))
+        if len(lists) ** 2 * geometry.differ.size <= _MOST_KEPT:
+            self._shares = self.share(every[:, None], every[None, :])
+
+    def share(self, a: Ints, b: Ints, some: slice = _ALL) -> Floats:
+        """Return what row devices under lists `a` share with some devices under lists `b`.
+
+        Returns
+        -------
+        array (…, rows, devices)
+            Lengths; lists are those given, broadcast.
+        """
+        if self._shares is not None:
+            return self._shares[a, b][..., some]
+        hi = np.minimum(self._hi[a][..., self._rows, None], self._hi[b][..., None, some])
+        hi -= np.maximum(self._lo[a][..., self._rows, None], self._lo[b][..., None, some])
+        lengths: Floats = np.maximum(hi, 0, out=hi).astype(np.float64)
+        return lengths
+
+    def same(self, a: Ints, b: Ints, some: slice = _ALL) -> Bools:
+        """Return likewise where the two intervals are equal and not empty."""
+        lo, hi = self._lo[a][..., self._rows, None], self._hi[a][..., self._rows, None]
+        same: Bools = lo == self._lo[b][..., None, some]
+        same &= hi == self._hi[b][..., None, some]
+        same &= lo < hi
+        return same
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,69 +277,66 @@ def routed_prices(
         Bits of the axes that cut nothing, of the source and then of each target: devices that
         differ only on these hold the same.
     """
-    shape = (len(targets), *geometry.differ.shape)
-    received, sent = np.ones(shape), np.ones(shape)
-    for dim, table in enumerate(overlaps):
-        received *= table.share[targets[:, dim], source[dim]]
-        sent *= table.share[source[dim], targets[:, dim]]
-    served = (geometry.differ & uncut[0]) == 0  # by the nearest holder
-    away = geometry.differ != 0
-    received *= served & away
-    sent *= served & away
     by_bits = geometry.by_bits(model)
-    alpha, beta = (table[geometry.differ] for table in by_bits)
+    # Of many combinations of axes few differ in latency and rate.
+    kinds, kind_of = np.unique(by_bits[0] + 1j * by_bits[1], return_inverse=True)
     bus = model.link_model == "shared-bus"
-    exchange = (
-        _bus_lines(geometry, received, sent, alpha, beta)
-        if bus
-        else Lines(
-            np.concatenate([_weighed(received > 0, alpha), _weighed(sent > 0, alpha)], axis=-1),
-            np.concatenate([_weighed(received, beta), _weighed(sent, beta)], axis=-1),
-        )
-    )
     alike = (targets != source).any(axis=-1)
     for dim, table in enumerate(overlaps):
         alike &= table.parts[targets[:, dim]] == table.parts[source[dim]]
     permutable = np.flatnonzero(alike)
-    wanted = np.ones((len(permutable), *geometry.differ.shape), dtype=bool)
-    held = np.ones_like(wanted)
-    for dim, table in enumerate(overlaps):
-        wanted &= table.same[targets[permutable, dim], source[dim]]
-        held &= table.same[source[dim], targets[permutable, dim]]
-    wanted &= served
-    held &= (geometry.differ & uncut[1:][permutable][:, None, None]) == 0
-    largest = float(np.prod([o.largest[a] for o, a in zip(overlaps, source, strict=True)]))
-    used = np.stack(
-        [
-            ((wanted | held) & (geometry.differ == bits)).any(axis=(1, 2))
-            for bits in range(len(by_bits[0]))
-        ],
-        axis=-1,
-    )
-    fixed, slope = np.where(used, by_bits[0], 0.0), np.where(used, by_bits[1], 0.0)
+    devices, rows = len(geometry.coordinates), len(geometry.rows)
+    weights = np.zeros((4, len(targets), rows))
+    counts = np.zeros((2, len(targets), rows))
+    moved = np.zeros(len(targets))
+    slowest = np.zeros((2, len(targets)))
+    used = np.zeros((len(permutable), len(kinds)), dtype=bool)
+    wants, stays = np.zeros((2, len(permutable), rows), dtype=bool)
+    # Sums over all devices, so many at a time that large meshes fit into memory.
+    for first in range(0, devices, _AT_ONCE):
+        some = slice(first, first + _AT_ONCE)
+        differ = geometry.differ[:, some]
+        served, away = (differ & uncut[0]) == 0, differ != 0  # by the nearest holder
+        received, sent = np.empty((2, len(targets), *differ.shape))
+        received[:] = sent[:] = served & away
+        for dim, table in enumerate(overlaps):
+            received *= table.share(targets[:, dim], source[dim], some)
+            sent *= table.share(source[dim], targets[:, dim], some)
+        alpha, beta = (table[differ] for table in by_bits)
+        if bus:
+            counts += [(received > 0).sum(axis=-1), (sent > 0).sum(axis=-1)]
+            moved += received.sum(axis=(1, 2))
+            costs = [((received > 0) * cost).max(axis=(1, 2)) for cost in (alpha, beta)]
+            np.maximum(slowest, costs, out=slowest)
+        else:
+            moves = ((received > 0, alpha), (sent > 0, alpha), (received, beta), (sent, beta))
+            weights += [np.einsum("trc,rc->tr", amounts, cost) for amounts, cost in moves]
+        wanted = np.ones((len(permutable), *differ.shape), dtype=bool)
+        held = np.ones_like(wanted)
+        for dim, table in enumerate(overlaps):
+            wanted &= table.same(targets[permutable, dim], source[dim], some)
+            held &= table.same(source[dim], targets[permutable, dim], some)
+        wanted &= served
+        held &= (differ & uncut[1:][permutable][:, None, None]) == 0
+        wants |= wanted.any(axis=-1)
+        stays |= (wanted & ~away).any(axis=-1)
+        held |= wanted
+        crossed = kind_of[differ]
+        for kind in range(len(kinds)):
+            used[:, kind] |= (held & (crossed == kind)).any(axis=(1, 2))
+    if bus:
+        # The busiest device's messages, and everyone's bytes.
+        messages = counts.max(axis=(0, 2))
+        exchange = Lines(
+            (messages * slowest[0])[:, None], (moved * (devices / rows) * slowest[1])[:, None]
+        )
+    else:
+        exchange = Lines(np.concatenate(weights[:2], axis=-1), np.concatenate(weights[2:], axis=-1))
+    fixed, slope = (np.where(used, cost, 0.0) for cost in (kinds.real, kinds.imag))
     if bus:
         # A shard that is empty does not travel, and one that is there already stays.
-        travels = wanted.any(axis=-1) & ~(wanted & ~away).any(axis=-1)
-        moving = travels.mean(axis=-1) * len(geometry.coordinates)
+        moving = (wants & ~stays).mean(axis=-1) * devices
         fixed = fixed.max(axis=-1, keepdims=True)
         slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
+    largest = float(np.prod([o.largest[a] for o, a in zip(overlaps, source, strict=True)]))
     return RoutedPrices(exchange, Lines(fixed, slope * largest), permutable)
-
-
-def _weighed(amounts: Floats | Bools, weights: Floats) -> Floats:
-    """Add up what each row device moves, weighed by the links it moves on."""
-    total: Floats = np.einsum("trc,rc->tr", amounts, weights)
-    return total
-
-
-def _bus_lines(
-    geometry: Geometry, received: Floats, sent: Floats, alpha: Floats, beta: Floats
-) -> Lines:
-    """Return the price on a shared bus: the busiest device's messages, and everyone's bytes."""
-    messages = np.maximum(
-        (received > 0).sum(axis=-1).max(axis=-1), (sent > 0).sum(axis=-1).max(axis=-1)
-    )
-    devices = len(geometry.coordinates) / len(geometry.rows)
-    moved = received.sum(axis=(1, 2)) * devices
-    slowest = [((received > 0) * cost).max(axis=(1, 2)) for cost in (alpha, beta)]
-    return Lines((messages * slowest[0])[:, None], (moved * slowest[1])[:, None])

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from shardspec.comm.steps import Step
 from shardspec.layout.graph import State, TransitionGraph
 
-__all__ = ["Price", "all_distances", "cheapest_path", "distances", "least_peak", "shortest_walk"]
+__all__ = ["Price", "all_distances", "cheapest_path", "distances", "least_peaks", "shortest_walk"]
 
 Price: TypeAlias = Callable[[Step, State], float]
 """Seconds of a step that starts from a state, the tie-breaker included."""
@@ -104,8 +104,8 @@ def _relax(best: Floats, move: Floats) -> None:
         middles = np.flatnonzero((best < before).any(axis=0))
 
 
-def least_peak(move: Floats, live: Floats, source: int, target: int) -> float:
-    """Return the smallest number that some path's live bytes never exceed; inf without a path.
+def least_peaks(move: Floats, live: Floats, source: int) -> Floats:
+    """Return to each state the smallest number that some path's live bytes never exceed.
 
     Parameters
     ----------
@@ -113,22 +113,27 @@ def least_peak(move: Floats, live: Floats, source: int, target: int) -> float:
         Seconds of the cheapest single move; inf where there is none.
     live : array (states, states)
         Bytes that are live during a move.
-    source, target
-        Both ends.
+    source
+        Where to start.
+
+    Returns
+    -------
+    array (states)
+        inf where no path leads.
 
     Examples
     --------
     >>> move = np.array([[np.inf, 1, 1], [np.inf, np.inf, 1], [np.inf, np.inf, np.inf]])
-    >>> least_peak(move, np.array([[2, 3, 9], [3, 4, 5], [9, 5, 6]]), 0, 2)
-    5.0
+    >>> least_peaks(move, np.array([[2, 3, 9], [3, 4, 5], [9, 5, 6]]), 0)
+    array([0., 3., 5.])
     """
     needed = np.where(np.isfinite(move), live, np.inf)
-    best = needed[source].copy()
+    best: Floats = needed[source].copy()
     best[source] = 0.0
     while True:
         better = np.minimum(best, np.maximum(best[:, None], needed).min(axis=0))
         if np.array_equal(better, best):
-            return float(best[target])
+            return best
         best = better
 
 
@@ -154,25 +159,32 @@ def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
 
 
 def cheapest_path(
-    space: TransitionGraph, source: State, target: State, price: Price, bound: float = inf
+    space: TransitionGraph,
+    source: State,
+    target: State,
+    price: Price,
+    bound: float = inf,
+    most_edges: float = inf,
 ) -> list[tuple[Step, State]] | None:
     """Return the cheapest steps from one state to another, each with the state it leads to.
 
     Parameters
     ----------
     space
-        The graph; it is grown along the way.
+        The graph.
     source, target
         Where to start and to end.
     price
         Seconds of a step from a state; never negative.
     bound
         Look only for paths of fewer seconds.
+    most_edges
+        Give up after so many steps were looked at.
 
     Returns
     -------
     list or None
-        Empty where source and target are the same, None where no such path exists.
+        Empty where source and target are the same, None where no such path was found.
 
     Notes
     -----
@@ -193,7 +205,11 @@ def cheapest_path(
         if state in done:
             continue
         done.add(state)
-        for reached, step in space.expand(state).items():
+        steps = space.expand(state)
+        most_edges -= len(steps)
+        if most_edges < 0:
+            return None
+        for reached, step in steps.items():
             total = seconds + price(step, state)
             if total < best.get(reached, bound):
                 best[reached] = total

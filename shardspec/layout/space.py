@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Step
-from shardspec.layout.graph import Pending, State, spec_of, transition_graph
+from shardspec.errors import LayoutError
+from shardspec.layout.graph import Pending, State, TransitionGraph, spec_of
 
 __all__ = ["MAX_STATES", "Space", "count_states", "space_of"]
 
@@ -25,6 +26,9 @@ _Key: TypeAlias = tuple[str, tuple[int, ...]]
 
 MAX_STATES: Final = 1500
 """Up to so many states (four axes at rank 4) a space is laid out whole."""
+_MOST_AXES: Final = 32
+_MOST_DIMS: Final = 64
+"""As many as torch and numpy have."""
 
 
 def count_states(num_axes: int, dims: int, num_pending: int) -> int:
@@ -37,7 +41,17 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
     --------
     >>> count_states(2, 2, 0), count_states(2, 3, 0), count_states(4, 4, 0), count_states(2, 0, 1)
     (11, 19, 1457, 2)
+
+    Raises
+    ------
+    LayoutError
+        If there are more axes or dims than conversions are planned for.
     """
+    if num_axes > _MOST_AXES or dims > _MOST_DIMS:
+        raise LayoutError(
+            f"conversions are planned on up to {_MOST_AXES} mesh axes and for tensors of up to "
+            f"{_MOST_DIMS} dims, but these are {num_axes} axes and {dims} dims"
+        )
     return sum(
         comb(num_pending, p)
         * sum(
@@ -141,7 +155,7 @@ class Space:
         return _orbits(self, alike or tuple(range(self.num_axes)))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _orbits(space: Space, alike: tuple[int, ...]) -> tuple[Ints, Ints]:
     by_dims = [
         [space.index[tuple(cuts[d] for d in order), left] for cuts, left in space.states]
@@ -163,7 +177,7 @@ def _orbits(space: Space, alike: tuple[int, ...]) -> tuple[Ints, Ints]:
     return images.min(axis=0), images[chosen]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _edge_coefficients(space: Space, model: CostModel) -> tuple[Floats, Floats]:
     """Return per edge the seconds whatever the size, and those per byte of a shard."""
     coefficients = np.array([model.coefficients(step) for step in space.kinds]).reshape(-1, 2)
@@ -171,7 +185,7 @@ def _edge_coefficients(space: Space, model: CostModel) -> tuple[Floats, Floats]:
     return fixed, per_byte
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16)
 def space_of(num_axes: int, dims: int, pending: Pending) -> Space:
     """Return the space of all specs that a conversion can pass through.
 
@@ -181,7 +195,7 @@ def space_of(num_axes: int, dims: int, pending: Pending) -> Space:
         Mesh axes, tensor rank, and what is pending at the source.
     """
     start: State = (((),) * dims, pending)
-    graph = transition_graph(num_axes, dims, pending).explore(spec_of(start))
+    graph = TransitionGraph(num_axes).explore(spec_of(start))
     states = sorted(graph.nodes, key=_order)
     index = {state: i for i, state in enumerate(states)}
     lists = sorted({axes for cuts, _ in states for axes in cuts}, key=lambda a: (len(a), a))

@@ -6,15 +6,20 @@ grammar is in `shardspec.layout.grammar`.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from shardspec.comm.steps import ReduceOp
+from shardspec.device_ids import whole_number
 from shardspec.errors import AxisError, SpecSyntaxError
+from shardspec.layout.grammar import parse_spec
 from shardspec.mesh import Axis
+from shardspec.text import shown
 
 __all__ = ["DimSpec", "Partial", "ShardingSpec"]
 
 _OPS: Final[tuple[str, ...]] = get_args(ReduceOp)
+MOST_DIMS: Final = 1024
+"""Far more than any tensor has."""
 
 
 def _axes_text(axes: Sequence[Axis]) -> str:
@@ -24,15 +29,40 @@ def _axes_text(axes: Sequence[Axis]) -> str:
     return f"({','.join(map(str, axes))})"
 
 
+def _by_number(what: str, given: object) -> dict[Any, Any]:
+    """Return a mapping with numbers for keys that are text of digits; the others as they are."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise AxisError(f"{what} is a {type(given).__name__}; give a dict, as in {{0: [0]}}")
+    found: dict[Any, Any] = {}
+    for key, value in given.items():
+        number = whole_number(key)
+        if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10:
+            number = int(key)
+        if number is None:
+            found[key] = value
+            continue
+        if number in found:
+            raise AxisError(f"{what} has the key {number} twice, as a number and as text")
+        found[number] = value
+    return found
+
+
 def _check_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     checked: list[Axis] = []
     for axis in axes:
         if isinstance(axis, str):
             if not axis.isidentifier():
-                raise AxisError(f"axis name {axis!r}: use letters, digits and '_', no digit first")
-        elif isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
-            raise AxisError(f"axis {axis!r}: an axis is a number from 0 or a name")
-        checked.append(axis)
+                raise AxisError(
+                    f"axis name {shown(axis)}: use letters, digits and '_', no digit first"
+                )
+            checked.append(axis)
+            continue
+        number = whole_number(axis)
+        if number is None or number < 0:
+            raise AxisError(f"axis {shown(axis)}: an axis is a number from 0 or a name")
+        checked.append(number)
     return tuple(checked)
 
 
@@ -70,7 +100,7 @@ class Partial:
     def __post_init__(self) -> None:
         _check_axes((self.axis,))
         if self.op not in _OPS:
-            raise AxisError(f"reduction {self.op!r} over axis {self.axis}: use one of {_OPS}")
+            raise AxisError(f"reduction {shown(self.op)} over axis {self.axis}: use one of {_OPS}")
 
 
 def _partial_key(partial: Partial) -> tuple[int, bool, int, str]:
@@ -88,9 +118,10 @@ class ShardingSpec:
     dims
         Number of tensor dims.
     dim_partition_dict
-        Tensor dim to the mesh axes that split it, major first. Missing dims are whole.
+        Tensor dim to the mesh axes that split it, major first. Missing dims are whole. A dim may be
+        text of digits, as JSON has keys.
     partial
-        Mesh axis to the operation of a reduction pending over it.
+        Mesh axis to the operation of a reduction pending over it; likewise.
 
     Raises
     ------
@@ -115,14 +146,24 @@ class ShardingSpec:
     def __init__(
         self,
         dims: int,
-        dim_partition_dict: Mapping[int, Sequence[Axis]] | None = None,
+        dim_partition_dict: Mapping[int, Sequence[Axis]]
+        | Mapping[str, Sequence[Axis]]
+        | None = None,
         *,
         partial: Mapping[Axis, ReduceOp] | None = None,
     ) -> None:
-        cuts = dict(dim_partition_dict or {})
-        if dims < 0:
-            raise AxisError(f"a tensor cannot have {dims} dims")
+        count = whole_number(dims)
+        if count is None:
+            raise AxisError(f"dims {shown(dims)}: give a whole number")
+        dims = count
+        if not 0 <= dims <= MOST_DIMS:
+            raise AxisError(f"a tensor cannot have {shown(dims)} dims, only 0 to {MOST_DIMS}")
+        cuts = _by_number("dim_partition_dict", dim_partition_dict)
         for dim in cuts:
+            if not isinstance(dim, int):
+                raise AxisError(
+                    f"dim_partition_dict names dim {shown(dim)}; a dim is a whole number"
+                )
             if not 0 <= dim < dims:
                 raise AxisError(
                     f"dim_partition_dict names dim {dim}, but the tensor has {dims} "
@@ -130,12 +171,15 @@ class ShardingSpec:
                 )
             if isinstance(cuts[dim], str) or not isinstance(cuts[dim], Iterable):
                 raise AxisError(
-                    f"dim_partition_dict gives {cuts[dim]!r} for dim {dim}; "
-                    f"give a list of axes: [{cuts[dim]!r}]"
+                    f"dim_partition_dict gives {shown(cuts[dim])} for dim {dim}; "
+                    f"give a list of axes: [{shown(cuts[dim])}]"
                 )
         dim_specs = tuple(DimSpec(tuple(cuts.get(dim, ()))) for dim in range(dims))
         pending = tuple(
-            sorted((Partial(a, op) for a, op in (partial or {}).items()), key=_partial_key)
+            sorted(
+                (Partial(a, op) for a, op in _by_number("partial", partial).items()),
+                key=_partial_key,
+            )
         )
         _check_used_once(dim_specs, pending)
         _check_commute(pending)
@@ -172,9 +216,12 @@ class ShardingSpec:
           [S0,X]
               ^
         """
-        from shardspec.layout.grammar import parse_spec
-
-        return parse_spec(text)
+        if not isinstance(text, str):
+            raise SpecSyntaxError(
+                f"a {type(text).__name__} is no spec; write one as in '[S0,R]'", shown(text), 0
+            )
+        dims, partial = parse_spec(text)
+        return cls(len(dims), dict(enumerate(dims)), partial=partial)
 
     @classmethod
     def of(cls, spec: "ShardingSpec | str") -> "ShardingSpec":
@@ -187,13 +234,7 @@ class ShardingSpec:
         AxisError
             As the constructor.
         """
-        if isinstance(spec, str):
-            return cls.parse(spec)
-        if not isinstance(spec, ShardingSpec):
-            raise SpecSyntaxError(
-                f"a {type(spec).__name__} is no spec; write one as in '[S0,R]'", repr(spec), 0
-            )
-        return spec
+        return spec if isinstance(spec, ShardingSpec) else cls.parse(spec)
 
     def __str__(self) -> str:
         text = ",".join(map(str, self.dim_specs))

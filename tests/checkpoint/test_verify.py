@@ -176,7 +176,11 @@ def test_the_commands(tmp_path):
         assert len(json.loads(listed.stdout)["flaws"]) == 2
     differing = shardspec("diff", ckpt, tmp_path / "m", "--json")
     assert differing.returncode == 3
-    assert json.loads(differing.stdout)[0]["index"] == [3]
+    record = json.loads(differing.stdout)
+    assert (record["a"], record["b"], record["tensors"]) == (str(ckpt), str(tmp_path / "m"), 1)
+    assert [found["index"] for found in record["differences"]] == [[3]]
+    alike = shardspec("diff", ckpt, ckpt, "--json")
+    assert (alike.returncode, json.loads(alike.stdout)["differences"]) == (0, [])
     assert shardspec("diff", ckpt, tmp_path / "m").stdout.endswith("\n1 of 1 tensor differs\n")
 
 

@@ -1,11 +1,12 @@
 """Arguments that commands share."""
 
 import re
+from typing import Any
 
 import pytest
 
 from shardspec.cli.arguments import MAX_DEVICES, parse_ids, parse_mesh, parse_numbers, parse_shape
-from shardspec.cli.cluster import build_mesh
+from shardspec.cli.options import ClusterOptions, build_cluster
 from shardspec.errors import MeshError
 from shardspec.mesh import DeviceMesh
 
@@ -106,10 +107,20 @@ def test_no_numbers(text, message):
         parse_numbers(text)
 
 
-def test_build_mesh():
-    assert build_mesh(((2, 3), None), None, None, None, "ring") == DeviceMesh(range(6), (2, 3))
-    built = build_mesh(((2, 2), ("a", "b")), (3, 1, 0, 2), (1e-5,), (2e-11, 3e-12), "shared-bus")
-    assert built == DeviceMesh(
+def built(**given):
+    options: Any = {**dict.fromkeys(ClusterOptions.__annotations__), **given}
+    return build_cluster(**options)[0]
+
+
+def test_the_mesh_of_options():
+    assert built(mesh=((2, 3), None)) == DeviceMesh(range(6), (2, 3))
+    assert built(
+        mesh=((2, 2), ("a", "b")),
+        ids=(3, 1, 0, 2),
+        alpha=(1e-5,),
+        beta=(2e-11, 3e-12),
+        link_model="shared-bus",
+    ) == DeviceMesh(
         [3, 1, 0, 2],
         (2, 2),
         mesh_alpha=(1e-5, 1e-5),
@@ -121,5 +132,5 @@ def test_build_mesh():
 
 def test_ids_that_do_not_fill_the_mesh():
     with pytest.raises(MeshError) as caught:
-        build_mesh(((2, 3), None), (0, 1), None, None, "ring")
+        built(mesh=((2, 3), None), ids=(0, 1))
     assert str(caught.value) == "mesh shape 2x3 has 6 places but 2 device ids were given"

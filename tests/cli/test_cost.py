@@ -194,11 +194,6 @@ def test_bytes_that_are_no_text_are_an_error_of_their_line(tmp_path):
             "give --links, or --alpha and --beta, not both; see 'shardspec cost -h'",
         ),
         (
-            ["--pairs", "nowhere.txt"],
-            "Invalid value for '--pairs': File 'nowhere.txt' does not exist; "
-            "see 'shardspec cost -h'",
-        ),
-        (
             ["[R,R]", "[S0,R]", "[R,R]", "[S7,R]"],
             "pair 2: spec [S7,R]: axis 7 is out of range: mesh 2x3 has 2 axes, numbered from 0",
         ),
@@ -208,6 +203,32 @@ def test_wrong_usage_is_one_line_and_exit_code_2(args, message):
     result = run(*args, *TENSOR)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"Error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("nowhere.txt", "nowhere.txt: the pairs cannot be read: No such file or directory"),
+        (".", ".: the pairs cannot be read: Is a directory"),
+        ("/dev/zero", "/dev/zero, line 1: is longer than 65,536 characters"),
+    ],
+)
+def test_a_file_of_pairs_that_cannot_be_read(file, message):
+    """As with a file of rules that is missing, the exit code is that of bad input."""
+    result = run("--pairs", file, *TENSOR)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr == f"Error: {message}\n"
+
+
+def test_more_pairs_than_are_priced_at_once(monkeypatch):
+    monkeypatch.setattr("shardspec.cli.cost._MOST_PAIRS", 3)
+    result = CliRunner().invoke(
+        cli, ["cost", "--pairs", "-", *TENSOR], input="[R,R] [S0,R]\n" * 5, prog_name="shardspec"
+    )
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr == (
+        "Error: standard input, line 4: more than 3 pairs; price them in several runs\n"
+    )
 
 
 def test_a_file_without_pairs(tmp_path):

@@ -33,7 +33,7 @@ def test_tensors_and_ranks(ckpt):
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert result.stdout.splitlines()[0] == (
-        f"{ckpt}: 5 tensors, 279 B, in the form of shardspec, saved on mesh dp=2,tp=3 (6 devices)"
+        f"{ckpt}: 5 tensors, 279 B, in the format of shardspec, saved on mesh dp=2,tp=3 (6 devices)"
     )
     assert ["w", "[S(dp),S(tp)]", "int32", "8×7", "224", "B", "uneven"] in lines
     assert ["p", "[S(dp)|P(tp)]", "float32", "4", "16", "B", "replicated"] in lines

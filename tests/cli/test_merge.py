@@ -118,7 +118,7 @@ def test_an_existing_output_is_kept_unless_forced(tmp_path):
     result = run(ckpt, "-o", out)
     assert (result.exit_code, result.stdout) == (3, "")
     assert result.stderr == (
-        f"Error: {out}: exists; choose another name, or overwrite it with --force (force=True)\n"
+        f"Error: {out}: exists; choose another name, or overwrite it with --force\n"
     )
     assert out.read_text() == "precious"
     assert run(ckpt, "-o", out, "--force").exit_code == 0

@@ -40,7 +40,7 @@ def test_a_dry_run(tmp_path):
     result = run("reshard", ckpt, "-o", tmp_path / "cut", "--mesh", "4", "--dry-run")
     assert result.exit_code == 0
     assert "cut: would hold 2 tensors" in result.stdout
-    assert "252 B of 6 files in the form of shardspec would be read" in result.stdout
+    assert "252 B of 6 files in the format of shardspec would be read" in result.stdout
     assert not (tmp_path / "cut").exists()
 
 

@@ -55,6 +55,12 @@ def wrong_pairs(
         (range(8), (2, 2, 2), (8, 16), 2401),
         ([6, 1, 7, 0, 3, 2, 5, 4], (2, 2, 2), (11, 5), 2401),
         (range(8), (2, 2, 2), (5, 3, 7), 2248),
+        (range(2), (1, 2), (6, 12), 121),
+        (range(2), (2, 1), (7, 5), 121),
+        ([5], (1, 1), (3, 2), 121),
+        ([2, 0, 1], (1, 3, 1), (7, 5), 2401),
+        (range(6), (1, 3, 2), (6, 12), 2401),
+        (range(6), (1, 3, 2), (7, 5), 2401),
     ],
 )
 def test_every_pair_against_the_box_map(ids, mesh_shape, shape, pairs):
@@ -90,9 +96,10 @@ def result_of(op: ReduceOp, addends: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "prod"])
 @pytest.mark.parametrize("shape", [(6, 12), (7, 5), (1, 2)])
 @pytest.mark.parametrize("pending", [(0,), (1,), (0, 1)], ids=str)
-def test_every_pair_with_a_pending_source(op, shape, pending):
+@pytest.mark.parametrize("mesh_shape", [(2, 3), (1, 2), (2, 1), (1, 1)], ids=str)
+def test_every_pair_with_a_pending_source(op, shape, pending, mesh_shape):
     """Every source with `pending`, and every target with nothing or a part of it still pending."""
-    mesh = DeviceMesh(range(6), (2, 3))
+    mesh = DeviceMesh(range(prod(mesh_shape)), mesh_shape)
     count = prod(mesh.shape[axis] for axis in pending)
     generator = torch.Generator().manual_seed(7)
     addends = torch.randint(-2, 3, (count, *shape), generator=generator).double()
@@ -132,7 +139,9 @@ def test_every_pair_with_a_pending_source(op, shape, pending):
     assert wrong == []
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 3), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh_shape", [(2, 3), (2, 2, 2), (1, 2), (2, 1), (1, 1), (1, 3, 2)], ids=str
+)
 @pytest.mark.parametrize("shape", [(6, 12), (7, 5), (5, 3, 7)], ids=str)
 def test_every_edge_of_the_graph(mesh_shape, shape):
     """Each step alone does what its edge says."""

@@ -39,6 +39,8 @@ PAIRS = {
     "fewer": (mesh(range(6), (2, 3)), mesh([5, 2, 0], (3,))),
     "disjoint": (mesh(range(4), (2, 2)), mesh(range(4, 10), (3, 2))),
     "overlapping": (mesh(range(4), (2, 2)), mesh([2, 3, 9], (3,))),
+    "an axis of one": (mesh(range(2), (1, 2)), mesh([1, 2, 0], (3, 1))),
+    "one device": (mesh([0], (1, 1)), mesh([1], (1,))),
     "on a bus": (
         mesh(range(4), (2, 2), link_model="shared-bus"),
         mesh(range(2, 8), (2, 3), link_model="shared-bus"),

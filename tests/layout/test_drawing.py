@@ -14,7 +14,7 @@ import pytest
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
 from shardspec.errors import LayoutError
 from shardspec.layout.drawing import COLOURS, dot_text, draw_transitions, kind_of
-from shardspec.layout.graph import spec_of, transition_graph
+from shardspec.layout.graph import TransitionGraph, spec_of
 from shardspec.layout.graph_svg import svg_text
 from shardspec.layout.space import count_states
 from shardspec.layout.spec import ShardingSpec
@@ -36,7 +36,7 @@ def plan_of(mesh, source, target, sizes=(600, 1200)):
 def test_nodes_and_edges_are_those_of_the_graph(shape, dims):
     mesh = mesh_of(shape)
     drawing = draw_transitions(mesh, dims)
-    graph = transition_graph(mesh.ndim, dims, ()).explore(ShardingSpec(dims))
+    graph = TransitionGraph(mesh.ndim).explore(ShardingSpec(dims))
     assert {label for column in drawing.columns for label in column} == {
         str(spec_of(state)) for state in graph
     }

@@ -20,7 +20,11 @@ MODELS = ["two-tier", "uniform", "shared-bus"]
 # One model here, and all of them in `make exhaustive`.
 EACH_MODEL = [MODELS[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS[1:])]
 SIZES = [64 * KIB, MIB, 64 * MIB, GIB]
-SPACES = [(mesh, dims) for mesh in [(2, 2), (2, 4), (2, 3), (2, 2, 2)] for dims in (2, 3)]
+SPACES = [
+    (mesh, dims)
+    for mesh in [(2, 2), (2, 4), (2, 3), (2, 2, 2), (1, 2), (2, 1), (1, 1), (1, 3, 2)]
+    for dims in (2, 3)
+]
 UNEVEN = [
     ((2, 2), (5, 3)),
     ((2, 3), (1000, 777)),
@@ -28,6 +32,9 @@ UNEVEN = [
     ((2, 3), (5, 7, 1)),
     ((2, 2, 2), (5, 3)),  # some shards are empty
     ((2, 2, 2), (13, 5)),
+    ((1, 2), (5, 3)),
+    ((2, 1), (7, 1, 3)),
+    ((1, 3, 2), (5, 3)),
 ]
 
 

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardspec.errors import AxisError, SpecSyntaxError
-from shardspec.layout.grammar import parse_spec
 from shardspec.layout.spec import ShardingSpec
 
 CORPUS = json.loads(Path(__file__).with_name("grammar_corpus.json").read_text("utf-8"))
@@ -26,19 +25,19 @@ def axis_of(key):
 
 @pytest.mark.parametrize("case", CORPUS["accepted"], ids=lambda case: case["text"])
 def test_accepted(case):
-    spec = parse_spec(case["text"])
+    spec = ShardingSpec.parse(case["text"])
     assert spec.dims == case["dims"]
     assert spec.dim_partition_dict == {int(dim): axes for dim, axes in case["cuts"].items()}
     assert spec.partial == {axis_of(axis): op for axis, op in case["partial"].items()}
     assert str(spec) == case["canonical"]
-    assert parse_spec(str(spec)) == spec
+    assert ShardingSpec.parse(str(spec)) == spec
     assert ShardingSpec.parse(case["text"]) == spec
 
 
 @pytest.mark.parametrize("case", CORPUS["rejected"], ids=lambda case: case["text"])
 def test_rejected(case):
     with pytest.raises(SpecSyntaxError) as caught:
-        parse_spec(case["text"])
+        ShardingSpec.parse(case["text"])
     error = caught.value
     assert (error.problem, error.position) == (case["problem"], case["at"])
     assert error.text == case["text"]
@@ -54,7 +53,7 @@ def test_the_texts_are_well_formed_where_only_the_axes_are_wrong():
     }
     for text, start in cases.items():
         with pytest.raises(AxisError) as caught:
-            parse_spec(text)
+            ShardingSpec.parse(text)
         assert str(caught.value) == start + "a mesh axis can cut a tensor only once"
 
 
@@ -62,13 +61,13 @@ def test_the_texts_are_well_formed_where_only_the_axes_are_wrong():
 def test_any_text_is_either_read_or_refused_at_a_place_within_it(text):
     position = 0
     try:
-        spec = parse_spec(text)
+        spec = ShardingSpec.parse(text)
     except SpecSyntaxError as error:
         position = error.position
     except AxisError:
         pass
     else:
-        assert parse_spec(str(spec)) == spec
+        assert ShardingSpec.parse(str(spec)) == spec
     assert 0 <= position <= len(text)
 
 
@@ -85,11 +84,11 @@ def test_blanks_between_the_tokens_mean_nothing(tokens, blanks):
     pieces = list(tokens)
     for at, blank in blanks:
         pieces.insert(at, blank)
-    assert parse_spec("".join(pieces)) == parse_spec("".join(tokens))
+    assert ShardingSpec.parse("".join(pieces)) == ShardingSpec.parse("".join(tokens))
 
 
 def test_a_blank_inside_a_number_or_a_name_is_refused():
     for text, at in {"[S(1 0)]": 5, "[S(d p)]": 5, "[R|P a vg0]": 5}.items():
         with pytest.raises(SpecSyntaxError) as caught:
-            parse_spec(text)
+            ShardingSpec.parse(text)
         assert caught.value.position == at

@@ -1,18 +1,17 @@
 from collections import Counter
 from itertools import permutations
 from math import comb, factorial, perm
-from threading import Thread
 
 import networkx as nx
 import pytest
 
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
+from shardspec.errors import LayoutError
 from shardspec.layout.graph import (
     MAX_REORDERED,
     TransitionGraph,
     spec_of,
     state_of,
-    transition_graph,
 )
 from shardspec.layout.space import count_states, space_of
 from shardspec.layout.spec import ShardingSpec
@@ -141,33 +140,33 @@ def test_states_and_specs_are_the_same(spec):
     assert spec_of(state_of(spec)) == spec
 
 
-def test_nodes_grow_where_they_are_looked_at():
-    space = TransitionGraph(6)
-    start = state_of(ShardingSpec.parse("[R,R]"))
-    assert list(space.expand(start).values()) == [
-        Slice(dim, (axis,)) for dim in range(2) for axis in range(6)
+def test_only_some_axes_and_dims():
+    start = state_of(ShardingSpec.parse("[R,R,S3]"))
+    steps = list(TransitionGraph(6, (0, 4), (1,)).expand(start).values())
+    assert steps == [
+        Slice(1, (0,)),
+        Slice(1, (4,)),
+        AllToAll(2, 1, (3,), (3,)),
+        AllGather(2, (3,)),
     ]
-    assert space.graph.number_of_nodes() == 13
-    assert space.expand(start) == space.expand(start)
-    assert space.graph.number_of_edges() == 12
 
 
-def test_threads_share_a_graph():
-    space = TransitionGraph(4)
-    start = ShardingSpec.parse("[R,R]")
-    threads = [Thread(target=space.explore, args=(start,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    alone = TransitionGraph(4).explore(start)
-    assert set(space.graph.nodes) == set(alone.nodes)
-    assert dict(space.graph.edges.items()) == dict(alone.edges.items())
+def test_of_many_pending_axes_each_alone_or_all():
+    start = state_of(ShardingSpec.parse("[R|P0123456789]"))
+    steps = list(TransitionGraph(10).expand(start).values())
+    every = tuple(range(10))
+    assert set(steps) == {
+        *(step for axis in every for step in (ReduceScatter(0, (axis,), "sum"),)),
+        *(AllReduce((axis,), "sum") for axis in every),
+        ReduceScatter(0, every, "sum"),
+        AllReduce(every, "sum"),
+    }
 
 
-def test_the_shared_graph_is_made_once():
-    assert transition_graph(2, 2, ()) is transition_graph(2, 2, ())
-    assert transition_graph(2, 2, ()) is not transition_graph(2, 3, ())
+@pytest.mark.parametrize(("axes", "dims"), [(33, 1), (1, 65), (100_000, 100_000)])
+def test_more_than_is_planned_for(axes, dims):
+    with pytest.raises(LayoutError, match="up to 32 mesh axes and for tensors of up to 64 dims"):
+        count_states(axes, dims, 0)
 
 
 def test_a_space_lists_the_graph():

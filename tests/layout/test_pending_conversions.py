@@ -5,6 +5,8 @@ pending gives 3 * 11 sources with 11 + 49 targets each; two give 3 * 3 with 3 + 
 give 1 with 1 + 3 * 3 + 3 * 11 + 49. Together 1980 + 666 + 92 = 2738.
 """
 
+from math import prod
+
 import pytest
 
 from shardspec.comm.simulated import SimulatedCommunicator
@@ -48,6 +50,14 @@ def test_two_axes(op, shape):
     mesh = DeviceMesh([4, 0, 5, 2, 1, 3], (2, 3))
     sources = list(partial_specs(2, 2, [op]))
     assert wrong_pairs(mesh, shape, "float32", sources) == (102, [])
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 1), (1, 1)], ids=str)
+def test_axes_of_one_device(op, mesh_shape):
+    mesh = DeviceMesh(range(prod(mesh_shape)), mesh_shape)
+    sources = list(partial_specs(2, 2, [op]))
+    assert wrong_pairs(mesh, (7, 5), "float32", sources) == (102, [])
 
 
 @pytest.mark.parametrize("op", ["sum", "max"])

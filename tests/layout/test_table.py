@@ -18,7 +18,17 @@ FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
 @pytest.mark.parametrize("link_model", ["ring", "shared-bus"])
 @pytest.mark.parametrize(
     ("mesh_shape", "shape"),
-    [((2, 3), (600, 36)), ((2, 3), (7, 5)), ((2, 2, 2), (64, 4096)), ((2, 4), (8, 16, 24))],
+    [
+        ((2, 3), (600, 36)),
+        ((2, 3), (7, 5)),
+        ((2, 2, 2), (64, 4096)),
+        ((2, 4), (8, 16, 24)),
+        ((1, 2), (600, 36)),
+        ((2, 1), (7, 5)),
+        ((1, 1), (7, 5)),
+        ((1, 3, 2), (600, 36)),
+        ((1, 3, 2), (7, 5)),
+    ],
 )
 def test_the_table_is_what_the_converter_says(mesh_shape, shape, link_model):
     mesh = DeviceMesh(range(prod(mesh_shape)), mesh_shape)

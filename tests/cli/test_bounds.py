@@ -1,0 +1,221 @@
+"""Whatever is asked: one clear line, bounded time and memory, nothing raw on the terminal."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from shardspec.cli.main import cli
+from tests.checkpoint.handmade import handmade, sample
+
+HUGE = f"[S({'9' * 5000})]"
+RAW = "a\x1b[31m\x07\u202e\u2066\x9b"
+ESCAPED = r"a\x1b[31m\x07\u202e\u2066\x9b"
+
+
+def run(*args, stdin=None):
+    return CliRunner().invoke(cli, [str(arg) for arg in args], prog_name="shardspec", input=stdin)
+
+
+def is_safe(text):
+    return all(char.isprintable() or char == "\n" for char in text)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["convert", HUGE, "--mesh", "2"],
+        ["show", HUGE, "--mesh", "2", "--shape", "4"],
+        ["plan", HUGE, "[R]", "--mesh", "2", "--shape", "4"],
+        ["cost", "[R]", HUGE, "--mesh", "2", "--shape", "4"],
+        ["graph", HUGE, "[R]", "--mesh", "2", "--shape", "4"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_an_axis_number_of_thousands_of_digits(args):
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "an axis number has 9 digits at most, this has 5000\n" in result.stderr
+    assert len(result.stderr) < 500
+
+
+def test_such_a_number_in_a_rule_or_a_checkpoint(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    result = run("reshard", ckpt, "-o", tmp_path / "out", "--mesh", "2", "--rule", "*", HUGE)
+    assert result.exit_code == 2
+    assert "an axis number has 9 digits at most, this has 5000" in result.stderr
+    info = json.loads((ckpt / "sharding_info.json").read_text())
+    text = json.dumps(info)
+    spec = next(entry["spec"] for entry in info["tensors"].values())
+    (ckpt / "sharding_info.json").write_text(text.replace(json.dumps(spec), json.dumps(HUGE)))
+    for args in (["inspect", ckpt], ["verify", ckpt], ["merge", ckpt, "-o", tmp_path / "out"]):
+        result = run(*args)
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (3, "", 1)
+        assert "an axis number has 9 digits at most, this has 5000" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["plan", f"[S0,{RAW}]", "[R,R]", "--mesh", "2", "--shape", "4x4"], 2),
+        (["plan", "[R]", "[R]", "--mesh", RAW, "--shape", "4"], 2),
+        (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", f"--{RAW}"], 2),
+        (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", "--links", RAW], 2),
+        (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", "--profile", RAW], 3),
+        (["plan", "[R]", "[R]", "--mesh", f"{RAW}=2", "--shape", "4"], 2),
+        (["cost", "--pairs", RAW, "--mesh", "2", "--shape", "4"], 3),
+        (["cost", "[R]", RAW, "--mesh", "2", "--shape", "4"], 2),
+        (["convert", "[R]", "--mesh", "2", "--to", RAW], 2),
+        (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", f"/no/{RAW}.svg"], 3),
+        (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", RAW], 2),
+        (["graph", "--mesh", "2", "--dims", "1", "-o", f"/no/{RAW}.svg"], 3),
+        (["explore", "--mesh", "2", "--shape", "4", "-o", f"/no/{RAW}"], 3),
+        (["inspect", RAW], 3),
+        (["verify", f"{RAW}\nError: all is well"], 3),
+        (["diff", RAW, RAW], 3),
+        (["merge", RAW, "-o", RAW], 3),
+        (["reshard", RAW, "-o", RAW, "--mesh", "2", "--rules", RAW], 3),
+        ([RAW], 2),
+    ],
+)
+def test_arguments_and_file_names_are_escaped(args, code):
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert is_safe(result.stderr)
+    # A spec is shown in a line of its own, with a caret below it.
+    assert result.stderr.count("\n") in (1, 3)
+    assert (result.stderr.count("\n") == 3) == ("^\n" in result.stderr)
+
+
+def test_names_in_what_is_printed_are_escaped(tmp_path):
+    ckpt = handmade({f"{RAW}\n.w": sample()["w"]}).write(tmp_path / f"ckpt{RAW}")
+    out = tmp_path / f"{RAW}.safetensors"
+    other = handmade({"v": sample()["w"]}).write(tmp_path / "other")
+    for args, code in [
+        (["inspect", ckpt], 0),
+        (["inspect", ckpt, "--tensor", "*"], 0),
+        (["inspect", ckpt, "--tensor", "*", "--index", "0"], 0),
+        (["inspect", ckpt, "--tensor", "*", "--picture"], 0),
+        (["inspect", ckpt, "--only", "uneven"], 0),
+        (["inspect", ckpt, "--tensor", RAW], 3),
+        (["merge", ckpt, "-o", out], 0),
+        (["merge", ckpt, "-o", out], 3),
+        (["verify", ckpt, "--against", out], 0),
+        (["diff", ckpt, other], 3),
+        (["verify", ckpt, "--against", other, "--all"], 3),
+        (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", tmp_path / f"{RAW}.svg"], 0),
+        (["graph", "--mesh", "2", "--dims", "1", "-o", tmp_path / f"{RAW}2.svg"], 0),
+        (["explore", "--mesh", "2", "--shape", "4", "-o", tmp_path / f"{RAW}.html"], 0),
+    ]:
+        result = run(*args)
+        assert result.exit_code == code, result.stderr
+        assert is_safe(result.stdout + result.stderr), args
+        assert ESCAPED in result.stdout + result.stderr or "--only" in args
+    listed = run("inspect", ckpt, "--json")
+    assert listed.stdout.isascii()
+    assert [tensor["name"] for tensor in json.loads(listed.stdout)["tensors"]] == [f"{RAW}\n.w"]
+
+
+def measured(*args):
+    """Run in a process of its own; return the exit code, stderr, CPU seconds and peak MiB."""
+    script = (
+        "import resource, sys\n"
+        "from shardspec.cli.main import cli\n"
+        "try:\n"
+        "    cli(sys.argv[1:], prog_name='shardspec')\n"
+        "finally:\n"
+        "    used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "    print(used.ru_utime + used.ru_stime, used.ru_maxrss >> 10, file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+    )
+    *lines, last = done.stderr.splitlines()
+    seconds, memory = last.split()
+    return done.returncode, "\n".join(lines), float(seconds), int(memory)
+
+
+DIMS = 64
+ACROSS = ["plan", "[R,S2,R,S013]", "[S12,S0,R,R]", "--mesh", "4x1x1x1", "--target-mesh", "2x2x2"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [*ACROSS, "--shape", "4x4x11x8"],
+        [*ACROSS, "--shape", "4x4x11x8", "--max-bytes", "1"],
+        ["plan", "[S0]", "[S1]", "--mesh", "1024x1024", "--shape", "1048576"],
+        ["plan", "[S0,R]", "[R,S10]", "--mesh", "x".join("2" * 16), "--shape", "65536x4"],
+        ["plan", "[R|P0123456789]", "[S0]", "--mesh", "x".join("2" * 10), "--shape", "4096"],
+        ["plan", "[S01]", "[S0]", "--mesh", "128x128", "--target-mesh", "128", "--shape", "65536"],
+        ["plan", "[S01]", "[R]", "--mesh", "64x64", "--target-mesh", "64x64", "--shape", "65536"],
+        [
+            "cost",
+            f"[S0,S12,{'R,' * (DIMS - 3)}S3]",
+            f"[{'R,' * (DIMS - 1)}R]",
+            f"[S0,S12,{'R,' * (DIMS - 3)}S3]",
+            f"[R,S21,S3,S0{',R' * (DIMS - 4)}]",
+            *["--mesh", "4x2x2x2", "--shape", "x".join(["2"] * 60 + ["1"] * 4)],
+        ],
+        ["plan", "[R]", "[R]", "--mesh", "x".join("1" * 5000), "--shape", "4"],
+        ["show", "[S0]", "--mesh", "4096", "--shape", "4096"],
+        ["graph", "--mesh", "x".join("1" * 40), "--dims", "40"],
+    ],
+    ids=lambda args: " ".join(args)[:40],
+)
+def test_time_and_memory_are_bounded(args):
+    code, message, seconds, memory = measured(*args)
+    assert code in (0, 2), message
+    assert message.count("\n") == 0
+    assert seconds < 10
+    assert memory < 500
+
+
+def test_many_plans_between_meshes_keep_little():
+    """What is remembered of 20 tensors of one rank, each of which takes some 50 MiB to plan."""
+    script = f"""
+import resource
+from shardspec.cli.main import cli
+for size in range(20):
+    try:
+        cli([*{ACROSS!r}, "--shape", f"4x4x{{11 + size}}x8", "--json"], prog_name="shardspec")
+    except SystemExit as end:
+        assert end.code == 0
+with open("/proc/self/statm") as file:
+    print(int(file.read().split()[1]) * resource.getpagesize() >> 20)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout.splitlines()[-1]) < 350
+
+
+def test_reading_ids_takes_time_in_proportion():
+    text = ",".join(map(str, range(100_000)))
+    started = time.process_time()
+    result = run("cost", "[R]", "[S0]", "--mesh", "100000", "--shape", "8", "--ids", text)
+    assert time.process_time() - started < 5
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize(("axes", "dims"), [(4, 65), (4, 200), (33, 2)])
+def test_more_axes_or_dims_than_are_planned_for(axes, dims):
+    spec = f"[S0{',R' * (dims - 1)}]"
+    shape = "x".join("2" * min(dims, 60)) + "x1" * max(0, dims - 60)
+    result = run("cost", spec, f"[{'R,' * (dims - 1)}S0]", "--mesh", "x1" * axes, "--shape", shape)
+    assert result.exit_code == 2
+    result = run(
+        "cost", spec, f"[{'R,' * (dims - 1)}S0]", "--mesh", "x".join("1" * axes), "--shape", shape
+    )
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "Error: pair 1: conversions are planned on up to 32 mesh axes and for tensors of up to 64 "
+        f"dims, but these are {axes} axes and {dims} dims\n"
+    )
