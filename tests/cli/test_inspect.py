@@ -39,7 +39,7 @@ def test_tensors_and_ranks(ckpt):
     assert ["p", "[S(dp)|P(tp)]", "float32", "4", "16", "B", "replicated"] in lines
     assert ["step", "[]", "int64", "scalar", "8", "B", "replicated"] in lines
     # What a terminal would take amiss is escaped, and nothing is cut off.
-    assert [ascii("a.[very].long\tname" * 6), "[R]", "uint8", "3", "3", "B", "replicated"] in lines
+    assert [r"a.[very].long\tname" * 6, "[R]", "uint8", "3", "3", "B", "replicated"] in lines
     assert ["4", "(0,", "0)", "79", "B", "rank4.safetensors"] in lines
     assert ["2", "(1,", "2)", "24", "B", "rank2.safetensors"] in lines
 
