@@ -245,6 +245,7 @@ class CheckpointSummary:
         }
 
 
+@lru_cache(maxsize=1024)
 def _file(path: Path, directory: Path) -> str:
     return str(path.relative_to(directory)) if directory in path.parents else path.name
 
@@ -317,7 +318,8 @@ def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     {0: 16, 1: 8}
     """
     source = as_catalog(directory)
-    tensors = tuple(_summary(source, name) for name in source.names)
+    layouts: dict[object, Layout] = {}
+    tensors = tuple(_summary(source, name, layouts) for name in source.names)
     # Many tensors are cut alike.
     check = MemoizedByBoxes(partial(check_tiling, tiled=set()))
     for tensor in tensors:
@@ -327,9 +329,12 @@ def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     )
 
 
-def _summary(source: Catalog, name: str) -> TensorSummary:
+def _summary(source: Catalog, name: str, layouts: dict[object, Layout]) -> TensorSummary:
+    """Return what is known of a tensor; many have the same layout."""
     outline = source.outline(name)
-    layout = None
-    if source.mesh is not None and outline.spec is not None:
-        layout = Layout(source.mesh, outline.spec, outline.shape, outline.dtype)
-    return TensorSummary(outline, layout, source)
+    if source.mesh is None or outline.spec is None:
+        return TensorSummary(outline, None, source)
+    alike = outline.spec, outline.shape, outline.dtype
+    if alike not in layouts:
+        layouts[alike] = Layout(source.mesh, *alike)
+    return TensorSummary(outline, layouts[alike], source)

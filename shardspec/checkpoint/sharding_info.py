@@ -216,10 +216,11 @@ def parse_info(data: bytes, path: Path) -> ShardingInfo:
     mesh = _parse_mesh(as_object(member(info, "mesh", path, "mesh"), path, "mesh"), path)
     stated_tensors = as_object(member(info, "tensors", path, "tensors"), path, "tensors")
     cuts: dict[Layout, _Cut] = {}
+    known: dict[tuple[str, tuple[int, ...], str], Layout] = {}
     tensors = {
         name: cuts.setdefault(layout, _Cut(layout))
         for name, at in stated_tensors.items()
-        for layout in (_parse_layout(mesh, name, at, path),)
+        for layout in (_parse_layout(mesh, name, at, path, known),)
     }
     files = tuple(
         _parse_file(value, f"files[{place}]", mesh, tensors, path)
@@ -284,7 +285,13 @@ def _parse_mesh(stated: dict[str, object], path: Path) -> DeviceMesh:
         raise CheckpointError(f"{path}: mesh: {error}") from None
 
 
-def _parse_layout(mesh: DeviceMesh, name: str, value: object, path: Path) -> Layout:
+def _parse_layout(
+    mesh: DeviceMesh,
+    name: str,
+    value: object,
+    path: Path,
+    known: dict[tuple[str, tuple[int, ...], str], Layout],
+) -> Layout:
     key = f"tensors[{name!r}]"
     stated = as_object(value, path, key)
     shape = as_sizes(member(stated, "shape", path, f"{key}.shape"), path, f"{key}.shape")
@@ -292,8 +299,13 @@ def _parse_layout(mesh: DeviceMesh, name: str, value: object, path: Path) -> Lay
         raise CheckpointError(f"{path}: {key}.shape has {len(shape)} dims, at most {MAX_DIMS}")
     code = as_text(member(stated, "dtype", path, f"{key}.dtype"), path, f"{key}.dtype")
     spec = as_text(member(stated, "spec", path, f"{key}.spec"), path, f"{key}.spec")
+    # Many tensors are sharded alike.
+    alike = spec, tuple(shape), code
+    if alike in known:
+        return known[alike]
     try:
-        return Layout(mesh, spec, shape, from_safetensors(code))
+        known[alike] = layout = Layout(mesh, spec, shape, from_safetensors(code))
+        return layout
     except SpecSyntaxError as error:
         raise CheckpointError(f"{path}: {key}.spec {spec!r}: {error.problem}") from None
     except ShardSpecError as error:
