@@ -396,10 +396,14 @@ def _write_file(directory: Path, name: str, num_bytes: int, fill: Callable[[_Wri
     try:
         with _opened(directory) as at:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(temporary, flags, 0o666, dir_fd=at)
+            older = _older_info(at)
+            fd = os.open(temporary, flags, 0o600 if older else 0o666, dir_fd=at)
             try:
                 with open(fd, "wb", buffering=0):
-                    _take_mode(fd, at)
+                    if older is not None:
+                        os.fchmod(fd, stat.S_IMODE(older.st_mode))
+                        with suppress(OSError):
+                            os.fchown(fd, older.st_uid, older.st_gid)
                     reserve(fd, num_bytes)
                     done, writer = 0, Writer(fd, path)
 
@@ -437,16 +441,14 @@ def _opened(directory: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _take_mode(fd: int, directory: int) -> None:
-    """Give a new file the mode and, where that is allowed, the owner of the older info."""
+def _older_info(directory: int) -> os.stat_result | None:
+    """Return the state of the info that is there, unless another user may have put it there."""
     try:
         older = os.stat(INFO_NAME, dir_fd=directory, follow_symlinks=False)
     except OSError:
-        return
-    if stat.S_ISREG(older.st_mode):
-        os.fchmod(fd, stat.S_IMODE(older.st_mode))
-        with suppress(OSError):
-            os.fchown(fd, older.st_uid, older.st_gid)
+        return None
+    owners = (os.geteuid(), os.fstat(directory).st_uid)
+    return older if stat.S_ISREG(older.st_mode) and older.st_uid in owners else None
 
 
 def _publish(path: Path, info: ShardingInfo) -> list[str]:
