@@ -81,6 +81,24 @@ def test_a_loss_in_parts_by_grad_spec(source, target):
         torch.testing.assert_close(grad.shards[device], wanted.shards[device])
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_axes_of_one(op, sizes):
+    mesh = DeviceMesh(range(prod(sizes)), sizes)
+    specs = [spec_of(s) for s in TransitionGraph(mesh.ndim).explore(ShardingSpec(2)).nodes]
+    for source, target in list(product(specs, specs))[:: 1 if mesh.ndim == 2 else 17]:
+        free = [axis for axis in range(mesh.ndim) if axis not in source.axes]
+        spec = ShardingSpec(2, source.dim_partition_dict, partial=dict.fromkeys(free, op))
+        count = prod(mesh.shape[axis] for axis in free)
+        leaf = DTensor(WHOLE / (count if op == "sum" else 1), mesh, source)
+        shards = {d: shard.requires_grad_() for d, shard in leaf.shards.items()}
+        t = DTensor.from_local(shards, mesh, spec, global_shape=(7, 5))
+        loss_of(t.redistribute(target).to_global()).backward()
+        wanted = DTensor(expected_gradient() / (count if op == "avg" else 1), mesh, source)
+        for device in mesh.ids:
+            torch.testing.assert_close(shards[device].grad, wanted.shards[device])
+
+
 @pytest.mark.parametrize("op", ["min", "max", "prod"])
 def test_reductions_without_a_gradient_are_refused(op):
     shards = {d: torch.ones(4, requires_grad=True) for d in MESH.ids}

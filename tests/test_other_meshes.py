@@ -29,6 +29,9 @@ MESHES = {
     "some others": (DeviceMesh(range(4), (2, 2)), DeviceMesh([2, 3, 9], (3,))),
     "to one": (DeviceMesh(range(6), (2, 3)), DeviceMesh([7], (1,))),
     "from one": (DeviceMesh([7], (1,)), DeviceMesh(range(6), (2, 3))),
+    "axes of one": (DeviceMesh([3, 1], (1, 2)), DeviceMesh([1, 3], (2, 1))),
+    "to axes of one": (DeviceMesh(range(6), (2, 3)), DeviceMesh(range(6), (1, 3, 2))),
+    "from axes of one": (DeviceMesh([2], (1, 1)), DeviceMesh(range(2), (1, 2))),
 }
 DTYPES = ["float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn"]
 

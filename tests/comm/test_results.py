@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from shardspec.comm.results import combine, combine_into
+from shardspec.comm.results import checked, combine, combine_into
+from shardspec.errors import CommunicatorError
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,35 @@ def test_addends_may_come_one_after_the_other_in_the_same_memory(dtype):
     assert result.tolist() == [[7, 7], [7, 7]]
     combine_into(result.T[0], [torch.tensor([1, 2], dtype=dtype)], "avg")
     assert result.tolist() == [[1, 7], [2, 7]]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex128], ids=str
+)
+@pytest.mark.parametrize("left_out", ["all", "a row", "the last element", "nothing"])
+def test_what_is_left_unwritten_is_noticed(dtype, left_out):
+    result = torch.empty((7, 32), dtype=dtype)
+    last = max(1, 4 // dtype.itemsize)  # windows of four bytes are compared
+    kept = {
+        "all": result[:0],
+        "a row": result[:6],
+        "the last element": result.view(-1)[:-last],
+        "nothing": result,
+    }[left_out]
+    if left_out == "nothing":
+        with checked("a step", result):
+            kept.fill_(1)
+        return
+    with (
+        pytest.raises(CommunicatorError, match=r"a step left \d+ of \d+ windows .*\(7, 32\)"),
+        checked("a step", result),
+    ):
+        kept.fill_(1)
+
+
+def test_nothing_is_filled_without_the_check(monkeypatch):
+    monkeypatch.setenv("SHARDSPEC_CHECK", "0")
+    result = torch.zeros(8)
+    with checked("a step", result):
+        pass
+    assert result.tolist() == [0.0] * 8

@@ -38,6 +38,8 @@ PAIRS = {
     "more": (mesh(range(4), (2, 2)), mesh(range(6), (2, 3))),
     "fewer": (mesh(range(6), (2, 3)), mesh([5, 2, 0], (3,))),
     "disjoint": (mesh(range(4), (2, 2)), mesh(range(4, 10), (3, 2))),
+    "axes of one": (mesh([3, 1], (1, 2)), mesh([1, 3], (2, 1))),
+    "to axes of one": (mesh(range(6), (2, 3)), mesh(range(6), (1, 3, 2))),
     "overlapping": (mesh(range(4), (2, 2)), mesh([2, 3, 9], (3,))),
     "an axis of one": (mesh(range(2), (1, 2)), mesh([1, 2, 0], (3, 1))),
     "one device": (mesh([0], (1, 1)), mesh([1], (1,))),
