@@ -17,13 +17,14 @@ from shardspec.checkpoint.state_dict import (
     encode_path,
     encode_value,
 )
-from shardspec.checkpoint.store import file_inside, reason
+from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.strict_json import (
     as_list,
     as_object,
     as_size,
     as_sizes,
     as_text,
+    field,
     member,
     parse_json,
 )
@@ -31,6 +32,7 @@ from shardspec.dtypes import from_safetensors, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
+from shardspec.text import shown
 
 __all__ = [
     "SAVE_KEY",
@@ -50,6 +52,10 @@ SAVE_KEY: Final = "shardspec.save"
 VERSION: Final = 1
 """The version of the format that this code reads and writes."""
 _FORMAT: Final = "shardspec"
+_MOST_SPEC: Final = 4096
+"""Characters of a spec, in which axes stand by number."""
+_MOST_BYTES: Final = 2 << 30
+"""A checkpoint of 10,000 tensors on 1,024 ranks takes some 50 MB."""
 
 
 class BoxEntry(NamedTuple):
@@ -117,7 +123,11 @@ def format_info(info: ShardingInfo) -> str:
     <BLANKLINE>
     """
     mesh = {"ids": info.mesh.ids, "shape": info.mesh.shape, "axis_names": info.mesh.axis_names}
-    tensors = [f"  {_dump(name)}: {_dump(_layout_json(at))}" for name, at in info.tensors.items()]
+    tensors = []
+    for name, layout in info.tensors.items():
+        dtype, spec = to_safetensors(layout.dtype), str(layout.spec)
+        stated = {"shape": layout.global_shape, "dtype": dtype, "spec": spec}
+        tensors.append(f"  {_dump(name)}: {_dump(stated)}")
     files = []
     for file in info.files:
         head = _dump({"name": file.name, "rank": file.rank, "bytes": file.num_bytes})
@@ -150,14 +160,6 @@ def _dump(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _layout_json(layout: Layout) -> dict[str, object]:
-    return {
-        "shape": layout.global_shape,
-        "dtype": to_safetensors(layout.dtype),
-        "spec": str(layout.spec),
-    }
-
-
 def _box_json(entry: BoxEntry) -> dict[str, object]:
     box: dict[str, object] = {"box": entry.box}
     if entry.addend:
@@ -169,77 +171,58 @@ def _box_json(entry: BoxEntry) -> dict[str, object]:
 
 def read_info(directory: Path) -> ShardingInfo:
     """Read and check the sharding info of a checkpoint directory."""
-    try:
-        names = sorted(path.name for path in directory.iterdir())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory}: there is no such checkpoint directory; check the path"
-        ) from None
-    except NotADirectoryError:
-        raise CheckpointError(
-            f"{directory}: is a file; give the directory that holds {INFO_NAME}"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from None
-    if not names:
-        raise CheckpointError(f"{directory}: is empty, there is no checkpoint in it")
-    if INFO_NAME not in names:
+    if not path_exists(directory):
+        raise CheckpointError(f"{directory}: there is no such checkpoint directory; check the path")
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: is a file; give the directory that holds {INFO_NAME}")
+    path = file_inside(directory, INFO_NAME, directory)
+    if not path_exists(path):
         raise CheckpointError(
             f"{directory}: has no {INFO_NAME}, which is written last; the save did not finish, or "
             "this is no checkpoint; save again"
         )
-    path = file_inside(directory, INFO_NAME, directory)
     with SourceFile(path) as file:
+        if file.num_bytes > _MOST_BYTES:
+            raise CheckpointError(
+                f"{path}: has {file.num_bytes} bytes, past the {_MOST_BYTES} that it may have; it "
+                "is damaged, restore it"
+            )
         return parse_info(file.read(0, file.num_bytes), path)
 
 
 def parse_info(data: bytes, path: Path) -> ShardingInfo:
-    """Check the bytes of a `sharding_info.json` and return what they say.
-
-    Parameters
-    ----------
-    data
-        The bytes.
-    path
-        Where they come from, for errors.
-    """
+    """Check the bytes of a `sharding_info.json` and return what they say."""
     info = as_object(parse_json(data, path, "sharding info"), path, "the sharding info")
-    stated = as_text(member(info, "format", path, "format"), path, "format")
+    stated = field(info, "format", as_text, path, "")
     if stated != _FORMAT:
         raise CheckpointError(f"{path}: format is {stated!r}, not {_FORMAT!r}")
-    version = as_size(member(info, "version", path, "version"), path, "version")
+    version = field(info, "version", as_size, path, "")
     if version != VERSION:
         remedy = "upgrade shardspec" if version > VERSION else "the file is damaged, restore it"
         raise CheckpointError(
             f"{path}: has version {version}, but this shardspec reads version {VERSION}; {remedy}"
         )
-    mesh = _parse_mesh(as_object(member(info, "mesh", path, "mesh"), path, "mesh"), path)
-    stated_tensors = as_object(member(info, "tensors", path, "tensors"), path, "tensors")
-    cuts: dict[Layout, _Cut] = {}
-    known: dict[tuple[str, tuple[int, ...], str], Layout] = {}
+    mesh = _parse_mesh(field(info, "mesh", as_object, path, ""), path)
+    known: dict[tuple[str, tuple[int, ...], str], _Boxes] = {}
     tensors = {
-        name: cuts.setdefault(layout, _Cut(layout))
-        for name, at in stated_tensors.items()
-        for layout in (_parse_layout(mesh, name, at, path, known),)
+        name: _parse_layout(mesh, name, at, path, known)
+        for name, at in field(info, "tensors", as_object, path, "").items()
     }
-    files = tuple(
-        _parse_file(value, f"files[{place}]", mesh, tensors, path)
-        for place, value in enumerate(as_list(member(info, "files", path, "files"), path, "files"))
-    )
-    seen: set[str] = set()
-    for place, file in enumerate(files):
-        if file.name in seen:
+    files: dict[str, FileEntry] = {}
+    for place, value in enumerate(field(info, "files", as_list, path, "")):
+        file = _parse_file(value, f"files[{place}]", mesh, tensors, path)
+        if file.name in files:
             raise CheckpointError(f"{path}: files[{place}] repeats the file name {file.name!r}")
-        seen.add(file.name)
-    save = as_text(member(info, "save", path, "save"), path, "save")
-    layouts = {name: cut.layout for name, cut in tensors.items()}
+        files[file.name] = file
+    save = field(info, "save", as_text, path, "")
+    layouts = {name: boxes.layout for name, boxes in tensors.items()}
     values = _parse_each(info, "values", decode_value, path)
     for name in values.keys() & layouts.keys():
         raise CheckpointError(f"{path}: {name!r} is both a tensor and a value")
     paths = _parse_each(info, "paths", decode_path, path)
     for name in paths.keys() - layouts.keys() - values.keys():
         raise CheckpointError(f"{path}: paths[{name!r}] is of nothing that the info lists")
-    return ShardingInfo(save, mesh, layouts, files, values, paths)
+    return ShardingInfo(save, mesh, layouts, tuple(files.values()), values, paths)
 
 
 def _parse_each(
@@ -255,27 +238,27 @@ def _parse_each(
     return found
 
 
-class _Cut:
-    """A layout that many tensors have, and what it gives each device."""
+class _Boxes:
+    """A layout that many tensors have, and the box that it gives each device."""
 
-    __slots__ = ("_due", "layout")
+    __slots__ = ("_boxes", "layout")
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._due: dict[int, tuple[object, Box]] = {}
+        self._boxes: dict[int, tuple[object, Box]] = {}
 
-    def due(self, rank: int) -> tuple[object, Box]:
+    def of(self, rank: int) -> tuple[object, Box]:
         """Return the box of a device, as JSON has it and as a value."""
-        found = self._due.get(rank)
+        found = self._boxes.get(rank)
         if found is None:
             box = self.layout.box(rank)
-            found = self._due[rank] = [list(side) for side in box], box
+            found = self._boxes[rank] = [list(side) for side in box], box
         return found
 
 
 def _parse_mesh(stated: dict[str, object], path: Path) -> DeviceMesh:
-    ids = as_sizes(member(stated, "ids", path, "mesh.ids"), path, "mesh.ids")
-    shape = as_sizes(member(stated, "shape", path, "mesh.shape"), path, "mesh.shape")
+    ids = field(stated, "ids", as_sizes, path, "mesh")
+    shape = field(stated, "shape", as_sizes, path, "mesh")
     key = "mesh.axis_names"
     names = member(stated, "axis_names", path, key)
     texts = None if names is None else [as_text(n, path, key) for n in as_list(names, path, key)]
@@ -290,64 +273,73 @@ def _parse_layout(
     name: str,
     value: object,
     path: Path,
-    known: dict[tuple[str, tuple[int, ...], str], Layout],
-) -> Layout:
+    known: dict[tuple[str, tuple[int, ...], str], _Boxes],
+) -> _Boxes:
     key = f"tensors[{name!r}]"
     stated = as_object(value, path, key)
-    shape = as_sizes(member(stated, "shape", path, f"{key}.shape"), path, f"{key}.shape")
+    shape = field(stated, "shape", as_sizes, path, key)
     if len(shape) > MAX_DIMS:
         raise CheckpointError(f"{path}: {key}.shape has {len(shape)} dims, at most {MAX_DIMS}")
-    code = as_text(member(stated, "dtype", path, f"{key}.dtype"), path, f"{key}.dtype")
-    spec = as_text(member(stated, "spec", path, f"{key}.spec"), path, f"{key}.spec")
+    dtype = field(stated, "dtype", as_text, path, key)
+    spec = field(stated, "spec", as_text, path, key)
+    if len(spec) > _MOST_SPEC:
+        raise CheckpointError(
+            f"{path}: {key}.spec has {len(spec)} characters, at most {_MOST_SPEC}"
+        )
     # Many tensors are sharded alike.
-    alike = spec, tuple(shape), code
+    alike = spec, shape, dtype
     if alike in known:
         return known[alike]
     try:
-        known[alike] = layout = Layout(mesh, spec, shape, from_safetensors(code))
-        return layout
+        known[alike] = found = _Boxes(Layout(mesh, spec, shape, from_safetensors(dtype)))
+        return found
     except SpecSyntaxError as error:
-        raise CheckpointError(f"{path}: {key}.spec {spec!r}: {error.problem}") from None
+        raise CheckpointError(f"{path}: {key}.spec {shown(spec)}: {error.problem}") from None
     except ShardSpecError as error:
         raise CheckpointError(f"{path}: {key}: {error}") from None
 
 
 def _parse_file(
-    value: object, key: str, mesh: DeviceMesh, tensors: Mapping[str, _Cut], path: Path
+    value: object, key: str, mesh: DeviceMesh, tensors: Mapping[str, _Boxes], path: Path
 ) -> FileEntry:
     stated = as_object(value, path, key)
-    name = as_text(member(stated, "name", path, f"{key}.name"), path, f"{key}.name")
+    name = field(stated, "name", as_text, path, key)
     file_inside(path.parent, name, path)
-    rank = as_size(member(stated, "rank", path, f"{key}.rank"), path, f"{key}.rank")
+    rank = field(stated, "rank", as_size, path, key)
     if rank not in mesh:
         raise CheckpointError(f"{path}: {key}.rank is {rank}, which is no device of the mesh")
-    num_bytes = as_size(member(stated, "bytes", path, f"{key}.bytes"), path, f"{key}.bytes")
-    boxes = as_object(member(stated, "boxes", path, f"{key}.boxes"), path, f"{key}.boxes")
+    num_bytes = field(stated, "bytes", as_size, path, key)
     entries = []
-    for tensor, box in boxes.items():
+    for tensor, box in field(stated, "boxes", as_object, path, key).items():
         at = f"{key}.boxes[{tensor!r}]"
         if tensor not in tensors:
             raise CheckpointError(f"{path}: {at} is of a tensor that 'tensors' does not list")
-        cut = tensors[tensor]
-        entries.append(_parse_box(tensor, as_object(box, path, at), at, cut, rank, path))
+        entries.append(
+            _parse_box(tensor, as_object(box, path, at), at, tensors[tensor], rank, path)
+        )
     return FileEntry(name, rank, num_bytes, tuple(entries))
 
 
 def _parse_box(
-    tensor: str, stated: dict[str, object], key: str, cut: _Cut, rank: int, path: Path
+    tensor: str, stated: dict[str, object], key: str, boxes: _Boxes, rank: int, path: Path
 ) -> BoxEntry:
-    due, box = cut.due(rank)
+    expected, box = boxes.of(rank)
     # What is not as it should be is looked at closely.
-    if stated.get("box") != due or not box_size(box):
-        box = _parse_sides(stated, key, cut.layout, path)
-    addend = as_sizes(stated["addend"], path, f"{key}.addend") if "addend" in stated else ()
-    return BoxEntry(tensor, box, addend, _parse_crc(stated, f"{key}.crc32", path))
+    if stated.get("box") != expected or not box_size(box):
+        box = _parse_sides(stated, key, boxes.layout, path)
+    addend = field(stated, "addend", as_sizes, path, key) if "addend" in stated else ()
+    if "crc32" not in stated:
+        return BoxEntry(tensor, box, addend, None)
+    crc = field(stated, "crc32", as_text, path, key)
+    if len(crc) != 8 or set(crc) - set("0123456789abcdef"):
+        raise CheckpointError(f"{path}: {key}.crc32 is {crc!r}, not eight hexadecimal digits")
+    return BoxEntry(tensor, box, addend, int(crc, 16))
 
 
 def _parse_sides(stated: dict[str, object], key: str, layout: Layout, path: Path) -> Box:
     key_box = f"{key}.box"
     sides = []
-    for side in as_list(member(stated, "box", path, key_box), path, key_box):
+    for side in field(stated, "box", as_list, path, key):
         interval = as_sizes(side, path, key_box)
         if len(interval) != 2:
             raise CheckpointError(f"{path}: {key_box} has {side}, which is no [low, high] pair")
@@ -360,12 +352,3 @@ def _parse_sides(stated: dict[str, object], key: str, layout: Layout, path: Path
             f"tensor of shape {list(layout.global_shape)}"
         )
     return tuple(sides)
-
-
-def _parse_crc(stated: dict[str, object], key: str, path: Path) -> int | None:
-    if "crc32" not in stated:
-        return None
-    text = as_text(stated["crc32"], path, key)
-    if len(text) != 8 or set(text) - set("0123456789abcdef"):
-        raise CheckpointError(f"{path}: {key} is {text!r}, not eight hexadecimal digits")
-    return int(text, 16)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Never
+from typing import Final, Never, TypeVar
 
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
@@ -17,10 +17,13 @@ __all__ = [
     "as_size",
     "as_sizes",
     "as_text",
+    "field",
     "member",
     "parse_json",
     "parse_members",
 ]
+
+_T = TypeVar("_T")
 
 _WINDOW: Final = 4 << 20
 """Bytes of JSON that are parsed at once; the values in them take 30 times as much at most."""
@@ -192,6 +195,18 @@ def member(parent: dict[str, object], name: str, file: Path, key: str) -> object
     if name not in parent:
         raise CheckpointError(f"{file}: {key} is missing")
     return parent[name]
+
+
+def field(
+    parent: dict[str, object],
+    name: str,
+    kind: Callable[[object, Path, str], _T],
+    file: Path,
+    at: str,
+) -> _T:
+    """Return one value of an object, read as a kind such as `as_text`; `at` is where it stands."""
+    key = f"{at}.{name}" if at else name
+    return kind(member(parent, name, file, key), file, key)
 
 
 def as_object(value: object, file: Path, key: str) -> dict[str, object]:

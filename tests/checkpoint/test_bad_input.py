@@ -376,3 +376,24 @@ def test_headers_cut_at_every_byte(tmp_path):
             merge(ckpt, tmp_path / "out")
     path.write_bytes(data)
     merge(ckpt, tmp_path / "out")
+
+
+def test_an_info_of_gigabytes_is_not_read(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    info = ckpt / "sharding_info.json"
+    # A hole in the file: it takes no room.
+    os.truncate(info, 3 << 30)
+    assert refused(ckpt).startswith(f"{info}: has 3221225472 bytes, past the 2147483648 that it")
+
+
+@pytest.mark.parametrize("spec", [f"[S{'9' * 5000},R]", f"[S({'9' * 5000}),R]"])
+def test_axes_of_thousands_of_digits(tmp_path, capsys, spec):
+    made = handmade(sample())
+    made.info["tensors"]["w"]["spec"] = spec
+    ckpt = made.write(tmp_path / "ckpt")
+    assert "tensors['w'].spec has 500" in refused(ckpt)
+    for command in ("inspect", "verify"):
+        with pytest.raises(SystemExit) as caught:
+            cli([command, str(ckpt)])
+        assert caught.value.code == 3
+        assert len(capsys.readouterr().err) < 300

@@ -18,7 +18,7 @@ from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.source_files import MOST_OF_ONE, OpenFiles, SourceFile
-from shardspec.checkpoint.store import RemotePath, as_path
+from shardspec.checkpoint.store import RemotePath, as_path, store_errors
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
@@ -213,3 +213,28 @@ def test_nothing_is_imported_without_a_url(forms, tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "['fsspec']"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError("bkt/own"), "there is no such file"),
+        (PermissionError("bkt/own"), "access was denied"),
+        (IsADirectoryError("bkt/own"), "it is a directory"),
+        (FileNotFoundError("The specified bucket does not exist"), None),
+        (OSError(5, "Input/output error"), "Input/output error"),
+        (OSError("timeout"), "OSError: timeout"),
+        (ValueError(), "ValueError"),
+        (OSError(f"long {'x' * 1000}"), f"long {'x' * 295}…"),
+    ],
+)
+def test_what_a_store_says_is_told_in_words(error, said):
+    path = as_path("s3://bkt/own")
+    with pytest.raises(CheckpointError) as caught, store_errors(path, "read"):
+        raise error
+    assert str(caught.value) == f"s3://bkt/own: cannot be read: {said or error}"
+
+
+def test_mistakes_of_programs_stay_what_they_are():
+    with pytest.raises(TypeError, match="mistake"), store_errors(as_path("s3://bkt/own"), "read"):
+        raise TypeError("mistake")

@@ -72,7 +72,7 @@ class DcpCheckpoint(Catalog):
         self._metadata = metadata
         self._files = files
         self._ranks = _ranks(files)
-        self._tensors = LazyTensorCache(self._look_up, self.outline)
+        self._tensors = LazyTensorCache(self._look_up)
         self._meant: dict[bytes, TorchTensor] = {}
         self._others: dict[str, object] | None = None
 

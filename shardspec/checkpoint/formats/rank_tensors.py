@@ -68,7 +68,7 @@ class RankFilesCheckpoint(Catalog):
         self._boxes: dict[Sequence[Cut], tuple[FileBox, ...]] = {}
         self._copies: dict[Sequence[Cut], list[list[int]]] = {}
         self._glances = HeaderFiles()
-        self._tensors = LazyTensorCache(self._look_up, self.outline)
+        self._tensors = LazyTensorCache(self._look_up)
 
     def outline(self, name: str) -> Outline[FileBox]:
         """Return a tensor by what the pickles say."""

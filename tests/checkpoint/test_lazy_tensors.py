@@ -6,7 +6,6 @@ from threading import Barrier, Thread
 import pytest
 
 from shardspec.checkpoint.catalog import (
-    Digest,
     FileBox,
     LazyTensorCache,
     Outline,
@@ -34,77 +33,44 @@ def counting(boxes):
     return looked_up, look_up
 
 
-def test_all_are_looked_up_once_and_those_wanted_last_are_kept_as_they_are():
+def test_those_asked_for_last_are_kept():
     looked_up, look_up = counting(3)
-    find = LazyTensorCache(look_up, outline, most_boxes=6)
+    find = LazyTensorCache(look_up, most_boxes=6)
     a, b = find("a"), find("b")
     assert find("a") is a
     c = find("c")
-    assert find("a") is a
-    # b was packed; it is made again, and then c is.
-    again = find("b")
-    assert again == b
-    assert again is not b
-    assert find("a") is a
-    assert find("c") == c
-    assert looked_up == ["a", "b", "c"]
-
-
-def test_packed_ones_are_as_they_were():
-    digests = [None, Digest(2**32 - 1, 2**63, 2**62), Digest(0, 0, 0)]
-    boxes = tuple(
-        StoredBox(((at, at + 1),), (at,), at, Path(f"{at}"), 2**63 + at, digest, strides)
-        for at, (digest, strides) in enumerate(zip(digests, (None, (4, 1), ()), strict=True))
-    )
-    whole = StoredTensor("w", (3,), "int8", None, (StoredReduction("sum", 3),), boxes)
-    looked_up = []
-
-    def look_up(name):
-        looked_up.append(name)
-        return whole if name == "w" else tensor(name, 3)
-
-    held = tuple(FileBox(box.box, box.addend, box.rank, box.path) for box in boxes)
-    find = LazyTensorCache(
-        look_up, lambda _: Outline("w", (3,), "int8", None, whole.pending, held), 3
-    )
-    assert find("w") is whole
-    find("other")
-    assert find("w") == whole
-    assert find("w") is not whole
-    assert looked_up == ["w", "other"]
-
-
-def outline(name):
-    whole = tensor(name, 3)
-    held = tuple(FileBox(box.box, box.addend, box.rank, box.path) for box in whole.boxes)
-    return Outline(name, whole.shape, whole.dtype, None, (), held)
+    # b was the one that nobody had asked for the longest.
+    assert (find("a"), find("c")) == (a, c)
+    assert find("b") == b
+    assert looked_up == ["a", "b", "c", "b"]
 
 
 def test_one_that_is_larger_than_all_is_kept_until_the_next():
     looked_up, look_up = counting(3)
-    find = LazyTensorCache(look_up, outline, most_boxes=2)
+    find = LazyTensorCache(look_up, most_boxes=2)
     assert find("a") is find("a")
     assert find("b") is find("b")
     assert looked_up == ["a", "b"]
 
 
-def test_of_threads_that_want_the_same_one_looks():
-    looked_up, look_up = counting(1)
+def test_threads_may_ask_at_once():
+    looked_up, look_up = counting(3)
     begin = Barrier(8)
-    find, found = LazyTensorCache(look_up, outline), []
+    find = LazyTensorCache(look_up, most_boxes=6)
+    found: list[StoredTensor] = []
 
     def want():
         begin.wait()
-        found.append(find("a"))
+        found.extend(find(name) for name in "abcd" * 50)
 
     threads = [Thread(target=want) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert looked_up == ["a"]
-    assert len(found) == 8
-    assert all(one is found[0] for one in found)
+    assert len(found) == 1600
+    assert {one.name for one in found} == set("abcd") == set(looked_up)
+    assert {id(find("a")), id(find("a"))} == {id(find("a"))}
 
 
 def test_what_fails_is_looked_up_again():
@@ -116,7 +82,7 @@ def test_what_fails_is_looked_up_again():
             raise answer
         return answer
 
-    find = LazyTensorCache(look_up, outline)
+    find = LazyTensorCache(look_up)
     with pytest.raises(CheckpointError, match="gone"):
         find("a")
     assert find("a").name == "a"
