@@ -78,8 +78,8 @@ def run_command(line, directory):
 def test_snippets_and_commands_print_what_is_shown(tmp_path):
     text = README.read_text("utf-8")
     kinds = [kind for kind, _ in BLOCK.findall(text)]
-    first = ["python", "text", "sh", "python", "text", "console", "console"]
-    assert kinds == [*first, "sh", *["console"] * 5]
+    assert kinds.count("python") == 2
+    assert kinds.count("console") >= 6
     assert steady(rewritten(text, tmp_path)) == steady(text)
     assert (tmp_path / "model.safetensors").is_file()
 
@@ -94,7 +94,7 @@ def test_the_recipes_print_what_is_shown(tmp_path):
     ("target", "command"),
     [
         ("demo", ".venv/bin/python examples/minilm.py"),
-        ("test", ".venv/bin/python -m pytest"),
+        ("test", ".venv/bin/python -m pytest -n auto"),
         ("setup", ""),
     ],
 )
@@ -121,24 +121,20 @@ def test_links_lead_somewhere():
 
 def test_the_architecture_names_files_that_exist():
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    folder = ROOT / "shardspec"
-    named = set()
-    for line in text.splitlines():
-        # In the table of layers, files stand beside the folder that they are in.
-        inside = re.match(r"\| `(\w+/)`", line)
-        places = [ROOT, folder, folder / inside[1]] if inside else [ROOT, folder]
-        for name in re.findall(r"`([\w/]+\.py)`", line):
-            assert any((place / name).is_file() for place in places), name
-            named.add(name.rpartition("/")[2])
-    parts = [*folder.glob("*.py"), *folder.glob("comm/*.py"), *folder.glob("layout/*.py")]
-    inner = {path.name for path in parts if not path.name.startswith("__")}
-    # Every module of these layers has its place in the text.
-    assert inner - named == {"default.py"}
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    assert len(named) > 25
+    for name in named:
+        assert (ROOT / "shardspec" / name).exists() or (ROOT / name).exists(), name
+    # Every module at the top and every folder has its place in the text.
+    for path in (ROOT / "shardspec").iterdir():
+        name = f"{path.name}/" if path.is_dir() else path.name
+        assert name.startswith("_") or name == "py.typed" or f"`{name}`" in text, name
 
 
 def test_ten_lines():
     bodies = [body for kind, body in BLOCK.findall(README.read_text("utf-8")) if kind == "python"]
-    assert len([line for line in bodies[1].splitlines() if line.strip()]) <= 10
+    for body in bodies:
+        assert len([line for line in body.splitlines() if line.strip()]) <= 10
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from shardspec.profiling.measure import measure
 from shardspec.profiling.profile import Profile, make_profile
 from tests.profiling.test_fit import LINKS, SHAPE, times
 
-README = Path(__file__).parents[2] / "README.md"
+PLANS = Path(__file__).parents[2] / "docs" / "plans.md"
 
 
 @pytest.fixture
@@ -192,8 +192,8 @@ def test_measuring_one_process_that_holds_all_devices():
 
 
 @pytest.mark.dist
-def test_commands_of_the_readme(tmp_path):
-    blocks = re.findall(r"^```sh\n(.*?)^```$", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+def test_commands_of_the_docs(tmp_path):
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PLANS.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if "shardspec profile" in block]
     bin_first = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     done, planned = (
