@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from shardspec.text import bytes_text, seconds_text, table_text
@@ -71,3 +73,13 @@ def test_cells_are_not_markup():
 
 def test_no_rows():
     assert table_text(["a", "b"], []).splitlines()[0] == "a   b"
+
+
+def test_a_table_of_many_rows_is_made_soon():
+    started = time.process_time()
+    text = table_text(["name", "size"], [[f"layer.{at}", str(at)] for at in range(100_000)])
+    assert time.process_time() - started < 10
+    lines = text.splitlines()
+    assert lines[0] == f"name{'size':>16}"
+    assert lines[2] == f"layer.0{'0':>13}"
+    assert lines[-1] == f"layer.99999   {'99999'}"
