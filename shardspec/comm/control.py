@@ -183,7 +183,7 @@ class Address:
     """Equal for processes that share a kernel, its process ids and its network."""
     pid: int
     socket: str
-    """Name of its socket; empty where it takes no part."""
+    """Name of its socket; empty where the system has none of the kind."""
     probe: int
     """Where something known lies in its memory."""
     content: bytes
@@ -254,21 +254,21 @@ class Listener:
 
     Parameters
     ----------
-    takes_part
-        If not, nobody reaches this process.
+    is_read
+        If not, no other process finds anything to read in the memory of this one.
     """
 
-    def __init__(self, *, takes_part: bool = True) -> None:
+    def __init__(self, *, is_read: bool = True) -> None:
         self._content = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
         self._socket: socket.socket | None = None
-        host, name = _host() if takes_part else "", ""
+        host, name = _host(), ""
         if host:
             name = f"shardspec-{os.getpid()}-{secrets.token_hex(8)}"
             # The leading zero: a name of the kernel's own, without a file that could be left.
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._socket.bind("\0" + name)
             self._socket.listen(1024)
-        probe = ctypes.addressof(self._content)
+        probe = ctypes.addressof(self._content) if is_read else 0
         self.address = Address(host, os.getpid(), name, probe, self._content.raw)
 
     def __enter__(self) -> "Listener":

@@ -284,7 +284,7 @@ class ProcessGroupCommunicator:
             return
         memory = None
         if self._peers and "gloo" in dist.get_backend_config():
-            with Listener(takes_part=self._may_read_peers) as listener:
+            with Listener(is_read=self._may_read_peers) as listener:
                 addresses = self._gather(lane, listener.address)
                 near = listener.reachable(addresses)
                 missing = {peer: at for peer, at in near.items() if peer not in lane.links}

@@ -104,10 +104,9 @@ def test_who_can_be_reached_and_read():
             3: replace(there, socket=""),
         }
         assert listener.reachable(others) == {1: there}
-        with Listener(takes_part=False) as apart:
-            assert apart.reachable(others) == {}
-            unlike = replace(apart.address, pid=mine.pid + 1)
-            assert listener.reachable({1: there, 4: unlike}) == {1: there}
+        with Listener(is_read=False) as apart:
+            assert apart.reachable(others) == {1: there}
+            assert readable({4: apart.address, 5: mine}) == {5}
         assert readable({5: mine}) == {5}
         assert readable({5: replace(mine, content=b"something else ")}) == frozenset()
     assert ctypes.string_at(mine.probe, 16) == mine.content

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.multiprocessing as mp
 
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
 from shardspec.boxes import box_shape
+from shardspec.comm import peer_memory
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -71,6 +73,7 @@ def _rank(
     work: Callable[..., None],
     move: tuple[Step, str, str],
     reads_peers: bool | None,
+    timeout_s: float,
     out: Any,
 ) -> None:
     dist.init_process_group(
@@ -78,7 +81,7 @@ def _rank(
         init_method=f"file://{store}",
         rank=rank,
         world_size=3,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     communicator = ProcessGroupCommunicator(MESH, reads_peers=reads_peers is not False)
     if reads_peers is not None:
@@ -116,13 +119,17 @@ def _never(rank: int, communicator: Any, move: Any, out: Any) -> None:
 
 
 def seen_by_the_others(
-    tmp_path: Path, work: Callable[..., None], move: tuple[Step, str, str], reads_peers: bool | None
+    tmp_path: Path,
+    work: Callable[..., None],
+    move: tuple[Step, str, str],
+    reads_peers: bool | None,
+    timeout_s: float = TIMEOUT_S,
 ) -> tuple[list[Any], Any]:
     """Run three ranks, of which one fails, and return what the others saw and when it failed."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.dtensor"])
     out = context.SimpleQueue()
-    args = (str(tmp_path / "store"), work, move, reads_peers, out)
+    args = (str(tmp_path / "store"), work, move, reads_peers, timeout_s, out)
     ranks = [context.Process(target=_rank, args=(rank, *args)) for rank in range(3)]
     try:
         for process in ranks:
@@ -217,3 +224,59 @@ def _leave(rank: int, communicator: Any, *_: Any) -> None:
 def test_a_rank_may_leave_after_its_last_step(tmp_path, reads_peers):
     seen, by_one = seen_by_the_others(tmp_path, _leave, GATHER, reads_peers)
     assert [*seen, by_one] == [None, None, None]
+
+
+def _fork(seconds: float) -> None:
+    """Leave a child behind, as data loaders have, that holds all open sockets."""
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os._exit(0)
+
+
+def _end_with_a_child(rank: int, communicator: Any, _: Any, out: Any) -> None:
+    tensor = DTensor(torch.ones(6, 6), MESH, "[S0,R]", communicator=communicator)
+    tensor.redistribute("[R,S0]")
+    if rank == VICTIM:
+        _fork(3 * TIMEOUT_S)
+        _die(out)
+    time.sleep(0.1)  # so that no note is on its way yet
+    tensor.redistribute("[R,S0]")
+
+
+@pytest.mark.parametrize("reads_peers", [True, False], ids=["reading", "messages"])
+def test_the_end_of_a_rank_with_a_child_is_noticed_at_once(tmp_path, reads_peers):
+    seen, failed_at = seen_by_the_others(tmp_path, _end_with_a_child, GATHER, reads_peers, 60)
+    for error in seen:
+        assert error.kind is CommunicatorError
+        assert re.search(r"rank [012] has ended", error.text)
+        assert error.at - failed_at < SLACK_S
+
+
+def _stopped(rank: int, communicator: Any, *_: Any) -> None:
+    """Rank 1 reads so late that rank 0, which has a child, has given up and changed its shard."""
+    nothing, everything = ((9, 9), (5, 5)), ((0, 9), (0, 5))
+    before = {0: everything, 1: nothing, 2: nothing}
+    after = {0: nothing, 1: everything, 2: nothing}
+    shard = torch.ones(box_shape(before[rank]))
+    read = peer_memory.read
+
+    def late(*given: Any) -> None:
+        time.sleep(1.5 * TIMEOUT_S)
+        read(*given)
+
+    if rank == 0:
+        _fork(4 * TIMEOUT_S)
+    try:
+        with mock.patch.object(peer_memory, "read", late):
+            communicator.run(Exchange((0,)), {rank: shard}, before.__getitem__, after.__getitem__)
+    finally:
+        shard.zero_()
+        if rank == 0:
+            time.sleep(2 * TIMEOUT_S)  # the memory of the shard stays, so it can be read
+
+
+def test_a_reader_that_comes_too_late_is_told(tmp_path):
+    (zero, two), one = seen_by_the_others(tmp_path, _stopped, GATHER, True)
+    assert two is None
+    assert "rank 1 did not come in time" in zero.text
+    assert "rank 0 has ended or given up" in one.text
