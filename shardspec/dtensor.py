@@ -15,7 +15,12 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.execution import agree_on, run_plan
-from shardspec.gradients import Convert, GradientsBy, OneOfEqual, check_differentiable
+from shardspec.gradients import (
+    check_differentiable,
+    convert,
+    first_of_copies,
+    with_gradient_reduced,
+)
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
@@ -23,7 +28,7 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.operations.methods import TensorMethods
 from shardspec.operations.storage import ShardStorage
-from shardspec.shards import added_up, check_shards, facts_of, index_of
+from shardspec.shards import added_up, check_plain, check_shards, facts_of, shards_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -40,21 +45,29 @@ class DTensor(ShardStorage):
     Parameters
     ----------
     tensor
-        The whole tensor, the same on every rank. Its gradient is not tracked through the cut: like
-        torch's, a new DTensor is a leaf.
+        The global tensor. In a job every rank of the mesh gives one of the same shape and dtype,
+        and that of `src_rank` counts: its boxes are sent to the others. Its gradient is not
+        tracked: like torch's, a new DTensor is a leaf.
     device_mesh, sharding_spec
-        Where, and how to cut; the spec may be given in its notation.
+        Where, and how to shard; the spec may be given in its notation.
+    src_rank
+        The rank whose tensor it is, as its place among ``device_mesh.ids``: 0, as torch has it, is
+        the mesh's first device. None sends nothing and takes each rank's boxes from its own
+        tensor, which is then the same on every rank; ``SHARDSPEC_CHECK=1`` in the environment
+        checks that it is.
     communicator
         Who moves shards: by default the running job, or this process alone where there is none.
 
     Raises
     ------
     LayoutError
-        If the spec does not fit the tensor, or has pending reductions (use `from_local`).
+        If the tensor is none or is sparse, the spec does not fit it or has pending reductions (use
+        `from_local`), or `src_rank` is none of the mesh's.
     AxisError
         If the mesh lacks an axis of the spec.
     CommunicatorError
-        If the job is not initialised or lacks a device of the mesh.
+        If the job is not initialised, lacks a device of the mesh, or its ranks give tensors of
+        different shapes, dtypes or specs.
 
     Examples
     --------
@@ -77,13 +90,10 @@ class DTensor(ShardStorage):
         device_mesh: DeviceMesh,
         sharding_spec: SpecLike,
         *,
+        src_rank: int | None = 0,
         communicator: Communicator | None = None,
     ) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise LayoutError(
-                f"a {type(tensor).__name__} is no tensor; torch.as_tensor makes one of arrays and "
-                "lists"
-            )
+        check_plain(tensor)
         layout = Layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
         if layout.spec.partials:
             raise LayoutError(
@@ -92,14 +102,11 @@ class DTensor(ShardStorage):
             )
         self.layout = layout
         self.communicator = _checked(communicator, device_mesh)
-        whole = tensor.detach()
         self._torch = self._history = None
-        self._shards = {
-            device: whole[index_of(layout, device)]
-            .clone(memory_format=torch.contiguous_format)
-            .requires_grad_(tensor.requires_grad)
-            for device in self.communicator.addressable
-        }
+        with torch.no_grad():
+            self._shards = shards_of(tensor, layout, self.communicator, src_rank)
+        for shard in self._shards.values():
+            shard.requires_grad_(tensor.requires_grad)
 
     @classmethod
     def from_shards(
@@ -265,6 +272,15 @@ class DTensor(ShardStorage):
         layout = self.layout.with_spec(self.layout.spec.without_partial())
         return DTensor.from_shards(grads, layout, self.communicator)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Of a leaf that torch has, the shards are leaves too, so that they can be copied.
+        leaf = self._own() is None and self._torch is not None and self._torch.is_leaf
+        shards = {
+            device: shard.detach().requires_grad_(shard.requires_grad) if leaf else shard
+            for device, shard in self.shards.items()
+        }
+        return DTensor.from_shards, (shards, self.layout, self.communicator)
+
     def __repr__(self) -> str:
         held = ", ".join(map(str, self.communicator.addressable)) or "none"
         return f"DTensor({self.layout}; holds the shards of devices {held})"
@@ -314,11 +330,7 @@ class DTensor(ShardStorage):
                 "leave only sums or means pending"
             )
         plan = LayoutConverter().plan(arriving, arriving.spec.without_partial())
-        # torch leaves Function.apply untyped.
-        handed_on: tuple[torch.Tensor, ...] = GradientsBy.apply(  # type: ignore[no-untyped-call]
-            plan, self.communicator, *shards.values()
-        )
-        return dict(zip(shards, handed_on, strict=True))[physical_id]
+        return with_gradient_reduced(plan, self.communicator, shards)[physical_id]
 
     def redistribute(
         self, sharding_spec: SpecLike, *, device_mesh: DeviceMesh | None = None
@@ -384,11 +396,7 @@ class DTensor(ShardStorage):
                 )
             shards = run_plan(plan, self.communicator, shards)
         else:
-            # torch leaves Function.apply untyped.
-            results: tuple[torch.Tensor, ...] = Convert.apply(  # type: ignore[no-untyped-call]
-                plan, self.communicator, *shards.values()
-            )
-            shards = dict(zip(there.addressable, results, strict=True))
+            shards = convert(plan, self.communicator, shards)
         return DTensor.from_shards(shards, plan.target, there)
 
     def to_global(self) -> torch.Tensor:
@@ -406,12 +414,7 @@ class DTensor(ShardStorage):
                 f"this rank is not part of mesh {self.device_mesh} with ids "
                 f"{self.device_mesh.ids}; only its ranks can gather the tensor"
             )
-        whole = self.redistribute(ShardingSpec(self.dim()))
-        # torch leaves Function.apply untyped.
-        result: torch.Tensor = OneOfEqual.apply(  # type: ignore[no-untyped-call]
-            *whole.shards.values()
-        )
-        return result
+        return first_of_copies(self.redistribute(ShardingSpec(self.dim())).shards)
 
 
 def distribute_tensor(
@@ -419,16 +422,17 @@ def distribute_tensor(
     device_mesh: DeviceMesh,
     sharding_spec: SpecLike,
     *,
+    src_rank: int | None = 0,
     communicator: Communicator | None = None,
 ) -> DTensor:
-    """Cut a whole tensor, the same on every rank; see `DTensor`.
+    """Shard the global tensor that the first rank of the mesh has; see `DTensor`.
 
     Examples
     --------
     >>> distribute_tensor(torch.ones(5), DeviceMesh(range(2), (2,)), "[S0]")
     DTensor([S0] of [5] float32 on 2; holds the shards of devices 0, 1)
     """
-    return DTensor(tensor, device_mesh, sharding_spec, communicator=communicator)
+    return DTensor(tensor, device_mesh, sharding_spec, src_rank=src_rank, communicator=communicator)
 
 
 def _checked(communicator: Communicator | None, mesh: DeviceMesh) -> Communicator:

@@ -1,12 +1,13 @@
 """Tensors made where they are to be: each device makes its own box and nothing else."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
-from typing import Final
+from typing import Final, Required, TypedDict, Unpack
 
 import torch
 
-from shardspec.boxes import Box
+from shardspec.boxes import Box, box_shape
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.dtensor import DTensor
@@ -16,36 +17,87 @@ from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.random_boxes import Numbers, Words, box_of, normal, uniform
+from shardspec.shards import check_copies
 
-__all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]
+__all__ = ["Options", "arange", "empty", "full", "ones", "rand", "randn", "zeros"]
 
 _BITS: Final = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 """Bits of a uniform random number: as many as the dtype has, so that none is rounded up to 1."""
 
 
-def empty(
-    *size: int | Sequence[int],
+class Options(TypedDict, total=False):
+    """Keywords that all functions here take; every rank of the mesh gives the same."""
+
+    device_mesh: Required[DeviceMesh]
+    """Where the tensor is to be."""
+    sharding_spec: SpecLike | None
+    """How it is sharded; replicated on every device without one."""
+    dtype: torch.dtype | None
+    """Of the shards; by default that of torch's function of the same name."""
+    device: torch.device | str | None
+    """Of the shards, as for torch's function; ``"meta"`` makes no data."""
+    requires_grad: bool
+    """Whether the shards are leaves that collect gradients."""
+    communicator: Communicator | None
+    """As for `DTensor`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What is to be made."""
+
+    layout: Layout
+    device: torch.device | None
+    requires_grad: bool
+    communicator: Communicator
+
+    def made(self, fill: Callable[[Box, torch.Tensor], object]) -> DTensor:
+        """Return the tensor, each shard filled by a function of its box."""
+        shards = {}
+        for device in self.communicator.addressable:
+            box, dtype = self.layout.box(device), getattr(torch, self.layout.dtype)
+            shards[device] = torch.empty(box_shape(box), dtype=dtype, device=self.device)
+            fill(box, shards[device])
+            shards[device].requires_grad_(self.requires_grad)
+        return DTensor.from_shards(shards, self.layout, self.communicator)
+
+
+def _target(
+    size: Sequence[int | Sequence[int]],
+    default: torch.dtype | None = None,
+    *,
     device_mesh: DeviceMesh,
     sharding_spec: SpecLike | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     requires_grad: bool = False,
     communicator: Communicator | None = None,
-) -> DTensor:
+) -> _Target:
+    given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    shape = [number for number in given if isinstance(number, int)]
+    if len(shape) != len(given):
+        raise LayoutError(f"size {size}: give whole numbers, or one sequence of them")
+    spec = ShardingSpec(len(shape)) if sharding_spec is None else sharding_spec
+    layout = Layout(device_mesh, spec, shape, dtype or default or torch.get_default_dtype())
+    if layout.spec.partials:
+        raise LayoutError(
+            f"a new tensor cannot be sharded as {layout.spec}: a pending reduction has one addend "
+            "per device; give each device's addend to DTensor.from_local"
+        )
+    chosen = communicator_of(device_mesh) if communicator is None else communicator
+    where = None if device is None else torch.device(device)
+    return _Target(layout, where, requires_grad, chosen)
+
+
+def empty(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
     """Return a tensor of any values; every rank calls it.
 
     Parameters
     ----------
     size
-        Sizes of the whole tensor: one after the other, or as one sequence.
-    device_mesh, sharding_spec
-        Where, and how to cut; without a spec it is whole on every device.
-    dtype, device
-        Of the shards, as for torch's function of that name; ``"meta"`` makes no data.
-    requires_grad
-        Whether the shards are leaves that collect gradients.
-    communicator
-        As for `DTensor`.
+        Sizes of the global tensor: one after the other, or as one sequence.
+    **options
+        See `Options`; ``device_mesh`` is needed.
 
     Raises
     ------
@@ -60,25 +112,10 @@ def empty(
     >>> empty(7, 3, device_mesh=mesh, sharding_spec="[S0,R]").to_local(1).shape
     torch.Size([3, 3])
     """
-    layout = _layout(size, device_mesh, sharding_spec, dtype)
-
-    def make(box: Box) -> torch.Tensor:
-        return _empty(layout, box, device)
-
-    return _made(layout, make, requires_grad, communicator)
+    return _target(size, **options).made(lambda *_: None)
 
 
-def full(
-    size: int | Sequence[int],
-    fill_value: complex,
-    *,
-    device_mesh: DeviceMesh,
-    sharding_spec: SpecLike | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    requires_grad: bool = False,
-    communicator: Communicator | None = None,
-) -> DTensor:
+def full(size: int | Sequence[int], fill_value: complex, **options: Unpack[Options]) -> DTensor:
     """Return a tensor of one value, whose dtype is that of the value by default; see `empty`.
 
     Examples
@@ -87,24 +124,13 @@ def full(
     >>> full((3,), 7, device_mesh=mesh, sharding_spec="[S0]").shards
     {0: tensor([7, 7]), 1: tensor([7])}
     """
-    dtype = torch.full((), fill_value).dtype if dtype is None else dtype
-    layout = _layout((size,), device_mesh, sharding_spec, dtype)
-
-    def make(box: Box) -> torch.Tensor:
-        return _empty(layout, box, device).fill_(fill_value)
-
-    return _made(layout, make, requires_grad, communicator)
+    value = torch.full((), fill_value)
+    target = _target((size,), value.dtype, **options)
+    _check_same(target, value, "fill_value")
+    return target.made(lambda _, shard: shard.fill_(fill_value))
 
 
-def zeros(
-    *size: int | Sequence[int],
-    device_mesh: DeviceMesh,
-    sharding_spec: SpecLike | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    requires_grad: bool = False,
-    communicator: Communicator | None = None,
-) -> DTensor:
+def zeros(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
     """Return a tensor of zeros; see `empty`.
 
     Examples
@@ -112,27 +138,10 @@ def zeros(
     >>> zeros(2, 3, device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[R,S0]")
     DTensor([R,S0] of [2, 3] float32 on 2; holds the shards of devices 0, 1)
     """
-    return full(
-        _one_size(size),
-        0,
-        device_mesh=device_mesh,
-        sharding_spec=sharding_spec,
-        dtype=dtype or torch.get_default_dtype(),
-        device=device,
-        requires_grad=requires_grad,
-        communicator=communicator,
-    )
+    return _target(size, **options).made(lambda _, shard: shard.zero_())
 
 
-def ones(
-    *size: int | Sequence[int],
-    device_mesh: DeviceMesh,
-    sharding_spec: SpecLike | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    requires_grad: bool = False,
-    communicator: Communicator | None = None,
-) -> DTensor:
+def ones(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
     """Return a tensor of ones; see `empty`.
 
     Examples
@@ -140,29 +149,11 @@ def ones(
     >>> ones((3,), device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[S0]").to_global()
     tensor([1., 1., 1.])
     """
-    return full(
-        _one_size(size),
-        1,
-        device_mesh=device_mesh,
-        sharding_spec=sharding_spec,
-        dtype=dtype or torch.get_default_dtype(),
-        device=device,
-        requires_grad=requires_grad,
-        communicator=communicator,
-    )
+    return _target(size, **options).made(lambda _, shard: shard.fill_(1))
 
 
 def arange(
-    start: float,
-    end: float | None = None,
-    step: float = 1,
-    *,
-    device_mesh: DeviceMesh,
-    sharding_spec: SpecLike | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    requires_grad: bool = False,
-    communicator: Communicator | None = None,
+    start: float, end: float | None = None, step: float = 1, **options: Unpack[Options]
 ) -> DTensor:
     """Return the numbers from `start`, or 0, up to but not including `end`; see `empty`.
 
@@ -181,39 +172,35 @@ def arange(
         raise LayoutError(f"arange from {start} to {end} by steps of {step} never ends; turn step")
     whole = all(isinstance(number, int) for number in (start, end, step))
     length = -((start - end) // step) if whole else ceil((end - start) / step)
-    dtype = dtype or (torch.int64 if whole else torch.get_default_dtype())
-    layout = _layout((int(length),), device_mesh, sharding_spec, dtype)
+    target = _target((int(length),), torch.int64 if whole else None, **options)
+    _check_same(target, torch.tensor([start, step]), "start and step")
 
-    def make(box: Box) -> torch.Tensor:
-        result = _empty(layout, box, device)
-        places = torch.arange(*box[0], device=result.device)
-        return result.copy_(start + places * step if whole else start + places.double() * step)
+    def fill(box: Box, shard: torch.Tensor) -> None:
+        places = torch.arange(*box[0], device=shard.device)
+        shard.copy_(start + places * step if whole else start + places.double() * step)
 
-    return _made(layout, make, requires_grad, communicator)
+    return target.made(fill)
 
 
 def rand(
     *size: int | Sequence[int],
-    device_mesh: DeviceMesh,
-    sharding_spec: SpecLike | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    requires_grad: bool = False,
-    communicator: Communicator | None = None,
     generator: torch.Generator | None = None,
+    **options: Unpack[Options],
 ) -> DTensor:
     """Return uniform random numbers from 0 up to but not including 1; every rank calls it.
 
     They are one global tensor, whatever the mesh and the spec: a number depends on the seed, on
     its place and on the dtype. The seed is drawn from `generator`, or from torch's own, on the
-    first rank of the mesh. How numbers come about stands in `shardspec.random_boxes`.
+    first rank of the mesh. `shardspec.random_boxes` says how numbers are made.
 
     Parameters
     ----------
-    size, device_mesh, sharding_spec, dtype, device, requires_grad, communicator
-        As for `empty`; the dtype is a real floating one of at least 16 bits.
+    size
+        As for `empty`.
     generator
         On the CPU.
+    **options
+        See `Options`; the dtype is a real floating one of at least 16 bits.
 
     Raises
     ------
@@ -231,20 +218,14 @@ def rand(
     >>> bool((rand(5, 7, device_mesh=mesh, sharding_spec="[R,S0]").to_global() == rows).all())
     True
     """
-    layout = _layout(size, device_mesh, sharding_spec, dtype)
-    numbers = uniform(_BITS.get(layout.dtype, 0))
-    return _random(layout, numbers, device, requires_grad, communicator, generator)
+    target = _target(size, **options)
+    return _random(target, uniform(_BITS.get(target.layout.dtype, 0)), generator)
 
 
 def randn(
     *size: int | Sequence[int],
-    device_mesh: DeviceMesh,
-    sharding_spec: SpecLike | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    requires_grad: bool = False,
-    communicator: Communicator | None = None,
     generator: torch.Generator | None = None,
+    **options: Unpack[Options],
 ) -> DTensor:
     """Return normal random numbers of mean 0 and variance 1; see `rand`.
 
@@ -254,82 +235,32 @@ def randn(
     >>> randn(7, 5, device_mesh=mesh, sharding_spec="[R,S0]", device="meta").to_local(1)
     tensor(..., device='meta', size=(7, 2))
     """
-    layout = _layout(size, device_mesh, sharding_spec, dtype)
-    return _random(layout, normal, device, requires_grad, communicator, generator)
-
-
-def _one_size(size: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
-    """Return sizes that were given one after the other, or as one sequence."""
-    if len(size) == 1 and isinstance(size[0], Sequence):
-        return tuple(size[0])
-    for number in size:
-        if not isinstance(number, int):
-            raise LayoutError(f"size {size}: give whole numbers, or one sequence of them")
-    return tuple(number for number in size if isinstance(number, int))
-
-
-def _layout(
-    size: Sequence[int | Sequence[int]],
-    mesh: DeviceMesh,
-    spec: SpecLike | None,
-    dtype: torch.dtype | None,
-) -> Layout:
-    shape = _one_size(size)
-    chosen = ShardingSpec(len(shape)) if spec is None else spec
-    layout = Layout(mesh, chosen, shape, dtype or torch.get_default_dtype())
-    if layout.spec.partials:
-        raise LayoutError(
-            f"a new tensor cannot be cut as {layout.spec}: a pending reduction has one addend per "
-            "device; give each device's addend to DTensor.from_local"
-        )
-    return layout
-
-
-def _empty(layout: Layout, box: Box, device: torch.device | str | None) -> torch.Tensor:
-    dtype = getattr(torch, layout.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return torch.empty([hi - lo for lo, hi in box], dtype=dtype, device=device)
-
-
-def _made(
-    layout: Layout,
-    make: Callable[[Box], torch.Tensor],
-    requires_grad: bool,
-    communicator: Communicator | None,
-) -> DTensor:
-    chosen = communicator_of(layout.mesh) if communicator is None else communicator
-    shards = {
-        device: make(layout.box(device)).requires_grad_(requires_grad)
-        for device in chosen.addressable
-    }
-    return DTensor.from_shards(shards, layout, chosen)
+    return _random(_target(size, **options), normal, generator)
 
 
 def _random(
-    layout: Layout,
-    numbers: Callable[[Words], Numbers],
-    device: torch.device | str | None,
-    requires_grad: bool,
-    communicator: Communicator | None,
-    generator: torch.Generator | None,
+    target: _Target, numbers: Callable[[Words], Numbers], generator: torch.Generator | None
 ) -> DTensor:
+    layout, communicator = target.layout, target.communicator
     if layout.dtype not in _BITS:
         raise DTypeError(
             f"random numbers of {dtype_name(layout.dtype)}: make them of one of "
             f"{', '.join(_BITS)}, and convert them"
         )
-    chosen = communicator_of(layout.mesh) if communicator is None else communicator
-    if device is not None and torch.device(device).type == "meta":
-        return _made(layout, lambda box: _empty(layout, box, device), requires_grad, chosen)
+    if target.device is not None and target.device.type == "meta":
+        return target.made(lambda *_: None)
     drawn = int(torch.randint(2**63 - 1, (), generator=generator))
     # Ranks may have drawn from generators in other states.
-    seeds = chosen.gather(dict.fromkeys(chosen.addressable, drawn))
+    seeds = communicator.gather(dict.fromkeys(communicator.addressable, drawn))
     seed = seeds.get(layout.mesh.ids[0], drawn)
 
-    def make(box: Box) -> torch.Tensor:
-        result = _empty(layout, box, device)
+    def fill(box: Box, shard: torch.Tensor) -> None:
         for index, part in box_of(layout.global_shape, box, seed, numbers):
-            result[index].copy_(torch.from_numpy(part))
-        return result
+            shard[index].copy_(torch.from_numpy(part))
 
-    return _made(layout, make, requires_grad, chosen)
+    return target.made(fill)
+
+
+def _check_same(target: _Target, value: torch.Tensor, name: str) -> None:
+    held = dict.fromkeys(target.communicator.addressable, value)
+    check_copies(target.communicator, held, name)

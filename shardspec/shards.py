@@ -1,18 +1,34 @@
-"""Shards against the layout that they are to follow."""
+"""Shards: cut from a global tensor, and checked against the layout that they are to follow."""
 
+import hashlib
+import os
 from collections.abc import Mapping
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import torch
 
-from shardspec.boxes import slices_within
+from shardspec.boxes import Box, slices_within
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.steps import Exchange
 from shardspec.dtypes import dtype_name
 from shardspec.errors import LayoutError
+from shardspec.execution import run_plan
+from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["Facts", "added_up", "check_shards", "facts_of", "index_of"]
+__all__ = [
+    "Facts",
+    "added_up",
+    "check_copies",
+    "check_plain",
+    "check_shards",
+    "facts_of",
+    "index_of",
+    "shards_of",
+]
 
 Facts: TypeAlias = tuple[tuple[int, ...], str]
 """Shape and dtype of a shard."""
@@ -20,6 +36,7 @@ Facts: TypeAlias = tuple[tuple[int, ...], str]
 
 def facts_of(shard: torch.Tensor) -> Facts:
     """Return a shard's shape and the name of its dtype."""
+    check_plain(shard)
     return tuple(shard.shape), dtype_name(shard.dtype)
 
 
@@ -56,3 +73,140 @@ def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -
         sum(facts[device][0][dim] for device in mesh.group(first, cut.axes))
         for dim, cut in enumerate(spec.dim_specs)
     )
+
+
+def check_plain(tensor: object) -> None:
+    """Raise `LayoutError` unless this is a tensor of torch whose elements lie in one box."""
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(
+            f"a {type(tensor).__name__} is no plain tensor; torch.as_tensor makes one of arrays "
+            "and lists, and a DTensor has redistribute"
+        )
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise LayoutError(
+            f"a {'nested' if tensor.is_nested else kind} tensor cannot be sharded, only dense ones "
+            "can; convert it first, by to_dense(), dequantize() or to_padded_tensor()"
+        )
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        from torch.distributed.tensor import DTensor as TorchDTensor
+
+        if isinstance(tensor, TorchDTensor):
+            raise LayoutError(
+                "this is a DTensor of torch; DTensor.from_torch makes one of ours of it, and "
+                "shardspec.redistribute shards it another way"
+            )
+
+
+def shards_of(
+    tensor: torch.Tensor, layout: Layout, communicator: Communicator, src_rank: int | None
+) -> dict[int, torch.Tensor]:
+    """Cut a global tensor into the shards that this process holds.
+
+    Parameters
+    ----------
+    tensor
+        All of it; of other processes than the source only shape, dtype and device count.
+    layout
+        What is wanted, with nothing pending.
+    communicator
+        Of its mesh.
+    src_rank
+        Place among the mesh's ids of the device whose tensor it is; None where all are the same.
+    """
+    ids, here = layout.mesh.ids, communicator.addressable
+    if src_rank is not None and not (isinstance(src_rank, int) and 0 <= src_rank < len(ids)):
+        raise LayoutError(
+            f"src_rank {src_rank!r}: give a place among the {len(ids)} ids {ids} of the mesh, from "
+            "0 on, or None for a tensor that is the same on every rank"
+        )
+    if src_rank is None or len(here) in (0, len(ids)):
+        if src_rank is None:
+            check_copies(communicator, dict.fromkeys(here, tensor), f"the tensor for {layout}")
+        return {
+            device: tensor[index_of(layout, device)].clone(memory_format=torch.contiguous_format)
+            for device in here
+        }
+    source = _AllAtOne(layout, ids[src_rank])
+
+    def words() -> dict[str, str]:
+        return {
+            "mesh": f"{layout.mesh} of ids {','.join(map(str, ids))}",
+            "new tensor": str(layout.spec),
+            "shape": str(list(layout.global_shape)),
+            "dtype": layout.dtype,
+            "device": tensor.device.type,
+            "gradient": str(tensor.requires_grad),
+            "src_rank": str(src_rank),
+        }
+
+    communicator.agree((source, tensor.device.type, tensor.requires_grad), words)
+    (device,) = here
+    if tensor.is_meta:
+        return {device: tensor.new_empty(layout.local_shape(device))}
+    whole = tensor if tensor.dim() else tensor.view(1)
+    target = layout if tensor.dim() else Layout(layout.mesh, "[R]", (1,), layout.dtype)
+    cut = _without_copies(target) if tensor.nbytes >= _SENT_ONCE_BYTES else target
+    given = whole if device == source.device else whole.new_empty([0] * whole.dim())
+    exchange = Exchange(tuple(range(layout.mesh.ndim)))
+    found = communicator.run(exchange, {device: given}, source.box, cut.box)
+    if cut != target:
+        found = run_plan(LayoutConverter().plan(cut, target), communicator, found)
+    return {device: found[device].view(layout.local_shape(device))}
+
+
+_SENT_ONCE_BYTES: Final = 1 << 20
+"""From here on the source sends each element once, and copies come from an all-gather."""
+
+
+def _without_copies(layout: Layout) -> Layout:
+    """Return a layout that cuts the longest dim further, by the axes that cut none."""
+    spec, shape = layout.spec, layout.global_shape
+    unused = [axis for axis in range(layout.mesh.ndim) if axis not in spec.axes]
+    dim = max(range(len(shape)), key=layout.local_shape(layout.mesh.ids[0]).__getitem__)
+    return layout.with_spec(spec.with_dims({dim: [*spec.dim_specs[dim].axes, *unused]}))
+
+
+@dataclass(frozen=True, slots=True)
+class _AllAtOne:
+    """One device holds the global tensor, others nothing; a scalar is a vector of one element."""
+
+    layout: Layout
+    device: int
+
+    def box(self, device: int) -> Box:
+        shape = self.layout.global_shape or (1,)
+        return tuple((0 if device == self.device else size, size) for size in shape)
+
+
+def check_copies(
+    communicator: Communicator, tensors: Mapping[int, torch.Tensor], what: str
+) -> None:
+    """Compare tensors that are said to be the same on all ranks, where ``SHARDSPEC_CHECK=1``.
+
+    Raises
+    ------
+    LayoutError
+        On every rank, if one has other bytes.
+    """
+    if os.environ.get("SHARDSPEC_CHECK") != "1":
+        return
+    first = communicator.mesh.ids[0]
+    digests = communicator.gather({device: _digest(t) for device, t in tensors.items()})
+    others = [str(device) for device, found in digests.items() if found != digests[first]]
+    if others:
+        raise LayoutError(
+            f"{what} is said to be the same on every rank, but that of rank {', '.join(others)} "
+            f"differs from that of rank {first}"
+        )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return "meta"
+    data = (
+        tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+    )
+    return hashlib.sha256(
+        f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data.numpy()
+    ).hexdigest()

@@ -17,6 +17,23 @@ SPECS = sorted(
 WHOLE = (torch.arange(35.0) * 0.37).sin().reshape(7, 5).double()
 
 
+MESHES = [
+    (MESH, 121),
+    (DeviceMesh([1, 0], (1, 2)), 121),
+    (DeviceMesh([1, 0], (2, 1)), 121),
+    (DeviceMesh([0], (1, 1)), 121),
+    (DeviceMesh([3, 0, 5, 2, 1, 4], (1, 3, 2)), 46),
+]
+
+
+def pairs_on(mesh: DeviceMesh) -> list[tuple[ShardingSpec, ShardingSpec]]:
+    """Return all pairs of specs on a mesh of two axes, and every 53rd or so on one of three."""
+    specs = [spec_of(state) for state in TransitionGraph(mesh.ndim).explore(ShardingSpec(2)).nodes]
+    specs.sort(key=str)
+    pairs = list(product(specs, specs))
+    return pairs if mesh.ndim < 3 else pairs[::53]
+
+
 def loss_of(whole: torch.Tensor) -> torch.Tensor:
     return (whole**3 * torch.arange(35).reshape(7, 5)).sum()
 
@@ -28,17 +45,72 @@ def expected_gradient() -> torch.Tensor:
     return whole.grad
 
 
-@pytest.mark.parametrize(("source", "target"), list(product(SPECS, SPECS)), ids=str)
-def test_every_pair(source, target):
-    assert len(SPECS) == 11
-    leaf = DTensor(WHOLE.clone().requires_grad_(), MESH, source)
-    loss_of(leaf.redistribute(target).to_global()).backward()
-    grad = leaf.grad
-    assert grad is not None
-    assert grad.sharding_spec == source
-    wanted = DTensor(expected_gradient(), MESH, source)
-    for device in MESH.ids:
-        torch.testing.assert_close(grad.shards[device], wanted.shards[device], rtol=0, atol=0)
+@pytest.mark.parametrize(("mesh", "pairs"), MESHES, ids=str)
+def test_every_pair(mesh, pairs):
+    """First and second derivatives; the third of this loss is that of the convention too."""
+    weights = torch.arange(35).reshape(7, 5)
+    tried = pairs_on(mesh)
+    assert len(tried) == pairs
+    for source, target in tried:
+        leaf = DTensor(WHOLE.clone().requires_grad_(), mesh, source)
+        shards = list(leaf.shards.values())
+        loss = loss_of(leaf.redistribute(target).to_global())
+        first = torch.autograd.grad(loss, shards, create_graph=True)
+        wanted = DTensor(expected_gradient(), mesh, source).shards.values()
+        for found, expected in zip(first, wanted, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        # Another path leads to the leaf: 3x²w + x², of which the gradient is 6xw + 2x.
+        gradient = DTensor.from_local(dict(zip(mesh.ids, first, strict=True)), mesh, source)
+        again = gradient.redistribute(target).to_global().sum()
+        again = again + (leaf.redistribute(target).to_global() ** 2).sum()
+        second = torch.autograd.grad(again, shards, create_graph=True)
+        wanted = DTensor(6 * WHOLE * weights + 2 * WHOLE, mesh, source).shards.values()
+        for found, expected in zip(second, wanted, strict=True):
+            torch.testing.assert_close(found, expected)
+        gradient = DTensor.from_local(dict(zip(mesh.ids, second, strict=True)), mesh, source)
+        third = torch.autograd.grad(gradient.to_global().sum(), shards)
+        wanted = DTensor((6 * weights + 2).double(), mesh, source).shards.values()
+        for found, expected in zip(third, wanted, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("mesh", "_"), MESHES, ids=str)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_second_derivatives_by_differences(mesh, _, op):
+    """Numerical ones, of addends that are all pending and of what is sharded after."""
+    axes = "".join(map(str, range(mesh.ndim)))
+
+    def finished(*addends: torch.Tensor) -> torch.Tensor:
+        held = dict(zip(mesh.ids, addends, strict=True))
+        tensor = DTensor.from_local(held, mesh, f"[R,R|P{op}{axes}]")
+        return tensor.redistribute("[S0,R]").redistribute("[R,S0]").to_global().sin()
+
+    def addend(_: int) -> torch.Tensor:
+        return torch.rand(3, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    generator = torch.Generator().manual_seed(5)
+    addends = tuple(map(addend, mesh.ids))
+    assert torch.autograd.gradcheck(finished, addends)
+    assert torch.autograd.gradgradcheck(finished, addends)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_second_derivatives_through_a_grad_spec(mean):
+    """Every device takes its part of the loss from its copy, and parts add up to a whole."""
+    leaf = DTensor(WHOLE.clone().requires_grad_(), MESH, "[S0,R]")
+    shards = list(leaf.shards.values())
+    total = torch.zeros((), dtype=torch.float64)
+    for i, device in enumerate(MESH.ids):
+        local = leaf.to_local(device, grad_spec=f"[S0,R|P{'avg' if mean else ''}1]")
+        share = 1 / 3 if not mean else [1, 2, 0][i % 3]
+        total = total + (local**3).sum() * share
+    first = torch.autograd.grad(total, shards, create_graph=True)
+    gradient = DTensor.from_local(dict(zip(MESH.ids, first, strict=True)), MESH, "[S0,R]")
+    torch.testing.assert_close(gradient.to_global(), 3 * WHOLE**2)
+    second = torch.autograd.grad((gradient.to_global() ** 2).sum() / 2, shards)
+    # 3x² times 6x, of which each copy's part arrives, to be added up by the caller.
+    parts = DTensor.from_local(dict(zip(MESH.ids, second, strict=True)), MESH, "[S0,R]")
+    torch.testing.assert_close(parts.to_global(), 18 * WHOLE**3)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardspec.comm.communicator import Communicator
+from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 
 if TYPE_CHECKING:
@@ -26,6 +27,19 @@ def _operator(name: str) -> Callable[..., Any]:
     return call
 
 
+class _SetByModules:
+    """An attribute that `torch.nn.Parameter` and `torch.nn.Buffer` set: tensors of torch only."""
+
+    def __get__(self, instance: object, owner: type) -> object:
+        raise AttributeError("only tensors of torch are parameters and buffers")
+
+    def __set__(self, instance: object, value: object) -> None:
+        raise LayoutError(
+            "modules and optimizers take DTensors of torch: use nn.Parameter(tensor.to_torch()), "
+            "or shardspec.distribute_module for all parameters of a module"
+        )
+
+
 class TensorMethods:
     """Every function, method and operator of torch, by `shardspec.operations.apply`.
 
@@ -37,6 +51,8 @@ class TensorMethods:
 
     layout: Layout
     communicator: Communicator
+    _is_param = _SetByModules()
+    persistent = _SetByModules()
 
     def to_torch(self) -> "TorchDTensor":
         """Return the tensor as torch's."""

@@ -33,6 +33,7 @@ def distribute_module(
     output_fn: OutputFn | None = None,
     *,
     outputs: Mapping[str, SpecLike] | None = None,
+    src_rank: int | None = 0,
 ) -> nn.Module:
     """Cut a module's parameters by rules, in place; every rank of the job calls it.
 
@@ -44,7 +45,7 @@ def distribute_module(
     Parameters
     ----------
     module
-        Its parameters are the same on every rank.
+        Of the same tensors, by name, shape and dtype, on every rank.
     device_mesh
         Where; for a module that `fully_shard` will cut too, the slice for the other axes, as
         ``mesh["tp"]``.
@@ -57,6 +58,9 @@ def distribute_module(
     outputs
         Name pattern of submodules to the spec of their output, which is redistributed to it. So
         activations are cut where propagation alone would not, as in sequence parallelism.
+    src_rank
+        Whose values parameters and buffers get, as for `DTensor`: 0 is the mesh's first device,
+        None keeps each rank's own, which are then the same everywhere.
 
     Returns
     -------
@@ -97,7 +101,7 @@ def distribute_module(
     made: dict[int, torch.Tensor] = {}
     for name, owner, own_name, tensor in list(_tensors(module)):
         if id(tensor) not in made:
-            made[id(tensor)] = _cut(tensor, device_mesh, specs.get(name))
+            made[id(tensor)] = _cut(tensor, device_mesh, specs.get(name), src_rank)
         # As torch's own distribute_module does: a parameter of another class cannot be assigned.
         place = owner._parameters if own_name in owner._parameters else owner._buffers
         place[own_name] = made[id(tensor)]  # type: ignore[assignment]  # both are dicts of tensors
@@ -249,12 +253,14 @@ def _matched_modules(
     return [(modules[name], spec) for name, spec in found.items()]
 
 
-def _cut(tensor: torch.Tensor, mesh: DeviceMesh, spec: ShardingSpec | None) -> torch.Tensor:
+def _cut(
+    tensor: torch.Tensor, mesh: DeviceMesh, spec: ShardingSpec | None, src_rank: int | None
+) -> torch.Tensor:
     wanted = ShardingSpec(tensor.dim()) if spec is None else spec
     if isinstance(tensor, TorchDTensor):
         result = tensor.detach() if spec is None else redistribute(tensor.detach(), wanted, mesh)
     else:
-        result = DTensor(tensor.detach(), mesh, wanted).to_torch()
+        result = DTensor(tensor.detach(), mesh, wanted, src_rank=src_rank).to_torch()
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(result, requires_grad=tensor.requires_grad)
     return result
