@@ -4,12 +4,14 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import torch
 
 from shardspec.boxes import Box, slices_within
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.control import description
 from shardspec.comm.steps import Exchange
 from shardspec.dtypes import dtype_name
 from shardspec.errors import LayoutError
@@ -127,32 +129,34 @@ def shards_of(
             device: tensor[index_of(layout, device)].clone(memory_format=torch.contiguous_format)
             for device in here
         }
-    source = _AllAtOne(layout, ids[src_rank])
-
-    def words() -> dict[str, str]:
-        return {
-            "mesh": f"{layout.mesh} of ids {','.join(map(str, ids))}",
-            "new tensor": str(layout.spec),
-            "shape": str(list(layout.global_shape)),
-            "dtype": layout.dtype,
-            "device": tensor.device.type,
-            "gradient": str(tensor.requires_grad),
-            "src_rank": str(src_rank),
-        }
-
-    communicator.agree((source, tensor.device.type, tensor.requires_grad), words)
+    source = _source(layout, ids[src_rank])
     (device,) = here
-    if tensor.is_meta:
-        return {device: tensor.new_empty(layout.local_shape(device))}
     whole = tensor if tensor.dim() else tensor.view(1)
+    given = whole if device == source.device else whole.new_empty([0] * whole.dim())
     target = layout if tensor.dim() else Layout(layout.mesh, "[R]", (1,), layout.dtype)
     cut = _without_copies(target) if tensor.nbytes >= _SENT_ONCE_BYTES else target
-    given = whole if device == source.device else whole.new_empty([0] * whole.dim())
-    exchange = Exchange(tuple(range(layout.mesh.ndim)))
-    found = communicator.run(exchange, {device: given}, source.box, cut.box)
+    content = _described(layout, src_rank, tensor.requires_grad)
+    with communicator.conversion(content, tensor.device.type):
+        exchange = Exchange(tuple(range(layout.mesh.ndim)))
+        found = communicator.run(exchange, {device: given}, source.box, cut.box)
     if cut != target:
         found = run_plan(LayoutConverter().plan(cut, target), communicator, found)
     return {device: found[device].view(layout.local_shape(device))}
+
+
+@lru_cache(maxsize=1024)
+def _described(layout: Layout, src_rank: int, requires_grad: bool) -> bytes:
+    """Say what is to be made, in words that other ranks compare."""
+    return description(
+        {
+            "mesh": f"{layout.mesh} of ids {','.join(map(str, layout.mesh.ids))}",
+            "new tensor": str(layout.spec),
+            "shape": str(list(layout.global_shape)),
+            "dtype": layout.dtype,
+            "gradient": "wanted" if requires_grad else "",
+            "src_rank": str(src_rank),
+        }
+    )
 
 
 _SENT_ONCE_BYTES: Final = 1 << 20
@@ -177,6 +181,12 @@ class _AllAtOne:
     def box(self, device: int) -> Box:
         shape = self.layout.global_shape or (1,)
         return tuple((0 if device == self.device else size, size) for size in shape)
+
+
+@lru_cache(maxsize=1024)
+def _source(layout: Layout, device: int) -> _AllAtOne:
+    """Return one object for each, so that what is known of it can be found again."""
+    return _AllAtOne(layout, device)
 
 
 def check_copies(
@@ -204,9 +214,7 @@ def check_copies(
 def _digest(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         return "meta"
-    data = (
-        tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
-    )
-    return hashlib.sha256(
-        f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data.numpy()
-    ).hexdigest()
+    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(data.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -142,7 +142,7 @@ DIFFERENCES = [
     ),
     (
         "rank 3 asks for another conversion than rank 0",
-        "source [S1,R] where rank 0 has [S0,R]",
+        "new tensor [S1,R] where rank 0 has [S0,R]",
     ),
     (
         "rank 7 asks for another conversion than rank 0",

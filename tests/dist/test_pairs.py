@@ -118,8 +118,12 @@ def _reduce(rank: int) -> list[str]:
             "min": stacked.amin(0),
             "max": stacked.amax(0),
         }[op]
-        cut = DTensor(addends[index], mesh, spec.without_partial()).to_local()
-        local = cut.clone().requires_grad_(op in ("sum", "avg"))
+        box = DTensor(whole, mesh, spec.without_partial()).layout.box(rank)
+        local = (
+            addends[index][tuple(slice(*side) for side in box)]
+            .clone()
+            .requires_grad_(op in ("sum", "avg"))
+        )
         start = DTensor.from_local(local, mesh, spec, global_shape=(7, 5))
         end = start.redistribute(target)
         result = end.to_global()
