@@ -47,7 +47,7 @@ ROWS: Final = (
     Row("rank-files", "rank files missing, doubled or swapped: every subset", ranks.files),
     Row(
         "rank-forms",
-        "rank files of the forms of others missing, doubled, swapped or of another mesh",
+        "rank files of other formats missing, doubled, swapped or of another mesh",
         rank_forms.forms,
         ends="refused or right",
         prepare="rank_files",
