@@ -16,7 +16,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeVar
 
 from shardspec.checkpoint.store import RemotePath, reason, store_errors
@@ -66,12 +65,7 @@ _KEPT_BYTES: Final = 32 << 20
 def prefetch_depth(place: Path, *, here: int = 0) -> int:
     """Return into how many files beside the one in hand it is worth looking at once.
 
-    Parameters
-    ----------
-    place
-        One of them, or where they lie.
-    here
-        What is returned for files of this machine, which answer soon.
+    Files of this machine answer soon: `here` is returned for them.
 
     Examples
     --------
@@ -92,15 +86,9 @@ def prefetch_map(
 ) -> Generator[Iterator[_Found], None, None]:
     """Return an iterator over what a call for every item gives, in their order.
 
-    Parameters
-    ----------
-    items, look
-        What to call, and what for. What it raises is raised when it is the turn of that item.
-    ahead
-        How many calls are made beside while the caller has one answer in hand, by as many threads;
-        with 0, all are made by the caller's own.
-    undo
-        Called with what was found ahead and had no turn when the block ends.
+    So many calls are made `ahead` while the caller has one answer in hand, by as many threads. What
+    a call raises is raised when it is the turn of its item. What was found ahead and had no turn
+    when the block ends is undone; nobody waits for calls that are being made then.
 
     Examples
     --------
@@ -186,62 +174,39 @@ def _check_kept(data: bytes, asked: int, path: object) -> None:
         )
 
 
-class _Batch:
+class _Batch(NamedTuple):
     """Ranges of files in a store that are asked for together."""
 
-    def __init__(self, stretches: Sequence[FileStretch]) -> None:
-        from fsspec.utils import merge_offset_ranges
-
-        merged = merge_offset_ranges(
-            [str(one.path) for one in stretches],
-            [one.start for one in stretches],
-            [one.end for one in stretches],
-            max_gap=_LEAST_OF_ONE,
-            max_block=MOST_OF_ONE,
-        )
-        self._ranges: tuple[list[str], list[int], list[int]] = merged
-        self._places: dict[str, list[tuple[int, int]]] = {}
-        """Of each file, where ranges start, and which of all they are."""
-        for place, (path, start, _) in enumerate(zip(*merged, strict=True)):
-            self._places.setdefault(path, []).append((start, place))
-        self.answers: Future[list[bytes | BaseException]] = Future()
-
-    def ask(self, store: "AbstractFileSystem") -> list[bytes | BaseException]:
-        """Return what a store has for each range: fewer bytes, or an error, if it refuses."""
-        found: list[bytes | BaseException] = store.cat_ranges(*self._ranges)
-        return found
+    paths: list[str]
+    starts: list[int]
+    ends: list[int]
+    places: dict[str, list[tuple[int, int]]]
+    """Of each file, where ranges start, and which of all they are."""
+    answers: Future[list[bytes | BaseException]]
 
     def find(self, path: str, start: int) -> int | None:
         """Return which range holds a byte."""
-        places = self._places.get(path, [])
+        places = self.places.get(path, [])
         at = bisect_right(places, start, key=lambda place: place[0]) - 1
-        return places[at][1] if at >= 0 and start < self._ranges[2][places[at][1]] else None
+        return places[at][1] if at >= 0 and start < self.ends[places[at][1]] else None
 
     def answer(self, place: int) -> tuple[int, bytes] | None:
         """Return where a range starts, and its bytes; None if they did not come as they should."""
-        start, end = self._ranges[1][place], self._ranges[2][place]
+        start, end = self.starts[place], self.ends[place]
         try:
             data = self.answers.result()[place]
         except Exception:  # who reads asks for itself, and says what is wrong
             return None
         if not isinstance(data, bytes) or len(data) < end - start:
             return None
-        _check_kept(data, end - start, self._ranges[0][place])
+        _check_kept(data, end - start, self.paths[place])
         return start, data
 
 
 class RangePrefetcher:
     """Asks a store for ranges before they are read, batch by batch in their order; for one thread.
 
-    Parameters
-    ----------
-    store
-        Where the files are.
-    stretches
-        What will be read, in that order. A `CheckpointError` there ends the plan, and no more:
-        whoever reads finds it too.
-    most_bytes
-        How far ahead.
+    Stretches that cannot be told end the plan, and no more: whoever reads finds the error too.
     """
 
     def __init__(
@@ -287,13 +252,25 @@ class RangePrefetcher:
                         break
             if not some:
                 return
-            batch = _Batch(some)
-            try:
-                batch.answers = self._pool.submit(batch.ask, self._store)
-            except RuntimeError:
-                # There can be no more threads: it is read when it is wanted.
-                return
-            self._under_way.append(batch)
+            # Where there can be no more threads, all is read when it is wanted.
+            with suppress(RuntimeError):
+                self._under_way.append(self._batch(some))
+
+    def _batch(self, stretches: Sequence[FileStretch]) -> _Batch:
+        from fsspec.utils import merge_offset_ranges
+
+        paths, starts, ends = merge_offset_ranges(
+            [str(one.path) for one in stretches],
+            [one.start for one in stretches],
+            [one.end for one in stretches],
+            max_gap=_LEAST_OF_ONE,
+            max_block=MOST_OF_ONE,
+        )
+        places: dict[str, list[tuple[int, int]]] = {}
+        for place, (path, start) in enumerate(zip(paths, starts, strict=True)):
+            places.setdefault(path, []).append((start, place))
+        answers = self._pool.submit(self._store.cat_ranges, paths, starts, ends)
+        return _Batch(paths, starts, ends, places, answers)
 
 
 def _parts(stretches: Iterable[FileStretch]) -> Iterator[FileStretch]:
@@ -330,15 +307,7 @@ class RangeReader:
         return self._start <= start and end <= self._start + len(self._block)
 
     def read_into(self, buffer: memoryview, offset: int, end: int = 0) -> None:
-        """Fill a buffer of bytes from a place in the file.
-
-        Parameters
-        ----------
-        buffer, offset
-            The buffer, and the place.
-        end
-            Where that ends of which this is a part, if the rest will be read next.
-        """
+        """Fill a buffer of bytes from a place in the file; up to `end` will be read next."""
         end = max(end, offset + len(buffer))
         done = 0
         while done < len(buffer):
@@ -380,13 +349,7 @@ def open_regular(path: Path) -> int:
 
 
 class SourceFile:
-    """A regular file, here or in a store, open for reading; bytes are read where they lie.
-
-    Parameters
-    ----------
-    path
-        The file.
-    """
+    """A regular file, here or in a store, open for reading; bytes are read where they lie."""
 
     __slots__ = ("_fd", "num_bytes", "path", "remote")
 
@@ -423,13 +386,7 @@ class SourceFile:
             done += count
 
     def read_rows(self, rows: Sequence[memoryview], offset: int, num_bytes: int) -> None:
-        """Fill stretches of memory, one after the other, from a stretch of the file.
-
-        Parameters
-        ----------
-        rows, offset, num_bytes
-            The stretches of memory, where that of the file begins, and how long it is.
-        """
+        """Fill stretches of memory, one after the other, from a stretch of the file."""
         if self.remote is not None:
             end = offset + num_bytes
             for row in rows:
@@ -467,23 +424,12 @@ class SourceFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class OpenFiles:
-    """Files opened on first use; the one unused for longest is closed when there are many.
-
-    Parameters
-    ----------
-    at_once
-        Most files that are open.
-    """
+    """Files opened on first use; the one unused for longest is closed when there are many."""
 
     def __init__(self, at_once: int = _OPEN_AT_ONCE) -> None:
         self._at_once = at_once
@@ -493,17 +439,9 @@ class OpenFiles:
     def will_read(
         self, directory: Path, stretches: Iterable[FileStretch], most_bytes: int = AHEAD_BYTES
     ) -> None:
-        """Take note of what will be read, in that order; a store is asked for it ahead.
+        """Take note of what will be read, in that order; a store is asked for it so far ahead.
 
-        Parameters
-        ----------
-        directory
-            Where the files lie; nothing is done for those of this machine, nor for stores of which
-            every thread has its own.
-        stretches
-            What will be read.
-        most_bytes
-            How far ahead.
+        Nothing is done for files of this machine, nor for stores of which every thread has its own.
         """
         if not (isinstance(directory, RemotePath) and directory.shared_store):
             return
@@ -537,12 +475,7 @@ class OpenFiles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_plan()
         for file in self._files.values():
             file.close()
