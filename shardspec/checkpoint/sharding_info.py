@@ -1,6 +1,7 @@
 """The sharding info: what `sharding_info.json` says about a checkpoint. See ``docs/format.md``."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -52,6 +53,7 @@ SAVE_KEY: Final = "shardspec.save"
 VERSION: Final = 1
 """The version of the format that this code reads and writes."""
 _FORMAT: Final = "shardspec"
+_CRC: Final = re.compile("[0-9a-f]{8}")
 _MOST_SPEC: Final = 4096
 """Characters of a spec, in which axes stand by number."""
 _MOST_BYTES: Final = 2 << 30
@@ -248,11 +250,12 @@ class _Boxes:
         self._boxes: dict[int, tuple[object, Box]] = {}
 
     def of(self, rank: int) -> tuple[object, Box]:
-        """Return the box of a device, as JSON has it and as a value."""
+        """Return the box of a device: as JSON has it, None if it is empty; and as a value."""
         found = self._boxes.get(rank)
         if found is None:
             box = self.layout.box(rank)
-            found = self._boxes[rank] = [list(side) for side in box], box
+            stated = [list(side) for side in box] if box_size(box) else None
+            found = self._boxes[rank] = stated, box
         return found
 
 
@@ -321,18 +324,21 @@ def _parse_file(
 
 
 def _parse_box(
-    tensor: str, stated: dict[str, object], key: str, boxes: _Boxes, rank: int, path: Path
+    tensor: str, value: object, key: str, boxes: _Boxes, rank: int, path: Path
 ) -> BoxEntry:
+    stated = value if type(value) is dict else as_object(value, path, key)
     expected, box = boxes.of(rank)
     # What is not as it should be is looked at closely.
-    if stated.get("box") != expected or not box_size(box):
+    if expected is None or stated.get("box") != expected:
         box = _parse_sides(stated, key, boxes.layout, path)
     addend = field(stated, "addend", as_sizes, path, key) if "addend" in stated else ()
-    if "crc32" not in stated:
+    crc = stated.get("crc32")
+    if crc is None and "crc32" not in stated:
         return BoxEntry(tensor, box, addend, None)
-    crc = field(stated, "crc32", as_text, path, key)
-    if len(crc) != 8 or set(crc) - set("0123456789abcdef"):
-        raise CheckpointError(f"{path}: {key}.crc32 is {crc!r}, not eight hexadecimal digits")
+    if type(crc) is not str or _CRC.fullmatch(crc) is None:
+        raise CheckpointError(
+            f"{path}: {key}.crc32 is {shown(crc)}, not a string of eight hexadecimal digits"
+        )
     return BoxEntry(tensor, box, addend, int(crc, 16))
 
 

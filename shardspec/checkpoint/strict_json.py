@@ -214,7 +214,8 @@ def as_object(value: object, file: Path, key: str) -> dict[str, object]:
     if not isinstance(value, dict):
         _fail(value, file, key, "an object")
     for name in value:
-        _check_text(name, file, key)
+        if not name.isascii():
+            _check_text(name, file, key)
     return value
 
 
