@@ -17,11 +17,12 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.renamed import renamed_argument
 
-__all__ = ["MERGED_FORMS", "MergedForm", "merge"]
+__all__ = ["MERGED_FORMATS", "MergedFormat", "merge"]
 
-MergedForm: TypeAlias = Literal["safetensors", "huggingface", "torch", "dcp"]
-MERGED_FORMS: Final[tuple[MergedForm, ...]] = get_args(MergedForm)
+MergedFormat: TypeAlias = Literal["safetensors", "huggingface", "torch", "dcp"]
+MERGED_FORMATS: Final[tuple[MergedFormat, ...]] = get_args(MergedFormat)
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 
 
@@ -29,7 +30,7 @@ def merge(
     directory: Path | str | Catalog,
     output: Path | str,
     *,
-    form: MergedForm | None = None,
+    format: MergedFormat | None = None,
     max_shard_bytes: int | None = None,
     dtype: str | None = None,
     include: Patterns | None = None,
@@ -37,12 +38,14 @@ def merge(
     rename: Renames = (),
     threads: int = 1,
     strict_cast: bool = False,
-    force: bool = False,
+    overwrite: bool = False,
     verify: bool = True,
     reread: bool = True,
     dry_run: bool = False,
     progress: Progress | None = None,
     member: Member | None = None,
+    form: MergedFormat | None = None,
+    force: bool | None = None,
 ) -> WriteReport:
     """Write the whole tensors of a checkpoint into one file, or into files of a limited size.
 
@@ -56,15 +59,15 @@ def merge(
     Parameters
     ----------
     directory
-        A checkpoint in any form that `open_checkpoint` knows, or what that has made of it.
+        A checkpoint in any format that `open_checkpoint` knows, or what that has made of it.
     output
-        The file to write; a directory for the forms ``"huggingface"`` and ``"dcp"``.
-    form
+        The file to write; a directory for the formats ``"huggingface"`` and ``"dcp"``.
+    format
         What to write. By default a torch file if the output ends in ``.pt``, ``.pth`` or ``.bin``,
         ``"huggingface"`` if there is a limit to its files or the output is text that ends in
         ``/``, else one safetensors file.
     max_shard_bytes
-        Most bytes of tensors in a file of the form ``"huggingface"``; 5 GB by default.
+        Most bytes of tensors in a file of the format ``"huggingface"``; 5 GB by default.
     dtype
         What floating point tensors are cast to; by default none is.
     include, exclude
@@ -78,7 +81,7 @@ def merge(
     strict_cast
         Refuse a cast that does not keep a number: one too large for the dtype, one that is not 0
         and would become 0, or one that would become NaN. Otherwise the report counts them.
-    force
+    overwrite
         Replace the output if it exists.
     verify
         Compare every byte that is read with the digests of the checkpoint, where it has them, and
@@ -93,11 +96,13 @@ def merge(
     member
         Which of several processes this is that do the work together, on a file system that all of
         them see; all call this with the same arguments. They need no process group.
+    form, force
+        Former names of `format` and `overwrite`.
 
     Raises
     ------
     OutputExistsError
-        If the output exists and `force` is not set; it is kept.
+        If the output exists and `overwrite` is not set; it is kept.
     CheckpointError
         If the checkpoint is missing, unfinished, damaged or contradicts itself, if the output
         would overwrite a part of it, or if the disk is full. Nothing is written under the name of
@@ -116,12 +121,18 @@ def merge(
     """
     place = as_path(output)
     directory_named = isinstance(output, str) and output.endswith(("/", os.sep))
-    chosen = _form(place, form, max_shard_bytes, directory=directory_named)
+    chosen = _format(
+        place,
+        renamed_argument("merge", "format", format, "form", form),
+        max_shard_bytes,
+        directory=directory_named,
+    )
+    replace = renamed_argument("merge", "overwrite", overwrite, "force", force)
     choice = Choice(include, exclude, rename, dtype)
 
     def build(source: Catalog, _: str | None) -> Plan:
         wanted = select(source, choice)
-        # The other forms have no room for what is no tensor.
+        # The other formats have no room for what is no tensor.
         names = plain(source.extras, choice) if chosen in ("torch", "dcp") else {}
         if source.extras and not (wanted or names):
             raise CheckpointError(
@@ -132,14 +143,14 @@ def merge(
         target = _target(chosen, place, source, wanted, others, max_shard_bytes)
         return wanted, target._replace(carried=frozenset(names))
 
-    how = How(threads, strict_cast, force, verify, reread, dry_run, progress, member)
+    how = How(threads, strict_cast, replace, verify, reread, dry_run, progress, member)
     return produce(directory, place, chosen, build, how)
 
 
-def _form(
-    output: Path, form: MergedForm | None, max_shard_bytes: int | None, *, directory: bool
-) -> MergedForm:
-    if form is None:
+def _format(
+    output: Path, chosen: MergedFormat | None, max_shard_bytes: int | None, *, directory: bool
+) -> MergedFormat:
+    if chosen is None:
         one_file = output.suffix in (".safetensors", *_TORCH_SUFFIXES)
         if max_shard_bytes is not None and one_file and not directory:
             raise CheckpointError(
@@ -149,19 +160,21 @@ def _form(
         if max_shard_bytes is not None or directory:
             return "huggingface"
         return "torch" if output.suffix in _TORCH_SUFFIXES else "safetensors"
-    if form not in MERGED_FORMS:
-        raise CheckpointError(f"there is no form {form!r}; choose one of {', '.join(MERGED_FORMS)}")
-    if max_shard_bytes is not None and form != "huggingface":
+    if chosen not in MERGED_FORMATS:
         raise CheckpointError(
-            f"the form {form!r} has no limit of the size of its files; leave it out, or choose "
-            "the form 'huggingface'"
+            f"there is no format {chosen!r}; choose one of {', '.join(MERGED_FORMATS)}"
         )
-    if directory and form in ("safetensors", "torch"):
+    if max_shard_bytes is not None and chosen != "huggingface":
         raise CheckpointError(
-            f"{output}/: is named as a directory, but the form {form!r} is one file; leave out "
-            "the slash, or choose another form"
+            f"the format {chosen!r} has no limit of the size of its files; leave it out, or choose "
+            "the format 'huggingface'"
         )
-    return form
+    if directory and chosen in ("safetensors", "torch"):
+        raise CheckpointError(
+            f"{output}/: is named as a directory, but the format {chosen!r} is one file; leave out "
+            "the slash, or choose another format"
+        )
+    return chosen
 
 
 _SHARD_BYTES: Final = 5 * 10**9
@@ -169,7 +182,7 @@ _SHARD_BYTES: Final = 5 * 10**9
 
 
 def _target(
-    form: MergedForm,
+    chosen: MergedFormat,
     output: Path,
     source: Catalog,
     wanted: Sequence[Wanted],
@@ -177,7 +190,7 @@ def _target(
     max_shard_bytes: int | None,
 ) -> Target:
     # One of them is needed, and starting is a tenth of merging a gigabyte.
-    match form:
+    match chosen:
         case "safetensors":
             from shardspec.checkpoint.formats.safetensors import safetensors_target
 

@@ -18,8 +18,8 @@ class WriteReport:
 
     path: Path
     """The output, as the user named it."""
-    form: str
-    """What it is."""
+    format: str
+    """Its format, as `merge` and `reshard` name it."""
     read: str
     """What the source is."""
     read_files: int
@@ -45,7 +45,9 @@ class WriteReport:
         """Return the report as plain values."""
         return {
             "path": str(self.path),
-            "form": self.form,
+            "format": self.format,
+            # Its former name.
+            "form": self.format,
             "read": self.read,
             "read_files": self.read_files,
             "read_bytes": self.read_bytes,

@@ -22,55 +22,61 @@ from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.renamed import renamed_argument
 
-__all__ = ["RESHARDED_FORMS", "ReshardedForm", "read_rules", "reshard"]
+__all__ = ["RESHARDED_FORMATS", "ReshardedFormat", "read_rules", "reshard"]
 
-ReshardedForm: TypeAlias = Literal["shardspec", "dcp"]
-RESHARDED_FORMS: Final[tuple[ReshardedForm, ...]] = get_args(ReshardedForm)
+ReshardedFormat: TypeAlias = Literal["shardspec", "dcp"]
+RESHARDED_FORMATS: Final[tuple[ReshardedFormat, ...]] = get_args(ReshardedFormat)
 
 
 def reshard(
     directory: Path | str | Catalog,
     output: Path | str,
     *,
-    mesh: DeviceMesh | None = None,
+    device_mesh: DeviceMesh | None = None,
     rules: Mapping[str, SpecLike] | None = None,
     like: Path | str | Catalog | None = None,
-    form: ReshardedForm = "shardspec",
+    format: ReshardedFormat | None = None,
     dtype: str | None = None,
     include: Patterns | None = None,
     exclude: Patterns = (),
     rename: Renames = (),
     threads: int = 1,
     strict_cast: bool = False,
-    force: bool = False,
+    overwrite: bool = False,
     verify: bool = True,
     reread: bool = True,
     dry_run: bool = False,
     progress: Progress | None = None,
     member: Member | None = None,
+    mesh: DeviceMesh | None = None,
+    form: ReshardedFormat | None = None,
+    force: bool | None = None,
 ) -> WriteReport:
-    """Write a checkpoint of any form as one that the ranks of a mesh could have saved.
+    """Write a checkpoint of any format as one that the ranks of a mesh could have saved.
 
     Parameters
     ----------
     directory
-        A checkpoint in any form that `open_checkpoint` knows, or what that has made of it.
+        A checkpoint in any format that `open_checkpoint` knows, or what that has made of it.
     output
         The directory to write.
-    mesh
-        The devices to cut for.
+    device_mesh
+        The devices to shard for.
     rules
         Name pattern to spec, matched against the new names as by `match_rules`. A tensor that no
         rule matches is kept whole on every device.
     like
         A checkpoint that says mesh and specs, instead of the two above: every tensor is cut as
         the one of its name there.
-    form
-        shardspec's own, or that of `torch.distributed.checkpoint`.
-    dtype, include, exclude, rename, threads, strict_cast, force,
+    format
+        shardspec's own, which is the default, or that of `torch.distributed.checkpoint`.
+    dtype, include, exclude, rename, threads, strict_cast, overwrite,
     verify, reread, dry_run, progress, member
         As for `merge`.
+    mesh, form, force
+        Former names of `device_mesh`, `format` and `overwrite`.
 
     Raises
     ------
@@ -86,20 +92,24 @@ def reshard(
     >>> place = Path(tempfile.mkdtemp())
     >>> save_sharded({"w": torch.arange(12.0).view(4, 3)}, place / "whole")
     >>> mesh = DeviceMesh(range(4), (4,))
-    >>> report = reshard(place / "whole", place / "cut", mesh=mesh, rules={"w": "[S0,R]"})
+    >>> report = reshard(place / "whole", place / "cut", device_mesh=mesh, rules={"w": "[S0,R]"})
     >>> len(report.files)
     5
     """
-    if form not in RESHARDED_FORMS:
+    onto_mesh = renamed_argument("reshard", "device_mesh", device_mesh, "mesh", mesh)
+    chosen = renamed_argument("reshard", "format", format, "form", form) or "shardspec"
+    replace = renamed_argument("reshard", "overwrite", overwrite, "force", force)
+    if chosen not in RESHARDED_FORMATS:
         raise CheckpointError(
-            f"there is no form {form!r} for shards; choose one of {', '.join(RESHARDED_FORMS)}"
+            f"there is no format {chosen!r} for shards; choose one of "
+            f"{', '.join(RESHARDED_FORMATS)}"
         )
-    if like is not None and (mesh is not None or rules is not None):
+    if like is not None and (onto_mesh is not None or rules is not None):
         raise CheckpointError("give either a checkpoint to cut like, or a mesh and rules")
 
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
+    if onto_mesh is not None and not isinstance(onto_mesh, DeviceMesh):
         raise CheckpointError(
-            f"a {type(mesh).__name__} is no mesh to cut for; give a DeviceMesh, as of "
+            f"a {type(onto_mesh).__name__} is no mesh to cut for; give a DeviceMesh, as of "
             "DeviceMesh(range(8), (2, 4))"
         )
     choice = Choice(include, exclude, rename, dtype)
@@ -108,19 +118,19 @@ def reshard(
         wanted = select(source, choice)
         if like is not None:
             onto, layouts = _like(as_catalog(like), wanted)
-        elif mesh is not None:
-            onto, layouts = mesh, _by_rules(mesh, rules or {}, wanted)
+        elif onto_mesh is not None:
+            onto, layouts = onto_mesh, _by_rules(onto_mesh, rules or {}, wanted)
         else:
             raise CheckpointError("give the mesh to cut for (--mesh), or a checkpoint to cut like")
-        if form == "dcp":
+        if chosen == "dcp":
             names = plain(source.extras, choice)
             others = {new: source.extras[name] for name, new in names.items()}
             target = dcp_target(onto, wanted, layouts, others)
             return wanted, target._replace(carried=frozenset(names))
         return wanted, sharded_target(onto, wanted, layouts, save)
 
-    how = How(threads, strict_cast, force, verify, reread, dry_run, progress, member)
-    return produce(directory, as_path(output), form, build, how)
+    how = How(threads, strict_cast, replace, verify, reread, dry_run, progress, member)
+    return produce(directory, as_path(output), chosen, build, how)
 
 
 def _by_rules(
@@ -147,8 +157,8 @@ def _like(other: Catalog, wanted: Sequence[Wanted]) -> tuple[DeviceMesh, dict[st
     """Return the mesh of another checkpoint, and each tensor cut as there."""
     if other.mesh is None:
         raise CheckpointError(
-            f"{other.directory}: a checkpoint in the form of {other.format} does not say its mesh "
-            "and specs; give --mesh and --rules"
+            f"{other.directory}: a checkpoint in the format of {other.format} does not say its "
+            "mesh and specs; give --mesh and --rules"
         )
     known = set(other.names)
     layouts = {}

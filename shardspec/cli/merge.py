@@ -5,7 +5,7 @@ from typing import Final, Unpack
 
 import click
 
-from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm, merge
+from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat, merge
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.writing.member import Member
 from shardspec.cli.arguments import parse_bytes, parsed
@@ -49,7 +49,7 @@ Examples:
 @click.option(
     "--to",
     "form",
-    type=click.Choice(MERGED_FORMS),
+    type=click.Choice(MERGED_FORMATS),
     help="The format of OUT: one safetensors file (default), safetensors files with an index "
     "(default with --max-shard-size, or if OUT ends in /), a file for torch.load (default if OUT "
     "ends in .pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
@@ -66,7 +66,7 @@ Examples:
 def command(
     checkpoint: Path,
     output: str,
-    form: MergedForm | None,
+    form: MergedFormat | None,
     max_shard_bytes: int | None,
     ranks: int | None,
     source_rules: Path | None,
@@ -84,14 +84,14 @@ def command(
     if form is None and max_shard_bytes is None and suffix not in _KNOWN_SUFFIXES:
         raise click.UsageError(
             f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
-            f"({', '.join(MERGED_FORMS)}), or a name that ends in .safetensors or .pt"
+            f"({', '.join(MERGED_FORMATS)}), or a name that ends in .safetensors or .pt"
         )
 
     def written(progress: Progress | None, member: Member | None) -> WriteReport:
         return merge(
             open_both(checkpoint, None, ranks, source_rules)[0],
             output,
-            form=form,
+            format=form,
             max_shard_bytes=max_shard_bytes,
             progress=progress,
             member=member,

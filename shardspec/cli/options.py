@@ -394,7 +394,7 @@ class WritingOptions(TypedDict):
     rename: tuple[tuple[str, str], ...]
     threads: int
     strict_cast: bool
-    force: bool
+    overwrite: bool
     verify: bool
     reread: bool
     dry_run: bool
@@ -417,7 +417,7 @@ writing_options = together(
         is_flag=True,
         help="Refuse a cast that turns numbers into infinity, 0 or NaN; else they are counted.",
     ),
-    overwrite_option("force"),
+    overwrite_option(),
     click.option(
         "--no-verify",
         "verify",

@@ -6,7 +6,7 @@ from typing import Unpack
 import click
 
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.reshard import RESHARDED_FORMS, ReshardedForm, read_rules, reshard
+from shardspec.checkpoint.reshard import RESHARDED_FORMATS, ReshardedFormat, read_rules, reshard
 from shardspec.checkpoint.writing.member import Member
 from shardspec.cli.arguments import MeshShape, parse_mesh, parsed
 from shardspec.cli.options import (
@@ -65,7 +65,7 @@ What no rule matches is kept whole on every device.
 @click.option(
     "--to",
     "form",
-    type=click.Choice(RESHARDED_FORMS),
+    type=click.Choice(RESHARDED_FORMATS),
     default="shardspec",
     show_default=True,
     help="The format of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
@@ -79,7 +79,7 @@ def command(
     rules_file: Path | None,
     rule_pairs: tuple[tuple[str, str], ...],
     like: Path | None,
-    form: ReshardedForm,
+    form: ReshardedFormat,
     ranks: int | None,
     source_rules: Path | None,
     as_json: bool,
@@ -104,10 +104,10 @@ def command(
         return reshard(
             source,
             output,
-            mesh=None if mesh is None else plain_mesh(mesh),
+            device_mesh=None if mesh is None else plain_mesh(mesh),
             rules=None if like is not None else rules,
             like=pattern,
-            form=form,
+            format=form,
             progress=progress,
             member=member,
             **options,

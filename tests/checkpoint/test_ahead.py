@@ -327,7 +327,7 @@ def test_a_merge_asks_for_all_of_its_source(tmp_path, monkeypatch):
         np.testing.assert_array_equal(merged[name], array)
 
     recorder.brought.clear()
-    merge(ckpt, tmp_path / "half.safetensors", dtype="float16", force=True)
+    merge(ckpt, tmp_path / "half.safetensors", dtype="float16", overwrite=True)
     assert sum(length for _, length in recorder.brought) == num_bytes
 
     recorder.brought.clear()

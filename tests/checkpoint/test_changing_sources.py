@@ -76,8 +76,10 @@ def test_every_format_is_told(saved, form, change):
 MESH = DeviceMesh(range(2), (2,))
 COMMANDS = {
     "merge": lambda source, out: merge(source, out / "m.safetensors"),
-    "merge to dcp": lambda source, out: merge(source, out / "m", form="dcp"),
-    "reshard": lambda source, out: reshard(source, out / "m", mesh=MESH, rules={"*.w": "[S0,R]"}),
+    "merge to dcp": lambda source, out: merge(source, out / "m", format="dcp"),
+    "reshard": lambda source, out: reshard(
+        source, out / "m", device_mesh=MESH, rules={"*.w": "[S0,R]"}
+    ),
     "load": lambda source, _: load_sharded(source, MESH, {"*.w": "[S0,R]"}),
     "verify": lambda source, _: verify_checkpoint(source),
     "diff": lambda source, _: list(diff_checkpoints(source, source)),

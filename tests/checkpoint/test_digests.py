@@ -72,11 +72,11 @@ def test_a_flip_in_any_box_is_found_by_merging_and_loading(tmp_path, shape):
             with pytest.raises(CheckpointError, match=r"has CRC-32 .* was saved"):
                 merge(tmp_path / "ckpt", tmp_path / "out", reread=False)
             assert not (tmp_path / "out").exists()
-            merge(tmp_path / "ckpt", tmp_path / "flipped", verify=False, force=True)
+            merge(tmp_path / "ckpt", tmp_path / "flipped", verify=False, overwrite=True)
             assert (tmp_path / "flipped").read_bytes() != (tmp_path / "good").read_bytes()
             restore()
     for reread in (True, False):
-        merge(tmp_path / "ckpt", tmp_path / "again", reread=reread, force=True)
+        merge(tmp_path / "ckpt", tmp_path / "again", reread=reread, overwrite=True)
         assert (tmp_path / "again").read_bytes() == (tmp_path / "good").read_bytes()
 
 

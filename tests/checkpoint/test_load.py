@@ -139,8 +139,10 @@ def test_a_rank_reads_no_more_than_its_part_from_any_form(tmp_path, monkeypatch,
     value = torch.arange(64 * 4096, dtype=torch.float32).view(64, 4096)
     mesh = DeviceMesh(range(4), (4,))
     save_sharded({"w": DTensor(value, mesh, "[S0,R]")}, tmp_path / "own")
-    reshard(tmp_path / "own", tmp_path / "dcp", mesh=mesh, rules={"w": "[S0,R]"}, form="dcp")
-    merge(tmp_path / "own", tmp_path / "hub", form="huggingface")
+    reshard(
+        tmp_path / "own", tmp_path / "dcp", device_mesh=mesh, rules={"w": "[S0,R]"}, format="dcp"
+    )
+    merge(tmp_path / "own", tmp_path / "hub", format="huggingface")
     merge(tmp_path / "own", tmp_path / "whole.pt")
     merge(tmp_path / "own", tmp_path / "whole.safetensors")
     read = 0

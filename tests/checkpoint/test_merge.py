@@ -172,7 +172,7 @@ def test_an_interrupt_leaves_the_old_output_and_no_other_file(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        merge(ckpt, out, force=True, progress=interrupt)
+        merge(ckpt, out, overwrite=True, progress=interrupt)
     assert out.read_text() == "precious"
     assert names_in(tmp_path) == ["ckpt", "out"]
 
@@ -181,10 +181,10 @@ def test_an_existing_output_is_kept_unless_forced(tmp_path):
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
     out = tmp_path / "out"
     out.write_text("precious")
-    with pytest.raises(OutputExistsError, match=r"out: exists; .* --force \(force=True\)"):
+    with pytest.raises(OutputExistsError, match=r"out: exists; .* --force \(overwrite=True\)"):
         merge(ckpt, out)
     assert out.read_text() == "precious"
-    merge(ckpt, out, force=True)
+    merge(ckpt, out, overwrite=True)
     assert safetensors.numpy.load_file(out).keys() == {"w", "b"}
     assert names_in(tmp_path) == ["ckpt", "out"]
 
@@ -218,7 +218,7 @@ def test_a_dry_run_says_that_nothing_can_be_written_there(closed):
         with pytest.raises(
             CheckpointError, match=f"{name}: nothing can be written into .*, for want of permission"
         ):
-            merge(closed, closed.parent / name, dry_run=True, force=True)
+            merge(closed, closed.parent / name, dry_run=True, overwrite=True)
 
 
 def test_a_link_as_output_stays_a_link(tmp_path):
@@ -237,7 +237,7 @@ def test_a_part_of_the_checkpoint_is_never_written_over(tmp_path):
     before = {path.name: path.read_bytes() for path in ckpt.iterdir()}
     for out in (ckpt / "rank3.safetensors", ckpt / "sharding_info.json", link):
         with pytest.raises(CheckpointError, match="of the checkpoint itself; choose another name"):
-            merge(ckpt, out, force=True)
+            merge(ckpt, out, overwrite=True)
     assert {path.name: path.read_bytes() for path in ckpt.iterdir()} == before
 
 
@@ -252,7 +252,7 @@ def test_outputs_that_are_no_files(tmp_path):
         (tmp_path / ("x" * 300), "cannot be written: File name too long"),
     ]:
         with pytest.raises(CheckpointError, match=problem):
-            merge(ckpt, out, force=True)
+            merge(ckpt, out, overwrite=True)
     assert names_in(tmp_path) == ["ckpt", "pipe"]
 
 
@@ -272,7 +272,7 @@ def full(done, total):
 if when == "before":
     full(0, 0)
 try:
-    merge(ckpt, out, force=True, progress=full)
+    merge(ckpt, out, overwrite=True, progress=full)
 except CheckpointError as error:
     print(error)
 """

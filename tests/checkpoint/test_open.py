@@ -24,7 +24,7 @@ def ckpt(tmp_path):
 
 @pytest.fixture
 def dcp(ckpt, tmp_path):
-    reshard(ckpt, tmp_path / "dcp", mesh=DeviceMesh(range(2), (2,)), form="dcp")
+    reshard(ckpt, tmp_path / "dcp", device_mesh=DeviceMesh(range(2), (2,)), format="dcp")
     return tmp_path / "dcp"
 
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_one_or_two_directories_down_is_named(ckpt, tmp_path):
         f"{run}: is no checkpoint itself, but there is one in it: name {there} (shardspec)"
     )
     for step in (10, 1000, 200):
-        merge(there, run / f"step-{step}.d", form="huggingface")
+        merge(there, run / f"step-{step}.d", format="huggingface")
     # The nearest count, in the order of their numbers; one that was killed does not.
     (run / "step-200.d").rename(run / ".step-200.d")
     assert refused(run) == (

@@ -178,7 +178,7 @@ def many(tmp_path_factory):
     """A checkpoint of six ranks, whose boxes are long enough to be asked for one by one."""
     at = tmp_path_factory.mktemp("many")
     save_sharded({n: DTensor(v, MESH, CUTS[n]) for n, v in STATE_OF_MANY.items()}, at / "own")
-    reshard(at / "own", at / "dcp", like=at / "own", form="dcp")
+    reshard(at / "own", at / "dcp", like=at / "own", format="dcp")
     merge(at / "own", at / "hub", max_shard_bytes=4 * MIB)
     return at
 
@@ -206,7 +206,7 @@ def test_every_byte_is_asked_for_once(many, shared, tmp_path, form):
         (True, "float16", ["rows", "whole"]),
     ):
         asked_for = asked(
-            partial(merge, url, out, force=True, verify=verify, dtype=dtype, include=names)
+            partial(merge, url, out, overwrite=True, verify=verify, dtype=dtype, include=names)
         )
         assert asked_for <= due
         found = load_file(out)

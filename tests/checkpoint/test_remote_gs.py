@@ -53,9 +53,9 @@ def test_there_and_back(forms, tmp_path):
     with pytest.raises(OutputExistsError, match="exists; choose another name, or overwrite"):
         merge(f"{root}/own", f"{root}/x.pt")
     assert names(root) == before
-    merge(f"{root}/own", f"{root}/x.pt", force=True, dtype="bf16")
+    merge(f"{root}/own", f"{root}/x.pt", overwrite=True, dtype="bf16")
     assert read_whole(f"{root}/x.pt")["a.w"].dtype == torch.bfloat16
-    reshard(f"{root}/own", f"{root}/hub", mesh=MESH, rules=RULES, force=True)
+    reshard(f"{root}/own", f"{root}/hub", device_mesh=MESH, rules=RULES, overwrite=True)
     assert verify_checkpoint(f"{root}/hub").flaws == ()
     assert not [name for name in names(root) if "model" in name or "shardspec-" in name]
     merge(f"{root}/hub", tmp_path / "back.safetensors")

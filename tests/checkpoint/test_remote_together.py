@@ -66,7 +66,7 @@ def contents(url):
 OUTPUTS: dict[str, dict[str, Any]] = {
     "x.pt": {"verify": False},
     "hub": {"max_shard_bytes": 50},
-    "dcp": {"form": "dcp", "mesh": [2, 3], "rules": RULES},
+    "dcp": {"format": "dcp", "mesh": [2, 3], "rules": RULES},
 }
 
 
@@ -107,7 +107,7 @@ def test_a_changed_byte_fails_all_and_nothing_stays(tmp_path):
     tensors = {name: torch.arange(70_000.0) + ord(name) for name in "abc"}
     save_sharded(tensors, tmp_path / "own")
     out = "s3://models/failed/cut"
-    merge(tmp_path / "own", out, form="dcp")
+    merge(tmp_path / "own", out, format="dcp")
     before = contents(out)
     for stored in (open_checkpoint(tmp_path / "own").tensor(name).boxes[0] for name in "ac"):
         data = bytearray(stored.path.read_bytes())

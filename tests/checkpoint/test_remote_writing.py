@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
-from shardspec.checkpoint.merge import MERGED_FORMS, MergedForm
+from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.verify import verify_checkpoint
@@ -37,7 +37,7 @@ def test_what_is_written_is_what_is_written_here(forms, root, tmp_path):
     merge(forms / "own", f"{root}/hub", max_shard_bytes=100, threads=3)
     for file in (forms / "hub").iterdir():
         assert store.cat_file(f"{root}/hub/{file.name}") == file.read_bytes()
-    reshard(f"{root}/hub", f"{root}/cut", mesh=MESH, rules=RULES)
+    reshard(f"{root}/hub", f"{root}/cut", device_mesh=MESH, rules=RULES)
     assert verify_checkpoint(f"{root}/cut").digested_bytes > 37 * 11 * 4
     assert_same(read_whole(f"{root}/cut"), STATE)
     shards = load_sharded(f"{root}/cut", DeviceMesh(range(5)), {"a.w": "[R,S0]", "b.w": "[R,R]"})
@@ -57,31 +57,31 @@ def test_what_is_there_is_kept_or_replaced_as_a_whole(forms, root):
         with pytest.raises(OutputExistsError, match=r"exists; choose another name, or overwrite"):
             merge(forms / "own", f"{root}/{out}", **options)
         assert names(root) == before
-        merge(forms / "own", f"{root}/{out}", force=True, include=("a.*",), **options)
+        merge(forms / "own", f"{root}/{out}", overwrite=True, include=("a.*",), **options)
         assert list(read_whole(f"{root}/{out}")) == ["a.w"]
     assert names(f"{root}/hub") == ["model-00001-of-00001.safetensors"] or names(f"{root}/hub") == [
         "model.safetensors"
     ]
-    merge(forms / "own", f"{root}/hub", max_shard_bytes=100, force=True)
+    merge(forms / "own", f"{root}/hub", max_shard_bytes=100, overwrite=True)
     # The same names again: none of the old ones may stand beside new ones.
-    merge(forms / "own", f"{root}/hub", max_shard_bytes=100, force=True, dtype="bf16")
+    merge(forms / "own", f"{root}/hub", max_shard_bytes=100, overwrite=True, dtype="bf16")
     assert read_whole(f"{root}/hub")["a.w"].dtype == torch.bfloat16
-    reshard(forms / "own", f"{root}/hub", mesh=MESH, rules=RULES, force=True)
+    reshard(forms / "own", f"{root}/hub", device_mesh=MESH, rules=RULES, overwrite=True)
     assert open_checkpoint(f"{root}/hub").format == "shardspec"
     assert not any("model" in name for name in names(f"{root}/hub"))
     store.pipe_file(f"{root}/hub/notes.txt", b"mine")
     before = names(root)
-    refusals: tuple[tuple[str, MergedForm, str], ...] = (
+    refusals: tuple[tuple[str, MergedFormat, str], ...] = (
         ("hub", "huggingface", "holds 'notes.txt', which is no part of a checkpoint"),
         ("hub", "safetensors", "is a directory; name a file to write"),
         ("a.safetensors", "huggingface", "is a file; name a directory to write"),
     )
     for output, form, problem in refusals:
         with pytest.raises(CheckpointError, match=problem):
-            merge(forms / "own", f"{root}/{output}", form=form, force=True)
+            merge(forms / "own", f"{root}/{output}", format=form, overwrite=True)
     for source in (f"{root}/a.safetensors", root):
         with pytest.raises(CheckpointError, match="holds the checkpoint itself"):
-            merge(f"{root}/a.safetensors", source, form="huggingface", force=True)
+            merge(f"{root}/a.safetensors", source, format="huggingface", overwrite=True)
     assert names(root) == before
 
 
@@ -110,7 +110,7 @@ def test_bytes_that_come_back_otherwise_are_found(forms, counted, tmp_path, out)
     assert names(counted) == []
     report = merge(forms / "own", f"{counted}/{out}", reread=False, **options)
     assert report.crc32 == merge(forms / "own", tmp_path / out, **options).crc32
-    merge(forms / "own", f"{counted}/{out}", verify=False, force=True, **options)
+    merge(forms / "own", f"{counted}/{out}", verify=False, overwrite=True, **options)
 
 
 def test_what_is_not_read_again_is_not_fetched(counted, tmp_path):
@@ -133,9 +133,9 @@ def test_source_bytes_that_were_changed_are_found(forms):
     data = bytearray(store.cat_file(f"{root}/own/{file}"))
     data[-1] ^= 1
     store.pipe_file(f"{root}/own/{file}", bytes(data))
-    for form in MERGED_FORMS[:2]:
+    for form in MERGED_FORMATS[:2]:
         with pytest.raises(CheckpointError, match=r"has CRC-32 .* was saved; its bytes were"):
-            merge(f"{root}/own", f"{root}/out", form=form)
+            merge(f"{root}/own", f"{root}/out", format=form)
     assert names(root) == sorted(f"own/{name}" for name in names(f"{root}/own"))
     assert store.list_multipart_uploads("models") == []
 
@@ -149,7 +149,7 @@ def progress(done, total):
     if done >= total * 3 // 4:
         os.kill(os.getpid(), getattr(signal, sys.argv[3]))
 size = int(sys.argv[4])
-merge(sys.argv[1], sys.argv[2], progress=progress, force=True, max_shard_bytes=size or None)
+merge(sys.argv[1], sys.argv[2], progress=progress, overwrite=True, max_shard_bytes=size or None)
 """
 
 
@@ -189,7 +189,7 @@ def test_killed_runs_leave_the_old_or_none(tmp_path):
         "killed/.replaced.#.shardspec-tmp",
     }
     assert "missing, by the numbers of the others" in refused(f"{root}/cut")
-    merge(source, f"{root}/cut", max_shard_bytes=4_000_000, force=True)
+    merge(source, f"{root}/cut", max_shard_bytes=4_000_000, overwrite=True)
     assert_same(read_whole(f"{root}/cut"), state)
 
 
@@ -231,7 +231,7 @@ def test_zips_of_torch_are_written(forms, root, tmp_path):
     found = torch.load(io.BytesIO(data), weights_only=True)
     assert found.pop("step") == 7
     assert_same(found, STATE)
-    cut: dict[str, Any] = {"mesh": MESH, "rules": RULES, "form": "dcp"}
+    cut: dict[str, Any] = {"device_mesh": MESH, "rules": RULES, "format": "dcp"}
     report = reshard(f"{root}/x.pt", f"{root}/dcp", threads=2, **cut)
     local = reshard(forms / "whole.pt", tmp_path / "dcp", **cut)
     assert (report.num_bytes, report.crc32) == (local.num_bytes, local.crc32)
@@ -247,7 +247,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "x.safetensors": {},
     "x.pt": {},
     "hub": {"max_shard_bytes": 100},
-    "dcp": {"form": "dcp"},
+    "dcp": {"format": "dcp"},
 }
 
 
@@ -264,16 +264,16 @@ def test_new_files_that_come_back_otherwise_leave_the_old(forms, counted, kind):
         if spoiled != ".shardspec-tmp" and not any(spoiled in name for name in before):
             continue
         with pytest.raises(CheckpointError, match="was read back differently"):
-            merge(forms / "own", out, dtype="bf16", force=True, **options)
+            merge(forms / "own", out, dtype="bf16", overwrite=True, **options)
         CountingStore.spoil.clear()
         assert {name: store.cat_file(f"{counted}/{name}") for name in names(counted)} == before
-    merge(forms / "own", out, dtype="bf16", force=True, **options)
+    merge(forms / "own", out, dtype="bf16", overwrite=True, **options)
     assert read_whole(out)["a.w"].dtype == torch.bfloat16
     # A killed run may leave a file that was not moved yet.
     if kind in ("hub", "dcp"):
         store.pipe_file(f"{out}/.model-00001-of-00002.safetensors.0a.shardspec-tmp", b"1")
         assert read_whole(out)["a.w"].dtype == torch.bfloat16
-        merge(forms / "own", out, force=True, **options)
+        merge(forms / "own", out, overwrite=True, **options)
     else:
-        merge(forms / "own", out, force=True, **options)
+        merge(forms / "own", out, overwrite=True, **options)
     assert {name: store.cat_file(f"{counted}/{name}") for name in names(counted)} == before

@@ -1,6 +1,7 @@
 """Any mesh to any other, on disk."""
 
 import json
+import warnings
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, reshard, save_sharded
 from shardspec.checkpoint.reshard import read_rules
 from shardspec.checkpoint.verify import verify_checkpoint
-from shardspec.errors import CheckpointError, LayoutError, OutputExistsError
+from shardspec.errors import CheckpointError, LayoutError, OutputExistsError, ShardSpecError
 from tests.checkpoint.handmade import all_specs
 from tests.checkpoint.writers.states import check_same, save, state
 
@@ -23,7 +24,7 @@ def test_meshes_that_grow_shrink_and_share_no_divisor(tmp_path):
         second = DeviceMesh(range(torch.tensor(b).prod()), b)
         rules = {"w": "[S1,S0]" if len(b) == 2 else "[S0,R]", "b": "[S0]"}
         source = save(tmp_path / f"{count}", whole, first, "S01" if len(a) == 2 else "S0")
-        reshard(source, tmp_path / f"{count}-cut", mesh=second, rules=rules)
+        reshard(source, tmp_path / f"{count}-cut", device_mesh=second, rules=rules)
         # Every device holds what its layout says, in a file of its own.
         loaded = load_sharded(tmp_path / f"{count}-cut")
         for name, value in whole.items():
@@ -44,7 +45,7 @@ def test_every_cut_of_a_small_mesh_to_every_other(tmp_path):
                 for p in range(len(specs))}  # fmt: skip
     for a, b in product(range(len(specs)), repeat=2):
         out = tmp_path / f"{a}-{b}"
-        reshard(tmp_path / f"{a}", out, mesh=mesh, rules={"w": specs[b]})
+        reshard(tmp_path / f"{a}", out, device_mesh=mesh, rules={"w": specs[b]})
         found = load_sharded(out)["w"]
         assert str(found.sharding_spec) == specs[b]
         assert [s.tolist() for s in found.shards.values()] == expected[b]
@@ -53,7 +54,7 @@ def test_every_cut_of_a_small_mesh_to_every_other(tmp_path):
 def test_every_dtype(tmp_path):
     source = save(tmp_path / "ckpt", state())
     mesh = DeviceMesh(range(4), (4,))
-    reshard(source, tmp_path / "cut", mesh=mesh, rules={"of.*": "[R,S0]"})
+    reshard(source, tmp_path / "cut", device_mesh=mesh, rules={"of.*": "[R,S0]"})
     merge(tmp_path / "cut", tmp_path / "out.safetensors")
     check_same(load_file(tmp_path / "out.safetensors"), state())
 
@@ -63,7 +64,7 @@ def test_pending_sums_are_reduced(tmp_path):
     shards = {rank: torch.full((4, 3), float(rank)) for rank in range(6)}
     tensor = DTensor.from_shards(shards, Layout(mesh, "[R,R|P0,P1]", (4, 3), torch.float32))
     save_sharded({"w": tensor}, tmp_path / "ckpt")
-    reshard(tmp_path / "ckpt", tmp_path / "cut", mesh=mesh, rules={"w": "[S0,S1]"})
+    reshard(tmp_path / "ckpt", tmp_path / "cut", device_mesh=mesh, rules={"w": "[S0,S1]"})
     assert load_sharded(tmp_path / "cut")["w"].to_global().tolist() == [[15.0] * 3] * 4
 
 
@@ -81,7 +82,7 @@ def test_like_another_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no tensor 'x\.a' that says how to cut it"):
         reshard(like, tmp_path / "out2", like=like, rename=[("^", "x.")])
     with pytest.raises(CheckpointError, match="either a checkpoint to cut like, or a mesh"):
-        reshard(like, tmp_path / "out2", like=like, mesh=DeviceMesh(range(2), (2,)))
+        reshard(like, tmp_path / "out2", like=like, device_mesh=DeviceMesh(range(2), (2,)))
     with pytest.raises(CheckpointError, match="give the mesh to cut for"):
         reshard(like, tmp_path / "out2")
     assert not (tmp_path / "out2").exists()
@@ -98,7 +99,7 @@ def test_rules_that_do_not_fit(tmp_path):
         ({"w": "[S0,R|P1]"}, "has pending reductions"),
     ]:
         with pytest.raises(LayoutError, match=problem):
-            reshard(ckpt, tmp_path / "out", mesh=mesh, rules=rules)
+            reshard(ckpt, tmp_path / "out", device_mesh=mesh, rules=rules)
         assert not (tmp_path / "out").exists()
 
 
@@ -127,18 +128,42 @@ def test_files_of_rules(tmp_path):
 def test_an_output_that_exists(tmp_path):
     ckpt = save(tmp_path / "ckpt", {"w": torch.ones(4)})
     mesh = DeviceMesh(range(2), (2,))
-    reshard(ckpt, tmp_path / "out", mesh=mesh, rules={"w": "[S0]"})
+    reshard(ckpt, tmp_path / "out", device_mesh=mesh, rules={"w": "[S0]"})
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     with pytest.raises(OutputExistsError, match="out: exists"):
-        reshard(ckpt, tmp_path / "out", mesh=mesh)
+        reshard(ckpt, tmp_path / "out", device_mesh=mesh)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    reshard(ckpt, tmp_path / "out", mesh=mesh, force=True)
+    reshard(ckpt, tmp_path / "out", device_mesh=mesh, overwrite=True)
     assert str(load_sharded(tmp_path / "out")["w"].sharding_spec) == "[R]"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"holds 'notes\.txt', which is no part"):
-        reshard(ckpt, tmp_path / "out", mesh=mesh, force=True)
+        reshard(ckpt, tmp_path / "out", device_mesh=mesh, overwrite=True)
     for bad in (ckpt, tmp_path):
         with pytest.raises(CheckpointError, match="holds the checkpoint itself"):
-            reshard(ckpt, bad, mesh=mesh, force=True)
+            reshard(ckpt, bad, device_mesh=mesh, overwrite=True)
     assert load_sharded(ckpt)["w"].to_global().tolist() == [1] * 4
+
+
+def test_former_names_of_arguments_are_taken_with_a_warning(tmp_path):
+    mesh = DeviceMesh(range(2), (2,))
+    save_sharded({"w": torch.arange(4)}, tmp_path / "ckpt")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        reshard(tmp_path / "ckpt", tmp_path / "dcp", mesh=mesh, form="dcp", force=False)
+        merge(tmp_path / "dcp", tmp_path / "out", form="torch", force=True)
+        merge(tmp_path / "dcp", tmp_path / "out", force=True)
+    words = [str(warning.message).split(",")[0] for warning in warned]
+    assert words == [
+        "reshard takes device_mesh= in place of mesh=",
+        "reshard takes format= in place of form=",
+        "reshard takes overwrite= in place of force=",
+        "merge takes format= in place of form=",
+        *["merge takes overwrite= in place of force="] * 2,
+    ]
+    assert {warning.filename for warning in warned} == {__file__}
+    with (
+        pytest.warns(DeprecationWarning, match="takes overwrite="),
+        pytest.raises(ShardSpecError, match="given both overwrite= and force=; leave out force="),
+    ):
+        merge(tmp_path / "dcp", tmp_path / "out", overwrite=True, force=True)

@@ -26,7 +26,7 @@ def source(tmp_path):
 
 def merged(source, **options):
     out = source.with_name("out.safetensors")
-    merge(source, out, force=True, **options)
+    merge(source, out, overwrite=True, **options)
     return load_file(out)
 
 
@@ -92,7 +92,7 @@ def test_bad_input(source):
         ({"rename": [("^.*$", "x")]}, "would both be named 'x'"),
         ({"include": ["rope"], "rename": [(".*", "")]}, "would have no name left"),
         ({"threads": 0}, "0 threads write nothing"),
-        ({"form": "zip"}, "there is no form 'zip'"),
+        ({"format": "zip"}, "there is no format 'zip'"),
     ]
     for options, problem in cases:
         with pytest.raises(CheckpointError, match=problem):

@@ -67,7 +67,7 @@ def ckpt(tmp_path_factory):
         ("out.safetensors", {"verify": False}),
         ("out.pt", {}),
         ("out", {"max_shard_bytes": 300_000}),
-        ("out", {"form": "dcp"}),
+        ("out", {"format": "dcp"}),
         ("out.safetensors", {"dtype": "bf16"}),
     ],
 )
@@ -84,7 +84,7 @@ def test_the_same_bytes_as_alone(ckpt, tmp_path, name, options):
 
 def test_resharding(ckpt, tmp_path):
     mesh = DeviceMesh(range(4), (2, 2))
-    act = partial(reshard, ckpt, tmp_path / "cut", mesh=mesh, rules={"big": "[S1,S0]"})
+    act = partial(reshard, ckpt, tmp_path / "cut", device_mesh=mesh, rules={"big": "[S1,S0]"})
     assert [answer[1] for answer in in_processes(act)] == [None] * 3
     merge(tmp_path / "cut", tmp_path / "a.safetensors")
     merge(ckpt, tmp_path / "b.safetensors")

@@ -54,7 +54,7 @@ def checkpoints(tmp_path_factory):
     merge(here / "own", here / "whole.pt")
     rules = {"a.w": "[S0,R]"}
     mesh = DeviceMesh(range(4), (4,))
-    reshard(here / "own", here / "dcp", mesh=mesh, rules=rules, form="dcp")
+    reshard(here / "own", here / "dcp", device_mesh=mesh, rules=rules, format="dcp")
     (here / "ranks").mkdir()
     for rank in range(2):
         torch.save({**state, "step": 7}, here / "ranks" / f"model_world_size_2_rank_{rank}.pt")

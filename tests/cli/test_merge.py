@@ -55,6 +55,7 @@ def test_json(tmp_path):
     assert 0 < report.pop("seconds") < 60
     assert report == {
         "path": str(out),
+        "format": "safetensors",
         "form": "safetensors",
         "read": "shardspec",
         "read_files": 6,
@@ -133,7 +134,7 @@ def test_a_name_that_ends_in_a_slash_is_a_directory(tmp_path):
     for form in ("safetensors", "torch"):
         refused = run(ckpt, "-o", f"{tmp_path}/file/", "--to", form)
         assert refused.exit_code == 3
-        assert f"is named as a directory, but the form '{form}' is one file" in refused.stderr
+        assert f"is named as a directory, but the format '{form}' is one file" in refused.stderr
     for name in ("a.pt", "a.safetensors", "a.bin"):
         refused = run(ckpt, "-o", tmp_path / name, "--max-shard-size", "1KB")
         assert refused.exit_code == 3

@@ -33,23 +33,23 @@ _Step = Callable[[Path, Path], object]
 
 
 def _whole(source: Path, out: Path) -> object:
-    return merge(source, out, form="safetensors")
+    return merge(source, out, format="safetensors")
 
 
 def _columns(source: Path, out: Path) -> object:
-    return reshard(source, out, mesh=_OTHER, rules={"*": "[R,S01]"})
+    return reshard(source, out, device_mesh=_OTHER, rules={"*": "[R,S01]"})
 
 
 def _blocks(source: Path, out: Path) -> object:
-    return reshard(source, out, mesh=_OTHER, rules={"*": "[S1,S0]"})
+    return reshard(source, out, device_mesh=_OTHER, rules={"*": "[S1,S0]"})
 
 
 def _dcp(source: Path, out: Path) -> object:
-    return reshard(source, out, mesh=_OTHER, rules={"*": "[S0,S1]"}, form="dcp")
+    return reshard(source, out, device_mesh=_OTHER, rules={"*": "[S0,S1]"}, format="dcp")
 
 
 def _torch(source: Path, out: Path) -> object:
-    return merge(source, out, form="torch")
+    return merge(source, out, format="torch")
 
 
 def _huggingface(source: Path, out: Path) -> object:

@@ -95,31 +95,31 @@ class Stage:
 
 
 def _merge(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, form="safetensors", force=force)
+    return merge(source, out, format="safetensors", overwrite=force)
 
 
 def _unread(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, form="safetensors", force=force, reread=False)
+    return merge(source, out, format="safetensors", overwrite=force, reread=False)
 
 
 def _unverified(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, form="safetensors", force=force, verify=False)
+    return merge(source, out, format="safetensors", overwrite=force, verify=False)
 
 
 def _huggingface(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, max_shard_bytes=150, force=force)
+    return merge(source, out, max_shard_bytes=150, overwrite=force)
 
 
 def _dcp(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, form="dcp", force=force)
+    return merge(source, out, format="dcp", overwrite=force)
 
 
 def _torch(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, form="torch", force=force)
+    return merge(source, out, format="torch", overwrite=force)
 
 
 def _reshard(source: Path, out: Path, force: bool) -> object:
-    return reshard(source, out, mesh=_MESH, rules=SPECS, force=force)
+    return reshard(source, out, device_mesh=_MESH, rules=SPECS, overwrite=force)
 
 
 def _loaded(source: Path) -> "dict[str, DTensor]":

@@ -77,7 +77,7 @@ def files(place: Path, whole: bool) -> Iterator[Case]:
         source = place / "dcp"
         onto = DeviceMesh(range(int(np.prod(mesh))), mesh)
         rules = {"layer.w": _WHOLE_CUTS[len(mesh)]}
-        reshard(single, source, mesh=onto, rules=rules, form="dcp", include=["layer.w"])
+        reshard(single, source, device_mesh=onto, rules=rules, format="dcp", include=["layer.w"])
         # Their names say the rank and nothing inside does, so equal ones cannot be told apart.
         for chosen in _subsets(sorted(source.glob("*.distcp")), 1):
             label = f"dcp {shape}, missing {', '.join(path.name for path in chosen)}"

@@ -46,7 +46,7 @@ def made(mesh: tuple[int, ...] = (2, 3)):
 def cut(path: Path, source: Path, mesh: tuple[int, ...] = (2, 3)) -> Path:
     """Write a checkpoint in our form, with digests."""
     size = int(np.prod(mesh))
-    reshard(source, path, mesh=DeviceMesh(range(size), mesh), rules=SPECS)
+    reshard(source, path, device_mesh=DeviceMesh(range(size), mesh), rules=SPECS)
     return path
 
 

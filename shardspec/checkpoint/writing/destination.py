@@ -17,7 +17,7 @@ _OF_CHECKPOINTS: Final = (".safetensors", ".json", ".distcp", ".metadata", ".pt"
 """How the names of files end that make up a checkpoint that may be replaced as a whole."""
 
 
-def check_destination(output: Path, source: Catalog, *, directory: bool, force: bool) -> Path:
+def check_destination(output: Path, source: Catalog, *, directory: bool, overwrite: bool) -> Path:
     """Return where to write, links followed, once it is clear that writing there does no harm.
 
     Parameters
@@ -28,13 +28,13 @@ def check_destination(output: Path, source: Catalog, *, directory: bool, force: 
         The checkpoint that is read; no part of it is written over.
     directory
         Whether a directory is to be written.
-    force
+    overwrite
         Whether what is there may be replaced.
 
     Raises
     ------
     OutputExistsError
-        If it exists and `force` is not set.
+        If it exists and `overwrite` is not set.
     CheckpointError
         If it cannot be written, is of another kind, belongs to the source, or is a directory that
         holds more than a checkpoint.
@@ -42,7 +42,7 @@ def check_destination(output: Path, source: Catalog, *, directory: bool, force: 
     if "\0" in str(output):
         raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
     if isinstance(output, RemotePath):
-        _check_remote(output, source, directory, force)
+        _check_remote(output, source, directory, overwrite)
         return output
     path = Path(os.path.realpath(output))
     try:
@@ -58,9 +58,9 @@ def check_destination(output: Path, source: Catalog, *, directory: bool, force: 
     except OSError as error:
         raise CheckpointError(f"{output}: cannot be written: {reason(error)}") from None
     if directory:
-        _check_directory(output, path, at, source, force)
+        _check_directory(output, path, at, source, overwrite)
     else:
-        _check_file(output, path, at, source, force)
+        _check_file(output, path, at, source, overwrite)
     _check_writable(output, path.parent)
     return path
 
@@ -91,7 +91,9 @@ def _check_place(output: Path, path: Path, source: Catalog) -> None:
             )
 
 
-def _check_file(output: Path, path: Path, at: os.stat_result, source: Catalog, force: bool) -> None:
+def _check_file(
+    output: Path, path: Path, at: os.stat_result, source: Catalog, overwrite: bool
+) -> None:
     if not stat.S_ISREG(at.st_mode):
         kind = "a directory" if stat.S_ISDIR(at.st_mode) else "no regular file"
         raise CheckpointError(f"{output}: is {kind}; name a file to write")
@@ -100,12 +102,12 @@ def _check_file(output: Path, path: Path, at: os.stat_result, source: Catalog, f
             raise CheckpointError(
                 f"{output}: is {file.name} of the checkpoint itself; choose another name"
             )
-    if not force:
+    if not overwrite:
         raise exists(output)
 
 
 def _check_directory(
-    output: Path, path: Path, at: os.stat_result, source: Catalog, force: bool
+    output: Path, path: Path, at: os.stat_result, source: Catalog, overwrite: bool
 ) -> None:
     if not stat.S_ISDIR(at.st_mode):
         raise CheckpointError(f"{output}: is a file; name a directory to write")
@@ -114,7 +116,7 @@ def _check_directory(
             raise CheckpointError(
                 f"{output}: holds the checkpoint itself; choose another directory"
             )
-    if not force:
+    if not overwrite:
         raise exists(output)
     try:
         for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
@@ -134,7 +136,7 @@ def _holds_more(output: Path, name: str) -> CheckpointError:
     )
 
 
-def _check_remote(output: RemotePath, source: Catalog, directory: bool, force: bool) -> None:
+def _check_remote(output: RemotePath, source: Catalog, directory: bool, overwrite: bool) -> None:
     """Do in a store what is done for files and directories of this machine."""
     for file in source.files:
         if output == file or output in file.parents:
@@ -147,12 +149,12 @@ def _check_remote(output: RemotePath, source: Catalog, directory: bool, force: b
     except NotADirectoryError:
         if directory:
             raise CheckpointError(f"{output}: is a file; name a directory to write") from None
-        if not force:
+        if not overwrite:
             raise exists(output) from None
         return
     if not directory:
         raise CheckpointError(f"{output}: is a directory; name a file to write")
-    if entries and not force:
+    if entries and not overwrite:
         raise exists(output)
     for name, plain in sorted(entries.items()):
         if not plain or not name.endswith((*_OF_CHECKPOINTS, BESIDE_SUFFIX)):

@@ -87,7 +87,8 @@ def _publish(temporary: Path, path: Path, overwrite: bool) -> None:
             return
         except FileExistsError:
             raise OutputExistsError(
-                f"{path}: exists; choose another name, or overwrite it with --force (force=True)"
+                f"{path}: exists; choose another name, or overwrite it with --force "
+                "(overwrite=True)"
             ) from None
         except OSError:
             # This file system has no hard links; the check at the start has to do.

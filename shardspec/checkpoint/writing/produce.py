@@ -40,7 +40,7 @@ class How(NamedTuple):
 
     threads: int
     strict_cast: bool
-    force: bool
+    overwrite: bool
     verify: bool
     reread: bool
     dry_run: bool
@@ -49,7 +49,7 @@ class How(NamedTuple):
 
 
 def produce(
-    checkpoint: Path | str | Catalog, output: Path, form: str, build: Build, how: How
+    checkpoint: Path | str | Catalog, output: Path, format: str, build: Build, how: How
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it.
 
@@ -62,7 +62,7 @@ def produce(
     if how.threads < 1:
         raise CheckpointError(f"{how.threads} threads write nothing; give at least 1")
     if how.member is None or how.dry_run:
-        report = _produce(checkpoint, output, form, build, how, None)
+        report = _produce(checkpoint, output, format, build, how, None)
     else:
         if "\0" in str(output):
             raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL")
@@ -70,14 +70,14 @@ def produce(
         from shardspec.checkpoint.writing.team import together
 
         with together(how.member, output.absolute()) as team:
-            report = _produce(checkpoint, output, form, build, how, team)
+            report = _produce(checkpoint, output, format, build, how, team)
     return replace(report, seconds=time.monotonic() - started)
 
 
 def _produce(
     checkpoint: Path | str | Catalog,
     output: Path,
-    form: str,
+    format: str,  # as the report names it
     build: Build,
     how: How,
     team: "Team | None",
@@ -86,11 +86,13 @@ def _produce(
     wanted, target = build(source, None if team is None else team.token)
     path = output
     if team is None or team.member.rank == 0:
-        path = check_destination(output, source, directory=target.directory, force=how.force)
+        path = check_destination(
+            output, source, directory=target.directory, overwrite=how.overwrite
+        )
     read = _check_tensors(source, wanted, how.verify, team)
     report = WriteReport(
         path=output,
-        form=form,
+        format=format,
         read=source.format,
         read_files=read.files,
         read_bytes=read.num_bytes,
@@ -110,7 +112,7 @@ def _produce(
         source,
         target,
         path,
-        overwrite=how.force,
+        overwrite=how.overwrite,
         verify=how.verify,
         reread=how.reread,
         threads=how.threads,

@@ -84,7 +84,7 @@ def _publish_new(temporary: Path, path: Path) -> None:
 def exists(path: Path) -> OutputExistsError:
     """Return the error that says so."""
     return OutputExistsError(
-        f"{path}: exists; choose another name, or overwrite it with --force (force=True)"
+        f"{path}: exists; choose another name, or overwrite it with --force (overwrite=True)"
     )
 
 

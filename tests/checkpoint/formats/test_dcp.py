@@ -214,7 +214,7 @@ def test_plans_look_into_no_chunk(saved, tmp_path):
     again = merge(ckpt, out, dry_run=True)
     assert (again.num_bytes, again.read_bytes) == (planned.num_bytes, planned.read_bytes)
     for form in ("torch", "dcp", "huggingface"):
-        assert merge(ckpt, tmp_path / "new", form=form, dry_run=True).tensors == planned.tensors
+        assert merge(ckpt, tmp_path / "new", format=form, dry_run=True).tensors == planned.tensors
     for threads in (1, 2):
         with pytest.raises(CheckpointError) as caught:
             merge(ckpt, out, threads=threads)

@@ -140,7 +140,9 @@ def test_so_is_what_we_write(tmp_path):
     state = {f"layers.{layer}.weight": torch.zeros(12, 12) for layer in range(50)}
     torch.save(state, tmp_path / "in.pt")
     mesh = DeviceMesh(range(6), (2, 3))
-    reshard(tmp_path / "in.pt", tmp_path / "dcp", mesh=mesh, rules={"*": "[S0,S1]"}, form="dcp")
+    reshard(
+        tmp_path / "in.pt", tmp_path / "dcp", device_mesh=mesh, rules={"*": "[S0,S1]"}, format="dcp"
+    )
     data = (tmp_path / "dcp" / ".metadata").read_bytes()
     met: Counter[tuple[object, bool]] = Counter()
     assert read(data, counted(met)) == read(data)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardspec.checkpoint.inspect import inspect_checkpoint
-from shardspec.checkpoint.merge import MERGED_FORMS, merge
+from shardspec.checkpoint.merge import MERGED_FORMATS, merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, bits, read_whole, refused
@@ -326,7 +326,7 @@ def test_plans_do_not_believe_in_sizes(small, tmp_path, sizes):
     length = grow(metadata, sizes)
     small.write(metadata)
     plan = partial(merge, small.path, tmp_path / "out", dry_run=True)
-    acts: list[Callable[[], object]] = [partial(plan, form=form) for form in MERGED_FORMS]
+    acts: list[Callable[[], object]] = [partial(plan, format=form) for form in MERGED_FORMATS]
     acts.append(partial(inspect_checkpoint, small.path))
     for act in acts:
         with pytest.raises(CheckpointError, match=f"lie in {length} bytes, which do not hold it"):

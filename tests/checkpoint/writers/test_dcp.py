@@ -22,7 +22,7 @@ def loaded(path, like):
 
 def test_whole(tmp_path):
     ckpt = save(tmp_path / "ckpt", state())
-    report = merge(ckpt, tmp_path / "dcp", form="dcp")
+    report = merge(ckpt, tmp_path / "dcp", format="dcp")
     assert report.files == ("__0_0.distcp", ".metadata")
     check_same(loaded(tmp_path / "dcp", state()), state())
 
@@ -31,7 +31,7 @@ def test_cut_for_a_mesh_and_back(tmp_path):
     ckpt = save(tmp_path / "ckpt", state())
     mesh = DeviceMesh(range(6), (3, 2))
     rules = {"of.*": "[S10,R]", "empty": "[S0,S1]"}
-    report = reshard(ckpt, tmp_path / "dcp", mesh=mesh, rules=rules, form="dcp", threads=2)
+    report = reshard(ckpt, tmp_path / "dcp", device_mesh=mesh, rules=rules, format="dcp", threads=2)
     assert len(report.files) == 7
     check_same(loaded(tmp_path / "dcp", state()), state())
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "torch.pt")
@@ -44,7 +44,7 @@ def test_cut_for_a_mesh_and_back(tmp_path):
 def test_plain_values_go_along(tmp_path):
     values = {"step": 7, "name": "x", "flags": [True, None]}
     torch.save({"w": torch.ones(2), **values}, tmp_path / "in.pt")
-    merge(tmp_path / "in.pt", tmp_path / "dcp", form="dcp")
+    merge(tmp_path / "in.pt", tmp_path / "dcp", format="dcp")
     found: dict[str, Any] = {"w": torch.zeros(2), "step": 0, "name": "", "flags": []}
     load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert found["w"].tolist() == [1, 1]

@@ -39,7 +39,7 @@ def test_every_file_keeps_to_the_limit(tmp_path, limit, threads):
 
 def test_one_file_needs_no_index(tmp_path):
     ckpt = save(tmp_path / "ckpt", {"w": torch.ones(3)})
-    assert merge(ckpt, tmp_path / "out", form="huggingface").files == ("model.safetensors",)
+    assert merge(ckpt, tmp_path / "out", format="huggingface").files == ("model.safetensors",)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
@@ -47,6 +47,6 @@ def test_a_limit_that_holds_nothing(tmp_path):
     ckpt = save(tmp_path / "ckpt", {"w": torch.ones(3)})
     with pytest.raises(CheckpointError, match="files of at most 0 bytes hold nothing"):
         merge(ckpt, tmp_path / "out", max_shard_bytes=0)
-    with pytest.raises(CheckpointError, match="the form 'torch' has no limit"):
-        merge(ckpt, tmp_path / "out", form="torch", max_shard_bytes=9)
+    with pytest.raises(CheckpointError, match="the format 'torch' has no limit"):
+        merge(ckpt, tmp_path / "out", format="torch", max_shard_bytes=9)
     assert not (tmp_path / "out").exists()

@@ -31,7 +31,7 @@ def test_torch_reads_it(ckpt, tmp_path, mmap):
 
 def test_its_zip_is_whole_and_aligned(ckpt, tmp_path):
     report = merge(ckpt, tmp_path / "model.pth")
-    assert report.form == "torch"
+    assert report.format == "torch"
     with zipfile.ZipFile(tmp_path / "model.pth") as archive:
         # Python compares every checksum.
         assert archive.testzip() is None
