@@ -66,7 +66,7 @@ def contents(url):
 OUTPUTS: dict[str, dict[str, Any]] = {
     "x.pt": {"verify": False},
     "hub": {"max_shard_bytes": 50},
-    "dcp": {"format": "dcp", "mesh": [2, 3], "rules": RULES},
+    "dcp": {"format": "dcp", "device_mesh": [2, 3], "rules": RULES},
 }
 
 
@@ -97,7 +97,7 @@ def test_what_is_there_is_replaced_in_the_end(forms):
     assert "exists; choose another name, or overwrite it with --force" in answers[0][1]
     assert answers[0][1] == answers[1][1]
     assert contents(out) == before
-    answers = in_processes(forms / "own", out, max_shard_bytes=100, force=True)
+    answers = in_processes(forms / "own", out, max_shard_bytes=100, overwrite=True)
     assert [answer[0] for answer in answers] == [None, None]
     assert_same(read_whole(out), STATE)
     assert names("s3://models/replaced") == [f"hub/{name}" for name in sorted(before)]
