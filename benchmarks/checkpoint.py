@@ -1,10 +1,10 @@
-"""Merging checkpoints of every form, beside `cat` of the same bytes and what people use today.
+"""Merging checkpoints of every format, beside `cat` of the same bytes and what people use today.
 
 python -m benchmarks.checkpoint --at /dev/shm/bench --disk /tmp/bench
 
-Writes each form with torch's own parallelism and writers, merges it as a command in a process of
-its own, in turns with `cat` and with the tools that read the form, and deletes it again. Every
-verified file is to have the CRC-32 of the first form's.
+Writes each format with torch's own parallelism and writers, merges it as a command in a process of
+its own, in turns with `cat` and with the tools that read the format, and deletes it again. Every
+verified file is to have the CRC-32 of the first format's.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.checkpoint_holes import FORMS as HOLES
+from benchmarks.checkpoint_holes import FORMATS as HOLES
 from benchmarks.checkpoint_shapes import Model, model_of
 from benchmarks.checkpoint_table import MOST_MIB, Row, head_lines, row_lines
 from benchmarks.checkpoint_timing import (
@@ -36,11 +36,11 @@ from benchmarks.checkpoint_timing import (
 
 __all__ = ["main"]
 
-FORMS: Final = {
+FORMATS: Final = {
     "shardspec": "shardspec's own",
     "dcp": "torch DCP",
     "ranks": "a .pt of each rank",
-    "dcp-hf": "DCP's HuggingFace form",
+    "dcp-hf": "DCP's Hugging Face format",
     "index": "safetensors with an index",
 }
 PEERS: Final = {
@@ -48,9 +48,9 @@ PEERS: Final = {
     "ranks": ("load-cat",),
     "dcp-hf": ("consolidate", "consolidate-2"),
 }
-"""Tools by the form that they read; `checkpoint_peers` has them."""
+"""Tools by the format that they read; `checkpoint_peers` has them."""
 YARDSTICKS: Final = ("two cats at once", "two bare loops, checked")
-PARTS: Final = ("forms", "peers", "tp8", "cuts", "disk", "planning", "memory")
+PARTS: Final = ("formats", "peers", "tp8", "cuts", "disk", "planning", "memory")
 SIZES: Final = ((1, False), (2, True), (4, False), (16, False))
 """GiB, and whether with tensors of more than 1 GiB, for the peaks of memory."""
 
@@ -63,7 +63,7 @@ class _Bench:
     model: Model
     rounds: int
     digests: dict[str, str] = field(default_factory=dict)
-    """CRC-32 of what was merged from each form."""
+    """CRC-32 of what was merged from each format."""
 
     def make(self, form: str, cut: str, model: Model | None = None) -> Path:
         """Write a checkpoint and return where."""
@@ -95,7 +95,7 @@ class _Bench:
         return python("shardspec", *words)
 
     def same(self, form: str, merged: Series) -> None:
-        """Compare what was merged from a form with what was merged from the others.
+        """Compare what was merged from a format with what was merged from the others.
 
         Raises
         ------
@@ -105,11 +105,11 @@ class _Bench:
         for done in merged.runs:
             self.digests[form] = json.loads(done.said)["crc32"]
             if len(set(self.digests.values())) > 1:
-                raise RuntimeError(f"forms give different files: {self.digests}")
+                raise RuntimeError(f"formats give different files: {self.digests}")
 
 
 def told(source: Path) -> tuple[object, ...]:
-    """Return the options that a form needs because it does not say how many ranks there were."""
+    """Return the options that a format needs because it does not say how many ranks there were."""
     hf = source.name.startswith("dcp-hf")
     return (
         ("--ranks", sum(path.name.startswith("shard-") for path in data_files(source)))
@@ -125,7 +125,7 @@ def data_files(source: Path) -> list[Path]:
 
 
 def measure_form(bench: _Bench, form: str, cut: str, *, ours: bool, peers: bool) -> list[Row]:
-    """Measure one form: ways of merging it, `inspect`, and the tools that read it.
+    """Measure one format: ways of merging it, `inspect`, and the tools that read it.
 
     Two `cat`s at once show what two cores can do with the memory that they share, and two bare
     loops what is the least that checking adds.
@@ -133,7 +133,7 @@ def measure_form(bench: _Bench, form: str, cut: str, *, ours: bool, peers: bool)
     source = bench.make(form, cut)
     # Four files of one size, nearly.
     limit = bench.model.num_bytes * 51 // 200
-    title = f"{FORMS[form]}{'' if cut == 'fsdp+tp' else ', ' + cut}"
+    title = f"{FORMATS[form]}{'' if cut == 'fsdp+tp' else ', ' + cut}"
     commands: dict[str, list[str]] = {}
     aims: dict[str, float | None] = {}
     if ours:
@@ -238,7 +238,7 @@ def measure_planning(bench: _Bench, tensors: int, mesh: str) -> list[str]:
             found = sorted((run(command) for _ in range(bench.rounds)), key=lambda at: at.seconds)
             seconds = f"{found[0].seconds:.1f} to {found[-1].seconds:.1f} s"
             lines.append(
-                f"{name}, {FORMS[form]}, {tensors:,} tensors on {mesh} ranks: {seconds}, "
+                f"{name}, {FORMATS[form]}, {tensors:,} tensors on {mesh} ranks: {seconds}, "
                 f"{found[0].peak_mib:,.0f} MiB (aims: 10 s and 1,024 MiB)"
             )
         empty(place)
@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2, help="1, 2, 4, 16: any size")
     parser.add_argument("--big", action="store_true", help="with tensors of more than 1 GiB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--parts", default=",".join(PARTS), help="which of these to measure")
     parser.add_argument("--planned", default="10000:16x8x8", help="tensors and mesh of planning")
     parser.add_argument("--most-gib", type=float, default=16, help="largest for peaks of memory")
@@ -288,8 +288,8 @@ def main() -> None:
             run(python("benchmarks.checkpoint_peers", "-h"))
         size = bench.model.num_bytes / 2**30
         say([f"{size:.2f} GiB in {len(bench.model.shapes)} tensors", "", *head_lines()])
-        for form in chosen.forms.split(","):
-            ours, peers = "forms" in parts, "peers" in parts
+        for form in chosen.formats.split(","):
+            ours, peers = "formats" in parts, "peers" in parts
             if ours or (peers and form in PEERS):
                 say(row_lines(measure_form(bench, form, "fsdp+tp", ours=ours, peers=peers)))
             if "tp8" in parts and form == "dcp-hf":

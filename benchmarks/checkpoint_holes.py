@@ -24,7 +24,7 @@ from shardspec.checkpoint.writing.assign import assign_boxes
 from shardspec.checkpoint.writing.targets import Wanted
 from shardspec.interop.torch_placements import to_placements
 
-__all__ = ["FORMS", "main", "many_tensors", "of_model", "write_holes"]
+__all__ = ["FORMATS", "main", "many_tensors", "of_model", "write_holes"]
 
 _Tensors: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and spec by name."""
@@ -67,7 +67,7 @@ def of_model(model: Model) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def write_holes(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
-    """Write tensors of zeros in shardspec's own form, with holes behind the headers."""
+    """Write tensors of zeros in shardspec's own format, with holes behind the headers."""
     wanted = [Wanted(name, name, shape, "bfloat16") for name, (shape, _) in tensors.items()]
     layouts = {n: Layout(mesh, spec, shape, "bfloat16") for n, (shape, spec) in tensors.items()}
     target = sharded_target(mesh, wanted, layouts)
@@ -118,7 +118,7 @@ def write_dcp(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
 
 
 def write_dcp_hf(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
-    """Write the files that torch's writer of Hugging Face's form would, of one merged file."""
+    """Write the files that torch's writer of Hugging Face's format would, of one merged file."""
     at.mkdir(parents=True)
     for rank, boxes in _stored(mesh, tensors).items():
         slots = [TensorSlot(name, "bfloat16", box_shape(box)) for name, box in boxes]
@@ -221,13 +221,13 @@ def _stored(mesh: DeviceMesh, tensors: _Tensors) -> dict[int, list[tuple[str, Bo
     return {rank: [(entry.tensor, entry.box) for entry in boxes] for rank, boxes in found}
 
 
-FORMS: Final[Mapping[str, Callable[[Path, DeviceMesh, _Tensors], None]]] = {
+FORMATS: Final[Mapping[str, Callable[[Path, DeviceMesh, _Tensors], None]]] = {
     "shardspec": write_holes,
     "dcp": write_dcp,
     "dcp-hf": write_dcp_hf,
     "ranks": write_ranks,
 }
-"""What writes each form."""
+"""What writes each format."""
 
 
 def _zeros_crc32(num_bytes: int) -> int:
@@ -247,14 +247,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--mesh", required=True)
-    parser.add_argument("--form", choices=FORMS, default="shardspec")
+    parser.add_argument("--form", choices=FORMATS, default="shardspec")
     chosen = parser.parse_args()
     shape = [int(size) for size in chosen.mesh.split("x")]
     if chosen.tensors is not None:
         tensors = many_tensors(chosen.tensors)
     else:
         tensors = of_model(Model(chosen.hidden, chosen.vocab))
-    FORMS[chosen.form](chosen.at, DeviceMesh(range(prod(shape)), shape), tensors)
+    FORMATS[chosen.form](chosen.at, DeviceMesh(range(prod(shape)), shape), tensors)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def _fill(name: str, tensor: DTensor) -> None:
 
 
 def write_own(state: State, at: Path) -> None:
-    """shardspec's own form."""
+    """shardspec's own format."""
     from shardspec import DeviceMesh, Layout, save_sharded
     from shardspec import DTensor as OwnDTensor
     from shardspec.interop.torch_placements import from_placements
@@ -140,7 +140,7 @@ def write_ranks(state: State, at: Path) -> None:
 
 
 def write_dcp_hf(state: State, at: Path) -> None:
-    """The distributed checkpoint's HuggingFace form, as it is before it is consolidated."""
+    """The distributed checkpoint's Hugging Face format, as it is before it is consolidated."""
     writer = HuggingFaceStorageWriter(str(at), save_distributed=True)
     save(state, storage_writer=writer)
 

@@ -31,7 +31,7 @@ __all__ = ["PEERS", "Peer", "main"]
 
 
 def consolidate(source: Path, out: Path) -> None:
-    """torch's own tool for DCP's HuggingFace form: one thread, one file."""
+    """torch's own tool for DCP's Hugging Face format: one thread, one file."""
     out.mkdir()
     consolidate_safetensors_files(str(source), str(out), dict.fromkeys(_names(source), 1), 1)
 
@@ -73,7 +73,7 @@ def merge_weights(source: Path, out: Path) -> None:
 
 
 def load_and_write(source: Path, out: Path) -> None:
-    """Load a DCP as whole tensors, and write it as its HuggingFace form, consolidated."""
+    """Load a DCP as whole tensors, and write it as its Hugging Face format, consolidated."""
     reader = FileSystemReader(str(source))
     state = {
         name: torch.empty(at.size, dtype=at.properties.dtype)
@@ -119,7 +119,7 @@ def _joined(parts: list[torch.Tensor], placement: Placement) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A tool, and the form that it reads."""
+    """A tool, and the format that it reads."""
 
     reads: str
     run: Callable[[Path, Path], None]

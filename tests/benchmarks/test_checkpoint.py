@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoint_holes import FORMS as HOLES
+from benchmarks.checkpoint_holes import FORMATS as HOLES
 from benchmarks.checkpoint_holes import many_tensors
 from benchmarks.checkpoint_shapes import model_of
 from benchmarks.checkpoint_timing import cat_command, cats_command, python, run, touch
@@ -29,8 +29,8 @@ def _benchmark(*options):
 @pytest.mark.dist
 def test_a_small_run_has_a_line_for_every_command(tmp_path):
     lines = _benchmark(
-        *("--at", tmp_path, "--gib", 0.02, "--rounds", 1, "--forms", "dcp-hf"),
-        *("--parts", "forms,peers,planning", "--planned", "50:2x2x2"),
+        *("--at", tmp_path, "--gib", 0.02, "--rounds", 1, "--formats", "dcp-hf"),
+        *("--parts", "formats,peers,planning", "--planned", "50:2x2x2"),
     )
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
     head, rows = rows[0], rows[2:]
@@ -53,7 +53,12 @@ def test_a_small_run_has_a_line_for_every_command(tmp_path):
     assert peaks["merge"] < peaks["consolidate"]
     assert [line.partition(":")[0] for line in lines[-9:-1]] == [
         f"{command}, {form}, 50 tensors on 2x2x2 ranks"
-        for form in ("shardspec's own", "torch DCP", "DCP's HuggingFace form", "a .pt of each rank")
+        for form in (
+            "shardspec's own",
+            "torch DCP",
+            "DCP's Hugging Face format",
+            "a .pt of each rank",
+        )
         for command in ("merge --dry-run", "inspect")
     ]
     assert list(tmp_path.iterdir()) == []
