@@ -33,8 +33,8 @@ from shardspec.errors import ShardSpecError
 source, out, options, rank, size = sys.argv[1:]
 options = json.loads(options)
 act = merge
-if "mesh" in options:
-    act, options["mesh"] = reshard, DeviceMesh(range(6), tuple(options["mesh"]))
+if "device_mesh" in options:
+    act, options["device_mesh"] = reshard, DeviceMesh(range(6), tuple(options["device_mesh"]))
 try:
     report = act(source, out, member=Member(int(rank), int(size)), **options)
     said = [None, report.crc32, list(report.files)]
@@ -74,9 +74,9 @@ OUTPUTS: dict[str, dict[str, Any]] = {
 def test_the_same_bytes_as_alone(forms, kind):
     options = OUTPUTS[kind]
     alone = dict(options)
-    if "mesh" in alone:
-        alone["mesh"] = MESH
-    act = reshard if "mesh" in alone else merge
+    if "device_mesh" in alone:
+        alone["device_mesh"] = MESH
+    act = reshard if "device_mesh" in alone else merge
     report = act(forms / "own", f"s3://models/alone/{kind}", **alone)
     size = 3 if kind == "hub" else 2
     answers = in_processes(forms / "own", f"s3://models/out/{kind}", size, **options)
