@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
 from shardspec.checkpoint.sharding_info import read_info
+from shardspec.checkpoint.writing.agree import agree
 from shardspec.comm.process_group import communicator_of as of
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
@@ -105,7 +106,7 @@ def disagreeing(directory, mesh):
     assert len(set(found)) == 1
     assert "value 'count.seen': rank 3 has 3 at ('count', 'seen') but rank 1" in str(found[0])
     other = DeviceMesh([3, 1, 0, 2], (4,)) if rank == 2 else mesh
-    cut = {"w": DTensor(whole()["w"], other, "[S0,R]", communicator=of(other))}
+    cut = {"w": DTensor(whole()["w"], other, "[S0,R]", src_rank=None, communicator=of(other))}
     found = on_every_rank(mesh, lambda: save_sharded(cut, directory / "ckpt"))
     assert len(set(found)) == 1
     assert "the mesh: rank 3 has 2x2 of ids (3, 1, 0, 2) but rank 2 has 4 of ids" in str(found[0])
@@ -122,6 +123,22 @@ def disagreeing(directory, mesh):
     assert len(set(found)) == 1
     assert str(found[0]).startswith("CheckpointError: rank 1: tensor 'x' is a bytes;")
     assert not (directory / "ckpt").exists()
+
+
+def one_rank_makes_a_mistake(_, mesh):
+    """What nobody foresaw on one rank does not keep the others waiting."""
+
+    def act():
+        if dist.get_rank() == 1:
+            raise KeyError("x")
+        return 5
+
+    try:
+        agree(of(mesh), act)
+    except (KeyError, CheckpointError) as error:
+        found = f"{type(error).__name__}: {error}"
+    own, others = "KeyError: 'x'", "CheckpointError: rank 1: KeyError: 'x'"
+    assert found == (own if dist.get_rank() == 1 else others)
 
 
 def replicas_that_differ(directory, mesh):
@@ -253,6 +270,7 @@ SCENES = [
     save_and_load,
     existing,
     disagreeing,
+    one_rank_makes_a_mistake,
     replicas_that_differ,
     torch_states,
     one_rank_cannot_write,

@@ -11,7 +11,8 @@ __all__ = ["agree"]
 T = TypeVar("T")
 
 _FAILURES: Final = (ShardSpecError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
-"""What reading, writing and torch raise. Errors of programming are not among them."""
+"""What reading, writing and torch raise. An error of programming is raised as it is, where it
+happened; the other ranks hear of it all the same."""
 
 
 def agree(communicator: Communicator, act: Callable[[], T]) -> T:
@@ -49,13 +50,15 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
     cause: Exception | None = None
     try:
         done.append(act())
-    except _FAILURES as error:
+    except Exception as error:
         cause = error
         ours = isinstance(error, ShardSpecError)
         text = str(error) if ours else f"{type(error).__name__}: {error}"
         failure = isinstance(error, OutputExistsError), text
     failures = communicator.gather(dict.fromkeys(communicator.addressable, failure))
     failed = {rank: found for rank, found in failures.items() if found is not None}
+    if cause is not None and not isinstance(cause, _FAILURES):
+        raise cause
     if failed:
         rank, (exists, text) = next(iter(failed.items()))
         everywhere = len(failed) == len(failures) and len(set(failed.values())) == 1
