@@ -1,15 +1,14 @@
 """Resharding on disk: a checkpoint cut for one mesh becomes one cut for another."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.formats.cut_rules import read_toml
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writing.fill import Progress
@@ -197,13 +196,7 @@ def read_rules(path: Path) -> dict[str, str]:
     >>> read_rules(path)
     {'*.weight': '[S0,R]'}
     """
-    try:
-        with SourceFile(path) as file:
-            table = tomllib.loads(file.read(0, file.num_bytes).decode("utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f'{path}: is no TOML: {error}; write one rule a line: "*.weight" = "[S0,R]"'
-        ) from None
+    table = read_toml(path)
     for pattern, spec in table.items():
         if not isinstance(spec, str):
             raise CheckpointError(

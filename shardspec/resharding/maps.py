@@ -118,7 +118,8 @@ class NameMap:
         """
         try:
             found = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
+            # Besides its own error: numbers of thousands of digits, and what nests too deep.
             raise LayoutError(f"this is not TOML: {error}") from None
         if unknown := sorted(set(found) - {"map", "sizes", "zeros", "unused"}):
             raise LayoutError(

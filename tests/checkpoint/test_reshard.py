@@ -3,12 +3,14 @@
 import json
 import warnings
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, reshard, save_sharded
+from shardspec.checkpoint.formats.cut_rules import read_cut_rules
 from shardspec.checkpoint.reshard import read_rules
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError, ShardSpecError
@@ -167,3 +169,22 @@ def test_former_names_of_arguments_are_taken_with_a_warning(tmp_path):
         pytest.raises(ShardSpecError, match="given both overwrite= and force=; leave out force="),
     ):
         merge(tmp_path / "dcp", tmp_path / "out", overwrite=True, force=True)
+
+
+@pytest.mark.parametrize(
+    "text", [f"w = {'9' * 5000}", "w = " + "[" * 5000, '"w" = "[S0]"\n' * 90_000]
+)
+@pytest.mark.parametrize("read", [read_rules, read_cut_rules])
+def test_rules_that_are_too_much(tmp_path, read, text):
+    path = tmp_path / "rules.toml"
+    path.write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("read", [read_rules, read_cut_rules])
+def test_rules_without_an_end(read):
+    with pytest.raises(CheckpointError, match="/dev/zero: has more than 1048576 bytes"):
+        read(Path("/dev/zero"))

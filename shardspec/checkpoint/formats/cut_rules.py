@@ -16,12 +16,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
+from typing import Final
 
 from shardspec.checkpoint.store import reason
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
 from shardspec.layout.spec import ShardingSpec
 
-__all__ = ["CutRule", "find_rule", "parse_rules", "read_cut_rules", "shipped_rules"]
+__all__ = ["CutRule", "find_rule", "parse_rules", "read_cut_rules", "read_toml", "shipped_rules"]
+
+
+_MOST_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +114,29 @@ def _line(error: ShardSpecError) -> str:
     return str(error).splitlines()[0]
 
 
-def read_cut_rules(path: Path) -> dict[str, CutRule]:
-    """Read rules from a TOML file.
+def read_toml(path: Path) -> dict[str, object]:
+    """Read a small TOML file of rules.
 
     Raises
     ------
     CheckpointError
-        If the file cannot be read, is no TOML, or holds something else.
+        If the file cannot be read, is too large or is no TOML.
     """
     try:
-        text = path.read_text("utf-8-sig")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise CheckpointError(f"{path}: has more than {_MOST_BYTES} bytes, too many for rules")
+        return _from_toml(data.decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: is no TOML: {error}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
-    return _from_toml(text, str(path))
+
+
+def read_cut_rules(path: Path) -> dict[str, CutRule]:
+    """Read rules from a TOML file; raises as `read_toml`, and where it holds something else."""
+    return parse_rules(read_toml(path), str(path))
 
 
 def shipped_rules(name: str) -> dict[str, CutRule]:
@@ -136,17 +148,17 @@ def shipped_rules(name: str) -> dict[str, CutRule]:
     [S(tp),R] in parts (1, 1)
     """
     text = files("shardspec.checkpoint").joinpath("rules", f"{name}.toml").read_text("utf-8")
-    return _from_toml(text, f"{name}.toml")
+    return parse_rules(_from_toml(text, f"{name}.toml"), f"{name}.toml")
 
 
-def _from_toml(text: str, stated_by: str) -> dict[str, CutRule]:
+def _from_toml(text: str, stated_by: str) -> dict[str, object]:
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        # Besides its own error: numbers of thousands of digits, and what nests too deep.
         raise CheckpointError(
             f'{stated_by}: is no TOML: {error}; write one rule a line: "*.weight" = "[S(tp),R]"'
         ) from None
-    return parse_rules(table, stated_by)
 
 
 def find_rule(rules: Mapping[str, CutRule], name: str) -> CutRule | None:
