@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import shardspec
 from shardspec import DTensor, Layout, distribute_tensor, init_device_mesh
-from shardspec.layout.plan_text import step_text
+from shardspec.layout.plan import step_text
 from shardspec.parallel.distribute import distribute_module, inputs_as, outputs_as
 from shardspec.parallel.rules import column_parallel, row_parallel
 from shardspec.text import bytes_text

@@ -20,7 +20,7 @@ from typing import Final
 from shardspec.comm.steps import Step
 from shardspec.errors import ShardSpecError
 from shardspec.layout.layout import Layout
-from shardspec.layout.plan_text import step_text
+from shardspec.layout.plan import step_text
 from shardspec.text import bytes_text, seconds_text, table_text
 
 __all__ = ["StepRecord", "Trace", "log_from_environment", "observers", "report", "trace"]

@@ -121,7 +121,7 @@ def test_the_modules_are_found():
     assert {"shardspec.mesh", "shardspec.layout.converter", "shardspec.cli"} <= set(MODULES)
     assert set(MODULES) > WITH_TENSORS
     assert ("shardspec.layout.layout", "shardspec.mesh", True) in EDGES
-    assert ("shardspec.layout.plan", "shardspec.layout.plan_text", False) in EDGES
+    assert ("shardspec.mesh", "shardspec.comm.torch_mesh", False) in EDGES
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -138,8 +138,10 @@ def test_imports_go_downwards(module):
 
 
 def test_no_circles():
-    graph = nx.DiGraph((importer, name) for importer, name, at_once in EDGES if at_once)
-    assert graph.number_of_edges() > 50
+    """Late imports and those for types alone count too; what a mesh asks a job for is sugar."""
+    graph = nx.DiGraph((importer, name) for importer, name, _ in EDGES)
+    graph.remove_edges_from(UPWARD_ON_PURPOSE)
+    assert graph.number_of_edges() > 500
     assert list(nx.simple_cycles(graph)) == []
 
 

@@ -5,7 +5,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Final, Unpack
 
@@ -241,14 +241,7 @@ def _as_dict(
         "shape": list(shape),
         "dtype": dtype,
         "link_model": model.link_model,
-        "links": [
-            {
-                "name": link.name,
-                "latency_s": link.latency_s,
-                "seconds_per_byte": link.seconds_per_byte,
-            }
-            for link in model.links
-        ],
+        "links": [asdict(link) for link in model.links],
         "known_error": model.known_error,
         "pairs": [pairs[place] for place in answers.order],
     }

@@ -20,8 +20,7 @@ from shardspec.cli.arguments import parse_index, parsed
 from shardspec.cli.options import CheckpointPath, json_option, open_both, source_options
 from shardspec.cli.output import path_text, say
 from shardspec.errors import CheckpointError
-from shardspec.layout.picture import cells_text, ids_text
-from shardspec.layout.picture import picture as draw
+from shardspec.layout.picture import Picture, ids_text
 from shardspec.text import bytes_text, counted, printable, shown, table_text
 
 __all__ = ["command"]
@@ -129,13 +128,13 @@ def _picture(tensor: TensorSummary) -> str:
     """Draw who holds what; a table of boxes where they make up no grid."""
     outline = tensor.outline
     if tensor.layout is not None:
-        return f"{_name(outline.name)}\n{draw(tensor.layout)}"
+        return f"{_name(outline.name)}\n{tensor.layout.picture()}"
     cells = tensor.cells
     sides = [{box[dim] for box in cells} for dim in range(len(outline.shape))]
     if prod(map(len, sides)) != len(cells) or len(cells) > _MOST_CELLS:
         return _boxes(tensor)
     title = f"{_title(tensor)} {list(outline.shape)}"
-    return "\n".join([title, *cells_text(cells)])
+    return Picture(title, cells).text()
 
 
 def _only(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:

@@ -47,6 +47,8 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Name to the module whose `command` it is, and one line of help: nothing is imported for it."""
 
+_MOST_CHARACTERS: Final = 2000
+"""Of a line of an error, which may quote an argument."""
 _NO_OUTPUT: Final = 1
 _USAGE: Final = 2
 _BAD_INPUT: Final = 3
@@ -140,7 +142,10 @@ def _fail(message: str, code: int) -> int:
     """Print a line: what could upset the terminal as escapes, arguments of Python as options."""
     as_options = re.sub(r" ?\((\w+)=True\)", "", message)
     as_options = re.sub(r"\b(overwrite|force)=True\b", "--overwrite", as_options)
-    click.echo(f"Error: {printable(as_options)}", err=True)
+    text = printable(as_options)
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[: _MOST_CHARACTERS // 2]} … {text[-_MOST_CHARACTERS // 2 :]}"
+    click.echo(f"Error: {text}", err=True)
     return code
 
 

@@ -20,8 +20,7 @@ from shardspec.comm.cost import CostModel, Link
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.naive import difference_text, naive_plan
-from shardspec.layout.plan import ConversionPlan
-from shardspec.layout.plan_text import plans_table
+from shardspec.layout.plan import ConversionPlan, plans_table
 from shardspec.mesh import DeviceMesh
 from shardspec.text import printable
 

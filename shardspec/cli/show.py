@@ -19,8 +19,7 @@ from shardspec.cli.options import (
 )
 from shardspec.cli.output import path_text, say, write_file
 from shardspec.layout.layout import Layout
-from shardspec.layout.picture import Paint, picture, title
-from shardspec.layout.svg import box_rgb, layout_html, layout_svg
+from shardspec.layout.picture import Paint, box_rgb
 
 __all__ = ["command"]
 
@@ -61,14 +60,15 @@ def command(
         )
     layout = Layout(plain_mesh(mesh, ids), spec, shape, dtype)
     if output is None:
-        click.echo(picture(layout, _paint()))
-        _say_if_too_wide(picture(layout))
+        click.echo(layout.drawing().text(_paint()))
+        _say_if_too_wide(layout.picture())
         return
-    draw = {".svg": layout_svg, ".html": layout_html}.get(output.suffix)
-    if draw is None:
+    if output.suffix not in (".svg", ".html"):
         raise click.UsageError(f"{path_text(output)}: give a file that ends in .svg or .html")
-    write_file(output, draw(layout), overwrite=overwrite)
-    say(f"{path_text(output)}: {title(layout)}")
+    drawing = layout.drawing()
+    drawn = drawing.svg() if output.suffix == ".svg" else drawing.html()
+    write_file(output, drawn, overwrite=overwrite)
+    say(f"{path_text(output)}: {layout.title}")
 
 
 def _paint() -> Paint:

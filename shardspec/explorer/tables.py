@@ -23,8 +23,7 @@ from shardspec.layout.drawing import kind_of
 from shardspec.layout.graph import spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.naive import naive_plan
-from shardspec.layout.plan import ConversionPlan
-from shardspec.layout.plan_text import step_text
+from shardspec.layout.plan import ConversionPlan, step_text
 from shardspec.layout.space import count_states, space_of
 from shardspec.mesh import DeviceMesh
 

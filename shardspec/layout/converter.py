@@ -29,8 +29,8 @@ __all__ = ["LayoutConverter"]
 
 T = TypeVar("T")
 
-_MOST_EDGES: Final = 200_000
-"""Steps that one search through a large graph looks at, in a second or two."""
+_MOST_EDGES: Final = 100_000
+"""Steps that one search through a large graph looks at, in about a second."""
 _MOST_DIMS: Final = 8
 """Dims that such a search moves axes to, beside those that are cut at either end."""
 _MOST_REMEMBERED: Final = 1 << 18
@@ -300,8 +300,15 @@ def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) 
     space = TransitionGraph(source.mesh.ndim, tuple(axes), tuple(sorted(dims)))
     size = _LocalBytes(source)
 
+    # Steps of one kind along the same axes cost the same, in whatever order these arrive.
+    known: dict[tuple[type[Step], frozenset[int]], tuple[float, float]] = {}
+
     def price(step: Step, state: State) -> float:
-        return model.step_seconds(step, size(state[0])) + TIE_SECONDS
+        key = type(step), frozenset(step.axes)
+        if key not in known:
+            known[key] = model.coefficients(step)
+        fixed, per_byte = known[key]
+        return fixed + size(state[0]) * per_byte + TIE_SECONDS
 
     return cheapest_path(space, start, goal, price, bound, _MOST_EDGES) or sure
 

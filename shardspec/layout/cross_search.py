@@ -19,7 +19,13 @@ from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Exchange, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
-from shardspec.layout.cross import boxes_seconds, common_mesh, common_model, most_held
+from shardspec.layout.cross import (
+    boxes_seconds,
+    common_mesh,
+    common_model,
+    count_pieces,
+    most_held,
+)
 from shardspec.layout.graph import Cuts, spec_of, state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.move_cost import live_bytes
@@ -42,8 +48,8 @@ _MOST_PAIRS: Final = 2e7
 """Pairs of specs times devices up to which every pair is considered."""
 _MOST_DEVICES: Final = 1 << 14
 """Of both meshes; who sends what to whom is listed device by device."""
-_MOST_PRICED: Final = 3e5
-"""Exchanges times devices that are priced before the best so far is taken."""
+_MOST_LISTED: Final = 300_000
+"""Pieces of exchanges that are listed before the best so far is taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,21 +181,22 @@ def _cheapest_pair(
     mesh, model = common_mesh(*meshes), common_model(*meshes, *models)
     item = item_bytes(here.layout.dtype)
     bound = here.seconds[:, None] + there.seconds + _least_exchange(here, there, model)
-    budget = max(16, int(_MOST_PRICED / len(mesh.ids)))
     held, wanted = _Boxes(here), _Boxes(there)
     # Axes of one device, and dims too short to be cut, make many specs the same boxes.
     known: dict[tuple[_Sides, _Sides], float] = {}
     best, found = inf, None
     too_many: LayoutError | None = None
-    for flat in np.argsort(bound, axis=None, kind="stable")[:budget].tolist():
+    listed = 0
+    for flat in np.argsort(bound, axis=None, kind="stable").tolist():
         pair = divmod(flat, len(there.cuts))
-        if not bound[pair] < best:
+        if not bound[pair] < best or (listed > _MOST_LISTED and found is not None):
             break
         before, after = held.of(pair[0]), wanted.of(pair[1])
         if max_bytes is not None and most_held(before, after) * item > max_bytes:
             continue
         key = tuple(before.values()), tuple(after.values())
         if key not in known:
+            listed += mesh.size + count_pieces(before, after)
             try:
                 known[key] = boxes_seconds(before, after, mesh, model, item) + TIE_SECONDS
             except LayoutError as error:

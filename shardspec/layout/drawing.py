@@ -15,8 +15,7 @@ from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import State, TransitionGraph, spec_of
 from shardspec.layout.layout import Layout, resolve_axes
-from shardspec.layout.plan import ConversionPlan
-from shardspec.layout.plan_text import step_text
+from shardspec.layout.plan import ConversionPlan, step_text
 from shardspec.layout.space import MAX_STATES, count_states
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh

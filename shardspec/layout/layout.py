@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final, TypeAlias
 
-from shardspec.boxes import Box, box_shape, split_interval
+from shardspec.boxes import Box, box_shape, box_size, split_interval
 from shardspec.comm.steps import ReduceOp
 from shardspec.device_ids import whole_number
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError
+from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 from shardspec.text import shown
@@ -212,17 +213,56 @@ class Layout:
         """
         return Layout(self.mesh, spec, self.global_shape, self.dtype)
 
-    def picture(self) -> str:
-        """Draw as text which devices hold which part; see `shardspec.layout.picture`."""
-        from shardspec.layout.picture import picture
+    @property
+    def title(self) -> str:
+        """Spec, sizes, dtype and mesh, axes by name where the mesh has names.
 
-        return picture(self)
+        Examples
+        --------
+        >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
+        >>> Layout(mesh, "[S10,R]", (4, 4), "f32").title
+        '[S(tp,dp),R] of [4, 4] float32 on dp=2,tp=2'
+        """
+        return f"{self.labelled_spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
+
+    def drawing(self) -> Picture:
+        """Return who holds what, to be drawn as text, SVG or HTML."""
+        cells: dict[Box, list[int]] = {}
+        idle = []
+        for device, box in self.boxes().items():
+            if box_size(box):
+                cells.setdefault(box, []).append(device)
+            else:
+                idle.append(device)
+        notes = [f"nothing is held by {ids_text(idle)}"] if idle else []
+        for partial in self.spec.partials:
+            axis = self.mesh.axis_label(int(partial.axis))
+            notes.append(f"pending over axis {axis}: the {partial.op} of what its devices hold")
+        return Picture(self.title, cells, notes)
+
+    def picture(self) -> str:
+        """Draw as text which devices hold which part of the tensor.
+
+        Examples
+        --------
+        >>> print(Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (4, 4), "f32").picture())
+        [S0,R] of [4, 4] float32 on 2x2
+                   0:4
+            ┌───────────────┐
+            │               │
+        0:2 │      0,1      │
+            │               │
+            ├───────────────┤
+            │               │
+        2:4 │      2,3      │
+            │               │
+            └───────────────┘
+        """
+        return self.drawing().text()
 
     def _repr_html_(self) -> str:
-        """Draw the layout where notebooks show it; see `shardspec.layout.svg`."""
-        from shardspec.layout.svg import MAX_CELLS, layout_svg
-
-        return layout_svg(self) if self.mesh.size <= MAX_CELLS else f"<code>{self}</code>"
+        """Draw the layout where notebooks show it."""
+        return self.drawing().svg() if self.mesh.size <= MAX_CELLS else f"<code>{self}</code>"
 
 
 def _dims(count: int) -> str:

@@ -27,7 +27,7 @@ from shardspec.layout.routed_cost import (
     routed_prices,
     without_ones,
 )
-from shardspec.layout.space import Space, count_states, space_of
+from shardspec.layout.space import Space, count_states, is_symmetric, space_of
 
 __all__ = [
     "TIE_SECONDS",
@@ -253,7 +253,7 @@ def _routed(
         return permute, exchange
     plain = space_of(len(mesh_shape), len(global_shape), ())
     count = len(plain.states)
-    even = all(size and size % prod(mesh_shape) == 0 for size in global_shape)
+    even = is_symmetric(global_shape, mesh_shape)
     rows = _count_rows(plain, alike_axes(mesh_shape, model)) if even else count
     geometry = geometry_of(mesh_shape)
     work = rows * count * geometry.differ.size

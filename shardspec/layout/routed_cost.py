@@ -38,12 +38,12 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 _ALL_DEVICES = 512
 """Up to so many devices every one is priced; on larger meshes those at the corners stand for
 all, which is exact where the cuts are even and the axes equally long."""
-_MOST_PAIRS = 1 << 22
+_MOST_PAIRS = 1 << 20
 """Pairs of devices up to which corners are looked at; on the largest meshes four are."""
 _ALL = slice(None)
 _AT_ONCE = 1 << 15
 """Devices that are looked at together."""
-_MOST_KEPT = 1 << 23
+_MOST_KEPT = 1 << 21
 """Shares of all pairs of lists and devices up to which they are worked out once."""
 
 
@@ -171,7 +171,7 @@ def _geometry(mesh_shape: tuple[int, ...]) -> Geometry:
         ends = (sorted({0, n - 1}) for n in mesh_shape)
         # Where there are many, some far apart.
         corners = [np.ravel_multi_index(at, mesh_shape) for at in product(*ends)]
-        most = max(2, _MOST_PAIRS // prod(mesh_shape))
+        most = max(4, _MOST_PAIRS // prod(mesh_shape))
         rows = np.array(corners)[
             np.linspace(0, len(corners) - 1, min(most, len(corners)), dtype=int)
         ]

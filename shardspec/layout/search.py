@@ -154,6 +154,9 @@ def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
         return None
     walk = [target]
     while walk[-1] != source:
+        # What is added to break ties is lost beside millions of seconds: then a state that was
+        # passed may seem as near as before.
+        best[walk[-1]] = np.inf
         walk.append(int((best + move[:, walk[-1]]).argmin()))
     return walk[::-1]
 

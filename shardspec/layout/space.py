@@ -7,7 +7,7 @@ arrays, made from the graph, do the arithmetic.
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
-from math import comb, factorial
+from math import comb, factorial, prod
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from shardspec.comm.steps import Step
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import Pending, State, TransitionGraph, spec_of
 
-__all__ = ["MAX_STATES", "Space", "count_states", "space_of"]
+__all__ = ["MAX_STATES", "Space", "count_states", "is_symmetric", "space_of"]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -26,6 +26,7 @@ _Key: TypeAlias = tuple[str, tuple[int, ...]]
 
 MAX_STATES: Final = 1500
 """Up to so many states (four axes at rank 4) a space is laid out whole."""
+_MOST_ORDERS: Final = 5000
 _MOST_AXES: Final = 32
 _MOST_DIMS: Final = 64
 """As many as torch and numpy have."""
@@ -60,6 +61,22 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
         )
         for p in range(num_pending + 1)
     )
+
+
+def is_symmetric(global_shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
+    """Say whether states that differ by the order of dims and of like axes are priced as one.
+
+    They cost the same where every dim divides evenly whatever the cut. Of many axes and dims there
+    are too many orders to look at.
+
+    Examples
+    --------
+    >>> is_symmetric((8, 16), (2, 4)), is_symmetric((8, 15), (2, 4)), is_symmetric((8,) * 9, (8,))
+    (True, False, False)
+    """
+    orders = factorial(len(global_shape)) * factorial(len(mesh_shape))
+    devices = prod(mesh_shape)
+    return orders <= _MOST_ORDERS and all(size and size % devices == 0 for size in global_shape)
 
 
 @dataclass(frozen=True, eq=False)

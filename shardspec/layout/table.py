@@ -5,7 +5,6 @@ import struct
 import zipfile
 import zlib
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from secrets import token_hex
 from typing import TypeAlias
@@ -19,7 +18,7 @@ from shardspec.layout.graph import spec_of
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.pricing import TIE_SECONDS, Prices, alike_axes, prices_of
 from shardspec.layout.search import all_distances
-from shardspec.layout.space import MAX_STATES, count_states
+from shardspec.layout.space import MAX_STATES, count_states, is_symmetric
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
@@ -192,7 +191,7 @@ def _all_seconds(prices: Prices, whole: Layout, model: CostModel) -> npt.NDArray
     """Search from one spec of each kind where dims divide evenly, else from every spec."""
     space, move = prices.space, prices.cheapest() - TIE_SECONDS
     count = len(space.states)
-    if any(size == 0 or size % prod(whole.mesh.shape) for size in whole.global_shape):
+    if not is_symmetric(whole.global_shape, whole.mesh.shape):
         return all_distances(move, np.arange(count))
     stands_for, relabelled = space.orbits(alike_axes(whole.mesh.shape, model))
     sources, place = np.unique(stands_for, return_inverse=True)

@@ -47,6 +47,8 @@ class Row:
     """A function of `tests.faults.prepare` that fills the folder with torch's help."""
     own_mounts: bool = False
     """Whether the row mounts file systems, and so wants a namespace of its own for them."""
+    memory: int = MEMORY_LIMIT
+    """Bytes that a case may take."""
 
 
 @dataclass
@@ -118,12 +120,12 @@ def perform(row: Row, place: Path, *, whole: bool) -> Tally:
             signal.alarm(0)
         tally.seconds = max(tally.seconds, time.perf_counter() - started)
         used = _peak() - base
-        if used > MEMORY_LIMIT:
+        if used > row.memory:
             tally.flaw(f"{case.label}: takes {used >> 20} MiB of memory")
         tally.memory = max(tally.memory, used)
     # Linux counts KiB, and forked processes start with what they inherit.
     of_forks = (resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10) - base
-    if of_forks > MEMORY_LIMIT:
+    if of_forks > row.memory:
         tally.flaw(f"a forked process takes {of_forks >> 20} MiB of memory")
     tally.memory = max(tally.memory, of_forks)
     if not row.torch and "torch" in sys.modules:

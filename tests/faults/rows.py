@@ -4,6 +4,7 @@ from typing import Final
 
 from tests.faults import (
     bits,
+    calls,
     flips,
     full,
     injected,
@@ -116,4 +117,11 @@ ROWS: Final = (
         prepare="torch_files",
     ),
     Row("bombs", "zip and pickle bombs", pickled.bombs, prepare="torch_files"),
+    Row(
+        "calls",
+        "random calls of all commands",
+        calls.calls,
+        ends="done, or one line",
+        memory=500 << 20,
+    ),
 )

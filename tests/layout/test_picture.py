@@ -6,7 +6,7 @@ import pytest
 
 from shardspec.boxes import box_size
 from shardspec.layout.layout import Layout
-from shardspec.layout.picture import ids_text, picture, title
+from shardspec.layout.picture import ids_text
 from shardspec.mesh import DeviceMesh
 
 
@@ -14,7 +14,7 @@ def drawn(spec, shape, mesh=None):
     """Return the picture without its title."""
     layout = Layout(mesh or DeviceMesh(range(4), (2, 2)), spec, shape, "f32")
     first, _, rest = layout.picture().partition("\n")
-    assert first == title(layout)
+    assert first == layout.title
     return f"\n{rest}\n"
 
 
@@ -163,7 +163,7 @@ def test_every_cell_is_one_box_of_a_rectangular_drawing(shape):
     for spec in specs:
         layout = Layout(mesh, spec, shape, "f32")
         boxes = {box for box in layout.boxes().values() if box_size(box)}
-        lines = [line for line in picture(layout).splitlines() if set(line) & set("│┌├└")]
+        lines = [line for line in layout.picture().splitlines() if set(line) & set("│┌├└")]
         assert {len(line) for line in lines if line[0] != "["} == {len(lines[0])}
         cells = [c.strip() for line in lines for c in line.split("│")[1:-1] if c.strip()]
         found = {ids_text([d for d, b in layout.boxes().items() if b == box]): box for box in boxes}

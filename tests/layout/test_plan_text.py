@@ -14,7 +14,7 @@ from shardspec.comm.steps import (
 )
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
-from shardspec.layout.plan_text import plans_table, route_text, step_text
+from shardspec.layout.plan import plans_table, route_text, step_text
 from shardspec.mesh import DeviceMesh
 from tests.conversions import plain_specs, targets_of
 

@@ -181,6 +181,14 @@ def test_matrix_searches_against_networkx():
                 np.testing.assert_allclose(cost, expected[a, b], rtol=1e-12)
 
 
+def test_a_tensor_so_large_that_ties_are_not_broken():
+    """Seconds by the million swallow what tells paths of more moves apart; there is a plan."""
+    layout = Layout(DeviceMesh(range(2048), (1, 1024, 2)), "[S1,S20]", (1, 2**63 - 1), "float32")
+    plan = LayoutConverter().plan(layout, "[R,S2]")
+    assert str(plan.target.spec) == "[R,S2]"
+    assert len(plan.steps) < 10
+
+
 SCRIPT = """
 from itertools import pairwise, product
 from shardspec import DeviceMesh, Layout, LayoutConverter, ShardingSpec
