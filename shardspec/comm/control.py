@@ -71,7 +71,7 @@ def ranks_text(peers: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a rank tells all others of a mesh before it goes on; all notes are equally long."""
+    """What a rank tells all others of a mesh before it goes on."""
 
     kind: bytes
     """``b"C"`` before a conversion, ``b"G"`` for a value that is gathered."""
@@ -87,9 +87,9 @@ class Note:
     """As much of it as there is room for: of a conversion all of what `description` returns."""
 
     def pack(self) -> bytes:
-        """Return the note as bytes."""
+        """Return the note as bytes, `NOTE_BYTES` at most."""
         head = _HEAD.pack(self.kind, self.ids, self.number, self.device.encode(), self.length)
-        return (head + self.content[:NOTE_ROOM]).ljust(NOTE_BYTES)
+        return head + self.content[:NOTE_ROOM]
 
     @classmethod
     def unpack(cls, data: bytes) -> "Note":

@@ -60,13 +60,13 @@ class Lane:
             If a rank has gone, or does not come within the timeout of the process group.
         """
         self.numbers[mine.ids] += 1
+        packed, deadline = mine.pack(), time.monotonic() + timeout_s
         if mine.ids not in self.linked:
             lengths = dict.fromkeys(peers, NOTE_BYTES)
-            records = Messages(self.tag).exchange(mine.pack(), lengths, device)
+            records = Messages(self.tag).exchange(packed.ljust(NOTE_BYTES), lengths, device)
             return {peer: Note.unpack(record) for peer, record in records.items()}
         told: dict[int, Note] = {}
         silent: dict[int, str] = {}
-        packed, deadline = mine.pack(), time.monotonic() + timeout_s
         for peer in peers:
             try:
                 self.links[peer].send(packed)
@@ -75,7 +75,8 @@ class Lane:
         for peer in peers:
             try:
                 # Once one is missing it is only looked at who else is.
-                told[peer] = Note.unpack(self.links[peer].receive(0.0 if silent else deadline))
+                data = self.links[peer].receive(0.0 if silent else deadline)
+                told[peer] = mine if data == packed else Note.unpack(data)
             except CommunicatorError as error:
                 silent[peer] = str(error)
         if silent:

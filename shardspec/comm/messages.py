@@ -127,7 +127,9 @@ class Messages:
         Unanswered
             If one has gone, or does not come within the timeout of the process group.
         """
-        mine = torch.tensor(bytearray(content), dtype=torch.uint8, device=device)
+        mine = torch.empty(0, dtype=torch.uint8, device=device)
+        if content:
+            mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
         records = {peer: mine.new_zeros(length) for peer, length in lengths.items()}
         try:
             for work in _start([(peer, mine) for peer in lengths], [*records.items()], self._tag):

@@ -86,6 +86,8 @@ class ProcessGroupCommunicator:
         self._rank = dist.get_rank()
         self._peers = tuple(sorted(device for device in mesh.ids if device != self._rank))
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
+        self._note_device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
+        self._timeout_s = _timeout_s(self._note_device)
         self._may_read_peers = reads_peers
         self._joined: dict[Lane, PeerMemory | None] = {}
         self._job = current_job()
@@ -250,7 +252,7 @@ class ProcessGroupCommunicator:
     def _tell(self, lane: Lane, kind: bytes, content: bytes, device: str) -> dict[int, Note]:
         """Tell all ranks of the mesh a note, and return everyone's in the order of the ids."""
         mine = Note(kind, self._ids, lane.numbers[self._ids], device, len(content), content)
-        told = lane.exchange(mine, self._peers, _where_messages_are(), _timeout_s())
+        told = lane.exchange(mine, self._peers, self._note_device, self._timeout_s)
         told[self._rank] = mine
         return {peer: told[peer] for peer in self._mesh.ids}
 
@@ -268,7 +270,7 @@ class ProcessGroupCommunicator:
             notes = self._tell(lane, b"G", content, "")
             self._check(lane, notes)
             lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
-            rest = Messages(lane.tag).exchange(content[NOTE_ROOM:], lengths, _where_messages_are())
+            rest = Messages(lane.tag).exchange(content[NOTE_ROOM:], lengths, self._note_device)
         except Unanswered as error:
             raise CommunicatorError(
                 f"gathering a value of every rank with {ranks_text(self._peers)} failed: "
@@ -283,12 +285,12 @@ class ProcessGroupCommunicator:
         if lane in self._joined:
             return
         memory = None
-        if self._peers and "gloo" in dist.get_backend_config():
+        if self._peers and self._note_device == "cpu":
             with Listener(is_read=self._may_read_peers) as listener:
                 addresses = self._gather(lane, listener.address)
                 near = listener.reachable(addresses)
                 missing = {peer: at for peer, at in near.items() if peer not in lane.links}
-                deadline = time.monotonic() + _timeout_s()
+                deadline = time.monotonic() + self._timeout_s
                 lane.links.update(listener.connect(self._rank, missing, deadline))
                 # Asked of all: what is known of a link is known to its two ends.
                 found = self._gather(lane, readable(near))
@@ -297,7 +299,7 @@ class ProcessGroupCommunicator:
                 lane.linked.add(self._ids)
             if any(found.values()):
                 links = {peer: lane.links[peer] for peer in near}
-                memory = PeerMemory(links, found, _timeout_s())
+                memory = PeerMemory(links, found, self._timeout_s)
         self._joined[lane] = memory
 
 
@@ -326,15 +328,9 @@ def communicator_of(mesh: DeviceMesh) -> Communicator:
     return SimulatedCommunicator(mesh)
 
 
-def _where_messages_are() -> str:
-    """Return the kind of device from which notes are sent."""
-    return "cpu" if "gloo" in dist.get_backend_config() else "cuda"
-
-
-def _timeout_s() -> float:
+def _timeout_s(device: str) -> float:
     """Return the timeout of the job's group for messages."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    backend = world._get_backend(torch.device(_where_messages_are()))
-    seconds: float = backend.options._timeout.total_seconds()
+    seconds: float = world._get_backend(torch.device(device)).options._timeout.total_seconds()
     return seconds
