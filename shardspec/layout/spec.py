@@ -160,7 +160,7 @@ class ShardingSpec:
             raise AxisError(f"a tensor cannot have {shown(dims)} dims, only 0 to {MOST_DIMS}")
         cuts = _by_number("dim_partition_dict", dim_partition_dict)
         for dim in cuts:
-            if not isinstance(dim, int):
+            if whole_number(dim) is None:
                 raise AxisError(
                     f"dim_partition_dict names dim {shown(dim)}; a dim is a whole number"
                 )

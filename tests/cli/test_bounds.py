@@ -119,6 +119,21 @@ def test_names_in_what_is_printed_are_escaped(tmp_path):
     assert [tensor["name"] for tensor in json.loads(listed.stdout)["tensors"]] == [f"{RAW}\n.w"]
 
 
+@pytest.mark.parametrize("value", ["x", "9" * 5000, "-1", "", "٣"])
+def test_a_job_whose_size_is_no_number(monkeypatch, value, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    result = run("profile", "--mesh", "2", "-o", tmp_path / "p.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: WORLD_SIZE=")
+    assert "is no number; start it with torchrun" in result.stderr
+
+
+def test_an_error_is_no_longer_than_a_screen():
+    result = run("plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", "x" * 100_000)
+    assert result.exit_code == 2
+    assert len(result.stderr) < 2100
+
+
 def measured(*args):
     """Run in a process of its own; return the exit code, stderr, CPU seconds and peak MiB."""
     script = (

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 import zlib
 from pathlib import Path
 
@@ -227,3 +228,29 @@ def test_a_bar_on_a_terminal(tmp_path):
         assert ended.returncode == 0
         assert (b"bytes" in drawn) == shown, drawn
         assert (b"\x1b" in drawn) == shown
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "m.onnx", "model-v1.5"])
+def test_a_name_that_stands_for_no_format(tmp_path, name):
+    """What was asked for is not guessed: such a name wrote safetensors once."""
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    result = run(ckpt, "-o", tmp_path / name)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert (
+        f"no format is known whose files end in '{Path(name).suffix}'; give --to" in result.stderr
+    )
+    assert not (tmp_path / name).exists()
+    assert run(ckpt, "-o", tmp_path / name, "--to", "safetensors").exit_code == 0
+    assert (tmp_path / name).is_file()
+
+
+@pytest.mark.parametrize("option", ["--overwrite", "--force"])
+def test_two_names_of_one_option(tmp_path, option):
+    ckpt, out = handmade(sample()).write(tmp_path / "ckpt"), tmp_path / "out"
+    assert run(ckpt, "-o", out).exit_code == 0
+    refused = run(ckpt, "-o", out)
+    assert (refused.exit_code, refused.stdout) == (3, "")
+    assert "=True" not in refused.stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(ckpt, "-o", out, option).exit_code == 0

@@ -62,3 +62,15 @@ def test_what_does_not_go_together(tmp_path):
         assert problem in result.stderr
         assert "Traceback" not in result.stderr
         assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_cut_without_rules_and_that_is_said(tmp_path):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    result = run("reshard", ckpt, "-o", tmp_path / "a", "--mesh", "3")
+    assert result.exit_code == 0
+    note = "note: no rules were given, so every tensor is whole on every device\n"
+    assert result.stderr == note
+    quiet = run("reshard", ckpt, "-o", tmp_path / "b", "--mesh", "3", "--quiet")
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")
+    cut = run("reshard", ckpt, "-o", tmp_path / "c", "--mesh", "3", "--rule", "w", "[S0,R]")
+    assert (cut.exit_code, cut.stderr) == (0, "")
