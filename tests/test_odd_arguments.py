@@ -21,8 +21,9 @@ def test_dims_as_json_has_keys():
 
 
 def test_numbers_of_other_libraries():
+    dims: Any = np.int64(2)
     cuts: Any = {np.int64(1): np.array([0, 1])}
-    spec = ShardingSpec(np.int64(2), cuts)
+    spec = ShardingSpec(dims, cuts)
     assert spec == ShardingSpec.parse("[R,S01]")
     assert all(type(axis) is int for axis in spec.axes)
     shape: Any = np.array([4, 4])
