@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.boxes import Box, box_size
+from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
+from shardspec.checkpoint.compare import BLOCK_BYTES, blocks, element_index
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.sinks import MemorySink
@@ -25,8 +26,6 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
 
 __all__ = ["Difference", "diff_checkpoints", "names_to_compare"]
-
-_BLOCK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +187,9 @@ def _first(
     count: _Count,
 ) -> Difference | None:
     sizes = item_bytes(x.dtype), item_bytes(y.dtype)
-    rooms = np.empty(_BLOCK_BYTES, np.uint8), np.empty(_BLOCK_BYTES, np.uint8)
-    for box in _blocks(x.shape, _BLOCK_BYTES // max(sizes)):
+    rooms = np.empty(BLOCK_BYTES, np.uint8), np.empty(BLOCK_BYTES, np.uint8)
+    whole = tuple((0, size) for size in x.shape)
+    for box in blocks(whole, BLOCK_BYTES // max(sizes)):
         one, other = (room[: box_size(box) * size] for room, size in zip(rooms, sizes, strict=True))
         copy_box(x, box, MemorySink(one.data), files, buffers)
         copy_box(y, box, MemorySink(other.data), files, buffers)
@@ -203,7 +203,7 @@ def _first(
             differs &= ~_close(numbers(one, x.dtype), numbers(other, y.dtype), atol, rtol)
         if differs.any():
             place = int(differs.argmax())
-            index = _index(box, place)
+            index = element_index(box, place)
             values = _values((one, x.dtype), (other, y.dtype), place)
             ranks = _holders(x, index), _holders(y, index)
             text = f"differs first at index {list(index)}: {values[0]} in the first "
@@ -236,33 +236,6 @@ def _comparable(x: str, y: str, atol: float, rtol: float) -> bool:
             for dtype in (x, y)
         )
     )
-
-
-def _blocks(shape: Sequence[int], most: int, prefix: Box = ()) -> Iterator[Box]:
-    """Cut a tensor into stretches of at most `most` elements, in row-major order."""
-    if 0 in shape:
-        return
-    if len(prefix) == len(shape):
-        yield prefix
-        return
-    size, *inner = shape[len(prefix) :]
-    row = prod(inner)
-    rest = tuple((0, n) for n in inner)
-    if row <= most:
-        step = most // row
-        for lo in range(0, size, step):
-            yield (*prefix, (lo, min(lo + step, size)), *rest)
-    else:
-        for at in range(size):
-            yield from _blocks(shape, most, (*prefix, (at, at + 1)))
-
-
-def _index(box: Box, element: int) -> tuple[int, ...]:
-    index: list[int] = []
-    for lo, hi in reversed(box):
-        element, at = divmod(element, hi - lo)
-        index.insert(0, lo + at)
-    return tuple(index)
 
 
 def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:

@@ -12,10 +12,13 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, DTensor, save_sharded
+from shardspec.checkpoint.catalog import StoredBox, StoredTensor
+from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.diff import Difference, diff_checkpoints
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
@@ -292,3 +295,27 @@ def test_no_command_imports_torch(tmp_path):
     command = [sys.executable, "-c", LEAN, str(ckpt), str(tmp_path / "m")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_copies_are_compared_element_by_element_however_they_lie(tmp_path):
+    """A transposed copy is the same; what lies beyond the gaps of a stretched one counts too."""
+    array = np.arange(6, dtype=np.int32).reshape(2, 3)
+    gaps = np.zeros((2, 6), np.int32)
+    gaps[:, ::2] = array
+    other = gaps.copy()
+    other[1, 4] = 99
+    stored = {
+        "rows": (array, None),
+        "columns": (np.ascontiguousarray(array.T), (4, 8)),
+        "gaps": (gaps, (24, 8)),
+        "other": (other, (24, 8)),
+    }
+    boxes = {}
+    for rank, (name, (data, strides)) in enumerate(stored.items()):
+        (tmp_path / name).write_bytes(data.tobytes())
+        boxes[name] = StoredBox(((0, 2), (0, 3)), (), rank, tmp_path / name, 0, None, strides)
+    tensor = StoredTensor("w", (2, 3), "int32", None, (), tuple(boxes.values()))
+    with OpenFiles() as files:
+        check_replicas(tensor, [boxes["rows"], boxes["columns"], boxes["gaps"]], files)
+        with pytest.raises(CheckpointError, match=r"ranks 2 and 3 .* first at index \[1, 2\]"):
+            check_replicas(tensor, [boxes["gaps"], boxes["other"]], files)

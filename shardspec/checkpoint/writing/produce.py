@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, distinct
+from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.moving.cast_counts import CastCounts
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
-from shardspec.checkpoint.tiling import MemoizedByBoxes, check_replicas, check_tiling
+from shardspec.checkpoint.tiling import MemoizedByBoxes, check_tiling
 from shardspec.checkpoint.writing.destination import check_destination
 from shardspec.checkpoint.writing.fill import Order, Progress
 from shardspec.checkpoint.writing.member import Member

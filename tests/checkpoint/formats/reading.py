@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.source_files import OpenFiles
-from shardspec.checkpoint.tiling import check_replicas, check_tiling
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

@@ -1,0 +1,117 @@
+"""Comparing stored boxes, a block at a time: copies that have to agree, and two checkpoints."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Final
+
+import numpy as np
+
+from shardspec.boxes import Box, box_shape, box_size
+from shardspec.checkpoint.catalog import StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.moving.buffers import Buffers
+from shardspec.checkpoint.moving.copy import copy_box
+from shardspec.checkpoint.moving.sinks import MemorySink
+from shardspec.checkpoint.source_files import OpenFiles
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
+
+__all__ = ["BLOCK_BYTES", "blocks", "check_replicas", "element_index"]
+
+BLOCK_BYTES: Final = 1 << 20
+"""Compared at once, while it is in the CPU's cache."""
+
+
+def blocks(box: Box, most: int, prefix: Box = ()) -> Iterator[Box]:
+    """Divide a box into stretches of at most `most` elements, in row-major order.
+
+    Examples
+    --------
+    >>> list(blocks(((0, 3), (1, 5)), 8))
+    [((0, 2), (1, 5)), ((2, 3), (1, 5))]
+    """
+    if not box_size(box):
+        return
+    if len(prefix) == len(box):
+        yield prefix
+        return
+    low, high = box[len(prefix)]
+    rest = box[len(prefix) + 1 :]
+    row = prod(box_shape(rest))
+    if row <= most:
+        step = most // row
+        for lo in range(low, high, step):
+            yield (*prefix, (lo, min(lo + step, high)), *rest)
+    else:
+        for at in range(low, high):
+            yield from blocks(box, most, (*prefix, (at, at + 1)))
+
+
+def element_index(box: Box, element: int) -> tuple[int, ...]:
+    """Return where in the global tensor an element of a box lies.
+
+    Examples
+    --------
+    >>> element_index(((2, 4), (0, 3)), 4)
+    (3, 1)
+    """
+    index: list[int] = []
+    for lo, hi in reversed(box):
+        element, at = divmod(element, hi - lo)
+        index.insert(0, lo + at)
+    return tuple(index)
+
+
+def check_replicas(
+    tensor: StoredTensor,
+    group: Sequence[StoredBox],
+    files: OpenFiles,
+    *,
+    trust_digests: bool = False,
+) -> None:
+    """Compare the elements of boxes that claim the same part of a tensor, bit by bit.
+
+    Parameters
+    ----------
+    tensor, group
+        The boxes, and what they are of.
+    files
+        Where they are read.
+    trust_digests
+        Take boxes whose digests are equal for equal, without reading them.
+
+    Raises
+    ------
+    CheckpointError
+        If they differ; names the tensor, the box, both ranks and files, and the first element.
+    """
+    first, *others = group
+    size = item_bytes(tensor.dtype)
+    buffers = Buffers()
+    rooms = np.empty(BLOCK_BYTES, np.uint8), np.empty(BLOCK_BYTES, np.uint8)
+    for other in others:
+        if trust_digests and _same_digest(first, other, box_size(first.box) * size):
+            continue
+        # Each by itself, wherever its elements lie in its file.
+        alone = [
+            replace(tensor, pending=(), boxes=(replace(b, addend=()),)) for b in (first, other)
+        ]
+        for block in blocks(first.box, BLOCK_BYTES // size):
+            a, b = (room[: box_size(block) * size] for room in rooms)
+            copy_box(alone[0], block, MemorySink(a.data), files, buffers)
+            copy_box(alone[1], block, MemorySink(b.data), files, buffers)
+            if not np.array_equal(a, b):
+                index = list(element_index(block, int((a != b).argmax()) // size))
+                raise CheckpointError(
+                    f"tensor {tensor.name!r}: ranks {first.rank} and {other.rank} claim different "
+                    f"data for box {box_text(first.box)}, first at index {index}, in {first.path} "
+                    f"and {other.path}; keep the right one of the two"
+                )
+
+
+def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
+    """Return whether both have a digest of just their bytes, in the same order, and it is equal."""
+    if a.digest is None or b.digest is None or a.strides != b.strides:
+        return False
+    whole = a.digest.num_bytes == b.digest.num_bytes == num_bytes
+    return whole and a.digest.crc32 == b.digest.crc32
