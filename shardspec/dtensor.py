@@ -2,7 +2,7 @@
 
 Gradients follow the convention of `torch.distributed.tensor`: a program on shards stands for one
 program on the global tensor, and the gradient at a device is that of its box. Devices that hold the
-same box must receive the same gradient, which is so when every rank computes the same loss from
+same box must receive the same gradient. They do where every rank computes the same loss from
 `to_global`, or a loss from `to_local` whose ``grad_spec`` says what is still to be summed.
 """
 
@@ -26,8 +26,7 @@ from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.operations.methods import TensorMethods
-from shardspec.operations.storage import ShardStorage
+from shardspec.operations.tensor import TensorLike
 from shardspec.shards import added_up, check_plain, check_shards, facts_of, shards_of
 
 if TYPE_CHECKING:
@@ -36,11 +35,11 @@ if TYPE_CHECKING:
 __all__ = ["DTensor", "distribute_tensor"]
 
 
-class DTensor(ShardStorage):
-    """A tensor that is cut over a mesh.
+class DTensor(TensorLike):
+    """A tensor that is sharded over a mesh.
 
     In a job, torch's functions, methods and operators work on it, forward and backward: layouts
-    propagate by torch's own DTensor, which it becomes without a copy. See `shardspec.operations`.
+    propagate by torch's own DTensor, which it becomes without a copy.
 
     Parameters
     ----------
@@ -97,7 +96,7 @@ class DTensor(ShardStorage):
         layout = Layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
         if layout.spec.partials:
             raise LayoutError(
-                f"a whole tensor cannot be cut as {layout.spec}: a pending reduction has one "
+                f"a global tensor cannot be sharded as {layout.spec}: a pending reduction has one "
                 "addend per device; give each device's addend to DTensor.from_local"
             )
         self.layout = layout
@@ -115,16 +114,14 @@ class DTensor(ShardStorage):
         layout: Layout,
         communicator: Communicator | None = None,
     ) -> "DTensor":
-        """Put shards under a layout without a check across ranks and without a copy.
+        """Put the shards of this process under a layout, without a copy or a word to other ranks.
 
         Parameters
         ----------
         shards
-            The shard of every addressable device, by physical id.
-        layout
-            What they follow.
-        communicator
-            Who moves them; as for the constructor.
+            By physical id.
+        layout, communicator
+            What they follow, and who moves them, as for the constructor.
 
         Raises
         ------
@@ -132,19 +129,18 @@ class DTensor(ShardStorage):
             If a shard is missing, or its shape or dtype is not that of the layout.
         """
         result = cls.__new__(cls)
-        result.layout = layout
-        result.communicator = _checked(communicator, layout.mesh)
-        found = {device: facts_of(shards[device]) for device in shards}
-        check_shards(layout, {d: found.get(d) for d in result.communicator.addressable})
+        result.layout, result.communicator = layout, _checked(communicator, layout.mesh)
+        here = result.communicator.addressable
+        check_shards(layout, {d: facts_of(shards[d]) if d in shards else None for d in here})
         result._torch = result._history = None
-        result._shards = {device: shards[device] for device in result.communicator.addressable}
+        result._shards = {device: shards[device] for device in here}
         return result
 
     @classmethod
     def from_torch(
         cls, tensor: torch.Tensor, *, device_mesh: DeviceMesh | None = None
     ) -> "DTensor":
-        """Return a torch DTensor as one of ours: the same storage, and gradients flow back.
+        """Make a DTensor of torch's: the same storage, and gradients flow back.
 
         Parameters
         ----------
@@ -157,11 +153,11 @@ class DTensor(ShardStorage):
         Raises
         ------
         LayoutError
-            If the tensor is none of torch's DTensors, or its placements are no cut by boxes.
+            If the tensor is not one of torch's DTensors, or its shards are not boxes.
         LossyConversionError
             If a placement has no counterpart in a spec.
         MeshError
-            If torch's mesh is one of another job.
+            If torch's mesh belongs to another job.
         """
         from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -170,7 +166,7 @@ class DTensor(ShardStorage):
         if not isinstance(tensor, TorchDTensor):
             raise LayoutError(
                 f"from_torch takes a DTensor of torch, not a {type(tensor).__name__}; use "
-                "from_local for a shard, or distribute_tensor for a whole tensor"
+                "from_local for a shard, or distribute_tensor for a global tensor"
             )
         layout = layout_of(tensor, device_mesh)
         result = cls._of_torch(tensor, layout, communicator_of(layout.mesh))
@@ -204,9 +200,9 @@ class DTensor(ShardStorage):
             This rank's shard, or the shard of every addressable device by physical id. Kept, not
             copied; gradients flow back to it.
         device_mesh, sharding_spec
-            Where, and how it is cut; reductions may be pending.
+            Where, and how it is sharded; reductions may be pending.
         global_shape
-            Sizes of the whole tensor; added up from the shards where it is not given.
+            Sizes of the global tensor; by default added up from the shards.
         communicator
             As for the constructor.
 
@@ -246,7 +242,7 @@ class DTensor(ShardStorage):
         return cls.from_shards(shards, layout, chosen)
 
     @classmethod
-    def _wrapped(cls, tensor: "TorchDTensor", like: TensorMethods) -> "DTensor":
+    def _wrapped(cls, tensor: "TorchDTensor", like: TensorLike) -> "DTensor":
         from shardspec.interop.torch_dtensor import is_strided, layout_of
 
         mesh = like.layout.mesh
@@ -257,9 +253,9 @@ class DTensor(ShardStorage):
 
     @property
     def grad(self) -> "DTensor | None":
-        """Gradients of the shards as a DTensor of the same cut, nothing pending; None if absent.
+        """Gradients of the shards as a DTensor with nothing pending; None if absent.
 
-        Where the tensor was made of torch's, its gradient, as torch has laid it out.
+        Of a tensor that was made of torch's: its gradient, in torch's layout.
         """
         if self._own() is None:
             assert self._torch is not None, "it is made of the one or of the other"
@@ -295,16 +291,16 @@ class DTensor(ShardStorage):
         physical_id
             Which device; may be left out where the process holds one.
         grad_spec
-            How the gradient that will arrive is laid out, where that differs from the tensor:
-            the same cuts with a sum or mean pending over the axes whose devices each compute a
-            part of the loss. By default the gradient is taken to be complete.
+            Layout of the gradient that will arrive, where it differs: the same dims with a sum or
+            mean pending over the axes whose devices each compute a part of the loss. By default
+            the gradient is taken to be complete.
 
         Raises
         ------
         CommunicatorError
-            If the device is not held here, or several are and none is named.
+            If its shard is not in this process, or several are and none is named.
         LayoutError
-            If `grad_spec` cuts the tensor in another way.
+            If `grad_spec` shards the tensor in another way.
         """
         shards = self.shards
         if physical_id is None:
@@ -326,7 +322,7 @@ class DTensor(ShardStorage):
             p.op not in ("sum", "avg") for p in arriving.spec.partials
         ):
             raise LayoutError(
-                f"grad_spec {arriving.spec} does not fit {self.layout.spec}: keep its cuts, and "
+                f"grad_spec {arriving.spec} does not fit {self.layout.spec}: keep its dims, and "
                 "leave only sums or means pending"
             )
         plan = LayoutConverter().plan(arriving, arriving.spec.without_partial())
@@ -335,26 +331,26 @@ class DTensor(ShardStorage):
     def redistribute(
         self, sharding_spec: SpecLike, *, device_mesh: DeviceMesh | None = None
     ) -> "DTensor":
-        """Return the same tensor cut another way, by the cheapest plan; every rank calls it.
+        """Convert the tensor to another spec by the cheapest plan; every rank calls it.
 
-        Differentiable, except through a pending min, max or prod, and except to a mesh of other
-        devices. Where nothing moves the shards are shared, else they are new.
+        Differentiable any number of times, except through a pending min, max or prod, and except
+        to a mesh of other devices. Where nothing moves the shards are shared, else they are new.
 
         Parameters
         ----------
         sharding_spec
-            How it is to be cut.
+            The spec of the result.
         device_mesh
-            Where it is to be; by default where it is. The devices may be the same in another
-            shape or order, more, fewer or others. Every rank of either mesh calls this, other ranks
-            may. A rank outside this mesh has a tensor without shards, which
-            ``DTensor.from_shards({}, layout)`` makes; one outside the other mesh gets one.
+            Its mesh; by default the same. The devices may be the same in another shape or order,
+            more, fewer or others. Every rank of either mesh calls this, other ranks may. A rank
+            outside this mesh has a tensor without shards, by ``DTensor.from_shards({}, layout)``;
+            one outside the other mesh gets one.
 
         Raises
         ------
         LayoutError
-            If the spec is for another number of dims, or wants a reduction pending that is not; or
-            if a gradient is wanted that cannot be had.
+            If the spec is for another number of dims or has a reduction pending that the tensor
+            has not, or a gradient is tracked that cannot be computed.
         AxisError
             If the mesh lacks an axis of the spec.
         CommunicatorError
@@ -378,8 +374,8 @@ class DTensor(ShardStorage):
         if plan.source != self.layout:
             raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
         there = self.communicator.on(plan.target.mesh)
-        wanted = torch.is_grad_enabled() and self.requires_grad
-        if wanted:
+        tracked = torch.is_grad_enabled() and self.requires_grad
+        if tracked:
             check_differentiable(plan)
         same_mesh = plan.target.mesh == self.device_mesh
         shards = self.shards
@@ -387,7 +383,7 @@ class DTensor(ShardStorage):
             pass
         elif set(plan.target.mesh.ids) != set(self.device_mesh.ids):
             # Ranks of one mesh only know nothing of a gradient, so none passes.
-            if wanted:
+            if tracked:
                 said = "wanted, which does not pass to other devices"
                 agree_on(plan, self.communicator, shards, said)
                 raise LayoutError(
@@ -400,9 +396,9 @@ class DTensor(ShardStorage):
         return DTensor.from_shards(shards, plan.target, there)
 
     def to_global(self) -> torch.Tensor:
-        """Return the whole tensor, on every rank; pending reductions are finished.
+        """Return the global tensor, on every rank; pending reductions are finished.
 
-        Differentiable: every rank is taken to compute the same loss from the result.
+        Differentiable; every rank has to compute the same loss from the result.
 
         Raises
         ------

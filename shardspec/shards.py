@@ -1,4 +1,4 @@
-"""Shards: cut from a global tensor, and checked against the layout that they are to follow."""
+"""Shards: made of a global tensor, and checked against their layout."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from shardspec.boxes import Box, slices_within
+from shardspec.boxes import Box
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.control import description
 from shardspec.comm.steps import Exchange
@@ -43,9 +43,8 @@ def facts_of(shard: torch.Tensor) -> Facts:
 
 
 def index_of(layout: Layout, device: int) -> tuple[slice, ...]:
-    """Return the index that selects a device's box from the whole tensor."""
-    whole = tuple((0, size) for size in layout.global_shape)
-    return slices_within(layout.box(device), whole)
+    """Return the index that selects a device's box from the global tensor."""
+    return tuple(slice(lo, hi) for lo, hi in layout.box(device))
 
 
 def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:
@@ -63,7 +62,7 @@ def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:
 
 
 def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -> tuple[int, ...]:
-    """Return the global shape whose parts, along the axes that cut a dim, are the given shards."""
+    """Return the global shape that shards add up to, along the axes that shard each dim."""
     first = mesh.ids[0]
     for device in mesh.ids:
         if len(facts[device][0]) != spec.dims:
@@ -103,14 +102,14 @@ def check_plain(tensor: object) -> None:
 def shards_of(
     tensor: torch.Tensor, layout: Layout, communicator: Communicator, src_rank: int | None
 ) -> dict[int, torch.Tensor]:
-    """Cut a global tensor into the shards that this process holds.
+    """Return the shards of a global tensor that this process is to hold.
 
     Parameters
     ----------
     tensor
         All of it; of other processes than the source only shape, dtype and device count.
     layout
-        What is wanted, with nothing pending.
+        Of the result, with nothing pending.
     communicator
         Of its mesh.
     src_rank
@@ -164,7 +163,7 @@ _SENT_ONCE_BYTES: Final = 1 << 20
 
 
 def _without_copies(layout: Layout) -> Layout:
-    """Return a layout that cuts the longest dim further, by the axes that cut none."""
+    """Return a layout that shards the longest dim further, by the axes that shard none."""
     spec, shape = layout.spec, layout.global_shape
     unused = [axis for axis in range(layout.mesh.ndim) if axis not in spec.axes]
     dim = max(range(len(shape)), key=layout.local_shape(layout.mesh.ids[0]).__getitem__)

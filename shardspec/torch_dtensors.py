@@ -1,4 +1,4 @@
-"""Our plans for those who keep torch's DTensor."""
+"""Conversions by plans for programs that keep torch's DTensor."""
 
 from collections.abc import Sequence
 
@@ -23,11 +23,10 @@ def redistribute(
     placements_or_spec: Sequence[Placement] | SpecLike,
     device_mesh: DeviceMesh | TorchMesh | None = None,
 ) -> TorchDTensor:
-    """Cut a torch DTensor another way, by the cheapest plan; every rank calls it.
+    """Convert a torch DTensor to another layout by the cheapest plan; every rank calls it.
 
-    What `DTensor.redistribute` says holds here too: it is differentiable, and the other mesh may
-    have the same devices in another shape, more, fewer or others. Where nothing moves the storage
-    is shared.
+    As for `DTensor.redistribute`: it is differentiable, and the other mesh may have the same
+    devices in another shape, more, fewer or others. Where nothing moves the storage is shared.
 
     Parameters
     ----------
@@ -57,7 +56,7 @@ def redistribute(
 
     Examples
     --------
-    In a job of eight, with ``weight`` cut by rows over a mesh of (2, 4)::
+    In a job of eight, with ``weight`` sharded by rows over a mesh of (2, 4)::
 
         by_columns = redistribute(weight, [Shard(1), Shard(1)])
         by_columns = redistribute(weight, "[R,S(dp,tp)]")

@@ -76,7 +76,7 @@ def _layout(
 
 
 def is_strided(tensor: TorchDTensor) -> bool:
-    """Whether torch has cut a dim into stretches, as where a minor axis comes first."""
+    """Whether torch has strided shards, as where a minor axis comes first."""
     return _any_strided(tensor.placements)
 
 
@@ -138,11 +138,11 @@ def torch_dtensor(
 
 
 def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
-    """Return a tensor whose placements have a counterpart in a spec; most are handed on as is.
+    """Return a tensor whose placements have a counterpart in a spec, mostly the same one.
 
-    Sums that torch has masked or scaled are finished, and dims that hold several stretches of a
-    dim, as after flattening over a cut, are gathered. A pending min, max or prod is finished where
-    its gradient is wanted, which torch has and a conversion of ours has not.
+    Sums that torch has masked or scaled are finished, and shards that are no boxes, as after
+    flattening over a sharded dim, are gathered. A pending min, max or prod is finished where its
+    gradient is tracked, which torch has and a conversion of ours has not.
     """
     kept = _kept_of(tensor.placements, tensor.requires_grad)
     if all(kept):
@@ -203,7 +203,7 @@ def _of_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 
 def _global_stride(shard: torch.Tensor, global_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of the whole tensor, its dims in the order in which the shard's lie."""
+    """Return the strides of the global tensor, its dims in the shard's order in memory."""
     if shard.dim() != len(global_shape):
         return torch.empty(global_shape, device="meta").stride()
     own = shard.stride()

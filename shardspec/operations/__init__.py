@@ -1,1 +1,1 @@
-"""torch's operations on cut tensors; layouts propagate by torch's own rules."""
+"""torch's operations on DTensors; layouts propagate by torch's own rules."""

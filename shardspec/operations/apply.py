@@ -1,4 +1,4 @@
-"""One torch operation on cut tensors, done by torch's own DTensor."""
+"""One torch operation on DTensors, done by torch's own DTensor."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,17 +16,22 @@ from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.interop.torch_dtensor import in_our_words, is_strided
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
-from shardspec.operations.accepted import REFUSALS, reads_values, refusal
-from shardspec.operations.backward import ExplainedRefusals, goes_back
-from shardspec.operations.descending import NoViewsOfDescending
-from shardspec.operations.drawing import drawn_alike, draws
-from shardspec.operations.wrong import check_gradient
+from shardspec.operations.random_ops import draws, same_numbers
+from shardspec.operations.refusals import (
+    REFUSALS,
+    ExplainedRefusals,
+    goes_back,
+    reads_values,
+    refusal,
+)
+from shardspec.operations.unsupported import RefuseStridedViews, check_gradient
+from shardspec.shards import check_copies
 
-__all__ = ["Cut", "apply"]
+__all__ = ["Sharded", "apply"]
 
 
-class Cut(Protocol):
-    """A cut tensor, as operations see it."""
+class Sharded(Protocol):
+    """A DTensor, as operations see it."""
 
     layout: Layout
     communicator: Communicator
@@ -44,7 +49,7 @@ class Cut(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Cut)
+T = TypeVar("T", bound=Sharded)
 
 
 def apply(
@@ -54,22 +59,22 @@ def apply(
     kind: type[T],
     wrap: Callable[[TorchDTensor, T], T],
 ) -> Any:  # noqa: ANN401
-    """Call a torch function, cut tensors among its arguments and its results.
+    """Call a torch function, DTensors among its arguments and its results.
 
     Parameters
     ----------
     function, args, kwargs
         What to call; arguments may be nested.
     kind
-        The class of cut tensors.
+        The class of DTensors.
     wrap
-        Makes one of torch's, on the mesh of another one.
+        Makes one of torch's DTensor, on the mesh of another one.
 
     Raises
     ------
     LayoutError
-        If the tensors are on different meshes, one of them is not cut, or torch has no way for
-        their layouts; then the message says which it would take.
+        If the tensors are on different meshes, one of them is a plain tensor with dims, or torch
+        has no rule for their layouts; then the message says which it would take.
     CommunicatorError
         If there is no job.
     """
@@ -78,18 +83,18 @@ def apply(
     nested = any(isinstance(leaf, tuple | list | dict) for leaf in leaves)
     if nested:
         leaves = tree_leaves(leaves)
-    cut = [leaf for leaf in leaves if isinstance(leaf, kind)]
-    first = cut[0]
-    mesh = _one_mesh(name, cut)
+    sharded = [leaf for leaf in leaves if isinstance(leaf, kind)]
+    first = sharded[0]
+    mesh = _one_mesh(name, sharded)
     if torch.is_grad_enabled() and _writes(function, kwargs):
         _check_no_leaf(name, (args[:1], kwargs.get("out")), kind)
-    known = {id(tensor): tensor.to_torch() for tensor in cut}
+    known = {id(tensor): tensor.to_torch() for tensor in sharded}
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in known.values()):
         check_gradient(name, args, kwargs)
     torch_mesh = known[id(first)].device_mesh
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            _check_cut(name, leaf, mesh, torch_mesh)
+            _check_plain(name, leaf, first, torch_mesh)
 
     def in_torch(leaf: object) -> object:
         return known[id(leaf)] if isinstance(leaf, kind) else leaf
@@ -105,7 +110,7 @@ def apply(
         with ExitStack() as stack:
             _enter_rules(stack, function, torch_args, torch_kwargs, first)
             if any(map(is_strided, known.values())):
-                stack.enter_context(NoViewsOfDescending(name))
+                stack.enter_context(RefuseStridedViews(name))
             result = function(*torch_args, **torch_kwargs)
     except ShardSpecError:
         raise
@@ -118,7 +123,7 @@ def apply(
     def ours(leaf: object) -> object:
         if not isinstance(leaf, TorchDTensor):
             return leaf
-        for tensor in cut:
+        for tensor in sharded:
             if known[id(tensor)] is leaf:
                 tensor.follow(leaf)
                 return tensor
@@ -130,12 +135,12 @@ def apply(
         reads_values(function, torch_args, torch_kwargs, mesh)
     ):
         # torch would read this rank's shard, or its addend.
-        whole_args, whole_kwargs = tree_map(_whole, (torch_args, torch_kwargs))
-        return function(*whole_args, **whole_kwargs)
+        global_args, global_kwargs = tree_map(_gathered, (torch_args, torch_kwargs))
+        return function(*global_args, **global_kwargs)
     return tree_map(ours, result)
 
 
-def _whole(leaf: object) -> object:
+def _gathered(leaf: object) -> object:
     return leaf.full_tensor().detach() if isinstance(leaf, TorchDTensor) else leaf
 
 
@@ -144,12 +149,12 @@ def _enter_rules(
     function: Callable[..., Any],
     args: Sequence[object],
     kwargs: Mapping[str, object],
-    first: Cut,
+    first: Sharded,
 ) -> None:
     """Let torch make do with the rules that it has.
 
-    No plain tensor has come in; those that torch makes on the way are whole everywhere. Of its
-    kernels for attention, the one for the CPU has no rule, but the products it consists of have.
+    Plain tensors that torch makes on the way are replicated. Of its kernels for attention, the one
+    for the CPU has no rule, but the products that it consists of have.
     """
     stack.enter_context(implicit_replication())
     if first.to_torch().device_mesh.device_type == "cpu":
@@ -158,7 +163,7 @@ def _enter_rules(
         if draws(function, args, kwargs):
             generator = kwargs.get("generator")
             assert generator is None or isinstance(generator, torch.Generator)
-            stack.enter_context(drawn_alike(first.layout, first.communicator, generator))
+            stack.enter_context(same_numbers(first.layout, first.communicator, generator))
     if goes_back(function):
         stack.enter_context(ExplainedRefusals())
 
@@ -166,7 +171,7 @@ def _enter_rules(
 _WITH_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 
 
-def _one_mesh(name: str, tensors: Sequence[Cut]) -> DeviceMesh:
+def _one_mesh(name: str, tensors: Sequence[Sharded]) -> DeviceMesh:
     mesh = tensors[0].layout.mesh
     for tensor in tensors:
         other = tensor.layout.mesh
@@ -178,19 +183,23 @@ def _one_mesh(name: str, tensors: Sequence[Cut]) -> DeviceMesh:
     return mesh
 
 
-def _check_cut(name: str, leaf: torch.Tensor, mesh: DeviceMesh, torch_mesh: TorchMesh) -> None:
+def _check_plain(name: str, leaf: torch.Tensor, first: Sharded, torch_mesh: TorchMesh) -> None:
     """Refuse plain tensors with dims: nobody has said that all ranks hold the same."""
     if isinstance(leaf, TorchDTensor):
         if leaf.device_mesh != torch_mesh:
+            mesh = first.layout.mesh
             raise LayoutError(
                 f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another is a torch "
                 f"DTensor on {leaf.device_mesh}; bring them to one mesh first, by redistribute"
             )
     elif leaf.dim() > 0:
         raise LayoutError(
-            f"{name}: a plain tensor of shape {tuple(leaf.shape)} stands beside a cut one; cut "
-            "it first, or make it whole on every device, by distribute_tensor"
+            f"{name}: a plain tensor of shape {tuple(leaf.shape)} is mixed with a DTensor; shard "
+            "or replicate it first, by distribute_tensor"
         )
+    else:
+        held = dict.fromkeys(first.communicator.addressable, leaf)
+        check_copies(first.communicator, held, f"{name}: a plain tensor without dims")
 
 
 def _writes(function: Callable[..., Any], kwargs: Mapping[str, object]) -> bool:
@@ -206,7 +215,7 @@ _IN_PLACE = tuple(
 )
 
 
-def _check_no_leaf(name: str, written: object, kind: type[Cut]) -> None:
+def _check_no_leaf(name: str, written: object, kind: type[Sharded]) -> None:
     for leaf in tree_leaves(written):
         if isinstance(leaf, kind) and leaf.is_leaf_with_gradient():
             raise LayoutError(

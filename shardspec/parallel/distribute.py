@@ -1,6 +1,7 @@
-"""Modules whose parameters and activations are cut by rules."""
+"""Modules whose parameters and activations are sharded by rules."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -35,32 +36,32 @@ def distribute_module(
     outputs: Mapping[str, SpecLike] | None = None,
     src_rank: int | None = 0,
 ) -> nn.Module:
-    """Cut a module's parameters by rules, in place; every rank of the job calls it.
+    """Shard a module's parameters by rules, in place; every rank of the job calls it.
 
-    Parameters become DTensors of torch, which its optimizers, `fully_shard` and distributed
-    checkpoints take; so do buffers. What no rule matches is whole on every device. A parameter on
-    the meta device stays without data, a DTensor of torch on `device_mesh` is redistributed.
-    Dropout modules draw the same for all devices that hold the same box, and others for others.
+    Parameters and buffers become DTensors of torch, which its optimizers, `fully_shard` and
+    distributed checkpoints take. What no rule matches is replicated. A parameter on the meta device
+    stays without data, a DTensor of torch on `device_mesh` is redistributed. Dropout modules draw
+    the same numbers on all devices that hold the same box, and different ones for other boxes.
 
     Parameters
     ----------
     module
         Of the same tensors, by name, shape and dtype, on every rank.
     device_mesh
-        Where; for a module that `fully_shard` will cut too, the slice for the other axes, as
+        Where; for a module that `fully_shard` will shard too, the slice for the other axes, as
         ``mesh["tp"]``.
     rules
         Name pattern to spec, as everywhere (`shardspec.match_rules`); names are those of
         ``state_dict()``.
     input_fn, output_fn
         Called before and after the module's forward with module, inputs or output, and mesh; what
-        they return takes the place of inputs or output. See `inputs_as` and `outputs_as`.
+        they return replaces inputs or output. See `inputs_as` and `outputs_as`.
     outputs
-        Name pattern of submodules to the spec of their output, which is redistributed to it. So
-        activations are cut where propagation alone would not, as in sequence parallelism.
+        Name pattern of submodules to the spec that their output is redistributed to. This shards
+        activations where propagation alone would not, as in sequence parallelism.
     src_rank
-        Whose values parameters and buffers get, as for `DTensor`: 0 is the mesh's first device,
-        None keeps each rank's own, which are then the same everywhere.
+        The rank whose values count, as for `DTensor`: 0 is the mesh's first device, None trusts
+        that all ranks have the same.
 
     Returns
     -------
@@ -73,7 +74,7 @@ def distribute_module(
         If a rule matches nothing, two rules match one tensor, a spec is for another number of dims
         or has a reduction pending, or one tensor under two names gets two specs.
     SpecSyntaxError, AxisError
-        If a spec is none, the mesh lacks an axis of it, or its reductions do not commute.
+        If a spec is malformed, the mesh lacks an axis of it, or its reductions do not commute.
     CommunicatorError, MeshError
         If there is no job, or torch has no such mesh.
 
@@ -93,7 +94,7 @@ def distribute_module(
         other, first = shared.setdefault(id(tensor), (name, spec))
         if first != spec:
             raise LayoutError(
-                f"{other!r} and {name!r} are one tensor, but the rules cut it as {first} and as "
+                f"{other!r} and {name!r} are one tensor, but the rules shard it as {first} and as "
                 f"{spec}; give both the same"
             )
         Layout(device_mesh, spec, tensor.shape, tensor.dtype)
@@ -101,19 +102,19 @@ def distribute_module(
     made: dict[int, torch.Tensor] = {}
     for name, owner, own_name, tensor in list(_tensors(module)):
         if id(tensor) not in made:
-            made[id(tensor)] = _cut(tensor, device_mesh, specs.get(name), src_rank)
+            made[id(tensor)] = _sharded(tensor, device_mesh, specs.get(name), src_rank)
         # As torch's own distribute_module does: a parameter of another class cannot be assigned.
         place = owner._parameters if own_name in owner._parameters else owner._buffers
         place[own_name] = made[id(tensor)]  # type: ignore[assignment]  # both are dicts of tensors
     for submodule in module.modules():
         if isinstance(submodule, _DropoutNd):
-            dropout = _DrawnAlike()
+            dropout = _DropoutHooks()
             submodule.register_forward_pre_hook(dropout.before)
             submodule.register_forward_hook(dropout.after)
         elif isinstance(submodule, nn.Embedding):
             submodule.register_forward_hook(_finish_masked)
     for submodule, spec in watched:
-        submodule.register_forward_hook(_Redistribute(spec, device_mesh))
+        submodule.register_forward_hook(partial(_redistribute_output, spec, device_mesh))
     if input_fn is not None:
         module.register_forward_pre_hook(lambda owner, inputs: input_fn(owner, inputs, device_mesh))
     if output_fn is not None:
@@ -124,8 +125,8 @@ def distribute_module(
 def inputs_as(spec: SpecLike) -> InputFn:
     """Return an `input_fn` that takes each rank's tensors as shards of this spec.
 
-    Tensors that are cut already are left as they are. The number of dims of a tensor may be larger
-    than that of the spec: further dims are whole.
+    DTensors are left as they are. A tensor may have more dims than the spec: further dims are
+    replicated.
     """
     wanted = ShardingSpec.of(spec)
 
@@ -133,8 +134,7 @@ def inputs_as(spec: SpecLike) -> InputFn:
         def shard_of(value: object) -> object:
             if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor):
                 return value
-            full = _for_dims(wanted, value.dim())
-            return DTensor.from_local(value, mesh, full).to_torch()
+            return DTensor.from_local(value, mesh, _for_dims(wanted, value.dim())).to_torch()
 
         return tuple(map(shard_of, inputs))
 
@@ -161,8 +161,8 @@ def outputs_as(spec: SpecLike) -> OutputFn:
     return give
 
 
-class _DrawnAlike:
-    """Hooks around dropout: as a tensor of ours it draws the same for all copies of a box."""
+class _DropoutHooks:
+    """Hand dropout one of our DTensors, which draws the same for all copies of a box."""
 
     def __init__(self) -> None:
         self._was_torchs = False
@@ -173,34 +173,26 @@ class _DrawnAlike:
             return None
         return (DTensor.from_torch(in_our_words(inputs[0])), *inputs[1:])
 
-    def after(self, _: nn.Module, inputs: object, output: object) -> object:
-        del inputs
+    def after(self, _module: nn.Module, _inputs: object, output: object) -> object:
         return output.to_torch() if self._was_torchs and isinstance(output, DTensor) else output
 
 
-def _finish_masked(_: nn.Module, inputs: object, output: object) -> object:
-    """Finish the sum of an embedding that is cut by its vocabulary: torch can do so only once."""
-    del inputs
+def _finish_masked(_module: nn.Module, _inputs: object, output: object) -> object:
+    """Finish the sum of an embedding that is sharded by rows: torch can do so only once."""
     return in_our_words(output) if isinstance(output, TorchDTensor) else output
 
 
-class _Redistribute:
-    """A forward hook that brings a module's output to a spec."""
-
-    def __init__(self, spec: ShardingSpec, mesh: DeviceMesh) -> None:
-        self._spec = spec
-        self._mesh = mesh
-
-    def __call__(self, _: nn.Module, inputs: object, output: object) -> object:
-        del inputs
-        return _mapped(self._one, output)
-
-    def _one(self, value: object) -> object:
+def _redistribute_output(
+    spec: ShardingSpec, mesh: DeviceMesh, _module: nn.Module, _inputs: object, output: object
+) -> object:
+    def one(value: object) -> object:
         if isinstance(value, DTensor):
-            return value.redistribute(_for_dims(self._spec, value.dim()))
+            return value.redistribute(_for_dims(spec, value.dim()))
         if isinstance(value, TorchDTensor):
-            return redistribute(value, _for_dims(self._spec, value.dim()), self._mesh)
+            return redistribute(value, _for_dims(spec, value.dim()), mesh)
         return value
+
+    return _mapped(one, output)
 
 
 def _mapped(one: Callable[[object], object], value: object) -> object:
@@ -210,14 +202,14 @@ def _mapped(one: Callable[[object], object], value: object) -> object:
 
 
 def _for_dims(spec: ShardingSpec, dims: int) -> ShardingSpec:
-    """Return the spec with whole dims added at its end."""
+    """Return the spec with replicated dims added at its end."""
     if spec.dims >= dims:
         return spec
     return ShardingSpec(dims, spec.dim_partition_dict, partial=spec.partial)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Yield parameters and buffers: whole name, owner, name there, tensor; shared ones twice."""
+    """Yield parameters and buffers: full name, owner, name there, tensor; shared ones twice."""
     for prefix, owner in module.named_modules(remove_duplicate=True):
         for own_name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
@@ -228,7 +220,7 @@ def _checked(specs: Mapping[str, ShardingSpec], mesh: DeviceMesh) -> dict[str, S
     for name, spec in specs.items():
         if spec.partials:
             raise LayoutError(
-                f"tensor {name!r} cannot be cut as {spec}: a parameter has no reduction pending"
+                f"tensor {name!r} cannot be sharded as {spec}: a parameter has no reduction pending"
             )
     return {name: resolve_axes(spec, mesh) for name, spec in specs.items()}
 
@@ -253,7 +245,7 @@ def _matched_modules(
     return [(modules[name], spec) for name, spec in found.items()]
 
 
-def _cut(
+def _sharded(
     tensor: torch.Tensor, mesh: DeviceMesh, spec: ShardingSpec | None, src_rank: int | None
 ) -> torch.Tensor:
     wanted = ShardingSpec(tensor.dim()) if spec is None else spec

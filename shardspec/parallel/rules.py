@@ -1,4 +1,4 @@
-"""Ready rules: which parameters the usual ways of cutting a model cut, and how.
+"""Ready rules: which parameters the usual ways of sharding a model shard, and how.
 
 A set of rules is a plain dict from name pattern to spec, the same that saving, resharding and the
 command line take. Sets for other tensors are joined by ``|``; `with_fsdp` adds an axis to one.
@@ -32,7 +32,7 @@ Rules: TypeAlias = dict[str, ShardingSpec]
 
 
 def column_parallel(modules: Iterable[str], axis: Axis = "tp", *, bias: bool = False) -> Rules:
-    """Return rules that cut linear layers by their outputs: each device computes some of them.
+    """Return rules that shard linear layers by their outputs: each device computes some of them.
 
     Examples
     --------
@@ -45,9 +45,9 @@ def column_parallel(modules: Iterable[str], axis: Axis = "tp", *, bias: bool = F
 
 
 def row_parallel(modules: Iterable[str], axis: Axis = "tp") -> Rules:
-    """Return rules that cut linear layers by their inputs: outputs are sums over the axis.
+    """Return rules that shard linear layers by their inputs: outputs are sums over the axis.
 
-    They follow layers cut by `column_parallel`, and biases stay whole.
+    They follow layers of `column_parallel`. Biases are replicated.
 
     Examples
     --------
@@ -59,11 +59,11 @@ def row_parallel(modules: Iterable[str], axis: Axis = "tp") -> Rules:
 
 
 def sequence_parallel(modules: Iterable[str], axis: Axis = "tp", *, dim: int = 1) -> Rules:
-    """Return rules for outputs of (batch, sequence, features): the sequence is cut by the axis.
+    """Return rules for outputs of (batch, sequence, features): the axis shards the sequence.
 
-    For the layers after which a norm or a dropout comes: embeddings, and those cut by
-    `row_parallel`, whose sums are then finished by a reduce-scatter. They go into the argument
-    ``outputs`` of `distribute_module`.
+    For the layers before a norm or a dropout: embeddings, and those of `row_parallel`, whose sums
+    are then finished by a reduce-scatter. They go into the argument ``outputs`` of
+    `distribute_module`.
 
     Examples
     --------
@@ -76,8 +76,8 @@ def sequence_parallel(modules: Iterable[str], axis: Axis = "tp", *, dim: int = 1
 def llama_rules(axis: Axis = "tp") -> Rules:
     """Return rules for LLaMA and its kin, by the names of Hugging Face's models.
 
-    Attention is cut by heads, the feed-forward layers by their inner features, embedding and head
-    by the vocabulary. Norms stay whole.
+    Attention is sharded by heads, the feed-forward layers by their inner features, embedding and
+    head by the vocabulary. Norms are replicated.
 
     Examples
     --------
@@ -96,10 +96,10 @@ def gpt_rules(axis: Axis = "tp") -> Rules:
     """Return rules for GPT blocks of linear layers.
 
     The names are those of GPT-J, CodeGen and GPT-NeoX in Hugging Face's models, and of nanoGPT.
-    A layer that fuses query, key and value is cut by its outputs like any other, and results stay
-    right. Where its outputs lie head by head, as in GPT-NeoX, attention is cut by heads. Where all
-    queries come first, as in nanoGPT, torch gathers them when the module takes them apart, and each
-    device computes all heads: to cut these too, give the module three layers.
+    A layer that fuses query, key and value is sharded by its outputs like any other, and results
+    stay right. Where its outputs lie head by head, as in GPT-NeoX, attention is sharded by heads.
+    Where all queries come first, as in nanoGPT, torch gathers them when the module splits them, and
+    each device computes all heads: to shard these too, give the module three layers.
 
     Examples
     --------
@@ -157,19 +157,19 @@ def only_matching(rules: Mapping[str, SpecLike], module: nn.Module) -> Rules:
 def with_fsdp(
     module: nn.Module, axis: Axis = "dp", rules: Mapping[str, SpecLike] | None = None
 ) -> Rules:
-    """Return rules that cut every parameter by one more axis, as FSDP does: dim 0, innermost.
+    """Return rules that shard every parameter by one more axis, as FSDP does: dim 0, innermost.
 
-    That is where torch's `fully_shard` leaves parameters that `rules` have cut before. For HSDP the
-    other axis is not mentioned: parameters are whole along it.
+    That is where torch's `fully_shard` leaves parameters that `rules` have sharded before. For HSDP
+    the other axis is not mentioned: parameters are replicated along it.
 
     Parameters
     ----------
     module
         Whose parameters.
     axis
-        The axis to cut by.
+        The axis to shard by.
     rules
-        What cuts them already.
+        What shards them already.
 
     Returns
     -------

@@ -136,6 +136,7 @@ def refused(rank: int) -> dict[str, str]:
         "not a place": said(lambda: DTensor(whole, mesh, "[S0,R]", src_rank="0")),  # type: ignore[arg-type]  # what is refused
         "differs": said(lambda: DTensor(whole + (rank == 2), mesh, "[S0,R]", src_rank=None)),
         "fill": said(lambda: full((4,), rank // 3, device_mesh=mesh, sharding_spec="[S0]")),
+        "number": said(lambda: cut * torch.tensor(1.0 + rank // 2 * (rank - 1))),
         "sparse": said(lambda: DTensor(whole.to_sparse(), mesh, "[S0,R]")),
         "sparse shard": said(lambda: DTensor.from_local(whole.to_sparse(), mesh, "[S0,R]")),
         "ours": said(lambda: DTensor(cut, mesh, "[S0,R]")),  # type: ignore[arg-type]  # refused
@@ -156,6 +157,8 @@ def test_what_cannot_be_made(tmp_path):
         assert "src_rank '0': give a place" in found["not a place"]
         assert "that of rank 2 differs from that of rank 0" in found["differs"]
         assert "that of rank 3 differs from that of rank 0" in found["fill"]
+        assert "mul: a plain tensor without dims is said to be the same" in found["number"]
+        assert "that of rank 2, 3 differs from that of rank 0" in found["number"]
         assert "a sparse_coo tensor cannot be sharded" in found["sparse"]
         assert "to_dense()" in found["sparse shard"]
         assert "a DTensor has redistribute" in found["ours"]

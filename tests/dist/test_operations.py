@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator, init_device_mesh
 from shardspec.errors import CommunicatorError, ShardSpecError
-from shardspec.operations.accepted import specs_on
-from shardspec.operations.backward import ExplainedRefusals
+from shardspec.operations.refusals import ExplainedRefusals, specs_on
 from shardspec.shards import index_of
 from tests.dist.operation_runs import Cut, the_table
 from tests.dist.processes import run_ranks
@@ -298,7 +297,9 @@ def test_as_on_one_whole_tensor(outcomes, operation):
 
 
 MIXED = "on mesh dp=2,tp=2 of ids (0, 1, 2, 3), another "
-PLAIN = "LayoutError: {}: a plain tensor of shape (8, 6) stands beside a cut one; cut it first, or"
+PLAIN = (
+    "LayoutError: {}: a plain tensor of shape (8, 6) is mixed with a DTensor; shard or replicate"
+)
 LEAF = "would write to a leaf that requires a gradient; do it under torch.no_grad()"
 DESCENDING = "whose axes split a dim in descending order, as S10 does, and torch mixes up its parts"
 REFUSALS = [
@@ -319,10 +320,10 @@ REFUSALS = [
     "LayoutError: unbind is not possible on [R,R,S(dp)]: ",
     *["LayoutError: masked_fill_ on the way back is not possible on ([R,R|P(dp)], [R,R]): "] * 2,
     *[
-        f"LayoutError: {name}: torch {torch.__version__} computes a wrong gradient of it on cut "
-        f"tensors; {remedy}"
+        f"LayoutError: {name}: torch {torch.__version__} computes a wrong gradient of it on "
+        f"DTensors; {remedy}"
         for name, remedy in [
-            ("mse_loss", "take .mean() of its result with reduction='none', or detach what it"),
+            ("mse_loss", "take .mean() of its result with reduction='none', or detach its"),
             ("huber_loss", "take .mean()"),
             ("amax", "name the dims, as in amax((0, 1))"),
             ("norm", "use .abs().amax() or .abs().amin() with the dims named"),

@@ -341,12 +341,12 @@ REFUSALS = [
     "LayoutError: tensor 'layers.0.self_attn.q_proj.weight' is matched by the rules [",
     "LayoutError: rule 'norm.weight' has spec [S(tp),R] of 2 dims, but tensor 'norm.weight' has 1; "
     "give it a spec of 1 dim",
-    "LayoutError: tensor 'norm.weight' cannot be cut as [R|P(tp)]: a parameter has no reduction",
+    "LayoutError: tensor 'norm.weight' cannot be sharded as [R|P(tp)]: a parameter has no",
     "AxisError: rule 'norm.weight': pending reductions ['max', 'sum'] do not commute, so their "
     "result depends on the order; finish one",
     "AxisError: spec [S(pp)]: mesh dp=2,tp=4 has no axis named 'pp'; its names: dp, tp",
     "SpecSyntaxError: ",
-    "LayoutError: 'embed_tokens.weight' and 'lm_head.weight' are one tensor, but the rules cut it",
+    "LayoutError: 'embed_tokens.weight' and 'lm_head.weight' are one tensor, but the rules shard it",
     "LayoutError: rule '*.out' matches no tensor",
     "LayoutError: the output of module 'layers.0.self_attn.o_proj' is matched by two rules",
     "MeshError: mesh 8 has the ids (7, 6, 5, 4, 3, 2, 1, 0) along axis 0, but torch numbers",

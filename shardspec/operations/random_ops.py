@@ -1,4 +1,4 @@
-"""Operations that draw random numbers, such as dropout, where torch leaves each rank to itself.
+"""Operations that draw random numbers, such as dropout: copies of a box draw the same.
 
 On CUDA torch's DTensor keeps the generators of all ranks in step. On the CPU it does not: devices
 that hold the same box would draw different numbers, or those of different boxes the same.
@@ -14,9 +14,9 @@ import torch
 from shardspec.comm.communicator import Communicator
 from shardspec.layout.layout import Layout
 
-__all__ = ["drawn_alike", "draws"]
+__all__ = ["draws", "same_numbers"]
 
-_DRAWING: Final = frozenset(
+_RANDOM: Final = frozenset(
     [
         *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "native_dropout"),
         *("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_dropout"),
@@ -37,11 +37,11 @@ def draws(
     if name == "scaled_dot_product_attention":
         place = args[_DROPOUT_PLACE] if len(args) > _DROPOUT_PLACE else 0
         return bool(kwargs.get("dropout_p", place))
-    return name in _DRAWING and kwargs.get("training") is not False
+    return name in _RANDOM and kwargs.get("training") is not False
 
 
 @contextmanager
-def drawn_alike(
+def same_numbers(
     layout: Layout, communicator: Communicator, generator: torch.Generator | None = None
 ) -> Iterator[None]:
     """Let devices that hold the same box draw the same numbers, and others draw others.

@@ -1,6 +1,6 @@
-"""Where torch refuses an operation on some layouts: which layouts it would take.
+"""Where torch refuses an operation on some layouts: an error that says which it would take.
 
-Tried on tensors without data: only shapes and layouts are propagated, and nothing is sent.
+Layouts are tried on meta tensors: only shapes and layouts are propagated, and nothing is sent.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,24 +11,34 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from shardspec.errors import LayoutError
+from shardspec.comm.torch_mesh import from_torch
+from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.interop.torch_dtensor import layout_of, torch_dtensor
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 
-__all__ = ["MAX_TRIALS", "REFUSALS", "reads_values", "refusal", "specs_on"]
+__all__ = [
+    "REFUSALS",
+    "ExplainedRefusals",
+    "goes_back",
+    "reads_values",
+    "refusal",
+    "specs_on",
+]
 
-MAX_TRIALS: Final = 400
+_MOST_TRIALS: Final = 400
 """Combinations of layouts that are tried, those nearest to the given ones first."""
 
 REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError)
 """What torch raises where it cannot propagate a layout."""
 
 _SHOWN: Final = 4
-_FAILURES: Final = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, KeyError)
+_FAILURES: Final = (*REFUSALS, IndexError, KeyError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class _Call:
     """The arguments, flat."""
     structure: TreeSpec
     places: list[int]
-    """Which of them are cut tensors."""
+    """Which of them are DTensors."""
     layouts: list[Layout]
     """Of these."""
 
@@ -61,7 +71,7 @@ class _Call:
 
     def is_possible(self, layouts: Sequence[Layout]) -> bool:
         """Try it on tensors of these layouts."""
-        # Of this rank: where a dim is cut, views are of other shapes on other ranks.
+        # Of this rank: where a dim is sharded, views are of other shapes on other ranks.
         rank, tried = dist.get_rank(), list(self.leaves)
         for place, layout in zip(self.places, layouts, strict=True):
             given = self.leaves[place]
@@ -83,7 +93,7 @@ def reads_values(
     kwargs: Mapping[str, object],
     mesh: DeviceMesh,
 ) -> bool:
-    """Say whether a result comes from what tensors hold: without data it cannot be had."""
+    """Say whether a result depends on values: on meta tensors it fails."""
     call = _Call.of(function, args, kwargs, mesh)
     return not call.is_possible(call.layouts)
 
@@ -103,7 +113,7 @@ def refusal(
     name, function
         What was called.
     args, kwargs
-        Its arguments, cut tensors as torch's.
+        Its arguments, DTensors as torch's.
     mesh
         The mesh that all of them are on.
     error
@@ -115,14 +125,14 @@ def refusal(
     if not call.is_possible(whole):
         if isinstance(error, NotImplementedError):
             return LayoutError(
-                f"{name}: torch {torch.__version__} has no rule for it on cut tensors, on any "
+                f"{name}: torch {torch.__version__} has no rule for it on DTensors, on any "
                 f"layout ({_first_line(error)}); do it on to_global()"
             )
         return None
     if call.is_possible(given):
         return None
     accepted = (
-        layouts for layouts in islice(_nearest(given), MAX_TRIALS) if call.is_possible(layouts)
+        layouts for layouts in islice(_nearest(given), _MOST_TRIALS) if call.is_possible(layouts)
     )
     found: list[Sequence[Layout]] = [*islice(accepted, _SHOWN)] or [whole]
     return LayoutError(
@@ -187,3 +197,73 @@ def _text(layouts: Sequence[Layout]) -> str:
 def _first_line(error: Exception) -> str:
     line = str(error).strip().split("\n")[0].rstrip(".")
     return f"{line}."
+
+
+_BACKWARD: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+def goes_back(function: Callable[..., Any]) -> bool:
+    """Whether a function computes gradients, out of sight of `shardspec.operations.apply`."""
+    return function in _BACKWARD
+
+
+# torch leaves the methods of its class untyped.
+class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Where torch refuses an operation on DTensors, say which layouts it would take.
+
+    ``backward()`` of a `DTensor` does so by itself. Where the loss is a plain tensor, made by
+    `DTensor.to_local` or `DTensor.to_global`, call it in this context. Plain tensors that
+    torch makes on the way are taken to be replicated.
+
+    Raises
+    ------
+    LayoutError
+        In place of torch's error, if other layouts are possible.
+
+    Examples
+    --------
+    ::
+
+        with ExplainedRefusals():
+            loss.to_global().backward()
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Do one operation."""
+        del types
+        given = kwargs or {}
+        try:
+            with implicit_replication():
+                return func(*args, **given)
+        except REFUSALS as error:
+            found = _explained(func, args, given, error)
+            if found is None:
+                raise
+            raise found from None
+
+
+def _explained(
+    function: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    error: Exception,
+) -> ShardSpecError | None:
+    leaves = tree_leaves((tuple(args), dict(kwargs)))
+    cut = [leaf for leaf in leaves if isinstance(leaf, TorchDTensor)]
+    if isinstance(error, ShardSpecError) or len({tensor.device_mesh for tensor in cut}) != 1:
+        return None
+    try:
+        mesh = from_torch(cut[0].device_mesh)
+        name = f"{str(function).removeprefix('aten.').split('.')[0]} on the way back"
+        return refusal(name, function, args, kwargs, mesh, error)
+    except ShardSpecError:
+        return None  # a layout that specs cannot say; torch's own error has to do

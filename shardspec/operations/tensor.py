@@ -1,0 +1,250 @@
+"""What makes a DTensor a tensor: its shards, torch's DTensor of them, operators and methods."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+
+from shardspec.comm.communicator import Communicator
+from shardspec.errors import CommunicatorError, LayoutError
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
+
+# torch's DTensor takes as long to import as the rest of torch, so it waits until one is asked for.
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+__all__ = ["TensorLike"]
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    method = getattr(torch.Tensor, name)
+
+    def call(self: "TensorLike", *args: object) -> Any:  # noqa: ANN401
+        return self._call(method, *args)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"Apply torch's ``Tensor.{name}``."
+    return call
+
+
+class _SetByModules:
+    """An attribute that `torch.nn.Parameter` and `torch.nn.Buffer` set: tensors of torch only."""
+
+    def __get__(self, instance: object, owner: type) -> object:
+        raise AttributeError("only tensors of torch are parameters and buffers")
+
+    def __set__(self, instance: object, value: object) -> None:
+        raise LayoutError(
+            "modules and optimizers take DTensors of torch: use nn.Parameter(tensor.to_torch()), "
+            "or shardspec.distribute_module for all parameters of a module"
+        )
+
+
+class TensorLike:
+    """Shards with the functions, methods and operators of torch, by `shardspec.operations.apply`.
+
+    torch asks ``__torch_function__`` of its arguments. A method that is not defined here or by the
+    class itself is looked up in `torch.Tensor`.
+
+    Shards become torch's DTensor when an operation asks for it, and stay so: views of it, and what
+    is written to them, are then known to autograd on both sides. Where the DTensor gets another
+    history by that, the shards are taken from it from then on.
+    """
+
+    __slots__ = ("_history", "_shards", "_torch", "communicator", "layout")
+
+    layout: Layout
+    """Which box every device holds."""
+    communicator: Communicator
+    """Who moves shards."""
+    _shards: dict[int, torch.Tensor] | None
+    """Those it was made of, by physical id; None where it was made of torch's DTensor."""
+    _torch: "TorchDTensor | None"
+    """The same storage as torch's DTensor, once it was asked for."""
+    _history: object
+    """The ``grad_fn`` of torch's DTensor when it was made of the shards."""
+    _is_param = _SetByModules()
+    persistent = _SetByModules()
+
+    @classmethod
+    def _wrapped(cls, tensor: "TorchDTensor", like: "TensorLike") -> "TensorLike":
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        """Sizes of the global tensor."""
+        return torch.Size(self.layout.global_shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        dtype = getattr(torch, self.layout.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The devices."""
+        return self.layout.mesh
+
+    @property
+    def sharding_spec(self) -> ShardingSpec:
+        """How the tensor is sharded, axes by number."""
+        return self.layout.spec
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dims."""
+        return len(self.layout.global_shape)
+
+    def dim(self) -> int:
+        """Return the number of tensor dims."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """Return how many elements the global tensor has."""
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:  # noqa: ANN401
+        """Return the sizes of the global tensor, or one of them."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        if not self.layout.global_shape:
+            raise TypeError("len() of a tensor without dims")
+        return self.layout.global_shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._call(torch.Tensor.unbind, 0))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are tracked for the shards."""
+        if self._own() is None:
+            return self._torch is not None and self._torch.requires_grad
+        return any(shard.requires_grad for shard in self.shards.values())
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Track gradients from here on, or no longer; return the tensor itself."""
+        own = self._own()
+        if own is None:
+            self.to_torch().requires_grad_(requires_grad)
+        else:
+            self._torch = None
+            for shard in own.values():
+                shard.requires_grad_(requires_grad)
+        return self
+
+    def is_leaf_with_gradient(self) -> bool:
+        """Whether gradients are collected at the shards that this was made of."""
+        return any(s.requires_grad and s.is_leaf for s in (self._own() or {}).values())
+
+    @property
+    def shards(self) -> dict[int, torch.Tensor]:
+        """The shard of every device that this process holds, by physical id."""
+        own = self._own()
+        if own is not None:
+            return own
+        from shardspec.interop.torch_dtensor import local_of
+
+        assert self._torch is not None, "it is made of the one or of the other"
+        return {device: local_of(self._torch) for device in self.communicator.addressable}
+
+    def to_torch(self) -> "TorchDTensor":
+        """Return the tensor as torch's: the same storage, and gradients flow back.
+
+        It is the same object each time. Every rank of the mesh calls this.
+
+        Raises
+        ------
+        CommunicatorError
+            If this process simulates the mesh: torch needs a job with one process per device.
+        MeshError, LossyConversionError
+            If torch has no such mesh, or no word for how reductions are pending.
+        """
+        own = self._own()
+        tracked = torch.is_grad_enabled() and any(s.requires_grad for s in (own or {}).values())
+        if self._torch is None or (tracked and not self._torch.requires_grad):
+            assert own is not None, "it is made of the one or of the other"
+            if not dist.is_initialized() or set(own) - {dist.get_rank()}:
+                raise CommunicatorError(
+                    f"this process simulates mesh {self.device_mesh}, but torch's DTensor, and so "
+                    "any operation, needs one process per device; start the program with torchrun, "
+                    "or work on to_global()"
+                )
+            from shardspec.interop.torch_dtensor import torch_dtensor
+
+            outside = torch.empty(0, dtype=self.dtype)
+            self._torch = torch_dtensor(next(iter(own.values()), outside), self.layout)
+            self._history = self._torch.grad_fn
+        return self._torch
+
+    def follow(self, tensor: "TorchDTensor") -> None:
+        """Take note that torch's tensor, which is this one's, may have been written to."""
+        from shardspec.interop.torch_dtensor import layout_of
+
+        layout = layout_of(tensor, self.device_mesh)
+        with torch.no_grad():
+            place = tensor.to_local().data_ptr()
+        own = self._own() or {}
+        if layout != self.layout or any(shard.data_ptr() != place for shard in own.values()):
+            self.layout, self._shards = layout, None
+
+    def _own(self) -> dict[int, torch.Tensor] | None:
+        """Return the shards it was made of, unless torch's tensor has had another history since."""
+        if self._torch is not None and self._torch.grad_fn is not self._history:
+            self._shards = None
+        return self._shards
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Carry out a torch function that has a DTensor among its arguments."""
+        if not all(issubclass(kind, TensorLike | torch.Tensor) for kind in types):
+            return NotImplemented
+        from shardspec.operations.apply import apply
+
+        return apply(function, args, kwargs or {}, TensorLike, cls._wrapped)
+
+    def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        return type(self).__torch_function__(function, (type(self),), (self, *args), kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        found = None if name.startswith("_") else getattr(torch.Tensor, name, None)
+        if found is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if callable(found):
+            return partial(self._call, found)
+        return self._call(found.__get__)
+
+    __hash__ = object.__hash__
+    __bool__, __float__, __int__ = map(_operator, ("__bool__", "__float__", "__int__"))
+    __getitem__, __setitem__ = map(_operator, ("__getitem__", "__setitem__"))
+    __neg__, __pos__ = map(_operator, ("__neg__", "__pos__"))
+    __abs__, __invert__ = map(_operator, ("__abs__", "__invert__"))
+    __eq__, __ne__ = map(_operator, ("__eq__", "__ne__"))
+    __lt__, __le__, __gt__, __ge__ = map(_operator, ("__lt__", "__le__", "__gt__", "__ge__"))
+    __add__, __radd__, __iadd__ = map(_operator, ("__add__", "__radd__", "__iadd__"))
+    __sub__, __rsub__, __isub__ = map(_operator, ("__sub__", "__rsub__", "__isub__"))
+    __mul__, __rmul__, __imul__ = map(_operator, ("__mul__", "__rmul__", "__imul__"))
+    __mod__, __rmod__, __imod__ = map(_operator, ("__mod__", "__rmod__", "__imod__"))
+    __pow__, __rpow__, __ipow__ = map(_operator, ("__pow__", "__rpow__", "__ipow__"))
+    __matmul__, __rmatmul__ = map(_operator, ("__matmul__", "__rmatmul__"))
+    __truediv__, __rtruediv__, __itruediv__ = map(
+        _operator, ("__truediv__", "__rtruediv__", "__itruediv__")
+    )
+    __floordiv__, __rfloordiv__, __ifloordiv__ = map(
+        _operator, ("__floordiv__", "__rfloordiv__", "__ifloordiv__")
+    )
+    __and__, __iand__ = map(_operator, ("__and__", "__iand__"))
+    __or__, __ior__ = map(_operator, ("__or__", "__ior__"))
+    __xor__, __ixor__ = map(_operator, ("__xor__", "__ixor__"))
