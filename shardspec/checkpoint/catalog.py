@@ -134,20 +134,9 @@ def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
 class Catalog(ABC):
     """A checkpoint that can be read.
 
-    Parameters
-    ----------
-    format
-        What wrote it, in a few words.
-    directory
-        Where it lies.
-    names
-        Every tensor.
-    files
-        Every file it consists of; none of them may be written over.
-    mesh
-        The devices that wrote it, where the format says so.
-    extras
-        Entries that are no tensors, by name: plain values, or `OpaqueValue` ones.
+    It says what wrote it (`format`), where it lies, its tensors and all its files, the mesh of the
+    devices that wrote it where the format says so, and its entries that are no tensors (`extras`):
+    plain values, or `OpaqueValue` ones.
     """
 
     def __init__(
@@ -238,41 +227,20 @@ ReplicaKey: TypeAlias = tuple[Box, tuple[int, ...]]
 
 
 def stored_reductions(layout: Layout) -> tuple[StoredReduction, ...]:
-    """Return the pending reductions of a layout, in the order of its spec.
-
-    Examples
-    --------
-    >>> from shardspec import DeviceMesh
-    >>> stored_reductions(Layout(DeviceMesh(range(6), (2, 3)), "[R|P1]", (4,), "f32"))
-    (StoredReduction(op='sum', addends=3),)
-    """
+    """Return the pending reductions of a layout, in the order of its spec."""
     mesh = layout.mesh
     return tuple(StoredReduction(p.op, mesh.shape[mesh.axis(p.axis)]) for p in layout.spec.partials)
 
 
 def replica_key(layout: Layout, physical_id: int) -> ReplicaKey:
-    """Return what a device holds.
-
-    Examples
-    --------
-    >>> from shardspec import DeviceMesh
-    >>> replica_key(Layout(DeviceMesh(range(6), (2, 3)), "[S0|P1]", (4,), "f32"), 5)
-    (((2, 4),), (2,))
-    """
+    """Return what a device holds."""
     at = layout.mesh.coordinates(physical_id)
     addend = tuple(at[layout.mesh.axis(p.axis)] for p in layout.spec.partials)
     return layout.box(physical_id), addend
 
 
 def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
-    """Return every part that is not empty and the devices that hold it, in the mesh's order.
-
-    Examples
-    --------
-    >>> from shardspec import DeviceMesh
-    >>> replica_holders(Layout(DeviceMesh(range(6), (3, 2)), "[S0]", (2,), "f32"))
-    {(((0, 1),), ()): (0, 1), (((1, 2),), ()): (2, 3)}
-    """
+    """Return every part that is not empty and the devices that hold it, in the mesh's order."""
     found: dict[ReplicaKey, list[int]] = {}
     for physical_id in layout.mesh.ids:
         part = replica_key(layout, physical_id)
@@ -284,13 +252,7 @@ def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
 def unsharded_tensor(
     name: str, shape: tuple[int, ...], dtype: str, path: Path, offset: int
 ) -> StoredTensor:
-    """Return a tensor that lies whole, row-major, at a place in one file.
-
-    Examples
-    --------
-    >>> unsharded_tensor("w", (2, 3), "int8", Path("x"), 8).boxes[0].box
-    ((0, 2), (0, 3))
-    """
+    """Return a tensor that lies whole, row-major, at a place in one file."""
     whole = tuple((0, size) for size in shape)
     boxes = () if 0 in shape else (StoredBox(whole, (), 0, path, offset),)
     return StoredTensor(name, shape, dtype, None, (), boxes)

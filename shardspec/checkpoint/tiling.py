@@ -38,17 +38,8 @@ class Overlap(NamedTuple):
 
 
 def find_flaw(shape: Sequence[int], boxes: Sequence[Box]) -> Hole | Overlap | None:
-    """Return the first reason why boxes do not tile a tensor, or None if they do.
+    """Return the first reason why boxes, none of them empty, do not tile a tensor, if there is one.
 
-    Parameters
-    ----------
-    shape
-        Sizes of the tensor; ``()`` for a scalar, whose one box is ``()``.
-    boxes
-        Boxes in the tensor, none of them empty.
-
-    Notes
-    -----
     A sweep along the first dim; between two cuts the same boxes are met all the way, and there
     the remaining dims are swept in turn. A grid of n boxes takes O(n log n) a dim.
 
@@ -94,13 +85,8 @@ def check_tiling(
 ) -> tuple[tuple[_Box, ...], ...]:
     """Check that the boxes of a tensor tile it, once for every addend that is pending.
 
-    Parameters
-    ----------
-    tensor
-        The tensor.
-    tiled
-        Shapes with boxes that are known to tile them: those found here are added, so that many
-        tensors that are cut alike are checked once.
+    Returns groups of two or more boxes that claim the same part: their bytes must agree. Shapes
+    with boxes that tile them are added to `tiled`, so that tensors sharded alike are checked once.
     """
     same: dict[tuple[tuple[int, ...], Box], list[_Box]] = {}
     for stored in tensor.boxes:

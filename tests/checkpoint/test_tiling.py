@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardspec import DeviceMesh, Layout
 from shardspec.boxes import split_interval
-from shardspec.checkpoint.catalog import StoredBox, StoredReduction, StoredTensor
+from shardspec.checkpoint.catalog import (
+    StoredBox,
+    StoredReduction,
+    StoredTensor,
+    replica_holders,
+    replica_key,
+    stored_reductions,
+)
 from shardspec.checkpoint.tiling import Hole, Overlap, check_tiling, find_flaw
 from shardspec.errors import CheckpointError
 
@@ -132,3 +140,13 @@ def test_every_addend_has_to_be_there():
 def test_what_does_not_tile(boxes, problem):
     with pytest.raises(CheckpointError, match=problem):
         check_tiling(tensor((4,), boxes))
+
+
+def test_what_replicas_have_in_common():
+    mesh = DeviceMesh(range(6), (2, 3))
+    partial = Layout(mesh, "[S0|P1]", (4,), "f32")
+    assert replica_key(partial, 5) == (((2, 4),), (2,))
+    assert stored_reductions(partial) == (StoredReduction("sum", 3),)
+    # Of the third row of devices there is nothing left.
+    uneven = Layout(DeviceMesh(range(6), (3, 2)), "[S0]", (2,), "f32")
+    assert replica_holders(uneven) == {(((0, 1),), ()): (0, 1), (((1, 2),), ()): (2, 3)}

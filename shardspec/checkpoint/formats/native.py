@@ -1,9 +1,10 @@
-"""Reading shardspec's own format: the sharding info joined with the headers of its files."""
+"""shardspec's own format, read and written: the sharding info, and the headers of its files."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import (
@@ -20,14 +21,12 @@ from shardspec.checkpoint.catalog import (
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
 from shardspec.checkpoint.formats.safetensors_header import (
     Header,
-    HeaderEntry,
     TensorSlot,
     encode_header,
     read_header,
 )
 from shardspec.checkpoint.sharding_info import (
     SAVE_KEY,
-    BoxEntry,
     FileEntry,
     ShardingInfo,
     format_info,
@@ -42,14 +41,9 @@ from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.text import shown
 
-__all__ = [
-    "open_native",
-    "shard_metadata",
-    "sharded_target",
-]
+__all__ = ["NativeCatalog", "open_native", "shard_metadata", "sharded_target"]
 
-_Due: TypeAlias = Callable[[Layout, int], ReplicaKey]
-"""Which part a device holds by a layout."""
+_CHANGED: Final = "the file was changed, restore it"
 
 
 def shard_metadata(save: str, rank: int) -> dict[str, str]:
@@ -74,98 +68,106 @@ class NativeCatalog(ListedCatalog):
 def open_native(directory: Path) -> NativeCatalog:
     """Read the sharding info and the header of every file, and check that they agree."""
     info = read_info(directory)
-    parts: dict[tuple[Layout, int], ReplicaKey] = {}
-
-    def due(layout: Layout, rank: int) -> ReplicaKey:
-        # Many tensors are cut alike.
-        found = parts.get((layout, rank))
-        if found is None:
-            found = parts[layout, rank] = replica_key(layout, rank)
-        return found
-
+    # Many tensors are sharded alike.
+    key_of = lru_cache(None)(replica_key)
+    holders_of = lru_cache(None)(replica_holders)
     stored: dict[str, list[StoredBox]] = {name: [] for name in info.tensors}
     paths = [file_inside(directory, file.name, directory / INFO_NAME) for file in info.files]
-    files = zip(paths, info.files, strict=True)
-    with prefetch_map(
-        files, lambda at: _read_file(*at, info, due), prefetch_depth(directory)
-    ) as headers:
-        for path, file, header in zip(paths, info.files, headers, strict=True):
+
+    def read(at: tuple[Path, FileEntry]) -> Header:
+        return _read_file(*at, info, key_of)
+
+    files = list(zip(paths, info.files, strict=True))
+    with prefetch_map(files, read, prefetch_depth(directory)) as headers:
+        for (path, file), header in zip(files, headers, strict=True):
             places = {entry.name: (entry.offset, entry.num_bytes) for entry in header.entries}
-            for entry in file.boxes:
-                offset, num_bytes = places[entry.tensor]
-                digest = None if entry.crc32 is None else Digest(entry.crc32, offset, num_bytes)
-                stored[entry.tensor].append(
-                    StoredBox(entry.box, entry.addend, file.rank, path, offset, digest)
-                )
-    parts_of: dict[Layout, dict[ReplicaKey, tuple[int, ...]]] = {}
+            for name, box, addend, crc32 in file.boxes:
+                offset, num_bytes = places[name]
+                digest = None if crc32 is None else Digest(crc32, offset, num_bytes)
+                stored[name].append(StoredBox(box, addend, file.rank, path, offset, digest))
+    tensors = {}
     for name, layout in info.tensors.items():
-        if layout not in parts_of:
-            parts_of[layout] = replica_holders(layout)
-        found = {(box.box, box.addend) for box in stored[name]}
-        for part, ranks in parts_of[layout].items():
-            if part not in found:
+        boxes = tuple(stored[name])
+        found = {(box.box, box.addend) for box in boxes}
+        for key, ranks in holders_of(layout).items():
+            if key not in found:
                 raise CheckpointError(
-                    f"{directory}: tensor {name!r}: no file holds its box {_part_text(part)}, "
+                    f"{directory}: tensor {name!r}: no file holds its box {_key_text(key)}, "
                     f"which {_ranks_text(ranks)} held; restore that file or save again"
                 )
-    tensors = {
-        name: StoredTensor(
+        tensors[name] = StoredTensor(
             name,
             layout.global_shape,
             layout.dtype,
             layout.spec,
             stored_reductions(layout),
-            tuple(stored[name]),
+            boxes,
         )
-        for name, layout in info.tensors.items()
-    }
     return NativeCatalog(directory, info, tensors, (directory / INFO_NAME, *paths))
 
 
-def _read_file(path: Path, file: FileEntry, info: ShardingInfo, due: _Due) -> Header:
+def _read_file(
+    path: Path, file: FileEntry, info: ShardingInfo, key_of: Callable[[Layout, int], ReplicaKey]
+) -> Header:
     """Return the header of a file once it agrees with the info in every respect."""
     if not path_exists(path):
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
         )
-    for entry in file.boxes:
-        _check_box(entry, file.rank, due(info.tensors[entry.tensor], file.rank), path, info)
+    for name, box, addend, _ in file.boxes:
+        key = key_of(info.tensors[name], file.rank)
+        if (box, addend) != key:
+            raise CheckpointError(
+                f"{path.parent / INFO_NAME}: tensor {name!r}: rank {file.rank} is said to hold box "
+                f"{_key_text((box, addend))}, but under spec {info.tensors[name].spec} it holds "
+                f"{_key_text(key)}; the info contradicts itself"
+            )
     with SourceFile(path) as opened:
-        expected = _expected(file, info)
-        if expected is not None and opened.num_bytes == expected[1].file_bytes == file.num_bytes:
-            head, header = expected
+        written = _written_header(file, info)
+        if written is not None and opened.num_bytes == written[1].file_bytes == file.num_bytes:
+            head, header = written
             if opened.read(0, len(head)) == head:
                 return header
         header = read_header(opened)
     if header.file_bytes != file.num_bytes:
         raise CheckpointError(
-            f"{path}: has {header.file_bytes} bytes but {INFO_NAME} says {file.num_bytes}; the "
-            "file was changed, restore it"
+            f"{path}: has {header.file_bytes} bytes but {INFO_NAME} says {file.num_bytes}; "
+            f"{_CHANGED}"
         )
-    for key, said in shard_metadata(info.save, file.rank).items():
-        if header.metadata.get(key) != said:
+    for key_name, said in shard_metadata(info.save, file.rank).items():
+        if header.metadata.get(key_name) != said:
             raise CheckpointError(
-                f"{path}: its metadata says {key} {header.metadata.get(key)!r} but {INFO_NAME} "
-                f"says {said!r}; the file belongs elsewhere, restore the right one"
+                f"{path}: its metadata says {key_name} {header.metadata.get(key_name)!r} but "
+                f"{INFO_NAME} says {said!r}; the file belongs elsewhere, restore the right one"
             )
-    listed = {entry.tensor: entry for entry in file.boxes}
+    listed = {entry.tensor: entry.box for entry in file.boxes}
     for found in header.entries:
         if found.name not in listed:
             raise CheckpointError(
                 f"{path}: holds tensor {shown(found.name, 200)}, which {INFO_NAME} does not list "
-                "for it; the file was changed, restore it"
+                f"for it; {_CHANGED}"
             )
-        _check_entry(listed.pop(found.name), found, path, info)
+        box = listed.pop(found.name)
+        if found.shape != box_shape(box):
+            raise CheckpointError(
+                f"{path}: holds tensor {found.name!r} of shape {list(found.shape)}, but its box "
+                f"{box_text(box)} needs {list(box_shape(box))}; {_CHANGED}"
+            )
+        dtype = info.tensors[found.name].dtype
+        if found.dtype != dtype:
+            raise CheckpointError(
+                f"{path}: holds tensor {found.name!r} as {found.dtype}, but {INFO_NAME} says "
+                f"{dtype}; {_CHANGED}"
+            )
     for name in listed:
         raise CheckpointError(
-            f"{path}: lacks tensor {name!r}, which {INFO_NAME} lists for it; the file was "
-            "changed, restore it"
+            f"{path}: lacks tensor {name!r}, which {INFO_NAME} lists for it; {_CHANGED}"
         )
     return header
 
 
-def _expected(file: FileEntry, info: ShardingInfo) -> tuple[bytes, Header] | None:
-    """Return the header that a file has if it is as `save_sharded` writes it."""
+def _written_header(file: FileEntry, info: ShardingInfo) -> tuple[bytes, Header] | None:
+    """Return the header that `save_sharded` writes for a file: comparing is faster than parsing."""
     slots = (
         TensorSlot(entry.tensor, info.tensors[entry.tensor].dtype, box_shape(entry.box))
         for entry in file.boxes
@@ -177,39 +179,8 @@ def _expected(file: FileEntry, info: ShardingInfo) -> tuple[bytes, Header] | Non
         return None
 
 
-def _check_box(entry: BoxEntry, rank: int, due: ReplicaKey, path: Path, info: ShardingInfo) -> None:
-    layout = info.tensors[entry.tensor]
-    if (entry.box, entry.addend) != due:
-        raise CheckpointError(
-            f"{info_path(path)}: tensor {entry.tensor!r}: rank {rank} is said to hold box "
-            f"{_part_text((entry.box, entry.addend))}, but under spec {layout.spec} it holds "
-            f"{_part_text(due)}; the info contradicts itself"
-        )
-
-
-def _check_entry(entry: BoxEntry, found: HeaderEntry, path: Path, info: ShardingInfo) -> None:
-    """Compare what a header says of a box with what the info says."""
-    layout, shape, dtype = info.tensors[entry.tensor], found.shape, found.dtype
-    if shape != box_shape(entry.box):
-        raise CheckpointError(
-            f"{path}: holds tensor {entry.tensor!r} of shape {list(shape)}, but its box "
-            f"{box_text(entry.box)} needs {list(box_shape(entry.box))}; the file was changed, "
-            "restore it"
-        )
-    if dtype != layout.dtype:
-        raise CheckpointError(
-            f"{path}: holds tensor {entry.tensor!r} as {dtype}, but {INFO_NAME} says "
-            f"{layout.dtype}; the file was changed, restore it"
-        )
-
-
-def info_path(path: Path) -> Path:
-    """Return the info that belongs to a file."""
-    return path.parent / INFO_NAME
-
-
-def _part_text(part: ReplicaKey) -> str:
-    box, addend = part
+def _key_text(key: ReplicaKey) -> str:
+    box, addend = key
     return f"{box_text(box)} of addend {list(addend)}" if addend else box_text(box)
 
 
@@ -226,16 +197,8 @@ def sharded_target(
 ) -> Target:
     """Return the output that is a checkpoint as the ranks of a mesh would save it.
 
-    Parameters
-    ----------
-    mesh
-        The devices; each that stores a box has a file.
-    tensors
-        What to write.
-    layouts
-        Output name to how it is cut; no reductions pending.
-    save
-        Names this save in all its files; a new name unless stated.
+    Layouts by name in the output have no reductions pending. `save` names this save in all its
+    files.
 
     Examples
     --------
