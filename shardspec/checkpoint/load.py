@@ -13,17 +13,10 @@ from shardspec.checkpoint.moving.copy import copy_box
 from shardspec.checkpoint.moving.digests import Checks
 from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.rank_state import Described, agree, communicator_of_state, describe
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
-from shardspec.checkpoint.state_dict import (
-    LEFT_OUT,
-    Described,
-    KeyPath,
-    communicator_of_state,
-    describe,
-    unflatten,
-)
+from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
 from shardspec.checkpoint.tiling import check_tiling
-from shardspec.checkpoint.writing.agree import agree
 from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, plain, select
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError

@@ -7,17 +7,14 @@ compare the copies that several ranks hold, claim the directory, write the files
 import os
 import re
 import stat
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.catalog import ReplicaKey, box_text, replica_holders, replica_key
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
 from shardspec.checkpoint.formats.safetensors_header import (
@@ -28,6 +25,16 @@ from shardspec.checkpoint.formats.safetensors_header import (
 )
 from shardspec.checkpoint.moving.digests import crc32
 from shardspec.checkpoint.moving.to_disk import Writer
+from shardspec.checkpoint.rank_state import (
+    Described,
+    Replicas,
+    agree,
+    check_replicas_of_ranks,
+    check_same,
+    communicator_of_state,
+    describe,
+    tensor_bytes,
+)
 from shardspec.checkpoint.sharding_info import (
     BoxEntry,
     FileEntry,
@@ -36,9 +43,7 @@ from shardspec.checkpoint.sharding_info import (
     read_info,
 )
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.state_dict import Described, communicator_of_state, describe
 from shardspec.checkpoint.store import RemotePath, as_path, reason
-from shardspec.checkpoint.writing.agree import agree
 from shardspec.checkpoint.writing.assign import assign_boxes
 from shardspec.checkpoint.writing.output import reserve
 from shardspec.checkpoint.writing.turn import Turn, shard_name
@@ -46,21 +51,13 @@ from shardspec.checkpoint.writing.upload import Upload
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
-from shardspec.layout.picture import ids_text
 from shardspec.mesh import DeviceMesh
-from shardspec.text import counted
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Replicas", "save_sharded"]
 
-Replicas: TypeAlias = Literal["equal", "first"]
-"""What copies of a box on several ranks have to be, or which of them is saved."""
-
-_PIECE_BYTES: Final = 1 << 20
-"""Digested and written at once, while it is in the CPU's cache."""
-_LONG: Final = 200
 _SHARD_NAME: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
 _TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp")
 
@@ -153,9 +150,9 @@ def save_sharded(
     what = agree(chosen, described)
     tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
     save = tokens[mesh.ids[0]]
-    _check_same(_facts(what, mesh, replicas), chosen)
+    check_same(what, chosen, replicas)
     if replicas == "equal":
-        _check_replicas(what.layouts, chosen.gather(agree(chosen, lambda: _replicas(what, chosen))))
+        check_replicas_of_ranks(what, chosen)
     with Turn() as turn:
         agree(chosen, lambda: _claim(path, overwrite, turn) if leader else None)
         # A device without boxes writes no file.
@@ -178,100 +175,6 @@ def save_sharded(
             # Without a lock only what the older info names is known to be of no other save.
             names = _names(path) if turn.locked else older
             _remove(path, _superseded(path, names, keep={file.name for file in info.files}))
-
-
-def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
-    """Return what all ranks have to agree on, each with the words that say what it is."""
-    facts = {"the mesh": f"{mesh} of ids {mesh.ids}", "replicas": repr(replicas)}
-    paths = what.flat.paths
-    for name, layout in what.layouts.items():
-        at = f" at {paths[name]}" if name in paths else ""
-        spec, shape = layout.spec, list(layout.global_shape)
-        facts[f"tensor {name!r}"] = f"{spec} of {shape} {layout.dtype}{at}"
-    for name, value in what.flat.values.items():
-        at = f" at {paths[name]}" if name in paths else ""
-        facts[f"value {name!r}"] = f"{value!r}{at}" if replicas == "equal" else f"a value{at}"
-    return facts
-
-
-def _check_same(facts: Mapping[str, str], communicator: Communicator) -> None:
-    """Raise on every rank if not all of them save the same tensors."""
-    digest = sha256(repr(sorted(facts.items())).encode("utf-8", "surrogatepass")).hexdigest()
-    ranks = communicator.addressable
-    digests = communicator.gather(dict.fromkeys(ranks, digest))
-    if len(set(digests.values())) == 1:
-        return
-    # Only now the long lists travel.
-    every = communicator.gather(dict.fromkeys(ranks, facts))
-    first, other = next((i, j) for i in every for j in every if every[i] != every[j])
-    key = min(
-        key
-        for key in every[first].keys() | every[other].keys()
-        if every[first].get(key) != every[other].get(key)
-    )
-    missing = f"no such {key.split()[0]}"
-    has = [f"rank {r} has {_cut(every[r].get(key, missing))}" for r in (first, other)]
-    raise CheckpointError(f"{key}: {' but '.join(has)}; save the same on every rank")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONG else f"{text[:_LONG]}…"
-
-
-def _replicas(what: Described, communicator: Communicator) -> dict[int, bytes]:
-    """Return by rank the CRC-32 of each of its boxes that other ranks hold too, by name."""
-    shared = {at: _shared(at) for at in set(what.layouts.values())}
-    known: dict[int, int] = {}
-    found = {}
-    for rank in communicator.addressable:
-        crcs = array("I")
-        for name, layout in what.layouts.items():
-            if replica_key(layout, rank) in shared[layout]:
-                tensor = what.shards[name][rank]
-                # A plain tensor is one for all devices of this process.
-                if id(tensor) not in known:
-                    known[id(tensor)] = _crc_of(tensor)
-                crcs.append(known[id(tensor)])
-        found[rank] = crcs.tobytes()
-    return found
-
-
-def _shared(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
-    """Return the boxes that are not empty and that several ranks hold, and these."""
-    return {part: ranks for part, ranks in replica_holders(layout).items() if len(ranks) > 1}
-
-
-def _check_replicas(layouts: Mapping[str, Layout], gathered: Mapping[int, bytes]) -> None:
-    """Raise if copies of a box differ; every rank finds the same.
-
-    Parameters
-    ----------
-    layouts
-        Sorted by name.
-    gathered
-        What `_replicas` found, of every rank.
-    """
-    shared = {at: _shared(at) for at in set(layouts.values())}
-    digests = {rank: iter(array("I", crcs)) for rank, crcs in gathered.items()}
-    differ: list[str] = []
-    for name, layout in layouts.items():
-        problem = ""
-        for (box, _), ranks in shared[layout].items():
-            holders: dict[int, list[int]] = {}
-            for rank in ranks:
-                holders.setdefault(next(digests[rank]), []).append(rank)
-            if len(holders) > 1 and not problem:
-                groups = [f"rank{'s' * (len(g) > 1)} {ids_text(g)}" for g in holders.values()]
-                whose = ", another on ".join(groups[:3]) + (", and more" if groups[3:] else "")
-                problem = f"its copies of box {box_text(box)} differ: one is on {whose}"
-        if problem:
-            differ.append(f"tensor {name!r}: {problem}")
-    if differ:
-        more = f" ({counted(len(differ) - 1, 'other tensor')} too)" if differ[1:] else ""
-        raise CheckpointError(
-            f"{differ[0]}{more}; make them equal, or cut the tensor by what differs, or save that "
-            'of the first rank with replicas="first"'
-        )
 
 
 def _shard(
@@ -347,28 +250,10 @@ def _fill(
     write(memoryview(shard.head))
     for entry in shard.header.entries:
         value = 0
-        for piece in _pieces(shards[entry.name][shard.entry.rank]):
+        for piece in tensor_bytes(shards[entry.name][shard.entry.rank]):
             value = crc32(piece, value)
             write(piece)
         digests[entry.name] = value
-
-
-def _crc_of(tensor: "torch.Tensor") -> int:
-    value = 0
-    for piece in _pieces(tensor):
-        value = crc32(piece, value)
-    return value
-
-
-def _pieces(tensor: "torch.Tensor") -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, row-major; copied only where they are not at hand that way."""
-    import torch
-
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Strides are set, not kept: a single element counts as contiguous whatever its stride.
-    data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
-    for at in range(0, len(data), _PIECE_BYTES):
-        yield data[at : at + _PIECE_BYTES]
 
 
 _Write: TypeAlias = Callable[[memoryview], None]

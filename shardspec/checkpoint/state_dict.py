@@ -7,16 +7,9 @@ and tuples where they hold tensors or mappings; other plain values stay whole.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
-from shardspec.comm.communicator import Communicator
-from shardspec.comm.steps import ReduceOp
-from shardspec.errors import CheckpointError, DTypeError
-from shardspec.layout.layout import Layout
-from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import Axis, DeviceMesh
+from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEFT_OUT",
-    "Described",
     "FlatState",
     "KeyPath",
     "Leaf",
-    "communicator_of_state",
     "decode_path",
     "decode_value",
-    "describe",
     "encode_path",
     "encode_value",
     "flatten",
@@ -59,17 +49,6 @@ class FlatState:
     """Name to plain value."""
     paths: Mapping[str, KeyPath]
     """The keys of those names that are not keys themselves."""
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A state dict, and how its tensors are laid out."""
-
-    flat: FlatState
-    shards: Mapping[str, Mapping[int, "torch.Tensor"]]
-    """Name to the shard of every addressable device."""
-    layouts: Mapping[str, Layout]
-    """Sorted by name, as the shards are."""
 
 
 def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
@@ -324,121 +303,3 @@ def _contradiction(name: str) -> CheckpointError:
         f"the keys of {name!r} lead to where another value is; rename it otherwise, or restore the "
         "sharding info of the checkpoint"
     )
-
-
-def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
-    """Return who holds a state dict: by the largest mesh, of which the others are slices."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor as TorchDTensor
-
-    from shardspec.comm.process_group import communicator_of
-    from shardspec.comm.torch_mesh import from_torch
-    from shardspec.dtensor import DTensor
-
-    found: list[Communicator] = []
-    meshes: dict[Any, Communicator] = {}
-    for _, value in leaves(state_dict):
-        if isinstance(value, DTensor):
-            found.append(value.communicator)
-        elif isinstance(value, TorchDTensor) and value.device_mesh not in meshes:
-            meshes[value.device_mesh] = communicator_of(from_torch(value.device_mesh))
-            found.append(meshes[value.device_mesh])
-    if found:
-        return max(found, key=lambda communicator: communicator.mesh.size)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return communicator_of(DeviceMesh(range(ranks)))
-
-
-def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Described:
-    """Check every value, and say how it is laid out."""
-    flat = flatten(state_dict)
-    shards, layouts = {}, {}
-    for name, value in sorted(flat.tensors.items(), key=itemgetter(0)):
-        shards[name], layouts[name] = _shards_of(name, value, communicator)
-        for shard in shards[name].values():
-            _check_plain(name, shard)
-    # Names that no file can carry are refused here, even those of tensors that have no boxes.
-    slots = (TensorSlot(name, at.dtype, at.global_shape) for name, at in layouts.items())
-    encode_header(slots, {})
-    encode_header((TensorSlot(name, "int8", ()) for name in flat.values), {})
-    return Described(flat, shards, layouts)
-
-
-def _shards_of(
-    name: str, value: Leaf, communicator: Communicator
-) -> tuple[Mapping[int, "torch.Tensor"], Layout]:
-    from torch.distributed.tensor import DTensor as TorchDTensor
-
-    from shardspec.dtensor import DTensor
-
-    mesh = communicator.mesh
-    if isinstance(value, TorchDTensor):
-        value = DTensor.from_torch(value)
-    if not isinstance(value, DTensor):
-        _check_plain(name, value)
-        try:
-            layout = Layout(mesh, ShardingSpec(value.dim()), value.shape, value.dtype)
-        except DTypeError as error:
-            raise CheckpointError(f"tensor {name!r}: {error}") from None
-        return dict.fromkeys(communicator.addressable, value), layout
-    larger = _on_larger(value.layout, mesh)
-    if larger is None or not set(communicator.addressable) <= value.shards.keys():
-        own = value.layout.mesh
-        raise CheckpointError(
-            f"tensor {name!r} is on mesh {own} with ids {own.ids}, but the save is on mesh {mesh} "
-            f"with ids {mesh.ids}; convert it to one mesh first"
-        )
-    return value.shards, larger
-
-
-def _on_larger(layout: Layout, mesh: DeviceMesh) -> Layout | None:
-    """Return a layout on a mesh of which its own is a slice; None if it is none."""
-    own = layout.mesh
-    if own == mesh:
-        return layout
-    if not set(own.ids) <= set(mesh.ids):
-        return None
-    origin = mesh.coordinates(own.ids[0])
-    axes: dict[int, int] = {}
-    for axis, size in enumerate(own.shape):
-        if size > 1:
-            neighbour = mesh.coordinates(own.id_at([int(a == axis) for a in range(own.ndim)]))
-            moved = [a for a in range(mesh.ndim) if neighbour[a] != origin[a]]
-            if len(moved) != 1 or mesh.shape[moved[0]] != size or moved[0] in axes.values():
-                return None
-            axes[axis] = moved[0]
-    for device in own.ids:
-        place = list(origin)
-        for axis, onto in axes.items():
-            place[onto] = own.coordinates(device)[axis]
-        if mesh.coordinates(device) != tuple(place):
-            return None
-    spec = layout.spec
-    cuts = {
-        dim: [axes[int(axis)] for axis in by if axis in axes]
-        for dim, by in spec.dim_partition_dict.items()
-    }
-    pending: dict[Axis, ReduceOp] = {
-        axes[int(p.axis)]: p.op for p in spec.partials if p.axis in axes
-    }
-    onto_mesh = ShardingSpec(spec.dims, cuts, partial=pending)
-    return Layout(mesh, onto_mesh, layout.global_shape, layout.dtype)
-
-
-def _check_plain(name: str, tensor: "torch.Tensor") -> None:
-    """Refuse what has no bytes of its own, one element after the other."""
-    import torch
-
-    where = f"tensor {name!r} is"
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        remedy = "leave it out, or give it values"
-        if not tensor.is_meta:
-            remedy = f"save its {'dequantize()' if tensor.is_quantized else 'to_dense()'}"
-        raise CheckpointError(
-            f"{where} no plain dense tensor ({tensor.layout}, on {tensor.device}); {remedy}"
-        )
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise CheckpointError(
-            f"{where} a {type(tensor).__module__}.{type(tensor).__name__}, which says nothing of "
-            "its bytes; save the plain tensors that it is made of"
-        )

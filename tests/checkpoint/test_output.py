@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardspec import DeviceMesh, SimulatedCommunicator
-from shardspec.checkpoint.writing.agree import agree
+from shardspec.checkpoint.rank_state import agree
 from shardspec.checkpoint.writing.output import write_atomically
 from shardspec.errors import CheckpointError, OutputExistsError
 

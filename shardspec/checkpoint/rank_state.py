@@ -1,0 +1,335 @@
+"""What each rank holds of a state dict, and that all ranks agree on it before anything is done."""
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+
+from shardspec.checkpoint.catalog import ReplicaKey, box_text, replica_holders, replica_key
+from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
+from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten, leaves
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.steps import ReduceOp
+from shardspec.errors import CheckpointError, DTypeError, OutputExistsError, ShardSpecError
+from shardspec.layout.layout import Layout
+from shardspec.layout.picture import ids_text
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import Axis, DeviceMesh
+from shardspec.text import counted
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Described",
+    "Replicas",
+    "agree",
+    "check_replicas_of_ranks",
+    "check_same",
+    "communicator_of_state",
+    "describe",
+    "tensor_bytes",
+]
+
+Replicas: TypeAlias = Literal["equal", "first"]
+"""What copies of a box on several ranks have to be, or which of them is saved."""
+_LONG: Final = 200
+_PIECE_BYTES: Final = 1 << 20
+"""Digested and written at once, while it is in the CPU's cache."""
+
+T = TypeVar("T")
+
+_FAILURES: Final = (ShardSpecError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
+"""What reading, writing and torch raise. An error of programming is raised as it is, where it
+happened; the other ranks hear of it all the same."""
+
+
+def agree(communicator: Communicator, act: Callable[[], T]) -> T:
+    """Do something in every process, and go on only if it worked in all of them.
+
+    Parameters
+    ----------
+    communicator
+        Every process of its mesh calls this at the same point; one outside it acts for itself.
+    act
+        What to do; it must not communicate.
+
+    Returns
+    -------
+    T
+        What `act` returned here.
+
+    Raises
+    ------
+    OutputExistsError
+        On every rank, if the first failure was one.
+    CheckpointError
+        On every rank, if `act` failed in any other way on any rank; names the first such rank.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh, SimulatedCommunicator
+    >>> agree(SimulatedCommunicator(DeviceMesh(range(2), (2,))), lambda: 5)
+    5
+    """
+    if not communicator.addressable:
+        return act()
+    done: list[T] = []
+    failure: tuple[bool, str] | None = None
+    cause: Exception | None = None
+    try:
+        done.append(act())
+    except Exception as error:
+        cause = error
+        ours = isinstance(error, ShardSpecError)
+        text = str(error) if ours else f"{type(error).__name__}: {error}"
+        failure = isinstance(error, OutputExistsError), text
+    failures = communicator.gather(dict.fromkeys(communicator.addressable, failure))
+    failed = {rank: found for rank, found in failures.items() if found is not None}
+    if cause is not None and not isinstance(cause, _FAILURES):
+        raise cause
+    if failed:
+        rank, (exists, text) = next(iter(failed.items()))
+        everywhere = len(failed) == len(failures) and len(set(failed.values())) == 1
+        message = text if everywhere else f"rank {rank}: {text}"
+        raise (OutputExistsError if exists else CheckpointError)(message) from cause
+    return done[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A state dict, and how its tensors are laid out."""
+
+    flat: FlatState
+    shards: Mapping[str, Mapping[int, "torch.Tensor"]]
+    """Name to the shard of every addressable device."""
+    layouts: Mapping[str, Layout]
+    """Sorted by name, as the shards are."""
+
+
+def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
+    """Return who holds a state dict: by the largest mesh, of which the others are slices."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+    from shardspec.comm.process_group import communicator_of
+    from shardspec.comm.torch_mesh import from_torch
+    from shardspec.dtensor import DTensor
+
+    found: list[Communicator] = []
+    meshes: dict[Any, Communicator] = {}
+    for _, value in leaves(state_dict):
+        if isinstance(value, DTensor):
+            found.append(value.communicator)
+        elif isinstance(value, TorchDTensor) and value.device_mesh not in meshes:
+            meshes[value.device_mesh] = communicator_of(from_torch(value.device_mesh))
+            found.append(meshes[value.device_mesh])
+    if found:
+        return max(found, key=lambda communicator: communicator.mesh.size)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return communicator_of(DeviceMesh(range(ranks)))
+
+
+def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Described:
+    """Check every value, and say how it is laid out."""
+    flat = flatten(state_dict)
+    shards, layouts = {}, {}
+    for name, value in sorted(flat.tensors.items(), key=itemgetter(0)):
+        shards[name], layouts[name] = _shards_of(name, value, communicator)
+        for shard in shards[name].values():
+            _check_plain(name, shard)
+    # Names that no file can carry are refused here, even those of tensors that have no boxes.
+    slots = (TensorSlot(name, at.dtype, at.global_shape) for name, at in layouts.items())
+    encode_header(slots, {})
+    encode_header((TensorSlot(name, "int8", ()) for name in flat.values), {})
+    return Described(flat, shards, layouts)
+
+
+def _shards_of(
+    name: str, value: Leaf, communicator: Communicator
+) -> tuple[Mapping[int, "torch.Tensor"], Layout]:
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+    from shardspec.dtensor import DTensor
+
+    mesh = communicator.mesh
+    if isinstance(value, TorchDTensor):
+        value = DTensor.from_torch(value)
+    if not isinstance(value, DTensor):
+        _check_plain(name, value)
+        try:
+            layout = Layout(mesh, ShardingSpec(value.dim()), value.shape, value.dtype)
+        except DTypeError as error:
+            raise CheckpointError(f"tensor {name!r}: {error}") from None
+        return dict.fromkeys(communicator.addressable, value), layout
+    larger = _on_larger(value.layout, mesh)
+    if larger is None or not set(communicator.addressable) <= value.shards.keys():
+        own = value.layout.mesh
+        raise CheckpointError(
+            f"tensor {name!r} is on mesh {own} with ids {own.ids}, but the save is on mesh {mesh} "
+            f"with ids {mesh.ids}; convert it to one mesh first"
+        )
+    return value.shards, larger
+
+
+def _on_larger(layout: Layout, mesh: DeviceMesh) -> Layout | None:
+    """Return a layout on a mesh of which its own is a slice; None if it is none."""
+    own = layout.mesh
+    if own == mesh:
+        return layout
+    if not set(own.ids) <= set(mesh.ids):
+        return None
+    origin = mesh.coordinates(own.ids[0])
+    axes: dict[int, int] = {}
+    for axis, size in enumerate(own.shape):
+        if size > 1:
+            neighbour = mesh.coordinates(own.id_at([int(a == axis) for a in range(own.ndim)]))
+            moved = [a for a in range(mesh.ndim) if neighbour[a] != origin[a]]
+            if len(moved) != 1 or mesh.shape[moved[0]] != size or moved[0] in axes.values():
+                return None
+            axes[axis] = moved[0]
+    for device in own.ids:
+        place = list(origin)
+        for axis, onto in axes.items():
+            place[onto] = own.coordinates(device)[axis]
+        if mesh.coordinates(device) != tuple(place):
+            return None
+    spec = layout.spec
+    cuts = {
+        dim: [axes[int(axis)] for axis in by if axis in axes]
+        for dim, by in spec.dim_partition_dict.items()
+    }
+    pending: dict[Axis, ReduceOp] = {
+        axes[int(p.axis)]: p.op for p in spec.partials if p.axis in axes
+    }
+    onto_mesh = ShardingSpec(spec.dims, cuts, partial=pending)
+    return Layout(mesh, onto_mesh, layout.global_shape, layout.dtype)
+
+
+def _check_plain(name: str, tensor: "torch.Tensor") -> None:
+    """Refuse what has no bytes of its own, one element after the other."""
+    import torch
+
+    where = f"tensor {name!r} is"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        remedy = "leave it out, or give it values"
+        if not tensor.is_meta:
+            remedy = f"save its {'dequantize()' if tensor.is_quantized else 'to_dense()'}"
+        raise CheckpointError(
+            f"{where} no plain dense tensor ({tensor.layout}, on {tensor.device}); {remedy}"
+        )
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise CheckpointError(
+            f"{where} a {type(tensor).__module__}.{type(tensor).__name__}, which says nothing of "
+            "its bytes; save the plain tensors that it is made of"
+        )
+
+
+def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
+    """Return what all ranks have to agree on, each with the words that say what it is."""
+    facts = {"the mesh": f"{mesh} of ids {mesh.ids}", "replicas": repr(replicas)}
+    paths = what.flat.paths
+    for name, layout in what.layouts.items():
+        at = f" at {paths[name]}" if name in paths else ""
+        spec, shape = layout.spec, list(layout.global_shape)
+        facts[f"tensor {name!r}"] = f"{spec} of {shape} {layout.dtype}{at}"
+    for name, value in what.flat.values.items():
+        at = f" at {paths[name]}" if name in paths else ""
+        facts[f"value {name!r}"] = f"{value!r}{at}" if replicas == "equal" else f"a value{at}"
+    return facts
+
+
+def check_same(what: Described, communicator: Communicator, replicas: Replicas) -> None:
+    """Raise on every rank if not all of them have the same tensors and values."""
+    facts = _facts(what, communicator.mesh, replicas)
+    digest = sha256(repr(sorted(facts.items())).encode("utf-8", "surrogatepass")).hexdigest()
+    ranks = communicator.addressable
+    digests = communicator.gather(dict.fromkeys(ranks, digest))
+    if len(set(digests.values())) == 1:
+        return
+    # Only now the long lists travel.
+    every = communicator.gather(dict.fromkeys(ranks, facts))
+    first, other = next((i, j) for i in every for j in every if every[i] != every[j])
+    key = min(
+        key
+        for key in every[first].keys() | every[other].keys()
+        if every[first].get(key) != every[other].get(key)
+    )
+    missing = f"no such {key.split()[0]}"
+    has = [f"rank {r} has {_cut(every[r].get(key, missing))}" for r in (first, other)]
+    raise CheckpointError(f"{key}: {' but '.join(has)}; save the same on every rank")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONG else f"{text[:_LONG]}…"
+
+
+def _replicas(what: Described, communicator: Communicator) -> dict[int, bytes]:
+    """Return by rank the CRC-32 of each of its boxes that other ranks hold too, by name."""
+    shared = {at: _shared(at) for at in set(what.layouts.values())}
+    known: dict[int, int] = {}
+    found = {}
+    for rank in communicator.addressable:
+        crcs = array("I")
+        for name, layout in what.layouts.items():
+            if replica_key(layout, rank) in shared[layout]:
+                tensor = what.shards[name][rank]
+                # A plain tensor is one for all devices of this process.
+                if id(tensor) not in known:
+                    known[id(tensor)] = _crc_of(tensor)
+                crcs.append(known[id(tensor)])
+        found[rank] = crcs.tobytes()
+    return found
+
+
+def _shared(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
+    """Return the boxes that are not empty and that several ranks hold, and these."""
+    return {part: ranks for part, ranks in replica_holders(layout).items() if len(ranks) > 1}
+
+
+def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None:
+    """Raise on every rank if copies of a box on several ranks differ."""
+    layouts = what.layouts
+    gathered = communicator.gather(agree(communicator, lambda: _replicas(what, communicator)))
+    shared = {at: _shared(at) for at in set(layouts.values())}
+    digests = {rank: iter(array("I", crcs)) for rank, crcs in gathered.items()}
+    differ: list[str] = []
+    for name, layout in layouts.items():
+        problem = ""
+        for (box, _), ranks in shared[layout].items():
+            holders: dict[int, list[int]] = {}
+            for rank in ranks:
+                holders.setdefault(next(digests[rank]), []).append(rank)
+            if len(holders) > 1 and not problem:
+                groups = [f"rank{'s' * (len(g) > 1)} {ids_text(g)}" for g in holders.values()]
+                whose = ", another on ".join(groups[:3]) + (", and more" if groups[3:] else "")
+                problem = f"its copies of box {box_text(box)} differ: one is on {whose}"
+        if problem:
+            differ.append(f"tensor {name!r}: {problem}")
+    if differ:
+        more = f" ({counted(len(differ) - 1, 'other tensor')} too)" if differ[1:] else ""
+        raise CheckpointError(
+            f"{differ[0]}{more}; make them equal, or cut the tensor by what differs, or save that "
+            'of the first rank with replicas="first"'
+        )
+
+
+def _crc_of(tensor: "torch.Tensor") -> int:
+    value = 0
+    for piece in tensor_bytes(tensor):
+        value = crc32(piece, value)
+    return value
+
+
+def tensor_bytes(tensor: "torch.Tensor") -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, row-major; copied only where they are not at hand that way."""
+    import torch
+
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # Strides are set, not kept: a single element counts as contiguous whatever its stride.
+    data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+    for at in range(0, len(data), _PIECE_BYTES):
+        yield data[at : at + _PIECE_BYTES]
