@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, product
 from operator import eq
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, NoReturn, get_args
 
 from shardspec.device_ids import Ids, as_shape, check_ids, flatten, some, whole_number
 from shardspec.errors import AxisError, MeshError
@@ -23,6 +23,24 @@ __all__ = ["Axis", "DeviceMesh", "LinkModel"]
 
 Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
+
+
+_HAND_ON: Final = (
+    "this is a mesh of shardspec where torch takes its own, as fully_shard and parallelize_module "
+    "do; hand on mesh.to_torch()"
+)
+_ONLY_TORCH_HAS: Final = frozenset({"device_type", "mesh_dim_names", "get_coordinate"})
+
+
+class _NotTorchMesh(MeshError, AttributeError):
+    """An attribute of torch's meshes was asked for."""
+
+
+class _Size(int):
+    """A number; torch's meshes have a method of that name, so a call is an error that says so."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise MeshError(_HAND_ON)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -170,7 +188,14 @@ class DeviceMesh:
     @property
     def size(self) -> int:
         """Number of devices."""
-        return len(self.ids)
+        return _Size(len(self.ids))
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in _ONLY_TORCH_HAS:
+                raise _NotTorchMesh(_HAND_ON)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def axis(self, axis: Axis) -> int:
         """Return the number of an axis given by number or name.

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import (
     DeviceMesh,
@@ -124,7 +126,7 @@ def said(attempt: Any) -> str:
 
 def refused(rank: int) -> dict[str, str]:
     os.environ["SHARDSPEC_CHECK"] = "1"
-    mesh = DeviceMesh(range(4), (2, 2))
+    mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
     whole = torch.ones(4, 6)
     cut = DTensor(whole, mesh, "[S0,R]")
     return {
@@ -142,6 +144,10 @@ def refused(rank: int) -> dict[str, str]:
         "ours": said(lambda: DTensor(cut, mesh, "[S0,R]")),  # type: ignore[arg-type]  # refused
         "torch's": said(lambda: DTensor(cut.to_torch(), mesh, "[S0,R]")),
         "parameter": said(lambda: nn.Parameter(cut)),  # type: ignore[arg-type]  # refused
+        "fully_shard": said(
+            lambda: fully_shard(nn.Linear(4, 4), mesh=mesh["tp"])  # type: ignore[call-overload]
+        ),
+        "from_local": said(lambda: TorchDTensor.from_local(whole, mesh)),  # type: ignore[arg-type]  # refused
         "buffer": said(lambda: nn.Buffer(cut)),  # type: ignore[arg-type]  # refused
     }
 
@@ -165,6 +171,8 @@ def test_what_cannot_be_made(tmp_path):
         assert "DTensor.from_torch" in found["torch's"]
         assert "nn.Parameter(tensor.to_torch())" in found["parameter"]
         assert "distribute_module" in found["buffer"]
+        assert "hand on mesh.to_torch()" in found["fully_shard"]
+        assert "hand on mesh.to_torch()" in found["from_local"]
         assert all("\n" not in message for message in found.values()), rank
 
 

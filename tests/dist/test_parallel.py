@@ -346,7 +346,7 @@ REFUSALS = [
     "result depends on the order; finish one",
     "AxisError: spec [S(pp)]: mesh dp=2,tp=4 has no axis named 'pp'; its names: dp, tp",
     "SpecSyntaxError: ",
-    "LayoutError: 'embed_tokens.weight' and 'lm_head.weight' are one tensor, but the rules shard it",
+    "LayoutError: 'embed_tokens.weight' and 'lm_head.weight' are one tensor, but the rules",
     "LayoutError: rule '*.out' matches no tensor",
     "LayoutError: the output of module 'layers.0.self_attn.o_proj' is matched by two rules",
     "MeshError: mesh 8 has the ids (7, 6, 5, 4, 3, 2, 1, 0) along axis 0, but torch numbers",
