@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.writing.fill import Progress
-from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.produce import How, Plan, produce
 from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, plain, select, tied
 from shardspec.checkpoint.writing.targets import Target, Wanted

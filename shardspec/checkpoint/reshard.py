@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.formats.cut_rules import read_toml
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.open import as_catalog
@@ -12,7 +13,6 @@ from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writing.fill import Progress
-from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.produce import How, Plan, produce
 from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, plain, select
 from shardspec.checkpoint.writing.targets import Wanted

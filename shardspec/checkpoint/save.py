@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardspec.boxes import box_shape
+from shardspec.checkpoint.commit import reserve
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
 from shardspec.checkpoint.formats.safetensors_header import (
@@ -45,7 +46,6 @@ from shardspec.checkpoint.sharding_info import (
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, reason
 from shardspec.checkpoint.writing.assign import assign_boxes
-from shardspec.checkpoint.writing.output import reserve
 from shardspec.checkpoint.writing.turn import Turn, shard_name
 from shardspec.checkpoint.writing.upload import Upload
 from shardspec.comm.communicator import Communicator

@@ -5,9 +5,9 @@ from typing import Final, Unpack
 
 import click
 
+from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat, merge
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.writing.member import Member
 from shardspec.cli.arguments import parse_bytes, parsed
 from shardspec.cli.options import (
     CheckpointPath,

@@ -13,8 +13,8 @@ import click
 from shardspec.text import bytes_text, counted, printable, rate_text, seconds_text, shown
 
 if TYPE_CHECKING:
+    from shardspec.checkpoint.coordinate import Member
     from shardspec.checkpoint.report import WriteReport
-    from shardspec.checkpoint.writing.member import Member
 
 __all__ = ["Progress", "path_text", "progress_bar", "say", "write_file", "write_report"]
 
@@ -44,7 +44,7 @@ def write_file(path: Path, text: str, *, overwrite: bool) -> None:
     CheckpointError
         If it cannot be written.
     """
-    from shardspec.checkpoint.writing.output import write_atomically
+    from shardspec.checkpoint.commit import write_atomically
 
     content = text.encode()
 
@@ -74,7 +74,7 @@ def write_report(
     as_json, quiet
         How to say it, if at all; of several processes the first one does.
     """
-    from shardspec.checkpoint.writing.member import Member
+    from shardspec.checkpoint.coordinate import Member
 
     member = Member.of_environment()
     quiet = quiet or (member is not None and member.rank > 0)

@@ -5,9 +5,9 @@ from typing import Unpack
 
 import click
 
+from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.reshard import RESHARDED_FORMATS, ReshardedFormat, read_rules, reshard
-from shardspec.checkpoint.writing.member import Member
 from shardspec.cli.arguments import MeshShape, parse_mesh, parsed
 from shardspec.cli.options import (
     CheckpointPath,

@@ -8,6 +8,7 @@ from math import isclose, prod
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.strict_json import (
     as_list,
     as_object,
@@ -17,7 +18,6 @@ from shardspec.checkpoint.strict_json import (
     member,
     parse_json,
 )
-from shardspec.checkpoint.writing.output import write_atomically
 from shardspec.comm.cost import CostModel
 from shardspec.errors import CheckpointError, MeshError, ProfileError
 from shardspec.mesh import DeviceMesh, LinkModel

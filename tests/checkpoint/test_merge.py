@@ -181,7 +181,7 @@ def test_an_existing_output_is_kept_unless_forced(tmp_path):
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
     out = tmp_path / "out"
     out.write_text("precious")
-    with pytest.raises(OutputExistsError, match=r"out: exists; .* --force \(overwrite=True\)"):
+    with pytest.raises(OutputExistsError, match=r"out: exists; .*--force"):
         merge(ckpt, out)
     assert out.read_text() == "precious"
     merge(ckpt, out, overwrite=True)

@@ -70,9 +70,12 @@ def test_what_is_there_is_kept_or_replaced_as_a_whole(forms, root):
     assert open_checkpoint(f"{root}/hub").format == "shardspec"
     assert not any("model" in name for name in names(f"{root}/hub"))
     store.pipe_file(f"{root}/hub/notes.txt", b"mine")
+    reshard(forms / "own", f"{root}/hub", device_mesh=MESH, rules=RULES, overwrite=True)
+    assert store.cat_file(f"{root}/hub/notes.txt") == b"mine"
+    store.pipe_file(f"{root}/hub/data.safetensors", b"mine")
     before = names(root)
     refusals: tuple[tuple[str, MergedFormat, str], ...] = (
-        ("hub", "huggingface", "holds 'notes.txt', which is no part of a checkpoint"),
+        ("hub", "huggingface", "holds 'data.safetensors', which would count as parts"),
         ("hub", "safetensors", "is a directory; name a file to write"),
         ("a.safetensors", "huggingface", "is a file; name a directory to write"),
     )

@@ -1,8 +1,11 @@
 """Several processes write one output: the same bytes as one, and they fail together."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from functools import partial
 from multiprocessing import get_context
@@ -14,17 +17,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec import DeviceMesh, merge, reshard
+from shardspec.checkpoint import coordinate
+from shardspec.checkpoint.commit import staged_output
+from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.formats.safetensors import huggingface_target
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.writing.claim import claimed
-from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.targets import Wanted
 from shardspec.checkpoint.writing.write_together import share_of
 from shardspec.errors import CheckpointError, OutputExistsError, ShardSpecError
 from tests.checkpoint.writers.states import save, state
 
 
-def run(act, size, answers, rank):
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run(act, size, answers, port, rank):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         report = act(member=Member(rank, size))
         answers.put((rank, None, report.crc32, report.files))
@@ -36,8 +47,9 @@ def in_processes(act, size=3):
     """Call it in several processes at once; return what each has to say, in their order."""
     context = get_context("fork")
     answers = context.Queue()
+    port = free_port()
     processes = [
-        context.Process(target=run, args=(act, size, answers, rank)) for rank in range(size)
+        context.Process(target=run, args=(act, size, answers, port, rank)) for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -122,7 +134,7 @@ def test_what_only_the_first_finds_out(ckpt, tmp_path):
 
 
 def test_beside_another_run(ckpt, tmp_path):
-    with claimed(tmp_path / "out", directory=False, overwrite=True) as place:
+    with staged_output(tmp_path / "out", directory=False, overwrite=True) as place:
         place.write_text("of the other")
         found = in_processes(partial(merge, ckpt, tmp_path / "out"))
         assert all("another run is writing it" in answer[2] for answer in found)
@@ -181,18 +193,49 @@ def test_under_torchrun(ckpt, tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
-def test_none_of_them_imports_torch(ckpt, tmp_path):
-    program = (
-        "import sys\n"
-        "from shardspec.checkpoint.merge import merge\n"
-        "from shardspec.checkpoint.writing.member import Member\n"
-        f"merge({str(ckpt)!r}, {str(tmp_path / 'out')!r}, member=Member(int(sys.argv[1]), 2))\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    children = [subprocess.Popen([sys.executable, "-c", program, str(rank)]) for rank in range(2)]
-    assert [child.wait(60) for child in children] == [0, 0]
+def kill_self(done, _total, rank, victim, how):
+    if rank == victim and done > 100_000:
+        os.kill(os.getpid(), how)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_is_killed_or_stops_and_the_others_end(ckpt, tmp_path, monkeypatch, victim, how):
+    monkeypatch.setattr(coordinate, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(coordinate, "_ALIVE_EVERY_S", 0.3)
+    context = get_context("fork")
+    answers, port = context.Queue(), free_port()
+    acts = [
+        partial(
+            merge,
+            ckpt,
+            tmp_path / "out",
+            progress=partial(kill_self, rank=rank, victim=victim, how=how),
+        )
+        for rank in range(3)
+    ]
+    processes = [
+        context.Process(target=run, args=(act, 3, answers, port, rank))
+        for rank, act in enumerate(acts)
+    ]
+    start = time.monotonic()
+    for process in processes:
+        process.start()
+    found = sorted(answers.get(timeout=30) for _ in range(2))
+    assert time.monotonic() - start < 20
+    for process in processes:
+        process.kill()
+        process.join()
+    assert [rank for rank, *_ in found] == [rank for rank in range(3) if rank != victim]
+    for _, kind, said, _ in found:
+        assert kind == "CheckpointError"
+        assert f"rank {victim} has shown no sign of life" in said or "has ended" in said
+    assert not (tmp_path / "out").exists()
+    # What a killed first process has staged is cleared away by the next run.
+    merge(ckpt, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_an_output_without_a_directory(ckpt, tmp_path):
-    with pytest.raises(CheckpointError, match="No such file or directory"):
-        merge(ckpt, tmp_path / "none" / "out", member=Member(0, 2))
+    with pytest.raises(CheckpointError, match="does not exist; make it first"):
+        merge(ckpt, tmp_path / "none" / "out")

@@ -1,20 +1,24 @@
 """Whether an output may be written where the user wants it, found out before anything is."""
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.commit import exists
+from shardspec.checkpoint.formats.names import (
+    BIN_INDEX,
+    INDEX_SUFFIX,
+    INFO_NAME,
+    METADATA_NAME,
+    is_data_file,
+)
 from shardspec.checkpoint.store import RemotePath, reason
-from shardspec.checkpoint.writing.rename import exists
-from shardspec.checkpoint.writing.replacing import BESIDE_SUFFIX
-from shardspec.errors import CheckpointError
+from shardspec.errors import CheckpointError, ShardSpecError
 
-__all__ = ["check_destination"]
-
-_OF_CHECKPOINTS: Final = (".safetensors", ".json", ".distcp", ".metadata", ".pt")
-"""How the names of files end that make up a checkpoint that may be replaced as a whole."""
+__all__ = ["check_destination", "check_others", "files_of_checkpoint"]
 
 
 def check_destination(output: Path, source: Catalog, *, directory: bool, overwrite: bool) -> Path:
@@ -36,14 +40,14 @@ def check_destination(output: Path, source: Catalog, *, directory: bool, overwri
     OutputExistsError
         If it exists and `overwrite` is not set.
     CheckpointError
-        If it cannot be written, is of another kind, belongs to the source, or is a directory that
-        holds more than a checkpoint.
+        If it cannot be written, is of another kind, or belongs to the source.
     """
     if "\0" in str(output):
         raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
     if isinstance(output, RemotePath):
         _check_remote(output, source, directory, overwrite)
         return output
+    _check_link(output)
     path = Path(os.path.realpath(output))
     try:
         at = path.stat()
@@ -63,6 +67,19 @@ def check_destination(output: Path, source: Catalog, *, directory: bool, overwri
         _check_file(output, path, at, source, overwrite)
     _check_writable(output, path.parent)
     return path
+
+
+def _check_link(output: Path) -> None:
+    """Refuse a link that somebody else has made: it may lead to any file of this user."""
+    try:
+        at = os.lstat(output)
+    except OSError:
+        return
+    if stat.S_ISLNK(at.st_mode) and at.st_uid not in (os.geteuid(), 0):
+        raise CheckpointError(
+            f"{output}: is a link that another user has made (user id {at.st_uid}); remove it, or "
+            "choose another name"
+        )
 
 
 def _check_writable(output: Path, directory: Path) -> None:
@@ -118,22 +135,80 @@ def _check_directory(
             )
     if not overwrite:
         raise exists(output)
+
+
+_LISTS_OF_FILES: Final = (INFO_NAME, METADATA_NAME, BIN_INDEX)
+_OWN_NAMES: Final = re.compile(
+    r"(model(-\d{5}-of-\d{5})?|shard-\d+-model-\d+-of-\d+)\.safetensors"
+    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin"
+)
+"""Files that nothing lists and that are nonetheless parts of a checkpoint by their names."""
+
+
+def files_of_checkpoint(directory: Path) -> frozenset[str]:
+    """Return the names of the files in a directory that make up the checkpoint that it holds.
+
+    Only what can be opened as a checkpoint counts, and in it only what an index or a sharding info
+    lists and is as that says, or what has a name that only parts of checkpoints have. Whatever else
+    lies there is somebody else's.
+    """
+    from shardspec.checkpoint.open import open_checkpoint
+
     try:
-        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-            plain = entry.is_file(follow_symlinks=False)
-            if not plain or not entry.name.endswith(_OF_CHECKPOINTS):
-                raise _holds_more(output, entry.name)
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{output}: cannot be read: {reason(error)}") from None
-
-
-def _holds_more(output: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{output}: holds {name!r}, which is no part of a checkpoint, so the directory is not "
-        "replaced; choose another one"
+        source = open_checkpoint(directory)
+        for name in source.names:
+            source.tensor(name)
+    except ShardSpecError:
+        return frozenset(name for name in _names_in(directory) if _OWN_NAMES.fullmatch(name))
+    inside = {file.name for file in source.files if file.parent == source.directory}
+    listed = any(name in _LISTS_OF_FILES or name.endswith(INDEX_SUFFIX) for name in inside)
+    return frozenset(
+        name
+        for name in inside
+        if _OWN_NAMES.fullmatch(name)
+        or (listed and name.endswith(_DATA))
+        or name in _LISTS_OF_FILES
+        or name.endswith(INDEX_SUFFIX)
     )
+
+
+_DATA: Final = (".safetensors", ".distcp", ".bin")
+
+
+def _names_in(directory: Path) -> set[str]:
+    try:
+        if isinstance(directory, RemotePath):
+            return set(directory.entries())
+        return set(os.listdir(directory))
+    except OSError:
+        return set()
+
+
+def check_others(output: Path, replaced: frozenset[str], *, listed: bool) -> None:
+    """Refuse to write a directory in which files that are kept would count as parts of it.
+
+    Parameters
+    ----------
+    output
+        The directory, if it exists.
+    replaced
+        Names of files that go.
+    listed
+        Whether the output lists its files.
+
+    Raises
+    ------
+    CheckpointError
+        If there are any; names them.
+    """
+    if listed:
+        return
+    names = _names_in(output)
+    if others := sorted(name for name in names - replaced if is_data_file(name)):
+        raise CheckpointError(
+            f"{output}: holds {', '.join(map(repr, others[:3]))}, which would count as parts of "
+            "what is written there; move them, or choose another directory"
+        )
 
 
 def _check_remote(output: RemotePath, source: Catalog, directory: bool, overwrite: bool) -> None:
@@ -156,6 +231,3 @@ def _check_remote(output: RemotePath, source: Catalog, directory: bool, overwrit
         raise CheckpointError(f"{output}: is a directory; name a file to write")
     if entries and not overwrite:
         raise exists(output)
-    for name, plain in sorted(entries.items()):
-        if not plain or not name.endswith((*_OF_CHECKPOINTS, BESIDE_SUFFIX)):
-            raise _holds_more(output, name)

@@ -7,6 +7,7 @@ from threading import Event, Lock
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, StoredBox, distinct
+from shardspec.checkpoint.commit import reserve
 from shardspec.checkpoint.moving.ahead import Stretch, in_files, stretches
 from shardspec.checkpoint.moving.behind import Behind, different
 from shardspec.checkpoint.moving.buffers import Buffers
@@ -16,7 +17,6 @@ from shardspec.checkpoint.moving.digests import Arrival, Checks, crc32, crc32_co
 from shardspec.checkpoint.moving.sinks import FileSink, Sink
 from shardspec.checkpoint.source_files import AHEAD_BYTES, OpenFiles, SourceFile
 from shardspec.checkpoint.store import reason
-from shardspec.checkpoint.writing.output import reserve
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
@@ -86,6 +86,8 @@ class Order(NamedTuple):
     """Compare what is read with the digests of the source."""
     reread: bool
     """Then also read what was written again, and compare it with what should be there."""
+    replaced: frozenset[str]
+    """Names of the files of what is replaced, where that is a directory."""
     threads: int
     """How many files are written at once."""
     cast_counts: CastCounts
@@ -147,8 +149,11 @@ class NewFile:
 
     def __enter__(self) -> int:
         try:
-            flags = os.O_RDWR | os.O_CLOEXEC | (0 if self._num_bytes is None else os.O_CREAT)
-            self._fd = os.open(self._place, flags, 0o666)
+            # A file of its own is staged already; one in a staged directory is made here.
+            made = self._num_bytes is None or os.path.exists(self._place)
+            flags = os.O_RDWR | os.O_CLOEXEC
+            flags |= 0 if made else os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            self._fd = os.open(self._place, flags, 0o600)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {reason(error)}") from None
         try:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.moving.to_disk import Writer
 from shardspec.checkpoint.store import RemotePath
-from shardspec.checkpoint.writing.output import write_atomically
 from shardspec.checkpoint.writing.upload import Upload
 
 __all__ = ["Write", "write_file"]

@@ -10,23 +10,27 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.compare import check_replicas
+from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.moving.cast_counts import CastCounts
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.tiling import MemoizedByBoxes, check_tiling
-from shardspec.checkpoint.writing.destination import check_destination
+from shardspec.checkpoint.writing.destination import (
+    check_destination,
+    check_others,
+    files_of_checkpoint,
+)
 from shardspec.checkpoint.writing.fill import Order, Progress
-from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.targets import Target, Wanted
 from shardspec.checkpoint.writing.write import Written, write_target
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from shardspec.checkpoint.coordinate import Workers
     from shardspec.checkpoint.numeric import CastLosses
-    from shardspec.checkpoint.writing.team import Team
 
 __all__ = ["Build", "How", "Plan", "produce"]
 
@@ -68,10 +72,10 @@ def produce(
         if "\0" in str(output):
             raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL")
         # What few runs need is imported where it is: starting is a tenth of merging a gigabyte.
-        from shardspec.checkpoint.writing.team import together
+        from shardspec.checkpoint.coordinate import together
 
-        with together(how.member, output.absolute()) as team:
-            report = _produce(checkpoint, output, format, build, how, team)
+        with together(how.member, output.absolute()) as workers:
+            report = _produce(checkpoint, output, format, build, how, workers)
     return replace(report, seconds=time.monotonic() - started)
 
 
@@ -81,16 +85,17 @@ def _produce(
     format: str,  # as the report names it
     build: Build,
     how: How,
-    team: "Team | None",
+    workers: "Workers | None",
 ) -> WriteReport:
     source = as_catalog(checkpoint)
-    wanted, target = build(source, None if team is None else team.token)
+    wanted, target = build(source, None if workers is None else workers.token)
     path = output
-    if team is None or team.member.rank == 0:
+    first = workers is None or workers.member.rank == 0
+    if first:
         path = check_destination(
             output, source, directory=target.directory, overwrite=how.overwrite
         )
-    read = _check_tensors(source, wanted, how.verify, team)
+    read = _check_tensors(source, wanted, how.verify, workers)
     report = WriteReport(
         path=output,
         format=format,
@@ -108,6 +113,10 @@ def _produce(
     )
     if how.dry_run:
         return report
+    replaced: frozenset[str] = frozenset()
+    if how.overwrite and target.directory and first:
+        replaced = files_of_checkpoint(path)
+        check_others(path, replaced, listed=format != "huggingface")
     cast_counts = CastCounts(strict=how.strict_cast)
     order = Order(
         source,
@@ -116,49 +125,50 @@ def _produce(
         overwrite=how.overwrite,
         verify=how.verify,
         reread=how.reread,
+        replaced=replaced,
         threads=how.threads,
         cast_counts=cast_counts,
         progress=how.progress,
     )
-    done = _write(order, team)
+    done = _write(order, workers)
     return replace(
         report,
         files=done.files,
         num_bytes=done.num_bytes,
         crc32=done.crc32,
-        cast_losses=_cast_losses(cast_counts, team),
+        cast_losses=_cast_losses(cast_counts, workers),
         written=True,
     )
 
 
-def _cast_losses(counts: CastCounts, team: "Team | None") -> "CastLosses | None":
+def _cast_losses(counts: CastCounts, workers: "Workers | None") -> "CastLosses | None":
     """Return what casts lost; the first of several processes learns of all."""
     found = counts.losses
-    if team is None:
+    if workers is None:
         return found
-    team.say("cast", None if found is None else found.to_json())
-    if team.member.rank:
+    workers.say("cast", None if found is None else found.to_json())
+    if workers.member.rank:
         return found
     from shardspec.checkpoint.numeric import CastLosses
 
-    every = [CastLosses(**said) for said in team.gather("cast") if isinstance(said, dict)]
+    every = [CastLosses(**said) for said in workers.gather("cast") if isinstance(said, dict)]
     return sum(every, CastLosses()) if every else None
 
 
-def _write(order: Order, team: "Team | None") -> Written:
+def _write(order: Order, workers: "Workers | None") -> Written:
     remote = isinstance(order.path, RemotePath)
-    if remote and team is not None:
+    if remote and workers is not None:
         from shardspec.checkpoint.writing.write_remote_together import write_remote_together
 
-        return write_remote_together(team, order)
+        return write_remote_together(workers, order)
     if remote:
         from shardspec.checkpoint.writing.write_remote import write_remote
 
         return write_remote(order)
-    if team is not None:
+    if workers is not None:
         from shardspec.checkpoint.writing.write_together import write_together
 
-        return write_together(team, order)
+        return write_together(workers, order)
     return write_target(order)
 
 
@@ -170,7 +180,7 @@ class _Read(NamedTuple):
 
 
 def _check_tensors(
-    source: Catalog, wanted: Sequence[Wanted], verify: bool, team: "Team | None"
+    source: Catalog, wanted: Sequence[Wanted], verify: bool, workers: "Workers | None"
 ) -> _Read:
     """Check that the boxes of every tensor tile it, and that those stored twice agree.
 
@@ -190,7 +200,7 @@ def _check_tensors(
             copies = copies_of(outline)
             unsure = copies and not (verify and source.copies_agree(name))
             # Each of several processes compares its share.
-            if unsure and (team is None or place % team.member.size == team.member.rank):
+            if unsure and (workers is None or place % workers.member.size == workers.member.rank):
                 tensor = source.tensor(name)
                 for group in check_tiling(tensor, tiled):
                     check_replicas(tensor, group, files, trust_digests=verify)

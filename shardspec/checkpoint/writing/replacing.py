@@ -24,13 +24,23 @@ class Places(NamedTuple):
 
     path: RemotePath
     directory: bool
+    there: frozenset[str]
+    """Names of all files that are there."""
     old: frozenset[str]
-    """Names of what is replaced."""
+    """Names of those that go; what has the name of a new file is replaced too."""
     token: str
     """A word of this run, for names that nobody else has."""
 
     @classmethod
-    def found(cls, path: RemotePath, token: str, *, directory: bool, overwrite: bool) -> "Places":
+    def found(
+        cls,
+        path: RemotePath,
+        token: str,
+        *,
+        directory: bool,
+        overwrite: bool,
+        replaced: frozenset[str] = frozenset(),
+    ) -> "Places":
         """Return the places for an output, once the store was asked what is there.
 
         Raises
@@ -38,13 +48,15 @@ class Places(NamedTuple):
         CheckpointError
             If the store refuses.
         """
-        old: set[str] = set()
+        there: set[str] = set()
         if overwrite and directory:
             with suppress(FileNotFoundError):
-                old = set(path.entries())
+                there = set(path.entries())
         elif overwrite and path.is_file():
-            old = {path.name}
-        return cls(path, directory, frozenset(old), token)
+            there = {path.name}
+        left = {name for name in there if name.endswith(BESIDE_SUFFIX)}
+        old = frozenset(replaced & there | left)
+        return cls(path, directory, frozenset(there), old, token)
 
     def final(self, name: str) -> RemotePath:
         """Return the final name of a file."""
@@ -53,7 +65,7 @@ class Places(NamedTuple):
     def place(self, name: str, *, beside: bool = False) -> RemotePath:
         """Return the name to upload a file under; `beside` keeps it from counting at once."""
         final = self.final(name)
-        if not beside and name not in self.old:
+        if not beside and name not in self.there:
             return final
         return final.with_name(f".{final.name}.{self.token}{BESIDE_SUFFIX}")
 
@@ -74,17 +86,19 @@ class Places(NamedTuple):
         CheckpointError
             If the store refuses.
         """
-        moved = [name for name in files if name in self.old]
+        moved = [name for name in files if name in self.there]
         if self.directory and moved:
             # Old and new ones side by side could be taken for one checkpoint.
             self._remove(
-                name for name in self.old if name in {*files, *last} or name.endswith(_LISTS)
+                name
+                for name in self.there
+                if name in {*files, *last} or (name in self.old and name.endswith(_LISTS))
             )
             made += map(self.final, moved)
         for name in moved:
             self.place(name).replace(self.final(name))
         for name in last:
-            if moved or name in self.old:
+            if moved or name in self.there:
                 self.place(name, beside=True).replace(self.final(name))
         if self.directory:
             self._remove(self.old - {*files, *last})

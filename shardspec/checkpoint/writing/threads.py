@@ -50,7 +50,7 @@ def do_together(work: Sequence[Callable[[], _T]], threads: int, failed: Event) -
     todo: SimpleQueue[int] = SimpleQueue()
     for index in range(len(work)):
         todo.put(index)
-    team = _Team()
+    workers = _Team()
 
     def do_some() -> None:
         try:
@@ -64,17 +64,17 @@ def do_together(work: Sequence[Callable[[], _T]], threads: int, failed: Event) -
         except Empty:
             pass
         finally:
-            team.leave()
+            workers.leave()
 
     try:
-        team.start(do_some, min(threads, len(work)))
-        team.wait()
+        workers.start(do_some, min(threads, len(work)))
+        workers.wait()
     except BaseException:
         while True:
             try:
                 failed.set()
                 # However often the user interrupts: no file may be closed that one writes into.
-                team.wait()
+                workers.wait()
                 break
             except KeyboardInterrupt:
                 continue

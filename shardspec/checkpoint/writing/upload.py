@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
+from shardspec.checkpoint.commit import exists
 from shardspec.checkpoint.store import RemotePath, store_errors
-from shardspec.checkpoint.writing.rename import exists
 
 __all__ = ["Upload"]
 

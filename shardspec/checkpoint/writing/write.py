@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import StoredBox
+from shardspec.checkpoint.commit import staged_output, sync_directory
 from shardspec.checkpoint.moving.ahead import LEAST_BYTES, Ahead
 from shardspec.checkpoint.moving.behind import Behind
 from shardspec.checkpoint.moving.buffers import Buffers
@@ -13,7 +14,6 @@ from shardspec.checkpoint.moving.digests import crc32, crc32_combine
 from shardspec.checkpoint.moving.to_disk import write_all
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
-from shardspec.checkpoint.writing.claim import claimed
 from shardspec.checkpoint.writing.fill import (
     Job,
     Meter,
@@ -27,7 +27,6 @@ from shardspec.checkpoint.writing.fill import (
     plan,
     wanted_by,
 )
-from shardspec.checkpoint.writing.output import sync_directory
 from shardspec.checkpoint.writing.targets import OutputFile, Piece, Target
 from shardspec.checkpoint.writing.threads import do_together
 
@@ -73,7 +72,9 @@ def write_target(order: Order) -> Written:
     # With several files at once the CPU is busy enough.
     beside = threads == 1 or len(target.files) == 1
     job = order.job(Meter(target.num_bytes, order.progress), beside=beside)
-    with claimed(path, directory=target.directory, overwrite=order.overwrite) as place:
+    with staged_output(
+        path, directory=target.directory, overwrite=order.overwrite, replaced=order.replaced
+    ) as place:
         work = [
             partial(_write, job, file, place / file.name if target.directory else place)
             for file in target.files

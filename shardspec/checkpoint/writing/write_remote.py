@@ -59,7 +59,7 @@ class Uploads:
         self.job.source.check_unchanged()
         files = tuple(digests)
         every = dict(digests)
-        beside = not self.places.old.isdisjoint(files)
+        beside = not self.places.there.isdisjoint(files)
         if self.target.last is not None:
             for name, data in self.target.last({name: at.slots for name, at in digests.items()}):
                 every[name] = _put(self, self.places.place(name, beside=beside), data)
@@ -83,7 +83,11 @@ def write_remote(order: Order) -> Written:
     assert isinstance(path, RemotePath), "it is to be written to a store"
     job = order.job(Meter(target.num_bytes, order.progress))
     places = Places.found(
-        path, os.urandom(8).hex(), directory=target.directory, overwrite=overwrite
+        path,
+        os.urandom(8).hex(),
+        directory=target.directory,
+        overwrite=overwrite,
+        replaced=order.replaced,
     )
     uploads = Uploads(job, target, places, overwrite, [])
     try:

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredBox, distinct
+from shardspec.checkpoint.coordinate import Member, Workers
 from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.writing.fill import Meter, Order, Progress, check_the_rest
-from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.replacing import Places
 from shardspec.checkpoint.writing.targets import OutputFile, Target
-from shardspec.checkpoint.writing.team import Team
 from shardspec.checkpoint.writing.write import FileDigest, Written
 from shardspec.checkpoint.writing.write_remote import Uploads
 
@@ -44,12 +43,12 @@ def files_of(target: Target, member: Member) -> list[OutputFile]:
     return [file for file in target.files if file.name in mine]
 
 
-def write_remote_together(team: Team, order: Order) -> Written:
+def write_remote_together(workers: Workers, order: Order) -> Written:
     """Write an output so that it counts when it is whole, or not at all, as one of several.
 
     Parameters
     ----------
-    team
+    workers
         The processes; all call this for the same source, target and path.
     order
         What to write; the target of the first process counts.
@@ -61,56 +60,62 @@ def write_remote_together(team: Team, order: Order) -> Written:
     """
     source, target, path, overwrite = order.source, order.target, order.path, order.overwrite
     assert isinstance(path, RemotePath), "it is to be written to a store"
-    mine = files_of(target, team.member)
+    mine = files_of(target, workers.member)
     total = sum(file.num_bytes for file in mine)
-    job = order.job(Meter(total, _listening(team, order.progress)))
-    if team.member.rank:
-        old = frozenset(map(str, _list(team.hear("old", 0))))
-        places = Places(path, target.directory, old, team.token)
+    job = order.job(Meter(total, _listening(workers, order.progress)))
+    if workers.member.rank:
+        there = frozenset(map(str, _list(workers.hear("there", 0))))
+        places = Places(path, target.directory, there, frozenset(), workers.token)
         uploads = Uploads(job, target, places, overwrite, [])
         try:
-            team.say("share", _share(uploads, mine, order.threads))
+            workers.say("share", _share(uploads, mine, order.threads))
         except BaseException:
             places.discard(uploads.made)
             raise
-        return _outcome(team, places, uploads.made)
-    places = Places.found(path, team.token, directory=target.directory, overwrite=overwrite)
+        return _outcome(workers, places, uploads.made)
+    places = Places.found(
+        path,
+        workers.token,
+        directory=target.directory,
+        overwrite=overwrite,
+        replaced=order.replaced,
+    )
     uploads = Uploads(job, target, places, overwrite, [])
-    team.say("old", sorted(places.old))
+    workers.say("there", sorted(places.there))
     try:
-        team.say("share", _share(uploads, mine, order.threads))
-        digests, judged = _joined(source, team)
+        workers.say("share", _share(uploads, mine, order.threads))
+        digests, judged = _joined(source, workers)
         if order.verify:
             slots = (slot for file in target.files for slot in file.slots)
             check_the_rest(job, slots, judged)
         written = uploads.finish({file.name: digests[file.name] for file in target.files})
     except BaseException:
-        others = [places.place(name) for said in team.said("share") for name in _list(said)[0]]
+        others = [places.place(name) for said in workers.said("share") for name in _list(said)[0]]
         places.discard([*uploads.made, *others])
         raise
-    team.say("written", [list(written.files), written.num_bytes, written.crc32])
+    workers.say("written", [list(written.files), written.num_bytes, written.crc32])
     return written
 
 
-def _outcome(team: Team, places: Places, made: Sequence[RemotePath]) -> Written:
+def _outcome(workers: Workers, places: Places, made: Sequence[RemotePath]) -> Written:
     """Return what the first process says in the end, who alone knows whether all went well."""
     try:
-        files, num_bytes, value = _list(team.hear("written", 0))
+        files, num_bytes, value = _list(workers.hear("written", 0))
     except BaseException:
-        if team.has_failed(0):
+        if workers.has_failed():
             places.discard(made)
         raise
     return Written(tuple(files), num_bytes, value)
 
 
-def _listening(team: Team, progress: Progress | None) -> Progress:
+def _listening(workers: Workers, progress: Progress | None) -> Progress:
     """Return what is told of progress, and stops it when another process has failed."""
     due = time.monotonic() + _LISTEN_S
 
     def listen(done: int, total: int) -> None:
         nonlocal due
         if time.monotonic() > due:
-            team.listen()
+            workers.listen()
             due = time.monotonic() + _LISTEN_S
         if progress is not None:
             progress(done, total)
@@ -140,11 +145,11 @@ def _share(uploads: Uploads, files: Sequence[OutputFile], threads: int) -> objec
     return [digests, judged]
 
 
-def _joined(source: Catalog, team: Team) -> tuple[dict[str, FileDigest], set[StoredBox]]:
+def _joined(source: Catalog, workers: Workers) -> tuple[dict[str, FileDigest], set[StoredBox]]:
     """Return the digest of every file, and the boxes that some process found right."""
     digests: dict[str, FileDigest] = {}
     judged: set[StoredBox] = set()
-    for said in team.gather("share"):
+    for said in workers.gather("share"):
         of_files, found = _list(said)
         for name, (slots, whole, num_bytes) in of_files.items():
             digests[name] = FileDigest(tuple(slots), whole, num_bytes)

@@ -9,11 +9,12 @@ from typing import Any
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import Catalog, StoredBox, distinct
+from shardspec.checkpoint.commit import joined_output, real_path, staged_output
+from shardspec.checkpoint.coordinate import Member, Workers, failing_together
 from shardspec.checkpoint.moving.behind import Behind
 from shardspec.checkpoint.moving.buffers import Buffers
 from shardspec.checkpoint.moving.digests import crc32_combine
 from shardspec.checkpoint.source_files import OpenFiles
-from shardspec.checkpoint.writing.claim import claimed
 from shardspec.checkpoint.writing.fill import (
     Job,
     Meter,
@@ -26,9 +27,7 @@ from shardspec.checkpoint.writing.fill import (
     parts_of,
     plan,
 )
-from shardspec.checkpoint.writing.member import Member
 from shardspec.checkpoint.writing.targets import OutputFile, Slot, Target
-from shardspec.checkpoint.writing.team import Team, failing_together
 from shardspec.checkpoint.writing.write import FileDigest, Written, finish, put_pieces
 from shardspec.dtypes import item_bytes
 
@@ -85,12 +84,12 @@ def _rows(slot: Slot, low: int, high: int) -> Iterator[Slot]:
         yield Slot(slot.tensor, box, slot.offset + start * row)
 
 
-def write_together(team: Team, order: Order) -> Written:
+def write_together(workers: Workers, order: Order) -> Written:
     """Write an output whole or not at all, as one of several processes.
 
     Parameters
     ----------
-    team
+    workers
         The processes; all call this for the same source, target and path.
     order
         What to write; the target of the first process counts. Every process writes one file at a
@@ -102,31 +101,33 @@ def write_together(team: Team, order: Order) -> Written:
         As `write_target`, in every process.
     """
     source, target, path = order.source, order.target, order.path
-    shares = share_of(target, team.member)
+    shares = share_of(target, workers.member)
     total = sum(share.part.num_bytes for share in shares)
     # The other processes keep the CPU busy enough.
     job = order.job(Meter(total, order.progress), beside=False)
-    if team.member.rank:
-        place = Path(str(team.hear("place", 0)))
-        team.say("share", _fill(job, target, shares, place))
-        files, num_bytes, value = _list(team.hear("written", 0))
+    if workers.member.rank:
+        with joined_output(Path(str(workers.hear("place", 0))), path) as place:
+            workers.say("share", _fill(job, target, shares, place))
+        files, num_bytes, value = _list(workers.hear("written", 0))
         return Written(tuple(files), num_bytes, value)
     # The others hear of a failure before their files go away.
     with (
-        claimed(path, directory=target.directory, overwrite=order.overwrite) as place,
-        failing_together(team),
+        staged_output(
+            path, directory=target.directory, overwrite=order.overwrite, replaced=order.replaced
+        ) as place,
+        failing_together(workers),
     ):
         for file in target.files:
             with NewFile(_place(place, target, file), path, file.num_bytes) as fd:
                 put_pieces(job, fd, file.pieces)
-        team.say("place", str(place))
-        team.say("share", _fill(job, target, shares, place))
-        crcs, judged = _joined(source, target, team)
+        workers.say("place", str(real_path(place)))
+        workers.say("share", _fill(job, target, shares, place))
+        crcs, judged = _joined(source, target, workers)
         if order.verify:
             every = (
                 share.part
-                for rank in range(team.member.size)
-                for share in share_of(target, Member(rank, team.member.size))
+                for rank in range(workers.member.size)
+                for share in share_of(target, Member(rank, workers.member.size))
             )
             check_the_rest(job, every, judged)
         digests = [
@@ -134,7 +135,7 @@ def write_together(team: Team, order: Order) -> Written:
             for file, of_file in zip(target.files, crcs, strict=True)
         ]
         written = finish(job, target, place, digests)
-    team.say("written", [list(written.files), written.num_bytes, written.crc32])
+    workers.say("written", [list(written.files), written.num_bytes, written.crc32])
     return written
 
 
@@ -173,12 +174,14 @@ def _fill(job: Job, target: Target, shares: Sequence[Share], place: Path) -> obj
     return [digests, judged]
 
 
-def _joined(source: Catalog, target: Target, team: Team) -> tuple[list[list[int]], set[StoredBox]]:
+def _joined(
+    source: Catalog, target: Target, workers: Workers
+) -> tuple[list[list[int]], set[StoredBox]]:
     """Return the CRC-32 of every slot by file, and the boxes that some process found right."""
     crcs = [[0] * len(file.slots) for file in target.files]
     judged = set()
     # Shares are in ascending order, rank after rank, and so are the parts of a slot.
-    for said in team.gather("share"):
+    for said in workers.gather("share"):
         digests, found = _list(said)
         for number, slot, crc, num_bytes in digests:
             crcs[number][slot] = int(crc32_combine(crcs[number][slot], crc, num_bytes))

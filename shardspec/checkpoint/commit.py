@@ -1,0 +1,521 @@
+"""Outputs that appear whole or not at all: staged under another name, flushed, then renamed.
+
+A staged file or directory has an unpredictable name beside the output, is made exclusively, and
+belongs to its maker alone (modes 0600 and 0700) until it is published. Everything in it is opened
+through the descriptor that made it, so nobody who may write into the same directory can lead a
+write elsewhere. A lock tells a run that is alive from what a killed one has left: the first is
+respected, the second is cleared away. Where the file system has no locks, nothing is cleared.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from shardspec.checkpoint.store import reason
+from shardspec.errors import CheckpointError, OutputExistsError
+
+__all__ = [
+    "exists",
+    "joined_output",
+    "real_path",
+    "reserve",
+    "staged_output",
+    "sync_directory",
+    "write_atomically",
+]
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK_SUFFIX: Final = ".lock"
+
+
+def exists(path: Path) -> OutputExistsError:
+    """Return the error that says that an output is there already."""
+    return OutputExistsError(
+        f"{path}: exists; choose another name, or overwrite it with --force (overwrite=True)"
+    )
+
+
+@contextmanager
+def staged_output(
+    path: Path, *, directory: bool, overwrite: bool, replaced: Collection[str] = ()
+) -> Iterator[Path]:
+    """Make an empty file or directory to fill, and give it the final name when all went well.
+
+    Parameters
+    ----------
+    path
+        The final name; it is untouched until the end.
+    directory
+        Whether a directory is wanted.
+    overwrite
+        Whether what has the final name is replaced in the end.
+    replaced
+        Names of files in a directory that is replaced which go; files that have the name of a new
+        one go too. All others are kept, also those that appear meanwhile.
+
+    Yields
+    ------
+    Path
+        What to fill, by its descriptor. It is removed if anything is raised.
+
+    Raises
+    ------
+    OutputExistsError
+        In the end, if something has the final name and `overwrite` is not set.
+    CheckpointError
+        If another run is at work on the same output, or the system refuses.
+    """
+    try:
+        parent = os.open(path.parent, _DIRECTORY)
+    except OSError as error:
+        raise _refused(path, error) from None
+    try:
+        stage = _Stage(parent, path, directory)
+        try:
+            yield stage.place
+            try:
+                stage.publish(overwrite, replaced)
+            except OSError as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise _refused(path, error) from None
+        except BaseException:
+            stage.discard()
+            raise
+        finally:
+            stage.close()
+        with suppress(OSError):  # some network file systems refuse; the rename has happened
+            os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+@contextmanager
+def joined_output(staged: Path, path: Path) -> Iterator[Path]:
+    """Open what another process of the same user has staged.
+
+    Parameters
+    ----------
+    staged
+        Its `real_path`, as that process says.
+    path
+        The final name, for errors.
+
+    Raises
+    ------
+    CheckpointError
+        If it is not there, or belongs to somebody else.
+    """
+    try:
+        fd = os.open(staged, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: what the first process has begun is not seen here ({reason(error)}); write "
+            "to a directory that all processes share"
+        ) from None
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise CheckpointError(f"{path}: {staged.name} beside it belongs to another user")
+        yield _by_descriptor(fd, staged)
+    finally:
+        os.close(fd)
+
+
+def real_path(place: Path) -> Path:
+    """Return the name under which something is staged, for other processes."""
+    return Path(os.readlink(place)) if place.parent == _DESCRIPTORS else place
+
+
+def write_atomically(
+    path: Path, num_bytes: int, fill: Callable[[int], None], *, overwrite: bool
+) -> None:
+    """Create a file under another name, fill it, flush it to the disk, and only then name it.
+
+    Parameters
+    ----------
+    path
+        The final name. It is untouched until the file is complete.
+    num_bytes
+        Size of the file: a disk that has no room for it shows before anything is written.
+    fill
+        Writes the contents, given a descriptor.
+    overwrite
+        Whether a file of that name is replaced.
+
+    Raises
+    ------
+    OutputExistsError
+        If there is such a file and `overwrite` is not set, even where it appeared meanwhile.
+    CheckpointError
+        If the system refuses, as when the disk is full. The unfinished file is removed; it is
+        removed too when `fill` raises, or the user interrupts.
+    """
+    name = f".shardspec-{os.urandom(8).hex()}.tmp"
+    try:
+        parent = os.open(path.parent, _DIRECTORY)
+    except OSError as error:
+        raise _refused(path, error) from None
+    try:
+        try:
+            fd = os.open(name, _NEW, 0o600, dir_fd=parent)
+        except OSError as error:
+            raise _refused(path, error) from None
+        try:
+            reserve(fd, num_bytes)
+            fill(fd)
+            _give_mode(fd, _old_mode(parent, path.name), directory=False)
+            os.fsync(fd)
+            _rename_file(parent, name, path, fd, overwrite)
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{path}: cannot be written: {reason(error)} ({num_bytes} bytes are needed); make "
+                "room or write elsewhere"
+            ) from None
+        finally:
+            # By now the file has its name, or an error is on its way that says more.
+            _unlink_same(parent, name, fd)
+            os.close(fd)
+        with suppress(OSError):
+            os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def reserve(fd: int, num_bytes: int) -> None:
+    """Give a new file its size, if the file system says that it has the room.
+
+    That is a word about now, not a promise: posix_fallocate promises, but takes longer than
+    writing where files are in memory, and leaves disks work to do twice.
+
+    Raises
+    ------
+    OSError
+        If there is less room than needed, or the system refuses the size.
+    """
+    room = os.fstatvfs(fd)
+    # Some file systems count nothing.
+    if room.f_blocks and room.f_bfree * room.f_frsize < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(fd, num_bytes)
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the names in a directory to the disk, where the file system can do that."""
+    with suppress(OSError):
+        fd = os.open(directory, _DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _refused(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be written: {reason(error)}")
+
+
+_DESCRIPTORS: Final = Path("/proc/self/fd")
+
+
+def _by_descriptor(fd: int, otherwise: Path) -> Path:
+    """Return a path that leads to an open file or directory whatever becomes of its name."""
+    at = _DESCRIPTORS / str(fd)
+    return at if at.exists() else otherwise
+
+
+class _Stage:
+    """A staged file or directory, and its lock."""
+
+    def __init__(self, parent: int, path: Path, directory: bool) -> None:
+        self._parent, self._path, self._directory = parent, path, directory
+        self._pattern = re.compile(
+            re.escape(f".{path.name}.shardspec-") + "[0-9a-f]{16}(" + re.escape(_LOCK_SUFFIX) + ")?"
+        )
+        self._clear("")
+        try:
+            self._make()
+        except OSError as error:
+            raise _refused(path, error) from None
+        try:
+            # Another run may have begun at the same moment; one of the two goes on.
+            self._clear(self._lock_name)
+        except BaseException:
+            self.discard()
+            self.close()
+            raise
+        self.place = _by_descriptor(self._fd, path.with_name(self._name))
+
+    def _make(self) -> None:
+        while True:
+            self._name = f".{self._path.name}.shardspec-{os.urandom(8).hex()}"
+            self._lock_name = self._name + (_LOCK_SUFFIX if self._directory else "")
+            self._lock = os.open(self._lock_name, _NEW, 0o600, dir_fd=self._parent)
+            if _lock(self._lock) is not True:
+                warnings.warn(
+                    f"{self._path}: this file system has no locks, so another run that writes the "
+                    "same output is not noticed",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            # Between the two lines above, another run may have taken it for left behind.
+            if _is_same(self._parent, self._lock_name, self._lock):
+                break
+            os.close(self._lock)
+        self._fd = self._lock
+        if self._directory:
+            try:
+                os.mkdir(self._name, 0o700, dir_fd=self._parent)
+                self._fd = os.open(self._name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
+            except OSError:
+                self.discard()
+                os.close(self._lock)
+                raise
+
+    def _clear(self, own: str) -> None:
+        """Remove what killed runs of this user have left at this output.
+
+        Raises
+        ------
+        CheckpointError
+            If another run is alive; of two that begin together, the one with the lesser name is.
+        """
+        for name in sorted(os.listdir(self._parent)):
+            match = self._pattern.fullmatch(name)
+            if match is None or name == own:
+                continue
+            with suppress(FileNotFoundError):
+                at = os.stat(name, dir_fd=self._parent, follow_symlinks=False)
+                if not stat.S_ISREG(at.st_mode) or at.st_uid != os.geteuid():
+                    continue
+                fd = os.open(
+                    name,
+                    os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+                    dir_fd=self._parent,
+                )
+                try:
+                    locked = _lock(fd)
+                    if locked is False and (not own or name < own):
+                        raise CheckpointError(
+                            f"{self._path}: another run is writing it; wait for that one, or "
+                            "choose another name"
+                        )
+                    if locked and _is_same(self._parent, name, fd):
+                        if match[1]:
+                            _remove_tree(self._parent, name.removesuffix(_LOCK_SUFFIX))
+                        os.unlink(name, dir_fd=self._parent)
+                finally:
+                    os.close(fd)
+
+    def publish(self, overwrite: bool, replaced: Collection[str]) -> None:
+        """Give the output its name."""
+        if not self._directory:
+            _give_mode(self._fd, _old_mode(self._parent, self._path.name), directory=False)
+            _rename_file(self._parent, self._name, self._path, self._fd, overwrite)
+            return
+        old = _old_mode(self._parent, self._path.name) if overwrite else None
+        self._give_modes(old, replaced)
+        if old is None:
+            if not _rename(self._parent, self._name, self._path.name, _NOREPLACE, self._path):
+                if os.path.lexists(self._path):
+                    raise exists(self._path)
+                os.rename(
+                    self._name,
+                    self._path.name,
+                    src_dir_fd=self._parent,
+                    dst_dir_fd=self._parent,
+                )
+            self._check_named()
+            return
+        aside = self._name
+        if not _rename(self._parent, self._name, self._path.name, _EXCHANGE, self._path):
+            # Between these two, neither stands under the name; both are complete on the disk.
+            aside = f"{self._name}-old"
+            for one, other in ((self._path.name, aside), (self._name, self._path.name)):
+                os.rename(one, other, src_dir_fd=self._parent, dst_dir_fd=self._parent)
+        self._check_named()
+        self._keep_others(aside, replaced)
+
+    def _check_named(self) -> None:
+        if not _is_same(self._parent, self._path.name, self._fd):
+            raise CheckpointError(
+                f"{self._path}: somebody else has put something else under this name; write to a "
+                "directory that only you can change"
+            )
+
+    def _give_modes(self, old: os.stat_result | None, replaced: Collection[str]) -> None:
+        """Give the directory and its files the modes of what they replace."""
+        modes: dict[str, os.stat_result] = {}
+        if old is not None:
+            with suppress(OSError):
+                fd = os.open(self._path.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
+                try:
+                    for name in os.listdir(fd):
+                        modes[name] = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                finally:
+                    os.close(fd)
+        known = [modes[name] for name in replaced if name in modes]
+        alike = known[0] if len({at.st_mode for at in known}) == 1 else None
+        for name in os.listdir(self._fd):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+            try:
+                _give_mode(fd, modes.get(name, alike), directory=False)
+            finally:
+                os.close(fd)
+        _give_mode(self._fd, old, directory=True)
+        with suppress(OSError):
+            os.fsync(self._fd)
+
+    def _keep_others(self, aside: str, replaced: Collection[str]) -> None:
+        """Move to the new directory what was none of the old checkpoint, and remove the rest."""
+        new = set(os.listdir(self._fd))
+        old = os.open(aside, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
+        try:
+            for _ in range(10):
+                for name in os.listdir(old):
+                    at = os.stat(name, dir_fd=old, follow_symlinks=False)
+                    if (name in replaced or name in new) and not stat.S_ISDIR(at.st_mode):
+                        os.unlink(name, dir_fd=old)
+                    elif name in new:
+                        raise CheckpointError(
+                            f"{self._path}: is written, but the old directory had a directory "
+                            f"{name!r} where it now has a file; it is kept in "
+                            f"{self._path.with_name(aside)}"
+                        )
+                    else:
+                        os.rename(name, name, src_dir_fd=old, dst_dir_fd=self._fd)
+                # What somebody puts there by its descriptor meanwhile is kept too.
+                with suppress(OSError):
+                    os.rmdir(aside, dir_fd=self._parent)
+                    return
+        finally:
+            os.close(old)
+
+    def discard(self) -> None:
+        """Remove what can be removed: an error is on its way already."""
+        with suppress(OSError):
+            if self._directory:
+                _remove_tree(self._parent, self._name)
+            _unlink_same(self._parent, self._lock_name, self._lock)
+
+    def close(self) -> None:
+        """End the claim."""
+        if self._directory:
+            _unlink_same(self._parent, self._lock_name, self._lock)
+            os.close(self._fd)
+        os.close(self._lock)
+
+
+def _lock(fd: int) -> bool | None:
+    """Lock a file that is open for writing; None where the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_same(parent: int, name: str, fd: int) -> bool:
+    """Return whether a descriptor is still what the name leads to."""
+    try:
+        at = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), at)
+
+
+def _unlink_same(parent: int, name: str, fd: int) -> None:
+    with suppress(OSError):
+        if _is_same(parent, name, fd):
+            os.unlink(name, dir_fd=parent)
+
+
+def _remove_tree(parent: int, name: str) -> None:
+    # Importing it takes as long as copying 5 MiB, and few runs have a directory to remove.
+    import shutil
+
+    shutil.rmtree(name, ignore_errors=True, dir_fd=parent)
+
+
+def _old_mode(parent: int, name: str) -> os.stat_result | None:
+    try:
+        at = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return None if stat.S_ISLNK(at.st_mode) else at
+
+
+def _give_mode(fd: int, old: os.stat_result | None, *, directory: bool) -> None:
+    """Give a new file the mode of the one it replaces, and its owner where the system lets us."""
+    if old is None:
+        os.fchmod(fd, (0o777 if directory else 0o666) & ~_umask())
+        return
+    if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+        with suppress(OSError):
+            os.fchown(fd, old.st_uid, old.st_gid)
+    os.fchmod(fd, stat.S_IMODE(old.st_mode) & 0o777)
+
+
+def _umask() -> int:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+_NOREPLACE: Final = 1
+_EXCHANGE: Final = 2
+_UNSUPPORTED: Final = frozenset((errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP))
+
+
+def _rename_file(parent: int, name: str, path: Path, fd: int, overwrite: bool) -> None:
+    if overwrite:
+        os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+    elif not _rename(parent, name, path.name, _NOREPLACE, path):
+        try:
+            # Unlike a rename, this fails where the name was taken by another process meanwhile.
+            os.link(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+        except FileExistsError:
+            raise exists(path) from None
+        except OSError:
+            # This file system has no hard links; the check at the start has to do.
+            os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+    if not _is_same(parent, path.name, fd):
+        raise CheckpointError(
+            f"{path}: somebody else has put something else under this name; write to a directory "
+            "that only you can change"
+        )
+
+
+def _rename(parent: int, source: str, target: str, flag: int, path: Path) -> bool:
+    """Rename by a flag of Linux (renameat2); return whether the file system knows it."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if call(parent, os.fsencode(source), parent, os.fsencode(target), flag) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    if code in (errno.EEXIST, errno.ENOTEMPTY):
+        raise exists(path)
+    raise OSError(code, os.strerror(code), str(path))

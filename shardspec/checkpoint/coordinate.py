@@ -1,0 +1,295 @@
+"""Several processes that write one output, as torchrun starts them.
+
+They talk through the store of `torch.distributed`, which torchrun has set up (or the job's own):
+each says what it has found or done, and waits for what the others say. Every process also says
+that it is alive, so that one that was killed or has stopped ends the others soon. torch is
+imported here only, and only where there are several processes.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+from zlib import crc32
+
+from shardspec.checkpoint.store import RemotePath
+from shardspec.errors import CheckpointError, ShardSpecError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Member", "Workers", "failing_together", "together"]
+
+T = TypeVar("T")
+
+TIMEOUT_S: Final = 30.0
+"""How long a process may show no sign of life before the others give up."""
+_ALIVE_EVERY_S: Final = 2.0
+_MEET_S: Final = 600.0
+"""How long the others may take to appear."""
+_PAUSE_S: Final = 0.005
+_LONGEST_PAUSE_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of the processes."""
+
+    rank: int
+    size: int
+    job: str = field(default="", compare=False, repr=False)
+    """A word that tells the processes of one torchrun from those of another."""
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Member | None":
+        """Return which of the processes of torchrun this is; None if it is alone.
+
+        Examples
+        --------
+        >>> Member.of_environment({"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "WORLD_SIZE": "4"})
+        Member(rank=1, size=4)
+        """
+        if "TORCHELASTIC_RUN_ID" not in environment:
+            return None
+        try:
+            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        except (KeyError, ValueError):
+            return None
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+        job = "/".join(environment.get(name, "") for name in names)
+        return cls(rank, size, f"{crc32(job.encode()):08x}") if size > 1 else None
+
+
+class Workers:
+    """The processes, once all have met; made by `together`.
+
+    Parameters
+    ----------
+    member
+        Which one this is.
+    store
+        Where they talk.
+    token
+        A word that all of them know, and no other run.
+    """
+
+    def __init__(self, member: Member, store: "Store", token: str) -> None:
+        self.member = member
+        self.token = token
+        self._store = store
+        self._seen = {rank: (b"", time.monotonic()) for rank in range(member.size)}
+        self._ended = threading.Event()
+        self._beat()
+        self._beating = threading.Thread(target=self._keep_beating, daemon=True)
+        self._beating.start()
+
+    def say(self, what: str, value: object) -> None:
+        """Tell the others something, once."""
+        said = json.dumps(value)
+        self._ask(lambda: self._store.set(f"{what}/{self.member.rank}", said))
+
+    def hear(self, what: str, rank: int) -> object:
+        """Wait for what another one says.
+
+        Raises
+        ------
+        CheckpointError
+            If any has failed or shows no sign of life.
+        """
+        pause = _PAUSE_S
+        while True:
+            value = self._get(f"{what}/{rank}")
+            if value is not None:
+                return json.loads(value)
+            self.listen()
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+    def gather(self, what: str) -> list[object]:
+        """Return what every one says, in the order of their ranks; raise if any has failed."""
+        return [self.hear(what, rank) for rank in range(self.member.size)]
+
+    def said(self, what: str) -> list[object]:
+        """Return what was said so far, without waiting."""
+        found = (self._get(f"{what}/{rank}") for rank in range(self.member.size))
+        return [json.loads(value) for value in found if value is not None]
+
+    def listen(self) -> None:
+        """Go on only if nobody has failed.
+
+        Raises
+        ------
+        CheckpointError
+            If one says that it has, or shows no sign of life.
+        """
+        failed = self._get("failed")
+        if failed is not None:
+            raise CheckpointError(str(json.loads(failed)))
+        now = time.monotonic()
+        for rank, (beat, since) in self._seen.items():
+            found = self._get(f"alive/{rank}") or b""
+            if found != beat:
+                self._seen[rank] = found, now
+            elif found != b"ended" and now - since > TIMEOUT_S:
+                raise CheckpointError(
+                    f"rank {rank} has shown no sign of life for {TIMEOUT_S:.0f} s; it was killed, "
+                    "or its machine has stopped"
+                )
+
+    def has_failed(self) -> bool:
+        """Return whether a process says that it has failed."""
+        return self._get("failed") is not None
+
+    def tell_failure(self, error: ShardSpecError | None) -> str:
+        """Tell the others that something has gone wrong here; return what has, first of all.
+
+        What failed first is the cause; that others find their files gone is not.
+        """
+        said = f"rank {self.member.rank} was interrupted"
+        if error is not None:
+            said = str(error)
+            said = said if said.startswith("rank ") else f"rank {self.member.rank}: {said}"
+        # Where nobody can be told any more, nobody waits.
+        with suppress(ShardSpecError):
+            text = json.dumps(said)
+            return str(json.loads(self._ask(lambda: self._store.compare_set("failed", "", text))))
+        return said
+
+    def end(self) -> None:
+        """Stop saying that this process is alive: it has ended, and all is well."""
+        self._ended.set()
+        self._beating.join(TIMEOUT_S)
+        with suppress(ShardSpecError):
+            self._ask(lambda: self._store.set(f"alive/{self.member.rank}", "ended"))
+
+    def wait_for_others(self, seconds: float) -> None:
+        """Wait until all have ended, or for so long: the store may go with this process."""
+        deadline = time.monotonic() + seconds
+        others = [rank for rank in range(self.member.size) if rank != self.member.rank]
+        with suppress(ShardSpecError):
+            while time.monotonic() < deadline and not all(
+                self._get(f"alive/{rank}") == b"ended" for rank in others
+            ):
+                time.sleep(_PAUSE_S)
+
+    def _beat(self) -> None:
+        self._store.set(f"alive/{self.member.rank}", str(time.time()))
+
+    def _keep_beating(self) -> None:
+        while not self._ended.wait(_ALIVE_EVERY_S):
+            # A store that has gone is noticed by who waits for something.
+            with suppress(RuntimeError):
+                self._beat()
+
+    def _get(self, key: str) -> bytes | None:
+        return self._ask(lambda: bytes(self._store.get(key)) if self._store.check([key]) else None)
+
+    def _ask(self, act: Callable[[], T]) -> T:
+        """Ask the store something; who holds it may have gone, or may have stopped."""
+        answers: list[T] = []
+        errors: list[RuntimeError] = []
+
+        def ask() -> None:
+            try:
+                answers.append(act())
+            except RuntimeError as error:  # torch names its errors so, or by children of that
+                errors.append(error)
+
+        # Calls of the store cannot be interrupted, and some have no timeout.
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(TIMEOUT_S)
+        if not answers:
+            raise CheckpointError(
+                "the processes cannot talk to each other any more: the one that holds their store "
+                "has ended or stopped"
+            ) from (errors[0] if errors else None)
+        return answers[0]
+
+
+@contextmanager
+def together(member: Member, path: Path) -> Iterator[Workers]:
+    """Meet the other processes; what fails in one fails in all.
+
+    Parameters
+    ----------
+    member
+        Which one this is.
+    path
+        The output, the same for all.
+
+    Raises
+    ------
+    CheckpointError
+        In every process, if one of them fails, is killed, or does not appear in time.
+    """
+    if isinstance(path, RemotePath):
+        if len(path.parts) < 3:
+            raise CheckpointError(f"{path}: is a bucket; name a file or a directory in it")
+        if path.parts[0] == "memory:":
+            raise CheckpointError(
+                f"{path}: memory:// is the memory of one process, and others do not see it; start "
+                "one process"
+            )
+    store, token = _meet(member, path)
+    workers = Workers(member, store, token)
+    try:
+        with failing_together(workers):
+            yield workers
+    finally:
+        workers.end()
+        # The store may live in this process.
+        workers.wait_for_others(TIMEOUT_S if member.rank == 0 else 0)
+
+
+@contextmanager
+def failing_together(workers: Workers) -> Iterator[None]:
+    """Tell the others when something goes wrong."""
+    try:
+        yield
+    except ShardSpecError as error:
+        said = workers.tell_failure(error)
+        if said == str(error):
+            raise
+        raise type(error)(said) from None
+    except BaseException:
+        workers.tell_failure(None)
+        raise
+
+
+def _meet(member: Member, path: Path) -> tuple["Store", str]:
+    """Return a store that only these processes and this call use, and a word for both."""
+    try:
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+    except ImportError:
+        raise CheckpointError(
+            "several processes write one output through torch.distributed, and torch is missing; "
+            "install torch, or start one process"
+        ) from None
+    try:
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            waiting = timedelta(seconds=_MEET_S)
+            store, _, _ = next(rendezvous("env://", member.rank, member.size, timeout=waiting))
+        # Runs at one output follow each other in the same order in every process.
+        name = f"shardspec/{crc32(os.fsencode(str(path))):08x}"
+        number = store.add(f"{name}/runs/{member.rank}", 1)
+        own = PrefixStore(f"{name}/{number}", store)
+        if member.rank == 0:
+            own.set("token", os.urandom(8).hex())
+        own.wait(["token"], timedelta(seconds=_MEET_S))
+        return own, own.get("token").decode()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: the {member.size} processes did not meet within {_MEET_S:.0f} s "
+            f"({str(error).splitlines()[0]}); start all of them by torchrun"
+        ) from None
