@@ -256,7 +256,7 @@ class _Stage:
         self.place = _by_descriptor(self._fd, path.with_name(self._name))
 
     def _make(self) -> None:
-        while True:
+        for _ in range(20):
             self._name = f".{self._path.name}.shardspec-{os.urandom(8).hex()}"
             self._lock_name = self._name + (_LOCK_SUFFIX if self._directory else "")
             self._lock = os.open(self._lock_name, _NEW, 0o600, dir_fd=self._parent)
@@ -271,6 +271,11 @@ class _Stage:
             if _is_same(self._parent, self._lock_name, self._lock):
                 break
             os.close(self._lock)
+        else:
+            raise CheckpointError(
+                f"{self._path}: whatever is begun beside it is taken away at once; write to a "
+                "directory that only you can change"
+            )
         self._fd = self._lock
         if self._directory:
             try:
