@@ -24,7 +24,7 @@ from shardspec.boxes import Box, box_size, slices_within
 from shardspec.comm.control import Unanswered
 from shardspec.comm.results import combine_into
 from shardspec.comm.routes import TransferSchedule, chunks
-from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter, Step
+from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
 from shardspec.comm.transport import cause, copy_own_part, failing
 
 __all__ = ["STAGED_BYTES", "Collectives", "Messages", "fits", "is_contiguous_partition"]
@@ -67,11 +67,9 @@ class Messages:
     def __init__(self, tag: int) -> None:
         self._tag = tag
 
-    def move(
-        self, what: object, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor
-    ) -> None:
+    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Fill the result with what comes in, and send what others want; see `Transport`."""
-        rounds = _Rounds(what, schedule, shard, self._tag)
+        rounds = _Rounds(schedule, shard, self._tag)
         incoming = [
             (part.peer, part.box) for part in schedule.incoming if part.peer != schedule.device
         ]
@@ -90,15 +88,10 @@ class Messages:
         rounds.finish()
 
     def reduce(
-        self,
-        what: object,
-        schedule: TransferSchedule,
-        shard: torch.Tensor,
-        result: torch.Tensor,
-        op: ReduceOp,
+        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
     ) -> None:
         """Fill the result with what the addends of all members come to; see `Transport`."""
-        rounds = _Rounds(what, schedule, shard, self._tag)
+        rounds = _Rounds(schedule, shard, self._tag)
         # This device's own addend is among those that come in, so it counts where it is alone too.
         for sends, parts in rounds.boxes([(part.peer, part.box) for part in schedule.incoming]):
             arriving: Addressed = []
@@ -156,10 +149,8 @@ class _Round:
 class _Rounds:
     """Rounds on their way, the oldest first, and the buffers that they share."""
 
-    def __init__(
-        self, what: object, schedule: TransferSchedule, shard: torch.Tensor, tag: int
-    ) -> None:
-        self._what, self._schedule, self._shard, self._tag = what, schedule, shard, tag + 1
+    def __init__(self, schedule: TransferSchedule, shard: torch.Tensor, tag: int) -> None:
+        self._schedule, self._shard, self._tag = schedule, shard, tag + 1
         self._peers = {peer for peer, _ in schedule.outgoing}
         self._peers |= {part.peer for part in schedule.incoming} - {schedule.device}
         self._under_way: deque[_Round] = deque()
@@ -197,7 +188,7 @@ class _Rounds:
         for peer, box in sends:
             part = self._shard[slices_within(box, self._schedule.before)]
             leaving.append((peer, part if part.is_contiguous() else self.buffer(part).copy_(part)))
-        with failing(self._what, self._peers):
+        with failing(self._schedule.step, self._peers):
             works = _start(leaving, receives, self._tag)
         kept = [tensor for _, tensor in leaving]
         self._under_way.append(_Round(works, late, kept, self._taken))
@@ -214,7 +205,7 @@ class _Rounds:
 
     def _finish_oldest(self) -> None:
         oldest = self._under_way.popleft()
-        with failing(self._what, self._peers):
+        with failing(self._schedule.step, self._peers):
             for work in oldest.works:
                 work.wait()
         for act in oldest.late:
@@ -247,38 +238,31 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
-    def move(
-        self, what: object, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor
-    ) -> None:
+    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Fill the result with what comes in; see `Transport`."""
-        with failing(what, schedule.peers):
+        with failing(schedule.step, schedule.peers):
             _ALL_GATHER(result.view(-1), shard.contiguous().view(-1), group=self._group)
 
     def reduce(
-        self,
-        what: object,
-        schedule: TransferSchedule,
-        shard: torch.Tensor,
-        result: torch.Tensor,
-        op: ReduceOp,
+        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
     ) -> None:
         """Fill the result with the sum or mean of the addends; see `Transport`."""
-        with failing(what, schedule.peers):
+        with failing(schedule.step, schedule.peers):
             _REDUCE_SCATTER(result.view(-1), shard.contiguous().view(-1), group=self._group)
         if op == "avg":
             result /= len(schedule.members)
 
     def all_reduce(
-        self, what: object, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
+        self, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
     ) -> torch.Tensor:
         """Return the sum or mean of the addends."""
         result = shard.clone(memory_format=torch.contiguous_format)
-        with failing(what, schedule.peers):
+        with failing(schedule.step, schedule.peers):
             dist.all_reduce(result, group=self._group)
         return result.div_(len(schedule.members)) if op == "avg" else result
 
 
-def fits(step: Step, schedule: TransferSchedule, dtype: torch.dtype) -> bool:
+def fits(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
     """Say whether a collective of the backend does a step; all members say the same.
 
     Examples
@@ -289,12 +273,12 @@ def fits(step: Step, schedule: TransferSchedule, dtype: torch.dtype) -> bool:
     >>> for shape in ((6, 5), (7, 5)):
     ...     cut = Layout(DeviceMesh(range(2), (2,)), "[S0,R]", shape, "float32")
     ...     whole, step = cut.with_spec("[R,R]"), AllGather(0, (0,))
-    ...     fits(step, schedule_for(step, cut.mesh, 1, cut.box, whole.box), torch.float32)
+    ...     fits(schedule_for(step, cut.mesh, 1, cut.box, whole.box), torch.float32)
     True
     False
     """
     members = sorted(schedule.members)
-    match step:
+    match schedule.step:
         case AllGather():
             coming = {part.peer: part.box for part in schedule.incoming}
             parts = [coming.get(peer) for peer in members]

@@ -14,7 +14,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -29,7 +29,7 @@ from shardspec.boxes import Box, box_shape, box_size, slices_within
 from shardspec.comm.control import Address, Link, ranks_text
 from shardspec.comm.results import combine_into
 from shardspec.comm.routes import Incoming, TransferSchedule, chunks
-from shardspec.comm.steps import ReduceOp
+from shardspec.comm.steps import ReduceOp, Step
 from shardspec.comm.transport import copy_own_part
 from shardspec.errors import CommunicatorError
 
@@ -62,13 +62,7 @@ class Region:
     item_bytes: int
 
     def part(self, starts: Sequence[int], shape: Sequence[int]) -> "Region":
-        """Return where a part of the array lies.
-
-        Examples
-        --------
-        >>> Region(1000, (4, 6), (24, 4), 4).part((1, 2), (3, 2))
-        Region(address=1032, shape=(3, 2), strides=(24, 4), item_bytes=4)
-        """
+        """Return where a part of the array lies."""
         offset = sum(at * stride for at, stride in zip(starts, self.strides, strict=True))
         return Region(self.address + offset, tuple(shape), self.strides, self.item_bytes)
 
@@ -80,13 +74,7 @@ class Region:
 
     @property
     def run_bytes(self) -> int:
-        """Bytes that lie next to each other before the first gap.
-
-        Examples
-        --------
-        >>> Region(0, (3, 2), (24, 4), 4).run_bytes, Region(0, (3, 2), (8, 4), 4).run_bytes
-        (8, 24)
-        """
+        """Bytes that lie next to each other before the first gap."""
         run = self.item_bytes
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != run:
@@ -96,12 +84,9 @@ class Region:
 
 
 def read(pid: int, source: Region, target: Region) -> None:
-    """Copy an array of another process to one of this process, of the same shape and element size.
+    """Copy an array of another process to one here, of the same shape and element size.
 
-    Raises
-    ------
-    OSError
-        If the process has gone, or this one may not read it, or no such memory is there.
+    `OSError` says that the process has gone, may not be read, or has no such memory.
     """
     run = min(source.run_bytes, target.run_bytes)
     theirs, ours = _starts(source, run), _starts(target, run)
@@ -154,31 +139,22 @@ def _libc() -> ctypes.CDLL:
 
 def readable(others: Mapping[int, Address]) -> frozenset[int]:
     """Return which of some processes can be read, by reading what each says to have somewhere."""
-    return frozenset(peer for peer, other in others.items() if _can_read(other))
-
-
-def _can_read(other: Address) -> bool:
-    found = ctypes.create_string_buffer(len(other.content))
-    size = (len(other.content),)
-    try:
-        target = Region(ctypes.addressof(found), size, (1,), 1)
-        read(other.pid, Region(other.probe, size, (1,), 1), target)
-    except OSError:
-        return False
-    return found.raw == other.content
+    found = set()
+    for peer, other in others.items():
+        got, size = ctypes.create_string_buffer(len(other.content)), (len(other.content),)
+        target = Region(ctypes.addressof(got), size, (1,), 1)
+        with suppress(OSError):
+            read(other.pid, Region(other.probe, size, (1,), 1), target)
+            if got.raw == other.content:
+                found.add(peer)
+    return frozenset(found)
 
 
 class PeerMemory:
     """Moves boxes between processes that can read each other; a `Transport`.
 
-    Parameters
-    ----------
-    links
-        To every process that is reached, by rank.
-    readable
-        For every rank of the mesh, which others it can read.
-    timeout_s
-        How long a step waits for a peer.
+    It has links to the processes that are reached, knows for every rank of the mesh which others it
+    can read, and waits for a peer so many seconds at most.
     """
 
     def __init__(
@@ -199,32 +175,25 @@ class PeerMemory:
             )
         return self._joined[members]
 
-    def move(
-        self, what: object, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor
-    ) -> None:
+    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Fill the result with what comes in, and let others read; see `Transport`."""
-        with self._serving(what, schedule, shard) as deadline:
+        with self._serving(schedule, shard) as deadline:
             copy_own_part(schedule, shard, result)
             for peer, parts in _by_peer(schedule).items():
-                there = self._receive(what, peer, parts[0], shard, deadline)
+                there = self._receive(schedule.step, peer, parts[0], shard, deadline)
                 for part in parts:
                     place = result[slices_within(part.box, schedule.after)]
                     self._fetch(peer, _part_of(there, part), place)
-                self._release(what, peer)
+                self._release(schedule.step, peer)
 
     def reduce(
-        self,
-        what: object,
-        schedule: TransferSchedule,
-        shard: torch.Tensor,
-        result: torch.Tensor,
-        op: ReduceOp,
+        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
     ) -> None:
         """Fill the result with what the addends of all members come to; see `Transport`."""
         shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        with self._serving(what, schedule, shard) as deadline:
+        with self._serving(schedule, shard) as deadline:
             there = {
-                peer: self._receive(what, peer, parts[0], shard, deadline)
+                peer: self._receive(schedule.step, peer, parts[0], shard, deadline)
                 for peer, parts in _by_peer(schedule).items()
             }
             most = max(1, min(box_size(schedule.after), BUFFER_BYTES // shard.element_size()))
@@ -237,7 +206,7 @@ class PeerMemory:
                 into = buffer[: place.numel()].view(place.shape)
                 combine_into(place, self._addends(schedule, there, box, own, place, into), op)
             for peer in there:
-                self._release(what, peer)
+                self._release(schedule.step, peer)
 
     def _addends(
         self,
@@ -259,19 +228,17 @@ class PeerMemory:
                 yield into
 
     @contextmanager
-    def _serving(
-        self, what: object, schedule: TransferSchedule, shard: torch.Tensor
-    ) -> Iterator[float]:
+    def _serving(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[float]:
         """Let others read the shard until they say that they have; yields when to give up."""
         deadline = time.monotonic() + self._timeout_s
         sources = [part.peer for part in schedule.incoming if part.peer != schedule.device]
         readers = dict.fromkeys(peer for peer, _ in schedule.outgoing)
         try:
             for peer in readers:
-                self._links[peer].send(_kind(_READY, what) + _where(shard))
+                self._links[peer].send(_kind(_READY, schedule.step) + _where(shard))
             yield deadline
             for peer in readers:
-                self._expect(_kind(_DONE, what), peer, deadline)
+                self._expect(_kind(_DONE, schedule.step), peer, deadline)
         except BaseException as error:
             peers = {*sources, *readers}
             ended = [peer for peer in peers if self._links[peer].has_ended()]
@@ -281,7 +248,7 @@ class PeerMemory:
                 raise
             gone = f"; {ranks_text(ended)} have ended or given up" if len(ended) > 1 else ""
             raise CommunicatorError(
-                f"{what} with {ranks_text(peers)} failed: {error}{gone}"
+                f"{schedule.step} with {ranks_text(peers)} failed: {error}{gone}"
             ) from error.__cause__
 
     def _expect(self, kind: bytes, peer: int, deadline: float) -> bytes:
@@ -292,28 +259,27 @@ class PeerMemory:
         return note[len(kind) :]
 
     def _receive(
-        self, what: object, peer: int, part: Incoming, shard: torch.Tensor, deadline: float
+        self, step: Step, peer: int, part: Incoming, shard: torch.Tensor, deadline: float
     ) -> Region:
         """Return where a peer's shard lies, once it is ready."""
-        said = self._expect(_kind(_READY, what), peer, deadline)
+        said = self._expect(_kind(_READY, step), peer, deadline)
         dims, expected = len(part.held), (*box_shape(part.held), shard.element_size())
         numbers = struct.unpack(f"<{(len(said) - _WHERE.size) // 8}q", said[_WHERE.size :])
         address, item_bytes = _WHERE.unpack_from(said)
-        if (*numbers[: len(numbers) // 2], item_bytes) != expected:
+        if (*numbers[:dims], item_bytes) != expected or len(numbers) != 2 * dims:
             raise CommunicatorError(
-                f"rank {peer} holds a shard of shape {numbers[: len(numbers) // 2]} and "
-                f"{item_bytes} bytes an element where {expected[:-1]} and {expected[-1]} are "
-                "expected"
+                f"rank {peer} holds a shard of shape {numbers[:dims]} and {item_bytes} bytes an "
+                f"element where {expected[:-1]} and {expected[-1]} are expected"
             )
         return Region(address, numbers[:dims], numbers[dims:], item_bytes)
 
-    def _release(self, what: object, peer: int) -> None:
+    def _release(self, step: Step, peer: int) -> None:
         """Tell a peer that all has been read; until then it is there, if all is well."""
         # A peer that fails hangs up before it lets go of its shard. So what has been read from one
         # that has not hung up is right.
         if self._links[peer].has_ended():
             raise CommunicatorError(f"rank {peer} has ended or given up this step")
-        self._links[peer].send(_kind(_DONE, what))
+        self._links[peer].send(_kind(_DONE, step))
 
     def _fetch(self, peer: int, source: Region, place: torch.Tensor) -> None:
         target = _region(place)
@@ -368,9 +334,9 @@ def _part_of(held: Region, part: Incoming) -> Region:
     return held.part(starts, box_shape(part.box))
 
 
-def _kind(kind: bytes, what: object) -> bytes:
+def _kind(kind: bytes, step: Step) -> bytes:
     """Return how a note begins: what it is, and of which step."""
-    return kind + zlib.crc32(str(what).encode()).to_bytes(4, "little")
+    return kind + zlib.crc32(str(step).encode()).to_bytes(4, "little")
 
 
 def _where(shard: torch.Tensor) -> bytes:

@@ -87,7 +87,7 @@ class ProcessGroupCommunicator:
         self._peers = tuple(sorted(device for device in mesh.ids if device != self._rank))
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
         self._note_device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
-        self._timeout_s = _timeout_s(self._note_device)
+        self._timeout_s = _timeout_s() if self._note_device == "cpu" else 0.0
         self._may_read_peers = reads_peers
         self._joined: dict[Lane, PeerMemory | None] = {}
         self._job = current_job()
@@ -188,18 +188,18 @@ class ProcessGroupCommunicator:
             if shard.device.type == "cpu":
                 if memory is not None and memory.joins(schedule.members):
                     transport = memory
-            elif self._job.group(schedule.members) and fits(step, schedule, shard.dtype):
+            elif self._job.group(schedule.members) and fits(schedule, shard.dtype):
                 transport = Collectives(self._job.group(schedule.members))
             if isinstance(step, AllReduce):
                 if isinstance(transport, Collectives):
-                    return {self._rank: transport.all_reduce(step, schedule, shard, step.op)}
-                return {self._rank: all_reduce(transport, step, schedule, shard)}
+                    return {self._rank: transport.all_reduce(schedule, shard, step.op)}
+                return {self._rank: all_reduce(transport, schedule, shard, step.op)}
             result = empty_hugepages(shard, box_shape(schedule.after))
             with checked(step, result):
                 if isinstance(step, ReduceScatter):
-                    transport.reduce(step, schedule, shard, result, step.op)
+                    transport.reduce(schedule, shard, result, step.op)
                 else:
-                    transport.move(step, schedule, shard, result)
+                    transport.move(schedule, shard, result)
         return {self._rank: result}
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
@@ -328,9 +328,9 @@ def communicator_of(mesh: DeviceMesh) -> Communicator:
     return SimulatedCommunicator(mesh)
 
 
-def _timeout_s(device: str) -> float:
-    """Return the timeout of the job's group for messages."""
+def _timeout_s() -> float:
+    """Return the timeout of the job's group for tensors on the CPU."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    seconds: float = world._get_backend(torch.device(device)).options._timeout.total_seconds()
+    seconds: float = world._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     return seconds

@@ -280,6 +280,8 @@ class Incoming:
 class TransferSchedule:
     """What one device does in one step."""
 
+    step: Step
+    """Which."""
     device: int
     """Physical id."""
     members: tuple[int, ...]
@@ -319,6 +321,7 @@ def schedule_for(
     """
     transfers = Transfers(step, mesh, before, after)
     return TransferSchedule(
+        step,
         device,
         transfers.members(device),
         before(device),

@@ -11,7 +11,7 @@ from shardspec.boxes import slices_within, split_interval
 from shardspec.comm.control import ranks_text
 from shardspec.comm.results import checked, combine, empty_hugepages
 from shardspec.comm.routes import Incoming, TransferSchedule
-from shardspec.comm.steps import AllReduce, ReduceOp
+from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CommunicatorError
 
 __all__ = [
@@ -29,15 +29,11 @@ class Transport(Protocol):
     Results do not depend on the transport, bit for bit.
     """
 
-    def move(
-        self, what: object, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor
-    ) -> None:
+    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Put the boxes that this device gets side by side, and serve those that others want.
 
         Parameters
         ----------
-        what
-            The step, for errors.
         schedule
             What this device does.
         shard
@@ -54,12 +50,7 @@ class Transport(Protocol):
         ...
 
     def reduce(
-        self,
-        what: object,
-        schedule: TransferSchedule,
-        shard: torch.Tensor,
-        result: torch.Tensor,
-        op: ReduceOp,
+        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
     ) -> None:
         """Combine the addends of all members, of the box held after; see `move`.
 
@@ -69,15 +60,15 @@ class Transport(Protocol):
 
 
 def all_reduce(
-    transport: Transport, step: AllReduce, schedule: TransferSchedule, shard: torch.Tensor
+    transport: Transport, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
 ) -> torch.Tensor:
     """Return the reduction of all members' shards, of any dtype and operation.
 
     Every member reduces a part, then all share the parts: as many bytes as on a ring.
     """
-    me, members = schedule.device, schedule.members
+    step, me, members = schedule.step, schedule.device, schedule.members
     if len(members) == 1 or shard.numel() == 0:
-        return combine([shard], step.op)
+        return combine([shard], op)
     if shard.is_contiguous():
         flat = shard.view(-1)
         result = empty_hugepages(flat, flat.shape)
@@ -95,12 +86,12 @@ def all_reduce(
     others = tuple((peer, part) for peer, part in filled.items() if peer != me)
     reduced = result[slice(*mine[0])]
     with checked(step, result if result is not flat else result[:0]):
-        reducing = TransferSchedule(me, members, whole, mine, others, addends)
-        transport.reduce(step, reducing, flat, reduced, step.op)
+        reducing = TransferSchedule(step, me, members, whole, mine, others, addends)
+        transport.reduce(reducing, flat, reduced, op)
         readers = tuple((peer, mine) for peer in schedule.peers) if me in filled else ()
         coming = tuple(Incoming(peer, part, part) for peer, part in filled.items())
-        sharing = TransferSchedule(me, members, mine, whole, readers, coming)
-        transport.move(step, sharing, reduced, result)
+        sharing = TransferSchedule(step, me, members, mine, whole, readers, coming)
+        transport.move(sharing, reduced, result)
     return result.view(shard.shape)
 
 

@@ -57,7 +57,7 @@ def _run(rank: int) -> tuple[dict[tuple[bool, str], int], list[str]]:
         for move in (move for layout in layouts for move in collectives(layout)):
             step, before, after = move.step, move.before, move.after
             schedule = schedule_for(step, mesh, rank, before.box, after.box)
-            if not fits(step, schedule, torch.float32):
+            if not fits(schedule, torch.float32):
                 continue
             done[mesh is ORDERED, type(step).__name__] += 1
             stack = stack_of(before)
@@ -65,11 +65,11 @@ def _run(rank: int) -> tuple[dict[tuple[bool, str], int], list[str]]:
             backend = Collectives(groups[tuple(sorted(schedule.members))])
             given = shard_of(before, stack, rank)
             if isinstance(step, AllReduce):
-                result = backend.all_reduce(step, schedule, given, step.op)
+                result = backend.all_reduce(schedule, given, step.op)
             elif isinstance(step, ReduceScatter):
-                backend.reduce(step, schedule, given, result, step.op)
+                backend.reduce(schedule, given, result, step.op)
             else:
-                backend.move(step, schedule, given, result)
+                backend.move(schedule, given, result)
             wanted = shard_of(after, reduced(stack, before.spec, after.spec), rank)
             if not same_bits(result, wanted):
                 wrong.append(f"{shape} {before.spec} → {after.spec}")
