@@ -191,7 +191,8 @@ def _convert(rank: int, communicator: Any, _move: Any, out: Any) -> None:
         out.put((VICTIM, time.monotonic()))
         time.sleep(TIMEOUT_S + SLACK_S)
         os._exit(0)
-    tensor = DTensor(torch.ones(6, 6), MESH, "[S0,R]", communicator=communicator)
+    layout = Layout(MESH, "[S0,R]", (6, 6), "float32")
+    tensor = DTensor.from_shards({rank: torch.ones(2, 6)}, layout, communicator)
     tensor.redistribute("[R,S0]")
 
 
