@@ -203,7 +203,7 @@ class RemotePath(PosixPath):
 
 
 def as_path(place: Path | str) -> Path:
-    """Return a path, which is a `RemotePath` if it is given as a URL.
+    """Return a path, which is a `RemotePath` if it is given as a URL; text may not be empty.
 
     Examples
     --------
@@ -238,15 +238,10 @@ def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG
 
 @contextmanager
 def store_errors(path: Path, done: str) -> Iterator[None]:
-    """Make a `CheckpointError` of what a store raises.
+    """Make a `CheckpointError` of what a store raises: that a path "cannot be <done>", and why.
 
     Stores raise errors of the system and errors of their own libraries, which are not known here.
     What Python raises for a mistake in a program, such as a TypeError, stays what it is.
-
-    Parameters
-    ----------
-    path, done
-        What is done where: ``cannot be <done>``.
     """
     try:
         yield

@@ -132,23 +132,7 @@ def check_tiling(
 
 
 class MemoizedByBoxes(Generic[_Found]):
-    """What follows from the boxes of outlines, found once for tensors that have them in common.
-
-    Parameters
-    ----------
-    find
-        Finds it for an outline.
-
-    Examples
-    --------
-    >>> from shardspec.checkpoint.catalog import FileBox, Outline
-    >>> from pathlib import Path
-    >>> boxes = (FileBox(((0, 2),), (), 0, Path("x")),)
-    >>> count = MemoizedByBoxes(lambda outline: [len(outline.boxes)])
-    >>> one, other = (Outline(name, (2,), "int8", None, (), boxes) for name in "ab")
-    >>> count(one) is count(other)
-    True
-    """
+    """What follows from the boxes of outlines, found once for tensors that have them in common."""
 
     def __init__(self, find: Callable[[Outline[FileBox]], _Found]) -> None:
         self._find = find

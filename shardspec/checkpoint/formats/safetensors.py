@@ -20,11 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.catalog import (
-    ListedCatalog,
-    StoredTensor,
-    unsharded_tensor,
-)
+from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, unsharded_tensor
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, SAFETENSORS, is_data_file
 from shardspec.checkpoint.formats.safetensors_header import (
     Header,
@@ -260,12 +256,7 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 def huggingface_target(tensors: Sequence[Wanted], max_shard_bytes: int) -> Target:
     """Return the output that is a directory of safetensors files with an index.
 
-    Parameters
-    ----------
-    tensors
-        What to write, in the order in which it is put into files.
-    max_shard_bytes
-        Most bytes of tensors in a file.
+    Tensors are put into files in their order; none has more than `max_shard_bytes` of several.
 
     Examples
     --------
