@@ -90,7 +90,7 @@ def diff_checkpoints(
     Parameters
     ----------
     a, b
-        Checkpoints in any form that `open_checkpoint` knows, or what that has made of them.
+        Checkpoints in any format that `open_checkpoint` knows, or what that has made of them.
     include, exclude, rename
         Which tensors of the first are compared, and under which names, as for `merge`. Tensors of
         the second that the patterns leave out are not missed in the first.

@@ -29,7 +29,7 @@ _LONG: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _Holders:
     """Who holds what, by a layout or as stored."""
 
     cells: Mapping[Box, tuple[int, ...]]
@@ -41,7 +41,7 @@ class _Cut:
     do."""
 
 
-def _cut_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> _Cut:
+def _holders_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> _Holders:
     """Return who holds what, given rank and box, of which some may be empty."""
     found: dict[Box, dict[int, None]] = {}
     for rank, box in held:
@@ -50,7 +50,7 @@ def _cut_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> _Cut:
     cells = {box: tuple(ranks) for box, ranks in found.items()}
     shapes = {box_shape(box) for box in cells}
     busy = {rank for ranks in cells.values() for rank in ranks}
-    return _Cut(
+    return _Holders(
         MappingProxyType(cells),
         any(len(ranks) > 1 for ranks in cells.values()),
         len(shapes) > 1 or (bool(shapes) and len(busy) < num_ranks),
@@ -58,10 +58,10 @@ def _cut_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> _Cut:
 
 
 @lru_cache(maxsize=64)
-def _cut_by(layout: Layout) -> _Cut:
-    """Return who holds what: once for the many tensors that are cut alike."""
+def _holders_by(layout: Layout) -> _Holders:
+    """Return who holds what: once for the many tensors that are sharded alike."""
     boxes = layout.boxes()
-    return _cut_of(boxes.items(), len(boxes))
+    return _holders_of(boxes.items(), len(boxes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class TensorSummary:
 
     outline: Outline[FileBox]
     layout: Layout | None
-    """How it is cut over the mesh that wrote it, where the format says both."""
+    """How it is sharded over the mesh that wrote it, where the format says both."""
     source: Catalog
     """The checkpoint."""
 
@@ -91,29 +91,29 @@ class TensorSummary:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the global tensor."""
         return prod(self.outline.shape) * item_bytes(self.outline.dtype)
 
     @property
     def cells(self) -> Mapping[Box, tuple[int, ...]]:
         """Every box and the ranks that hold it: by the layout where it is known, else as stored."""
-        return self._cut.cells
+        return self._holders.cells
 
     @property
-    def _cut(self) -> _Cut:
+    def _holders(self) -> _Holders:
         if self.layout is not None:
-            return _cut_by(self.layout)
-        return _cut_of((stored.rank, stored.box) for stored in self.outline.boxes)
+            return _holders_by(self.layout)
+        return _holders_of((stored.rank, stored.box) for stored in self.outline.boxes)
 
     @property
     def replicated(self) -> bool:
-        """Whether any box is held by several ranks."""
-        return self._cut.replicated
+        """Whether several ranks hold any box."""
+        return self._holders.replicated
 
     @property
     def uneven(self) -> bool:
         """Whether not all boxes have the same shape, or, by the layout, some rank holds none."""
-        return self._cut.uneven
+        return self._holders.uneven
 
     def has(self, index: Sequence[int]) -> bool:
         """Whether an index, one position for each of the first dims, lies in its shape."""
@@ -157,7 +157,7 @@ class TensorSummary:
 
     def to_json(self) -> dict[str, object]:
         """Return the summary as plain values."""
-        cut = self._cut
+        holders = self._holders
         return {
             "name": self.outline.name,
             "shape": list(self.outline.shape),
@@ -165,8 +165,8 @@ class TensorSummary:
             "spec": None if self.outline.spec is None else str(self.outline.spec),
             "bytes": self.num_bytes,
             "stored_bytes": self.stored_bytes,
-            "replicated": cut.replicated,
-            "uneven": cut.uneven,
+            "replicated": holders.replicated,
+            "uneven": holders.uneven,
             "boxes": [
                 {
                     "box": [list(side) for side in box.box],
@@ -320,7 +320,7 @@ def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     source = as_catalog(directory)
     layouts: dict[object, Layout] = {}
     tensors = tuple(_summary(source, name, layouts) for name in source.names)
-    # Many tensors are cut alike.
+    # Many tensors are sharded alike.
     check = MemoizedByBoxes(partial(check_tiling, tiled=set()))
     for tensor in tensors:
         check(tensor.outline)

@@ -312,8 +312,8 @@ def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None
     if differ:
         more = f" ({counted(len(differ) - 1, 'other tensor')} too)" if differ[1:] else ""
         raise CheckpointError(
-            f"{differ[0]}{more}; make them equal, or cut the tensor by what differs, or save that "
-            'of the first rank with replicas="first"'
+            f"{differ[0]}{more}; make them equal, or shard the tensor by what differs, or save "
+            'that of the first rank with replicas="first"'
         )
 
 

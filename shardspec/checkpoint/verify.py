@@ -60,7 +60,7 @@ def verify_checkpoint(
     Parameters
     ----------
     directory
-        A checkpoint in any form that `open_checkpoint` knows, or what that has made of it.
+        A checkpoint in any format that `open_checkpoint` knows, or what that has made of it.
     every
         Go on after a flaw, and list all of them in the report.
     progress
