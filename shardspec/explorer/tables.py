@@ -8,7 +8,6 @@ after, so the senders are enough to draw a move.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import comb
 from typing import Final, TypeAlias
 
@@ -16,7 +15,7 @@ from shardspec.boxes import box_size
 from shardspec.comm.cost import FITTED_ERROR, CostModel
 from shardspec.comm.presets import link_preset
 from shardspec.comm.routes import Transfers
-from shardspec.comm.steps import Slice, Step
+from shardspec.comm.steps import Step
 from shardspec.errors import DTypeError, LayoutError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.drawing import kind_of
@@ -35,7 +34,7 @@ PLANS: Final = 4
 MAX_DIMS: Final = 3
 """Tensors of more dims are not drawn."""
 
-_Move: TypeAlias = tuple[Layout, Layout, Step]
+_Move: TypeAlias = tuple[Step, Layout, Layout]
 
 
 def count_conversions(num_axes: int, dims: int) -> int:
@@ -166,8 +165,8 @@ class _Tensor:
                 for layout in layouts
             ],
             "moves": [
-                [index[before], index[after], *_facts(before, after, step)]
-                for before, after, step in moves
+                [index[before], index[after], *_facts(step, before, after)]
+                for step, before, after in moves
             ],
             "seconds": [[_alone(move, model).cost_seconds for move in moves] for model in models],
             "plans": plans,
@@ -175,14 +174,14 @@ class _Tensor:
 
 
 def _alone(move: _Move, model: CostModel) -> ConversionPlan:
-    before, after, step = move
-    return ConversionPlan((step,), (before, after), model)
+    step, *ends = move
+    return ConversionPlan((step,), tuple(ends), model)
 
 
-def _facts(before: Layout, after: Layout, step: Step) -> Iterator[object]:
+def _facts(step: Step, before: Layout, after: Layout) -> Iterator[object]:
     """Yield kind, text, bytes received, bytes live, and per device a bit for each sender."""
     mesh = before.mesh
-    plan = _alone((before, after, step), CostModel.of_mesh(mesh))
+    plan = _alone((step, before, after), CostModel.of_mesh(mesh))
     axes = ",".join(mesh.axis_label(axis) for axis in step.axes)
     yield kind_of(step)
     yield f"{step_text(step)} over {axes}"
@@ -214,23 +213,13 @@ def _plans(
                 continue
             plans = list(converter.alternatives(source, target, PLANS))
             naive = naive_plan(source, target, model)
-            kept = [_communicating(plan) for plan in plans]
-            if _communicating(naive) not in kept:
+            kept = [plan.communicating for plan in plans]
+            if naive.communicating not in kept:
                 plans.append(naive)
-                kept.append(_communicating(naive))
+                kept.append(naive.communicating)
             numbers = [
-                [moves.setdefault(move, len(moves)) for move in _moves(plan)] for plan in plans
+                [moves.setdefault(move, len(moves)) for move in plan.moves] for plan in plans
             ]
-            row.append([kept.index(_communicating(naive)), *numbers])
+            row.append([kept.index(naive.communicating), *numbers])
         table.append(row)
     return table
-
-
-def _moves(plan: ConversionPlan) -> list[_Move]:
-    ends = zip(plan.steps, pairwise(plan.layouts), strict=True)
-    return [(before, after, step) for step, (before, after) in ends]
-
-
-def _communicating(plan: ConversionPlan) -> list[_Move]:
-    """Return what tells plans apart; slices may come in any order."""
-    return [move for move in _moves(plan) if not isinstance(move[2], Slice)]

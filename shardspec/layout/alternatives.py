@@ -23,8 +23,9 @@ from shardspec.comm.steps import Slice, Step
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import Cuts, State, spec_of, state_of
 from shardspec.layout.layout import Layout
+from shardspec.layout.move_cost import pair_prices
 from shardspec.layout.plan import ConversionPlan
-from shardspec.layout.pricing import TIE_SECONDS, Prices, pair_prices, prices_of
+from shardspec.layout.pricing import TIE_SECONDS, Prices, prices_of
 from shardspec.layout.search import distances
 from shardspec.layout.space import MAX_STATES, count_states
 
@@ -104,8 +105,7 @@ def cheapest_plans(
 
 def _moves_of(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
     """Return what tells plans apart: both ends of every move that communicates."""
-    moves = zip(plan.steps, pairwise(plan.layouts), strict=True)
-    return tuple(ends for step, ends in moves if not isinstance(step, Slice))
+    return tuple((before, after) for _, before, after in plan.communicating)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,10 @@ from shardspec.layout.alternatives import cheapest_plans
 from shardspec.layout.cross_search import Move, path_between_meshes
 from shardspec.layout.graph import Cuts, State, TransitionGraph, spec_of, state_of
 from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.move_cost import step_seconds
+from shardspec.layout.move_cost import pair_prices, step_seconds
 from shardspec.layout.naive import naive_moves
 from shardspec.layout.plan import ConversionPlan
-from shardspec.layout.pricing import TIE_SECONDS, changed_axes, pair_prices, prices_of
+from shardspec.layout.pricing import TIE_SECONDS, changed_axes, prices_of
 from shardspec.layout.search import cheapest_path, least_peaks, shortest_walk
 from shardspec.layout.space import MAX_STATES, count_states
 from shardspec.layout.table import CostTable, cost_table

@@ -7,7 +7,6 @@ Permute and exchange join any two specs with nothing pending, so only those on t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
 
@@ -181,7 +180,7 @@ def _text(step: Step, mesh: DeviceMesh) -> str:
 
 
 def _path(plan: ConversionPlan) -> tuple[DrawnEdge, ...]:
-    moves = zip(plan.steps, pairwise(plan.layouts), plan.step_seconds, strict=True)
+    moves = zip(plan.moves, plan.step_seconds, strict=True)
     return tuple(
         DrawnEdge(
             str(before.labelled_spec),
@@ -190,7 +189,7 @@ def _path(plan: ConversionPlan) -> tuple[DrawnEdge, ...]:
             f"{_text(step, plan.source.mesh)}, {seconds_text(seconds)}",
             number,
         )
-        for number, (step, (before, after), seconds) in enumerate(moves, 1)
+        for number, ((step, before, after), seconds) in enumerate(moves, 1)
     )
 
 

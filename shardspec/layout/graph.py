@@ -34,7 +34,7 @@ from shardspec.mesh import Axis
 __all__ = [
     "MAX_REORDERED",
     "Cuts",
-    "Pending",
+    "PartialState",
     "State",
     "TransitionGraph",
     "spec_of",
@@ -43,9 +43,9 @@ __all__ = [
 
 Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 """Per tensor dim the axes that cut it, the major one first."""
-Pending: TypeAlias = tuple[tuple[int, ReduceOp], ...]
+PartialState: TypeAlias = tuple[tuple[int, ReduceOp], ...]
 """Axis and operation of each pending reduction, by ascending axis."""
-State: TypeAlias = tuple[Cuts, Pending]
+State: TypeAlias = tuple[Cuts, PartialState]
 """A spec in the form the search works on: quick to hash and to change."""
 
 MAX_REORDERED: Final = 4

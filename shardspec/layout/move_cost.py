@@ -1,15 +1,20 @@
 """Seconds and bytes of one step between two layouts, whatever its kind."""
 
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
 from shardspec.boxes import box_size, intersect
 from shardspec.comm.cost import CostModel, bytes_received
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.dtypes import item_bytes
 from shardspec.layout.cross import exchange_seconds, held_bytes, received_bytes
-from shardspec.layout.graph import state_of
+from shardspec.layout.graph import Cuts, state_of
 from shardspec.layout.layout import Layout
-from shardspec.layout.pricing import pair_prices
+from shardspec.layout.routed_cost import Overlaps, geometry_of, routed_prices, without_ones
 
-__all__ = ["live_bytes", "step_bytes", "step_seconds"]
+__all__ = ["live_bytes", "pair_prices", "step_bytes", "step_seconds"]
 
 _ALL_DEVICES = 512
 
@@ -81,3 +86,49 @@ def _lacking(before: Layout, after: Layout, device: int) -> int:
     wanted = after.box(device)
     kept = intersect(wanted, before.box(device))
     return box_size(wanted) - (box_size(kept) if kept is not None else 0)
+
+
+def pair_prices(source: Layout, target: Cuts, model: CostModel) -> tuple[float, float]:
+    """Return the seconds of a permute and of an exchange to one spec; inf where there is none.
+
+    Parameters
+    ----------
+    source
+        A layout with nothing pending.
+    target
+        Per tensor dim the axes that cut it, on the same mesh.
+    model
+        Prices of the links.
+    """
+    kept = without_ones(source.mesh.shape)
+    place = {axis: number for number, axis in enumerate(kept)}
+    mesh_shape = tuple(source.mesh.shape[axis] for axis in kept)
+    model = replace(model, mesh_shape=mesh_shape, links=tuple(model.links[axis] for axis in kept))
+    plain = state_of(source.spec)[0]
+    here, there = (
+        [tuple(place[a] for a in axes if a in place) for axes in cuts] for cuts in (plain, target)
+    )
+    sides = list(zip(source.global_shape, here, there, strict=True))
+    # Dims that stay whole are one dim.
+    whole = prod(size for size, *cuts in sides if not any(cuts))
+    sides = [(whole, (), ()), *(side for side in sides if any(side[1:]))]
+    geometry = geometry_of(mesh_shape)
+    overlaps = [Overlaps(geometry, lists, size) for size, *lists in sides]
+    full = (1 << len(mesh_shape)) - 1
+    row = routed_prices(
+        geometry,
+        model,
+        overlaps,
+        np.zeros(len(sides), dtype=np.int64),
+        np.ones((1, len(sides)), dtype=np.int64),
+        np.array([full - sum(1 << a for axes in cuts for a in axes) for cuts in (here, there)]),
+    )
+    one = item_bytes(source.dtype)
+    permute = np.inf
+    if plain != target and _alike(overlaps):
+        permute = float(row.permute.at(one)[0]) if here != there else 0.0
+    return permute, float(row.exchange.at(one)[0]) or np.inf
+
+
+def _alike(overlaps: list[Overlaps]) -> bool:
+    return all(table.parts[0] == table.parts[1] for table in overlaps)

@@ -82,7 +82,7 @@ def difference_text(plan: ConversionPlan, naive: ConversionPlan) -> str:
     """
     if not plan.steps:
         return "nothing to do, and nothing to avoid"
-    if _moves_of(plan) == _moves_of(naive):
+    if plan.communicating == naive.communicating:
         return "this is the naive plan: here no other is cheaper"
     whole = any(layout.spec.dim_partition_dict == {} for layout in plan.layouts)
     lead = "takes another way" if whole else "avoids gathering the whole tensor"
@@ -91,12 +91,6 @@ def difference_text(plan: ConversionPlan, naive: ConversionPlan) -> str:
         f"receives {_share(plan.bytes_received, naive.bytes_received, 'of the bytes')}, "
         f"holds {_share(plan.peak_bytes, naive.peak_bytes, 'at its peak')}"
     )
-
-
-def _moves_of(plan: ConversionPlan) -> list[tuple[Step, Layout]]:
-    """Return the steps that communicate, each with the layout it starts from."""
-    moves = zip(plan.steps, plan.layouts, strict=False)
-    return [(step, before) for step, before in moves if not isinstance(step, Slice)]
 
 
 def _speed(seconds: float, naive: float) -> str:

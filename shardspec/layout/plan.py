@@ -60,18 +60,25 @@ class ConversionPlan:
         return self.layouts[-1]
 
     @property
+    def moves(self) -> tuple[tuple[Step, Layout, Layout], ...]:
+        """Every step with the layouts before and after it."""
+        ends = zip(self.steps, pairwise(self.layouts), strict=True)
+        return tuple((step, before, after) for step, (before, after) in ends)
+
+    @property
+    def communicating(self) -> tuple[tuple[Step, Layout, Layout], ...]:
+        """The moves that are no slices: slices move nothing, and may come in any order."""
+        return tuple(move for move in self.moves if not isinstance(move[0], Slice))
+
+    @property
     def step_seconds(self) -> tuple[float, ...]:
         """Modelled seconds of every step."""
-        moves = zip(self.steps, pairwise(self.layouts), strict=True)
-        return tuple(
-            step_seconds(step, *layouts, self.model_between(*layouts)) for step, layouts in moves
-        )
+        return tuple(step_seconds(*move, self.model_between(*move[1:])) for move in self.moves)
 
     @property
     def step_bytes(self) -> tuple[int, ...]:
         """Bytes the busiest device receives in every step, by a bandwidth-optimal algorithm."""
-        moves = zip(self.steps, pairwise(self.layouts), strict=True)
-        return tuple(step_bytes(step, *layouts) for step, layouts in moves)
+        return tuple(step_bytes(*move) for move in self.moves)
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
@@ -110,14 +117,7 @@ class ConversionPlan:
 
     def as_dict(self) -> dict[str, object]:
         """Return the plan as plain lists, numbers and text, ready for JSON."""
-        rows = zip(
-            self.steps,
-            self.layouts[1:],
-            self.step_seconds,
-            self.step_bytes,
-            self.live_bytes,
-            strict=True,
-        )
+        rows = zip(self.moves, self.step_seconds, self.step_bytes, self.live_bytes, strict=True)
         return {
             "source": str(self.source.spec),
             "target": str(self.target.spec),
@@ -137,7 +137,7 @@ class ConversionPlan:
                     "seconds": seconds,
                     "live_bytes": live,
                 }
-                for step, after, seconds, received, live in rows
+                for (step, _, after), seconds, received, live in rows
             ],
             "cost_seconds": self.cost_seconds,
             "bytes_received": self.bytes_received,
@@ -193,14 +193,7 @@ def _plan_text(plan: ConversionPlan) -> str:
     )
     if not plan.steps:
         return f"{title}\nnothing to do: both are the same layout"
-    rows = zip(
-        plan.steps,
-        pairwise(plan.layouts),
-        plan.step_bytes,
-        plan.step_seconds,
-        plan.live_bytes,
-        strict=True,
-    )
+    rows = zip(plan.moves, plan.step_bytes, plan.step_seconds, plan.live_bytes, strict=True)
     table = table_text(
         ["step", "axes", "layout after", "receives", "time", "live"],
         [
@@ -212,7 +205,7 @@ def _plan_text(plan: ConversionPlan) -> str:
                 seconds_text(seconds),
                 bytes_text(live),
             ]
-            for step, (before, after), received, seconds, live in rows
+            for (step, before, after), received, seconds, live in rows
         ],
         footer=[
             "total",
@@ -246,8 +239,8 @@ def route_text(plan: ConversionPlan) -> str:
     >>> route_text(LayoutConverter().plan(source, "[R,R]"))
     'all-reduce tp, all-gather dp'
     """
-    moves = zip(plan.steps, plan.layouts, strict=False)
-    return ", ".join(_short_text(step, before.mesh) for step, before in moves) or "nothing to do"
+    steps = (_short_text(step, before.mesh) for step, before, _ in plan.moves)
+    return ", ".join(steps) or "nothing to do"
 
 
 def _short_text(step: Step, mesh: DeviceMesh) -> str:

@@ -16,8 +16,7 @@ import numpy as np
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
-from shardspec.layout.graph import Cuts, Pending, state_of
-from shardspec.layout.layout import Layout
+from shardspec.layout.graph import Cuts, PartialState
 from shardspec.layout.routed_cost import (
     Floats,
     Ints,
@@ -35,7 +34,6 @@ __all__ = [
     "alike_axes",
     "changed_axes",
     "forget_prices",
-    "pair_prices",
     "prices_of",
 ]
 
@@ -166,7 +164,7 @@ def _count_rows(space: Space, alike: tuple[int, ...]) -> int:
 
 def prices_of(
     mesh_shape: tuple[int, ...],
-    pending: Pending,
+    pending: PartialState,
     global_shape: tuple[int, ...],
     dtype: str,
     model: CostModel,
@@ -188,7 +186,7 @@ def prices_of(
 
 def _prices(
     mesh_shape: tuple[int, ...],
-    pending: Pending,
+    pending: PartialState,
     global_shape: tuple[int, ...],
     dtype: str,
     model: CostModel,
@@ -382,49 +380,3 @@ def _each_row(
                 np.concatenate([uncut[source : source + 1], uncut]),
             ),
         )
-
-
-def pair_prices(source: Layout, target: Cuts, model: CostModel) -> tuple[float, float]:
-    """Return the seconds of a permute and of an exchange to one spec; inf where there is none.
-
-    Parameters
-    ----------
-    source
-        A layout with nothing pending.
-    target
-        Per tensor dim the axes that cut it, on the same mesh.
-    model
-        Prices of the links.
-    """
-    kept = without_ones(source.mesh.shape)
-    place = {axis: number for number, axis in enumerate(kept)}
-    mesh_shape = tuple(source.mesh.shape[axis] for axis in kept)
-    model = replace(model, mesh_shape=mesh_shape, links=tuple(model.links[axis] for axis in kept))
-    plain = state_of(source.spec)[0]
-    here, there = (
-        [tuple(place[a] for a in axes if a in place) for axes in cuts] for cuts in (plain, target)
-    )
-    sides = list(zip(source.global_shape, here, there, strict=True))
-    # Dims that stay whole are one dim.
-    whole = prod(size for size, *cuts in sides if not any(cuts))
-    sides = [(whole, (), ()), *(side for side in sides if any(side[1:]))]
-    geometry = geometry_of(mesh_shape)
-    overlaps = [Overlaps(geometry, lists, size) for size, *lists in sides]
-    full = (1 << len(mesh_shape)) - 1
-    row = routed_prices(
-        geometry,
-        model,
-        overlaps,
-        np.zeros(len(sides), dtype=np.int64),
-        np.ones((1, len(sides)), dtype=np.int64),
-        np.array([full - sum(1 << a for axes in cuts for a in axes) for cuts in (here, there)]),
-    )
-    one = item_bytes(source.dtype)
-    permute = np.inf
-    if plain != target and _alike(overlaps):
-        permute = float(row.permute.at(one)[0]) if here != there else 0.0
-    return permute, float(row.exchange.at(one)[0]) or np.inf
-
-
-def _alike(overlaps: list[Overlaps]) -> bool:
-    return all(table.parts[0] == table.parts[1] for table in overlaps)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Step
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import Pending, State, TransitionGraph, spec_of
+from shardspec.layout.graph import PartialState, State, TransitionGraph, spec_of
 
 __all__ = ["MAX_STATES", "Space", "count_states", "is_symmetric", "space_of"]
 
@@ -203,7 +203,7 @@ def _edge_coefficients(space: Space, model: CostModel) -> tuple[Floats, Floats]:
 
 
 @lru_cache(maxsize=16)
-def space_of(num_axes: int, dims: int, pending: Pending) -> Space:
+def space_of(num_axes: int, dims: int, pending: PartialState) -> Space:
     """Return the space of all specs that a conversion can pass through.
 
     Parameters
