@@ -111,20 +111,11 @@ class GradientReduced(torch.autograd.Function):
         return (None, None, *done)
 
 
-class Reduced(torch.autograd.Function):
+class Reduced(Convert):
     """A plan forwards, that finishes sums or means; backwards the gradient goes to each addend.
 
     That of a mean is not divided: what comes back from the devices is a mean again.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Context, plan: ConversionPlan, communicator: Communicator, *addends: torch.Tensor
-    ) -> Shards:
-        """Carry out the plan."""
-        ctx.plan, ctx.communicator = plan, communicator
-        held = dict(zip(communicator.addressable, addends, strict=True))
-        return tuple(run_plan(plan, communicator, held).values())
 
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

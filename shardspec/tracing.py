@@ -1,8 +1,8 @@
-"""What conversions do, step by step: measured beside predicted, as a table, a trace or log lines.
+"""What conversions do, step by step: measured and predicted, as a table, a trace or log lines.
 
-A trace is open for the length of a ``with`` block and records every step that this process carries
-out meanwhile. ``SHARDSPEC_LOG=debug`` in the environment, or a handler of one's own on the logger
-"shardspec", writes a line a step instead.
+A trace records every step that this process carries out inside its ``with`` block.
+``SHARDSPEC_LOG=debug`` in the environment, or a handler on the logger "shardspec", writes a line
+per step instead.
 """
 
 import json
@@ -87,31 +87,23 @@ class Trace:
                 ("← " if record.backward else "") + step_text(record.step),
                 str(record.before.labelled_spec),
                 str(record.after.labelled_spec),
-                bytes_text(record.num_bytes),
-                seconds_text(record.seconds),
-                seconds_text(record.predicted_seconds),
+                *_numbers([record]),
             ]
             for record in self.records
         ]
-        footer = [
-            f"{len(rows)} step{'' if len(rows) == 1 else 's'}",
-            "",
-            "",
-            bytes_text(sum(record.num_bytes for record in self.records)),
-            seconds_text(sum(record.seconds for record in self.records)),
-            seconds_text(sum(record.predicted_seconds for record in self.records)),
-        ]
+        steps = f"{len(rows)} step{'' if len(rows) == 1 else 's'}"
+        footer = [steps, "", "", *_numbers(self.records)]
         header = ["step", "from", "to", "receives", "measured", "predicted"]
         table = table_text(header, rows, footer=footer, numbers_from=3)
         links = dict.fromkeys(record.links for record in self.records)
         return "\n".join([table, *(f"predicted for {each}" for each in links)])
 
     def as_chrome(self) -> dict[str, object]:
-        """Return the trace in the form that Perfetto and the tracing page of Chrome read.
+        """Return the trace in the format that Perfetto and Chrome's tracing page read.
 
-        One process a rank, or a simulated mesh; times in microseconds of the host's clock, so that
-        the files of several ranks lie beside each other. The form is that of the "Trace Event
-        Format": complete events (``ph: X``) after the names of processes (``ph: M``).
+        One process per rank, or per simulated mesh; times in microseconds of the host's clock, so
+        that the files of several ranks line up. In the "Trace Event Format": names of processes
+        (``ph: M``), then complete events (``ph: X``).
 
         Examples
         --------
@@ -124,22 +116,17 @@ class Trace:
         [('M', 'process_name'), ('X', 'all-gather dim 0')]
         """
         names = {_process(record): _devices_text(record.devices) for record in self.records}
-        return {
-            "displayTimeUnit": "ms",
-            "traceEvents": [
-                *(
-                    {
-                        "name": "process_name",
-                        "ph": "M",
-                        "pid": process,
-                        "tid": 0,
-                        "args": {"name": f"rank {name}"},
-                    }
-                    for process, name in names.items()
-                ),
-                *self._events(),
-            ],
-        }
+        processes: list[dict[str, object]] = [
+            {
+                "name": "process_name",
+                "ph": "M",
+                "pid": pid,
+                "tid": 0,
+                "args": {"name": f"rank {name}"},
+            }
+            for pid, name in names.items()
+        ]
+        return {"displayTimeUnit": "ms", "traceEvents": [*processes, *self._events()]}
 
     def _events(self) -> list[dict[str, object]]:
         return [
@@ -204,7 +191,7 @@ def trace() -> Iterator[Trace]:
 
 
 def observers() -> tuple[Trace, ...] | None:
-    """Return the open traces, or None where nobody wants to know, not even the log."""
+    """Return the open traces, or None where nothing is traced or logged."""
     opened = _OPEN.get()
     return opened if opened or LOGGER.isEnabledFor(logging.DEBUG) else None
 
@@ -223,6 +210,15 @@ def report(record: StepRecord, traces: Sequence[Trace]) -> None:
         opened.add(record)
     if LOGGER.isEnabledFor(logging.DEBUG):
         LOGGER.debug("rank %s: %s", _devices_text(record.devices), record)
+
+
+def _numbers(records: Sequence[StepRecord]) -> list[str]:
+    """Write bytes, measured and predicted time of some steps together."""
+    return [
+        bytes_text(sum(record.num_bytes for record in records)),
+        seconds_text(sum(record.seconds for record in records)),
+        seconds_text(sum(record.predicted_seconds for record in records)),
+    ]
 
 
 def _process(record: StepRecord) -> int:

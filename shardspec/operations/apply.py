@@ -99,13 +99,10 @@ def apply(
     def in_torch(leaf: object) -> object:
         return known[id(leaf)] if isinstance(leaf, kind) else leaf
 
-    torch_args: tuple[Any, ...]
-    torch_kwargs: dict[str, Any]
+    torch_args = tuple(map(in_torch, args))
+    torch_kwargs = {word: in_torch(leaf) for word, leaf in kwargs.items()}
     if nested:
         torch_args, torch_kwargs = tree_map(in_torch, (tuple(args), dict(kwargs)))
-    else:
-        torch_args = tuple(map(in_torch, args))
-        torch_kwargs = {word: in_torch(leaf) for word, leaf in kwargs.items()}
     try:
         with ExitStack() as stack:
             _enter_rules(stack, function, torch_args, torch_kwargs, first)
