@@ -1,4 +1,4 @@
-"""torch's checkpoints in Hugging Face form: safetensors per rank, with the offsets of their boxes.
+"""torch's checkpoints in Hugging Face format: safetensors per rank, with the offsets of their boxes.
 
 ``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`` lets rank r write
 ``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of 1 to n for which it has
@@ -19,7 +19,7 @@ With n above 1, every rank has to have written all n files; only the whole tenso
 save where one had nothing to write. A box that is stored twice is a copied file and refused.
 
 What stays undetectable: a wrong `ranks`; files of another save with the same names and boxes (the
-form has no mark of a save); changed bytes (it has no digests).
+format has no mark of a save); changed bytes (it has no digests).
 """
 
 from collections.abc import Mapping

@@ -44,7 +44,7 @@ DCP_OF_A_RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 DCP_OWN_METADATA: Final = re.compile(r"__\d+\.metadata")
 """What each rank writes where ranks do not talk to each other."""
 
-DCP_HF: Final = "torch DCP, Hugging Face form"
+DCP_HF: Final = "torch DCP, Hugging Face format"
 DCP_HF_SHARD: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 
 MEGATRON: Final = "Megatron-LM"

@@ -101,7 +101,7 @@ def test_what_torch_saves_is_read_whole(saved, name):
     assert names == [NAME.format(rank + 1, 1, 1) for rank in range(4)]
     assert_same(read_whole(ckpt, ranks=4), MODEL)
     source = open_checkpoint(ckpt, ranks=4)
-    assert source.format == "torch DCP, Hugging Face form"
+    assert source.format == "torch DCP, Hugging Face format"
     assert [path.name for path in source.files] == names
     for box in source.tensor("odd").boxes:
         assert box.path.name == NAME.format(box.rank + 1, 1, 1)
