@@ -1,4 +1,4 @@
-"""torch's checkpoints in Hugging Face format: safetensors per rank, with the offsets of their boxes.
+"""Checkpoints of torch in Hugging Face format: safetensors per rank, with offsets of their boxes.
 
 ``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`` lets rank r write
 ``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of 1 to n for which it has
