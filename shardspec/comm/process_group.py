@@ -180,7 +180,10 @@ class ProcessGroupCommunicator:
         shard = shards[self._rank].detach().resolve_conj().resolve_neg()
         if shard.is_meta:
             return {self._rank: shard.new_empty(box_shape(after(self._rank)))}
-        with self._turn(shard.device.type) as lane:
+        home = shard.device
+        with self._turn(home.type) as lane:
+            if f"{home.type}:gloo" in dist.get_backend_config():
+                shard = shard.cpu()  # gloo sends and reads memory of the host alone
             self._join(lane)  # whatever the step: here all ranks of the mesh are together
             schedule = schedule_for(step, self._mesh, self._rank, before, after)
             transport: Transport = Messages(lane.tag)
@@ -193,14 +196,14 @@ class ProcessGroupCommunicator:
             if isinstance(step, AllReduce):
                 if isinstance(transport, Collectives):
                     return {self._rank: transport.all_reduce(schedule, shard, step.op)}
-                return {self._rank: all_reduce(transport, schedule, shard, step.op)}
+                return {self._rank: all_reduce(transport, schedule, shard, step.op).to(home)}
             result = empty_hugepages(shard, box_shape(schedule.after))
             with checked(step, result):
                 if isinstance(step, ReduceScatter):
                     transport.reduce(schedule, shard, result, step.op)
                 else:
                     transport.move(schedule, shard, result)
-        return {self._rank: result}
+        return {self._rank: result.to(home)}
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of another mesh of this job; see `of`."""

@@ -6,7 +6,7 @@ one is packed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from shardspec.resharding.schedule import Piece, Schedule, schedule_for
 from shardspec.text import shown
 
 __all__ = ["run_plan"]
+
+_TAG: Final = 0x5EED
+"""Of the messages, so that those of single conversions are not taken for them."""
 
 Shards: TypeAlias = dict[int, torch.Tensor]
 """Shards of one device by the tensor's place in the plan."""
@@ -217,11 +220,11 @@ class _Device:
         ops, then = [], []
         for peer, pieces in self.receiving(wave).items():
             bucket = self._bucket(pieces, self.target)
-            ops.append(dist.P2POp(dist.irecv, bucket, peer))
+            ops.append(dist.P2POp(dist.irecv, bucket, peer, tag=_TAG))
             then.append(_unpacking(self, pieces, bucket))
         for peer, pieces in self.sending(wave).items():
             bucket = self.pack(pieces)
-            ops.append(dist.P2POp(dist.isend, bucket, peer))
+            ops.append(dist.P2POp(dist.isend, bucket, peer, tag=_TAG))
             then.append(_kept_alive(bucket))
         works = dist.batch_isend_irecv(ops) if ops else []
         if len(works) == len(ops):
@@ -231,7 +234,10 @@ class _Device:
 
     def _bucket(self, pieces: Sequence[Piece], like: Shards) -> torch.Tensor:
         size = pieces[-1].offset + pieces[-1].num_bytes
-        return torch.empty(size, dtype=torch.uint8, device=like[pieces[0].move].device)
+        where = like[pieces[0].move].device
+        if dist.is_initialized() and f"{where.type}:gloo" in dist.get_backend_config():
+            where = torch.device("cpu")  # gloo sends and reads memory of the host alone
+        return torch.empty(size, dtype=torch.uint8, device=where)
 
     def _seen(self, bucket: torch.Tensor, piece: Piece) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, self.plan.moves[piece.move].wire_dtype)

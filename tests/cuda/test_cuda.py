@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.resharding.plan import plan_reshard
 from tests.conversions import (
     partial_specs,
     plain_specs,
@@ -21,6 +22,7 @@ from tests.conversions import (
     targets_of,
 )
 from tests.dist.processes import run_ranks
+from tests.resharding.states import random_case, shard_at
 
 CUDA = torch.device("cuda", 0)
 
@@ -118,6 +120,28 @@ def _gloo_on_one_gpu(_: int):
         for ids, mesh_shape, shape, every in cases
         for dtype in ("float32", "bfloat16")
     ]
+
+
+def _reshard_on_one_gpu(rank: int):
+    wrong = []
+    for seed in range(30):
+        whole, source, target = random_case(seed, ids=4)
+        plan = plan_reshard(source, target, max_bytes=(None, 4096)[seed % 2])
+        inside = rank in next(iter(source.values())).mesh
+        state = {}
+        if inside:
+            state = {n: shard_at(w, source[n], rank).to(CUDA) for n, w in whole.items()}
+        for _ in range(2):
+            got = plan.run(state)
+            for name, tensor in got.items():
+                shard = tensor.shards[rank].cpu()
+                if not torch.equal(shard, shard_at(whole[name], target[name], rank)):
+                    wrong.append((seed, name))
+    return wrong
+
+
+def test_state_dicts_between_ranks_that_share_a_gpu(tmp_path: Path):
+    assert run_ranks(4, tmp_path, _reshard_on_one_gpu) == [[]] * 4
 
 
 def test_gloo_with_cuda_tensors(tmp_path: Path):
