@@ -5,6 +5,7 @@ bucket, and unpacked from it into the memory of the results. While one wave is o
 one is packed.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from shardspec.boxes import Box
+from shardspec.comm.control import description
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.dtensor import DTensor
-from shardspec.errors import CommunicatorError, LayoutError
+from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -24,7 +26,7 @@ from shardspec.text import shown
 
 __all__ = ["run_plan"]
 
-_TAG: Final = 0x5EED
+_TAG: Final = 0x5EED0000
 """Of the messages, so that those of single conversions are not taken for them."""
 
 Shards: TypeAlias = dict[int, torch.Tensor]
@@ -61,24 +63,21 @@ def _run_in_job(
     mesh = DeviceMesh(plan.devices, (len(plan.devices),))
     communicator = ProcessGroupCommunicator.of(mesh)
     one = _Device(plan, rank, state, out, alone=True)
-    said = communicator.gather({rank: (plan.digest, one.problems[:1])})
-    for peer, (_, problems) in said.items():
-        if problems:
-            raise LayoutError(f"rank {peer}: {problems[0]}")
-    for peer, (digest, _) in said.items():
-        if digest != plan.digest:
-            raise CommunicatorError(
-                f"rank {peer} reshards by another plan ({digest[:12]}) than rank {rank} "
-                f"({plan.digest[:12]}); make the plan from the same layouts and names on all ranks"
-            )
-    one.allocate()
-    works: list[tuple[dist.Work, Callable[[], None]]] = []
-    for wave in range(one.waves):
-        # What is received in the wave before is unpacked while this one travels.
-        works, before = one.exchange(wave), works
-        _finish(before)
-    one.keep()
-    _finish(works)
+    problem = one.problems[0] if one.problems else "none"
+    words = {"reshard plan": plan.digest[:12], "problem": problem}
+    kinds = {shard.device.type for shard in one.source.values()}
+    # Held by one thread at a time, and compared on all ranks before the first byte.
+    with communicator.conversion(description(words), min(kinds, default="")):
+        if one.problems:
+            raise LayoutError(problem)
+        one.allocate()
+        works: list[tuple[dist.Work, Callable[[], None]]] = []
+        for wave in range(one.waves):
+            # What is received in the wave before is unpacked while this one travels.
+            works, before = one.exchange(wave), works
+            _finish(before)
+        one.keep()
+        _finish(works)
     return _results(plan, {rank: one}, out)
 
 
@@ -107,6 +106,8 @@ class _Device:
         self._schedule: Schedule = schedule_for(plan, device)
         self._lows: dict[Layout, list[int]] = {}
         self._alone = alone
+        # Of threads that reshard at once, each has other meshes.
+        self._tag = _TAG + zlib.crc32(repr(plan.devices).encode()) % 0xFFFF
         names = {move.source_name for move in plan.moves}
         taken: dict[tuple[bool, str], torch.Tensor | None] = {}
         for place, move in enumerate(plan.moves):
@@ -220,11 +221,11 @@ class _Device:
         ops, then = [], []
         for peer, pieces in self.receiving(wave).items():
             bucket = self._bucket(pieces, self.target)
-            ops.append(dist.P2POp(dist.irecv, bucket, peer, tag=_TAG))
+            ops.append(dist.P2POp(dist.irecv, bucket, peer, tag=self._tag))
             then.append(_unpacking(self, pieces, bucket))
         for peer, pieces in self.sending(wave).items():
             bucket = self.pack(pieces)
-            ops.append(dist.P2POp(dist.isend, bucket, peer, tag=_TAG))
+            ops.append(dist.P2POp(dist.isend, bucket, peer, tag=self._tag))
             then.append(_kept_alive(bucket))
         works = dist.batch_isend_irecv(ops) if ops else []
         if len(works) == len(ops):

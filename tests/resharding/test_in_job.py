@@ -94,7 +94,7 @@ def test_in_a_job(tmp_path):
         assert wrong == []
         assert from_torch == []
         plans, missing, other_shape, untouched = said
-        assert "reshards by another plan" in plans
-        assert "rank 2: tensor 'w' is missing" in missing
-        assert "rank 2: the shard of 'w' on device 2 is (3,)" in other_shape
+        assert "rank 2 asks for another conversion than rank 0: reshard plan" in plans
+        assert "rank 2 asks for another conversion than rank 0: problem tensor 'w' is" in missing
+        assert "problem the shard of 'w' on device 2 is (3,)" in other_shape
         assert untouched == "True"
