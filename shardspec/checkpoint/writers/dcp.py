@@ -3,16 +3,20 @@
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, groupby
+from math import prod
+from operator import itemgetter
 from typing import Final
 
-from shardspec.boxes import Box, box_shape, box_size
+from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.writers.pickles import Call, Made, Name, Pairs, pickled
 from shardspec.checkpoint.writers.torch_file import add_state, tensor_value
 from shardspec.checkpoint.writers.zips import ZipPlan
 from shardspec.checkpoint.writing.assign import assign_boxes
-from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target, Wanted
+from shardspec.checkpoint.writing.targets import MadePieces, OutputFile, Piece, Slot, Target, Wanted
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -43,28 +47,32 @@ def dcp_target(
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     boxes_of: dict[str, list[Box]] = {tensor.name: [] for tensor in tensors}
-    stored: list[tuple[object, object]] = []
+    places: list[tuple[_File, int]] = []
+    values: list[tuple[object, object]] = []
     files = []
     for rank, boxes in assign_boxes(mesh, layouts).items():
         file = _File(f"__{rank}_0.distcp")
         for entry in boxes:
             tensor = by_name[entry.tensor]
-            place = file.add_box(tensor, entry.box)
-            stored.append((_index(entry.tensor, entry.box, len(boxes_of[entry.tensor])), place))
+            places.append((file, len(boxes_of[entry.tensor])))
+            file.add_box(tensor, entry.box)
             boxes_of[entry.tensor].append(entry.box)
         if rank == mesh.ids[0]:
             for key, value in others.items():
-                stored.append((_index(key, None, None), file.add_value(value)))
+                values.append((_index(key, None, None), file.add_value(value)))
         if file.num_bytes:
             files.append(file.planned())
-    entries = {name: _tensor(by_name[name], boxes) for name, boxes in boxes_of.items()}
-    entries |= {key: Made(Name(_MODULE, "BytesStorageMetadata")) for key in others}
     metadata = Made(
         Name(_MODULE, "Metadata"),
         {
-            "state_dict_metadata": entries,
-            "planner_data": {name: (name,) for name in entries},
-            "storage_data": Pairs(tuple(stored)),
+            "state_dict_metadata": Pairs(
+                chain(
+                    ((name, _tensor(by_name[name], boxes)) for name, boxes in boxes_of.items()),
+                    ((key, Made(Name(_MODULE, "BytesStorageMetadata"))) for key in others),
+                )
+            ),
+            "planner_data": Pairs((name, (name,)) for name in (*boxes_of, *others)),
+            "storage_data": Pairs(chain(_stored(places), values)),
             "storage_meta": None,
             "version": "1.0.0",
         },
@@ -84,46 +92,92 @@ class _File:
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_bytes = 0
-        self._pieces: list[Piece] = []
-        self._slots: list[Slot] = []
-        self._plans: list[ZipPlan] = []
-        """Of each slot."""
+        self._values: list[Piece] = []
+        self.slots: list[Slot] = []
+        self.starts: list[int] = []
+        """Where the archive of each slot starts."""
 
-    def add_box(self, tensor: Wanted, box: Box) -> Made:
-        """Add a box of a tensor; return where it is stored."""
-        plan = ZipPlan(self.num_bytes)
-        value = tensor_value(box_shape(box), tensor.dtype, "0")
-        size = box_size(box) * item_bytes(tensor.dtype)
-        (offset,) = add_state(plan, value, [("0", size)])
-        self._slots.append(Slot(tensor, box, offset))
-        self._plans.append(plan)
-        return self._added(plan)
+    def add_box(self, tensor: Wanted, box: Box) -> None:
+        """Add a box of a tensor."""
+        archive = _archive(box_shape(box), tensor.dtype)
+        self.slots.append(Slot(tensor, box, self.num_bytes + archive.start))
+        self.starts.append(self.num_bytes)
+        self.num_bytes += archive.num_bytes
 
     def add_value(self, value: object) -> Made:
         """Add something that is no tensor; return where it is stored."""
         plan = ZipPlan(self.num_bytes)
         add_state(plan, value, [])
-        return self._added(plan)
-
-    def _added(self, plan: ZipPlan) -> Made:
-        self._pieces += plan.pieces()
-        place = {
-            "relative_path": self.name,
-            "offset": self.num_bytes,
-            "length": plan.num_bytes,
-        }
+        self._values += plan.pieces()
+        place = _place(self.name, self.num_bytes, plan.num_bytes)
         self.num_bytes += plan.num_bytes
-        return Made(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)
+        return place
 
     def planned(self) -> OutputFile:
         """Return the file."""
-        plans = tuple(self._plans)
 
-        def late(crcs: Sequence[int], first: int = 0) -> list[Piece]:
-            numbers = range(first, len(crcs))
-            return [piece for number in numbers for piece in plans[number].late([crcs[number]])]
+        def piece(number: int) -> Piece:
+            # Values are in one file only, after its tensors.
+            if number >= len(self.slots):
+                return self._values[number - len(self.slots)]
+            return Piece(self.starts[number], _archive_of(self.slots[number]).head)
 
-        return OutputFile(self.name, self.num_bytes, tuple(self._pieces), tuple(self._slots), late)
+        def late(crcs: Sequence[int], first: int = 0) -> Sequence[Piece]:
+            def tail(number: int) -> Piece:
+                slot = first + number
+                offset, data = _archive_of(self.slots[slot]).tail(crcs[slot])
+                return Piece(self.starts[slot] + offset, data)
+
+            return MadePieces(len(crcs) - first, tail)
+
+        pieces = MadePieces(len(self.slots) + len(self._values), piece)
+        return OutputFile(self.name, self.num_bytes, pieces, tuple(self.slots), late)
+
+
+class _Archive:
+    """What torch.save writes for a tensor; it depends on shape and dtype only."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self._plan = ZipPlan()
+        size = prod(shape) * item_bytes(dtype)
+        (self.start,) = add_state(self._plan, tensor_value(shape, dtype, "0"), [("0", size)])
+        self.num_bytes = self._plan.num_bytes
+        (before,) = self._plan.pieces()
+        self.head = before.data
+
+    def tail(self, crc: int) -> Piece:
+        """Return what follows the tensor."""
+        (after,) = self._plan.late([crc])
+        return after
+
+
+# A model has few shapes, and an archive has a kilobyte: it is not kept for every tensor.
+_archive = lru_cache(64)(_Archive)
+
+
+def _archive_of(slot: Slot) -> _Archive:
+    """Return what surrounds a slot."""
+    return _archive(box_shape(slot.box), slot.tensor.dtype)
+
+
+def _place(name: str, offset: int, num_bytes: int) -> Made:
+    """Return where an item is stored."""
+    place = {"relative_path": name, "offset": offset, "length": num_bytes}
+    return Made(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)
+
+
+def _stored(places: Iterable[tuple[_File, int]]) -> Iterator[tuple[object, object]]:
+    """Yield the name and the place of every box, in the order in which files got them.
+
+    Parameters
+    ----------
+    places
+        For each, the file, and how many boxes its tensor had before.
+    """
+    for file, boxes in groupby(places, key=itemgetter(0)):
+        for slot, start, (_, number) in zip(file.slots, file.starts, boxes, strict=True):
+            place = _place(file.name, start, _archive_of(slot).num_bytes)
+            yield _index(slot.tensor.name, slot.box, number), place
 
 
 def _size(sizes: Sequence[int]) -> Call:

@@ -5,7 +5,7 @@ and torch's checkpoint metadata need. Source: Lib/pickletools.py of CPython.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,9 +47,9 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """A dict whose keys Python cannot hash here."""
+    """A dict whose keys Python cannot hash here, or of which no more than an item is held."""
 
-    items: tuple[tuple[object, object], ...]
+    items: Iterable[tuple[object, object]]
 
 
 def pickled(value: object, *, numbered: bool = False) -> bytes:
@@ -80,14 +80,14 @@ def pickled(value: object, *, numbered: bool = False) -> bytes:
     writer = _NumberingWriter() if numbered else _Writer()
     writer.put(value)
     protocol = 4 if numbered else 2
-    return b"\x80" + bytes((protocol,)) + b"".join(writer.parts) + b"."
+    return b"\x80" + bytes((protocol,)) + bytes(writer.parts) + b"."
 
 
 class _Writer:
     """Writes protocol 2; numbers texts and names only."""
 
     def __init__(self) -> None:
-        self.parts: list[bytes] = []
+        self.parts = bytearray()
         self._known: dict[object, int] = {}
         self._numbers = 0
 
@@ -96,13 +96,13 @@ class _Writer:
         parts = self.parts
         match value:
             case None:
-                parts.append(b"N")
+                parts.extend(b"N")
             case bool():
-                parts.append(b"\x88" if value else b"\x89")
+                parts.extend(b"\x88" if value else b"\x89")
             case int():
-                parts.append(self.int_(value))
+                parts.extend(self.int_(value))
             case float():
-                parts.append(b"G" + struct.pack(">d", value))
+                parts.extend(b"G" + struct.pack(">d", value))
             case str() | Name():
                 self._once(value)
             case bytes():
@@ -110,37 +110,37 @@ class _Writer:
             case tuple():
                 self.tuple_(value)
             case list():
-                parts.append(b"]")
+                parts.extend(b"]")
                 self.made()
-                parts.append(b"(")
+                parts.extend(b"(")
                 for item in value:
                     self.put(item)
-                parts.append(b"e")
+                parts.extend(b"e")
             case Mapping():
-                self.put(Pairs(tuple(value.items())))
+                self.put(Pairs(value.items()))
             case Pairs(items):
-                parts.append(b"}")
+                parts.extend(b"}")
                 self.made()
-                parts.append(b"(")
+                parts.extend(b"(")
                 for key, item in items:
                     self.put(key)
                     self.put(item)
-                parts.append(b"u")
+                parts.extend(b"u")
             case Call(function, args):
                 self.put(function)
                 self.put(args)
-                parts.append(b"R")
+                parts.extend(b"R")
                 self.made()
             case Made(kind, state):
                 self.put(kind)
-                parts.append(b")\x81")
+                parts.extend(b")\x81")
                 self.made()
                 if state is not None:
                     self.put(state)
-                    parts.append(b"b")
+                    parts.extend(b"b")
             case Outside(key):
                 self.put(key)
-                parts.append(b"Q")
+                parts.extend(b"Q")
             case _:
                 raise CheckpointError(
                     f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"
@@ -150,14 +150,14 @@ class _Writer:
         """Write a text or a name once, and refer to it afterwards."""
         place = self._known.get(value)
         if place is not None:
-            self.parts.append(self.taken_up(place))
+            self.parts.extend(self.taken_up(place))
             return
         if isinstance(value, Name):
             self.name(value)
         else:
-            self.parts.append(self.text(_utf8(value)))
+            self.parts.extend(self.text(_utf8(value)))
         self._known[value] = self._numbers
-        self.parts.append(self.number(self._numbers))
+        self.parts.extend(self.number(self._numbers))
         self._numbers += 1
 
     def made(self) -> None:
@@ -165,10 +165,10 @@ class _Writer:
 
     def tuple_(self, value: tuple[object, ...]) -> None:
         """Write a tuple."""
-        self.parts.append(b"(")
+        self.parts.extend(b"(")
         for item in value:
             self.put(item)
-        self.parts.append(b"t")
+        self.parts.extend(b"t")
 
     def bytes_(self, value: bytes) -> None:
         """Write bytes, of which protocol 2 has none of its own, as Python does there."""
@@ -176,7 +176,7 @@ class _Writer:
 
     def name(self, value: Name) -> None:
         """Write a name."""
-        self.parts.append(b"c" + _utf8(value.module) + b"\n" + _utf8(value.name) + b"\n")
+        self.parts.extend(b"c" + _utf8(value.module) + b"\n" + _utf8(value.name) + b"\n")
 
     @staticmethod
     def text(data: bytes) -> bytes:
@@ -204,13 +204,13 @@ class _NumberingWriter(_Writer):
 
     def made(self) -> None:
         """Give it a number."""
-        self.parts.append(b"\x94")
+        self.parts.extend(b"\x94")
         self._numbers += 1
 
     def tuple_(self, value: tuple[object, ...]) -> None:
         """Write a tuple."""
         if not value:
-            self.parts.append(b")")
+            self.parts.extend(b")")
             return
         short = _SHORT_TUPLES.get(len(value))
         if short is None:
@@ -218,19 +218,19 @@ class _NumberingWriter(_Writer):
         else:
             for item in value:
                 self.put(item)
-            self.parts.append(short)
+            self.parts.extend(short)
         self.made()
 
     def bytes_(self, value: bytes) -> None:
         """Write bytes."""
-        self.parts.append(b"B" + _sized(value))
+        self.parts.extend(b"B" + _sized(value))
         self.made()
 
     def name(self, value: Name) -> None:
         """Write a name."""
         self.put(value.module)
         self.put(value.name)
-        self.parts.append(b"\x93")
+        self.parts.extend(b"\x93")
 
     @staticmethod
     def text(data: bytes) -> bytes:

@@ -295,7 +295,7 @@ def check_the_rest(job: Job, slots: Iterable[Slot], judged: Collection[StoredBox
             Checks(tensor, boxes).finish(files)
 
 
-def digest_of_file(file: OutputFile, pieces: Sequence[Piece], crcs: Sequence[int]) -> int:
+def digest_of_file(file: OutputFile, pieces: Iterable[Piece], crcs: Sequence[int]) -> int:
     """Return the CRC-32 of a file made of pieces and slots, with zeros where there is neither."""
     value = at = 0
     for _, offset, num_bytes, crc in parts_of(pieces, file.slots, crcs):
@@ -307,7 +307,7 @@ def digest_of_file(file: OutputFile, pieces: Sequence[Piece], crcs: Sequence[int
 
 
 def parts_of(
-    pieces: Sequence[Piece], slots: Sequence[Slot], crcs: Sequence[int]
+    pieces: Iterable[Piece], slots: Sequence[Slot], crcs: Sequence[int]
 ) -> list[tuple[str, int, int, int]]:
     """Return what a file is made of: name, position, bytes and CRC-32, in ascending order."""
     parts = [("a header", p.offset, len(p.data), crc32(p.data)) for p in pieces]

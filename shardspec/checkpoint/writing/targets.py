@@ -5,12 +5,12 @@ is the same for all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from shardspec.boxes import Box, box_size
 from shardspec.dtypes import item_bytes
 
-__all__ = ["Late", "OutputFile", "Piece", "Slot", "Target", "Wanted"]
+__all__ = ["Late", "MadePieces", "OutputFile", "Piece", "Slot", "Target", "Wanted"]
 
 
 class Wanted(NamedTuple):
@@ -56,6 +56,34 @@ class Piece(NamedTuple):
     data: bytes
 
 
+class MadePieces(Sequence[Piece]):
+    """Pieces that are made each time that they are asked for, as there are many.
+
+    Parameters
+    ----------
+    count
+        How many there are.
+    make
+        Given a number from 0, returns the piece.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], Piece]) -> None:
+        self._numbers = range(count)
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> Piece: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Piece]: ...
+    def __getitem__(self, place: int | slice) -> Piece | list[Piece]:
+        """Return a piece, or some."""
+        found = self._numbers[place]
+        return self._make(found) if isinstance(found, int) else list(map(self._make, found))
+
+
 class Late(Protocol):
     """Makes the pieces of a file that depend on the CRC-32 of its slots."""
 
@@ -74,7 +102,7 @@ class OutputFile(NamedTuple):
     name: str
     """A plain name; that of the output itself if it is a file."""
     num_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     slots: tuple[Slot, ...]
     """In ascending order."""
     late: Late | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -150,11 +151,10 @@ def _write(job: Job, file: OutputFile, place: Path) -> _Found:
             crc, boxes = slot_filled.judged()
             crcs.append(crc)
             judged += boxes
-        late = tuple(file.late(crcs)) if file.late is not None else ()
+        late = file.late(crcs) if file.late is not None else ()
         put_pieces(job, fd, late)
-    pieces = (*file.pieces, *late)
-    check_again(place, parts_of(pieces, (), ()), job.path)
-    whole = digest_of_file(file, pieces, crcs) if job.digested else 0
+    check_again(place, parts_of(chain(file.pieces, late), (), ()), job.path)
+    whole = digest_of_file(file, chain(file.pieces, late), crcs) if job.digested else 0
     return FileDigest(tuple(crcs), whole, file.num_bytes), judged
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -191,11 +191,10 @@ def _joined(
 
 def _close(job: Job, file: OutputFile, place: Path, crcs: Sequence[int]) -> FileDigest:
     """Add to a file what depends on its tensors, once all are there."""
-    late = tuple(file.late(crcs)) if file.late is not None else ()
+    late = file.late(crcs) if file.late is not None else ()
     if late:
         with NewFile(place, job.path, None) as fd:
             put_pieces(job, fd, late)
-    pieces = (*file.pieces, *late)
-    check_again(place, parts_of(pieces, (), ()), job.path)
-    whole = digest_of_file(file, pieces, crcs) if job.digested else 0
+    check_again(place, parts_of(chain(file.pieces, late), (), ()), job.path)
+    whole = digest_of_file(file, chain(file.pieces, late), crcs) if job.digested else 0
     return FileDigest(tuple(crcs), whole, file.num_bytes)
