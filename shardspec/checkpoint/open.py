@@ -36,7 +36,14 @@ from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, Snapshot, as_path, reason
 from shardspec.errors import CheckpointError
 
-__all__ = ["FORMATS", "Format", "as_catalog", "open_checkpoint", "open_checkpoints"]
+__all__ = [
+    "FORMATS",
+    "Format",
+    "as_catalog",
+    "format_of_names",
+    "open_checkpoint",
+    "open_checkpoints",
+]
 
 _ZIP: Final = b"PK"
 _OLD_TORCH: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
@@ -202,7 +209,7 @@ def _find(place: Path) -> _Found:
         raise CheckpointError(f"{place}: cannot be read: {reason(error)}") from None
     if not names:
         raise CheckpointError(f"{place}: is empty, there is no checkpoint in it")
-    known = _format_of(names)
+    known = format_of_names(names)
     if known is not None:
         return _Found(place, known.name, known.takes, known.reader, place, known.nested)
     hint = _nearby(place, names)
@@ -215,7 +222,8 @@ def _find(place: Path) -> _Found:
     )
 
 
-def _format_of(names: frozenset[str]) -> Format | None:
+def format_of_names(names: frozenset[str]) -> Format | None:
+    """Return the format of a directory with these names; the first that is met counts."""
     return next((one for one in FORMATS if one.finds(names)), None)
 
 
@@ -300,7 +308,7 @@ def _inside(place: Path) -> list[tuple[str, str]]:
         found = [
             (str(directory.relative_to(place)), known.name)
             for directory in level
-            if (known := _format_of(frozenset(_names(directory)))) is not None
+            if (known := format_of_names(frozenset(_names(directory)))) is not None
         ]
         if found:
             return found

@@ -184,8 +184,12 @@ def _names_in(directory: Path) -> set[str]:
         return set()
 
 
-def check_others(output: Path, replaced: frozenset[str], *, listed: bool) -> None:
-    """Refuse to write a directory in which files that are kept would count as parts of it.
+def check_others(
+    output: Path, replaced: frozenset[str], new: frozenset[str], *, listed: bool
+) -> None:
+    """Refuse to write a directory in which files that are kept would count, and not what is new.
+
+    A kept index, info or metadata would be read instead of what was written, or make it unreadable.
 
     Parameters
     ----------
@@ -193,6 +197,8 @@ def check_others(output: Path, replaced: frozenset[str], *, listed: bool) -> Non
         The directory, if it exists.
     replaced
         Names of files that go.
+    new
+        Names of files that are written.
     listed
         Whether the output lists its files.
 
@@ -201,12 +207,21 @@ def check_others(output: Path, replaced: frozenset[str], *, listed: bool) -> Non
     CheckpointError
         If there are any; names them.
     """
-    if listed:
-        return
-    names = _names_in(output)
-    if others := sorted(name for name in names - replaced if is_data_file(name)):
+    from shardspec.checkpoint.open import format_of_names
+
+    kept = _names_in(output) - replaced - new
+    if not listed:
+        others = sorted(name for name in kept if is_data_file(name) or name.endswith(INDEX_SUFFIX))
+        if others:
+            raise CheckpointError(
+                f"{output}: holds {', '.join(map(repr, others[:3]))}, which would count as parts "
+                "of what is written there; move them, or choose another directory"
+            )
+    known = format_of_names(new)
+    if format_of_names(new | kept) is not known:
+        first = sorted(n for n in kept if format_of_names(new | {n}) is not known) or sorted(kept)
         raise CheckpointError(
-            f"{output}: holds {', '.join(map(repr, others[:3]))}, which would count as parts of "
+            f"{output}: holds {', '.join(map(repr, first[:3]))}, which would be read instead of "
             "what is written there; move them, or choose another directory"
         )
 

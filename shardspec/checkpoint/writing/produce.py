@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.coordinate import Member
+from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA_NAME
 from shardspec.checkpoint.moving.cast_counts import CastCounts
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
@@ -111,12 +112,15 @@ def _produce(
         left_out=tuple(sorted(source.extras.keys() - target.carried)),
         written=False,
     )
-    if how.dry_run:
-        return report
     replaced: frozenset[str] = frozenset()
     if how.overwrite and target.directory and first:
         replaced = files_of_checkpoint(path)
-        check_others(path, replaced, listed=format != "huggingface")
+        new = {file.name for file in target.files}
+        if target.last is not None:
+            new.add(_LISTS[format])
+        check_others(path, replaced, frozenset(new), listed=format != "huggingface")
+    if how.dry_run:
+        return report
     cast_counts = CastCounts(strict=how.strict_cast)
     order = Order(
         source,
@@ -139,6 +143,14 @@ def _produce(
         cast_losses=_cast_losses(cast_counts, workers),
         written=True,
     )
+
+
+_LISTS: Final = {
+    "shardspec": INFO_NAME,
+    "dcp": METADATA_NAME,
+    "huggingface": f"model{INDEX_SUFFIX}",
+}
+"""What names the other files of an output, by its format."""
 
 
 def _cast_losses(counts: CastCounts, workers: "Workers | None") -> "CastLosses | None":
