@@ -139,7 +139,7 @@ def _check_directory(
 
 _LISTS_OF_FILES: Final = (INFO_NAME, METADATA_NAME, BIN_INDEX)
 _OWN_NAMES: Final = re.compile(
-    r"(model(-\d{5}-of-\d{5})?|shard-\d+-model-\d+-of-\d+)\.safetensors"
+    r"(model(-\d{5}-of-\d{5})?|shard-\d+-model-\d+-of-\d+|shard-\d{5,}-[0-9a-f]{16})\.safetensors"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin"
 )
 """Files that nothing lists and that are nonetheless parts of a checkpoint by their names."""
