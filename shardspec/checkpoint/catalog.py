@@ -292,8 +292,10 @@ class LazyTensorCache:
                 return known
         found = self._look_up(name)
         with self._lock:
-            if self._known.setdefault(name, found) is found:
+            # Another thread may have been first; all are to have the same one.
+            first = self._known.setdefault(name, found)
+            if first is found:
                 self._num_boxes += len(found.boxes)
             while self._num_boxes > self._most_boxes and len(self._known) > 1:
                 self._num_boxes -= len(self._known.pop(next(iter(self._known))).boxes)
-        return found
+        return first
