@@ -3,10 +3,12 @@
 from importlib import import_module
 from inspect import isclass
 from itertools import groupby
-
-from sphinx.application import Sphinx
+from typing import TYPE_CHECKING
 
 import shardspec
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 project = "shardspec"
 author = "the authors of shardspec"
@@ -98,10 +100,10 @@ def _entry(home: str, name: str) -> list[str]:
     return ["```{eval-rst}", f".. auto{kind}:: {home}.{name}", *members, "```", ""]
 
 
-def setup(app: Sphinx) -> None:
+def setup(app: "Sphinx") -> None:
     """Put the public names where the reference says so."""
 
-    def fill(_app: Sphinx, name: str, source: list[str]) -> None:
+    def fill(_app: "Sphinx", name: str, source: list[str]) -> None:
         if name == "reference":
             source[0] = source[0].replace("<!-- public names -->", _public_names())
             source[0] = source[0].replace("<!-- names beside -->", _names_beside())

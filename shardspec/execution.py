@@ -197,6 +197,8 @@ def run_step(
         here = communicator.on(after.mesh).addressable
         return {device: shards[device].view_as(shards[device]) for device in here}
     across = communicator.on(common_mesh(before.mesh, after.mesh))
+    if not across.addressable:
+        return {}
     scalar = not before.global_shape
     nothing = torch.empty(
         [0] * max(1, len(before.global_shape)), dtype=_dtype(before), device=device

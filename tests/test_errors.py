@@ -14,9 +14,12 @@ BUILT_IN = {
     "CheckpointError": ValueError,
     "CommunicatorError": RuntimeError,
     "DTypeError": TypeError,
+    "InputFileError": ValueError,
     "LayoutError": ValueError,
+    "LossyConversionError": ValueError,
     "MeshError": ValueError,
     "OutputExistsError": FileExistsError,
+    "ProfileError": ValueError,
     "ShardSpecError": Exception,
     "SpecSyntaxError": ValueError,
 }
@@ -73,12 +76,12 @@ CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
         (
             lambda: DTensor(np.ones((4, 4)), MESH, "[S0,R]"),  # type: ignore[arg-type]
             "LayoutError",
-            "a ndarray is no tensor",
+            "a ndarray is no plain tensor",
         ),
         (
             lambda: DTensor([[1.0]], MESH, "[S0,R]"),  # type: ignore[arg-type]
             "LayoutError",
-            "a list is no tensor",
+            "a list is no plain tensor",
         ),
         (
             lambda: shardspec.match_rules([("*", "[R]")], {"w": 1}),  # type: ignore[arg-type]
@@ -87,7 +90,7 @@ CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
         ),
         *(
             (
-                lambda mesh=mesh: shardspec.reshard("a", "b", mesh=mesh),
+                lambda mesh=mesh: shardspec.reshard("a", "b", device_mesh=mesh),
                 "CheckpointError",
                 f"a {type(mesh).__name__} is no mesh to cut for",
             )

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Self, TypeAlias
 from shardspec.checkpoint.moving.buffers import BLOCK_BYTES
 from shardspec.checkpoint.moving.digests import crc_text
 from shardspec.checkpoint.moving.to_disk import Writer
-from shardspec.checkpoint.store import reason
+from shardspec.checkpoint.store import RemotePath, reason
 from shardspec.errors import CheckpointError
 
 __all__ = ["Behind", "Check", "ReadBack", "different"]
@@ -38,10 +38,12 @@ has written by itself."""
 
 def different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
     """Return the error of a part of a file that was read back differently."""
+    why = "the memory of this machine, or what it is stored on, is at fault"
+    if isinstance(path, RemotePath):
+        why = "the store gives back something else than was sent, or another run has written there"
     return CheckpointError(
         f"{path}: {name} was read back differently: its CRC-32 is {crc_text(found)} instead of "
-        f"{crc_text(expected)}; the memory of this machine, or what it is stored on, is at fault; "
-        "nothing was kept"
+        f"{crc_text(expected)}; {why}; nothing was kept"
     )
 
 
