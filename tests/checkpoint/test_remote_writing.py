@@ -266,7 +266,7 @@ def test_new_files_that_come_back_otherwise_leave_the_old(forms, counted, kind):
         CountingStore.spoil.add(spoiled)
         if spoiled != ".shardspec-tmp" and not any(spoiled in name for name in before):
             continue
-        with pytest.raises(CheckpointError, match="read back differently.*the store gives back"):
+        with pytest.raises(CheckpointError, match=r"read back differently.*the store gives back"):
             merge(forms / "own", out, dtype="bf16", overwrite=True, **options)
         CountingStore.spoil.clear()
         assert {name: store.cat_file(f"{counted}/{name}") for name in names(counted)} == before
