@@ -80,7 +80,12 @@ def staged_output(
     except OSError as error:
         raise _refused(path, error) from None
     try:
-        stage = _Stage(parent, path, directory)
+        try:
+            stage = _Stage(parent, path, directory)
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise _refused(path, error) from None
         try:
             yield stage.place
             try:
