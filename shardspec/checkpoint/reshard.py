@@ -71,8 +71,9 @@ def reshard(
         the one of its name there.
     format
         shardspec's own, which is the default, or that of `torch.distributed.checkpoint`.
-    dtype, include, exclude, rename, threads, strict_cast, overwrite,
-    verify, reread, dry_run, progress, member
+    dtype, include, exclude, rename, threads, strict_cast
+        As for `merge`.
+    overwrite, verify, reread, dry_run, progress, member
         As for `merge`.
     mesh, form, force
         Former names of `device_mesh`, `format` and `overwrite`.
