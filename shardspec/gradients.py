@@ -37,6 +37,7 @@ def convert(
         The shard of every addressable device.
     """
     there = communicator.on(plan.target.mesh).addressable
+    # torch leaves Function.apply untyped, here and below.
     results = Convert.apply(plan, communicator, *shards.values())  # type: ignore[no-untyped-call]
     return dict(zip(there, results, strict=True))
 

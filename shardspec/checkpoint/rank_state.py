@@ -82,7 +82,7 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
     cause: Exception | None = None
     try:
         done.append(act())
-    except Exception as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         cause = error
         ours = isinstance(error, ShardSpecError)
         text = str(error) if ours else f"{type(error).__name__}: {error}"
