@@ -16,12 +16,11 @@ from typing import Final, TypeAlias
 from benchmarks.checkpoint_shapes import Model, tensor_parallel_dim
 from shardspec import DeviceMesh, Layout
 from shardspec.boxes import Box, box_shape, box_size
+from shardspec.checkpoint.copy_plan import OutputTensor, assign_boxes
+from shardspec.checkpoint.digests import crc32, crc32_combine
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
-from shardspec.checkpoint.moving.digests import crc32, crc32_combine
 from shardspec.checkpoint.writers.zips import ZipPlan
-from shardspec.checkpoint.writing.assign import assign_boxes
-from shardspec.checkpoint.writing.targets import Wanted
 from shardspec.interop.torch_placements import to_placements
 
 __all__ = ["FORMATS", "main", "many_tensors", "of_model", "write_holes"]
@@ -68,21 +67,23 @@ def of_model(model: Model) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def write_holes(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
     """Write tensors of zeros in shardspec's own format, with holes behind the headers."""
-    wanted = [Wanted(name, name, shape, "bfloat16") for name, (shape, _) in tensors.items()]
+    wanted = [OutputTensor(name, name, shape, "bfloat16") for name, (shape, _) in tensors.items()]
     layouts = {n: Layout(mesh, spec, shape, "bfloat16") for n, (shape, spec) in tensors.items()}
     target = sharded_target(mesh, wanted, layouts)
     digests: dict[int, int] = {}
     at.mkdir(parents=True)
     for file in target.files:
         with (at / file.name).open("wb") as out:
-            for piece in file.pieces:
+            for piece in file.raw:
                 out.seek(piece.offset)
                 out.write(piece.data)
             out.truncate(file.num_bytes)
-        for num_bytes in {slot.num_bytes for slot in file.slots} - digests.keys():
+        for num_bytes in {extent.num_bytes for extent in file.extents} - digests.keys():
             digests[num_bytes] = _zeros_crc32(num_bytes)
     assert target.last is not None, "the form has an info"
-    crcs = {file.name: [digests[slot.num_bytes] for slot in file.slots] for file in target.files}
+    crcs = {
+        file.name: [digests[extent.num_bytes] for extent in file.extents] for file in target.files
+    }
     for name, data in target.last(crcs):
         (at / name).write_bytes(data)
 

@@ -17,12 +17,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from shardspec.checkpoint.store import reason
 from shardspec.errors import CheckpointError, OutputExistsError
 
 __all__ = [
+    "DirectoryLock",
     "exists",
     "joined_output",
     "real_path",
@@ -227,6 +228,46 @@ def sync_directory(directory: Path) -> None:
 
 def _refused(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be written: {reason(error)}")
+
+
+class DirectoryLock:
+    """The right to save into a directory, from `acquire` to the end of the block.
+
+    The system gives it back when a process is killed. On a file system without locks everybody
+    has it, and `locked` says so.
+    """
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self.locked = False
+        """Whether no other save is at work in the directory."""
+
+    def acquire(self, directory: Path) -> None:
+        """Lock a directory.
+
+        Raises
+        ------
+        CheckpointError
+            If another save has it, or the directory cannot be read.
+        """
+        try:
+            self._fd = os.open(directory, _DIRECTORY)
+        except OSError as error:
+            raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from None
+        held = _lock(self._fd)
+        if held is False:
+            raise CheckpointError(
+                f"{directory}: another run is saving there; wait for that one, or choose another "
+                "directory"
+            )
+        self.locked = held is True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
 
 
 _DESCRIPTORS: Final = Path("/proc/self/fd")

@@ -9,9 +9,7 @@ import numpy as np
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor, box_text
-from shardspec.checkpoint.moving.buffers import Buffers
-from shardspec.checkpoint.moving.copy import copy_box
-from shardspec.checkpoint.moving.sinks import MemorySink
+from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -98,8 +96,8 @@ def check_replicas(
         ]
         for block in blocks(first.box, BLOCK_BYTES // size):
             a, b = (room[: box_size(block) * size] for room in rooms)
-            copy_box(alone[0], block, MemorySink(a.data), files, buffers)
-            copy_box(alone[1], block, MemorySink(b.data), files, buffers)
+            read_box_into(alone[0], block, a.data, files, buffers)
+            read_box_into(alone[1], block, b.data, files, buffers)
             if not np.array_equal(a, b):
                 index = list(element_index(block, int((a != b).argmax()) // size))
                 raise CheckpointError(

@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.compare import BLOCK_BYTES, blocks, element_index
-from shardspec.checkpoint.moving.buffers import Buffers
-from shardspec.checkpoint.moving.copy import copy_box
-from shardspec.checkpoint.moving.sinks import MemorySink
+from shardspec.checkpoint.executor import Progress
 from shardspec.checkpoint.numeric import Bytes, numbers
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.read_boxes import Buffers, read_box_into
+from shardspec.checkpoint.select import Choice, Patterns, Renames, select
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.tiling import check_tiling
-from shardspec.checkpoint.writing.fill import Progress
-from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, select
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
@@ -191,8 +189,8 @@ def _first(
     whole = tuple((0, size) for size in x.shape)
     for box in blocks(whole, BLOCK_BYTES // max(sizes)):
         one, other = (room[: box_size(box) * size] for room, size in zip(rooms, sizes, strict=True))
-        copy_box(x, box, MemorySink(one.data), files, buffers)
-        copy_box(y, box, MemorySink(other.data), files, buffers)
+        read_box_into(x, box, one.data, files, buffers)
+        read_box_into(y, box, other.data, files, buffers)
         count.add(one.size)
         if x.dtype == y.dtype and np.array_equal(one, other):
             continue

@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
+from shardspec.checkpoint.copy_plan import stretches
+from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.formats.native import NativeCatalog
-from shardspec.checkpoint.moving.ahead import in_files, stretches
-from shardspec.checkpoint.moving.buffers import Buffers
-from shardspec.checkpoint.moving.copy import copy_box
-from shardspec.checkpoint.moving.digests import Checks
-from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.rank_state import Described, agree, communicator_of_state, describe
+from shardspec.checkpoint.read_boxes import Buffers, read_box_into
+from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
 from shardspec.checkpoint.tiling import check_tiling
-from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, plain, select
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike
@@ -346,7 +344,7 @@ def _stretches(
     """Return what will be read, as far as it is known and in its order."""
     for name, layout in layouts.items():
         for box in dict.fromkeys(map(layout.box, devices)):
-            yield from in_files(stretches(source.tensor(names[name]), box))
+            yield from stretches(source.tensor(names[name]), box)
 
 
 def _fill(
@@ -361,6 +359,6 @@ def _fill(
     place = shard if flat and not (shard.is_conj() or shard.is_neg()) else None
     room = torch.empty(shard.shape, dtype=shard.dtype) if place is None else place
     out = room.view(-1).view(torch.uint8).numpy().data
-    copy_box(tensor, box, MemorySink(out), files, buffers, checks=Checks(tensor))
+    read_box_into(tensor, box, out, files, buffers, checks=Checks(tensor))
     if place is None:
         shard.copy_(room)

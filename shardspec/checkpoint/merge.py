@@ -7,12 +7,12 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.coordinate import Member
+from shardspec.checkpoint.copy_plan import OutputTensor, Target
+from shardspec.checkpoint.executor import Progress
 from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select, tied
 from shardspec.checkpoint.store import as_path
-from shardspec.checkpoint.writing.fill import Progress
-from shardspec.checkpoint.writing.produce import How, Plan, produce
-from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, plain, select, tied
-from shardspec.checkpoint.writing.targets import Target, Wanted
+from shardspec.checkpoint.write import WriteOptions, write_checkpoint
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -130,7 +130,7 @@ def merge(
     replace = renamed_argument("merge", "overwrite", overwrite, "force", force)
     choice = Choice(include, exclude, rename, dtype)
 
-    def build(source: Catalog, _: str | None) -> Plan:
+    def lay_out(source: Catalog, _: str) -> tuple[Sequence[OutputTensor], Target]:
         wanted = select(source, choice)
         # The other formats have no room for what is no tensor.
         names = plain(source.extras, choice) if chosen in ("torch", "dcp") else {}
@@ -143,8 +143,8 @@ def merge(
         target = _target(chosen, place, source, wanted, others, max_shard_bytes)
         return wanted, target._replace(carried=frozenset(names))
 
-    how = How(threads, strict_cast, replace, verify, reread, dry_run, progress, member)
-    return produce(directory, place, chosen, build, how)
+    options = WriteOptions(threads, strict_cast, replace, verify, reread, dry_run, progress, member)
+    return write_checkpoint(directory, place, chosen, lay_out, options)
 
 
 def _format(
@@ -185,7 +185,7 @@ def _target(
     chosen: MergedFormat,
     output: Path,
     source: Catalog,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[OutputTensor],
     others: Mapping[str, object],
     max_shard_bytes: int | None,
 ) -> Target:

@@ -8,8 +8,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from shardspec.checkpoint.catalog import ReplicaKey, box_text, replica_holders, replica_key
+from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
-from shardspec.checkpoint.moving.digests import crc32
 from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten, leaves
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import ReduceOp

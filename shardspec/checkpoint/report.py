@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardspec.checkpoint.moving.digests import crc_text
+from shardspec.checkpoint.digests import crc_text
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses

@@ -6,16 +6,16 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.coordinate import Member
+from shardspec.checkpoint.copy_plan import OutputTensor, Target
+from shardspec.checkpoint.executor import Progress
 from shardspec.checkpoint.formats.cut_rules import read_toml
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
 from shardspec.checkpoint.store import as_path
+from shardspec.checkpoint.write import WriteOptions, write_checkpoint
 from shardspec.checkpoint.writers.dcp import dcp_target
-from shardspec.checkpoint.writing.fill import Progress
-from shardspec.checkpoint.writing.produce import How, Plan, produce
-from shardspec.checkpoint.writing.select import Choice, Patterns, Renames, plain, select
-from shardspec.checkpoint.writing.targets import Wanted
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import match_rules
@@ -114,7 +114,7 @@ def reshard(
         )
     choice = Choice(include, exclude, rename, dtype)
 
-    def build(source: Catalog, save: str | None) -> Plan:
+    def lay_out(source: Catalog, save: str) -> tuple[Sequence[OutputTensor], Target]:
         wanted = select(source, choice)
         if like is not None:
             onto, layouts = _like(as_catalog(like), wanted)
@@ -129,12 +129,12 @@ def reshard(
             return wanted, target._replace(carried=frozenset(names))
         return wanted, sharded_target(onto, wanted, layouts, save)
 
-    how = How(threads, strict_cast, replace, verify, reread, dry_run, progress, member)
-    return produce(directory, as_path(output), chosen, build, how)
+    options = WriteOptions(threads, strict_cast, replace, verify, reread, dry_run, progress, member)
+    return write_checkpoint(directory, as_path(output), chosen, lay_out, options)
 
 
 def _by_rules(
-    mesh: DeviceMesh, rules: Mapping[str, SpecLike], wanted: Sequence[Wanted]
+    mesh: DeviceMesh, rules: Mapping[str, SpecLike], wanted: Sequence[OutputTensor]
 ) -> dict[str, Layout]:
     """Return how each tensor is cut."""
     specs = match_rules(rules, {tensor.name: len(tensor.shape) for tensor in wanted})
@@ -153,7 +153,7 @@ def _by_rules(
     return layouts
 
 
-def _like(other: Catalog, wanted: Sequence[Wanted]) -> tuple[DeviceMesh, dict[str, Layout]]:
+def _like(other: Catalog, wanted: Sequence[OutputTensor]) -> tuple[DeviceMesh, dict[str, Layout]]:
     """Return the mesh of another checkpoint, and each tensor cut as there."""
     if other.mesh is None:
         raise CheckpointError(

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.commit import reserve
+from shardspec.checkpoint.commit import DirectoryLock, reserve
+from shardspec.checkpoint.copy_plan import assign_boxes
+from shardspec.checkpoint.digests import crc32
+from shardspec.checkpoint.executor import Writer
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
 from shardspec.checkpoint.formats.safetensors_header import (
@@ -24,8 +27,6 @@ from shardspec.checkpoint.formats.safetensors_header import (
     encode_header,
     read_header,
 )
-from shardspec.checkpoint.moving.digests import crc32
-from shardspec.checkpoint.moving.to_disk import Writer
 from shardspec.checkpoint.rank_state import (
     Described,
     Replicas,
@@ -45,9 +46,7 @@ from shardspec.checkpoint.sharding_info import (
 )
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, reason
-from shardspec.checkpoint.writing.assign import assign_boxes
-from shardspec.checkpoint.writing.turn import Turn, shard_name
-from shardspec.checkpoint.writing.upload import Upload
+from shardspec.checkpoint.upload import Upload
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
@@ -153,7 +152,7 @@ def save_sharded(
     check_same(what, chosen, replicas)
     if replicas == "equal":
         check_replicas_of_ranks(what, chosen)
-    with Turn() as turn:
+    with DirectoryLock() as turn:
         agree(chosen, lambda: _claim(path, overwrite, turn) if leader else None)
         # A device without boxes writes no file.
         assigned = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
@@ -186,7 +185,7 @@ def _shard(
         for entry in entries
     ]
     head, header = encode_header(slots, shard_metadata(save, rank))
-    name = shard_name(rank, save)
+    name = f"shard-{rank:05d}-{save}.safetensors"
     return _Shard(FileEntry(name, rank, header.file_bytes, tuple(entries)), head, header)
 
 
@@ -218,11 +217,11 @@ def _make_directory(path: Path) -> None:
         raise CheckpointError(f"{path}: cannot be made a directory: {reason(error)}") from None
 
 
-def _claim(path: Path, overwrite: bool, turn: Turn) -> None:
+def _claim(path: Path, overwrite: bool, turn: DirectoryLock) -> None:
     """Make the directory and lock it, unless there is a save in it that is to be kept."""
     _make_directory(path)
     if not isinstance(path, RemotePath):
-        turn.take(path)
+        turn.acquire(path)
     if not overwrite:
         _check_free(path)
 

@@ -9,11 +9,11 @@ from typing import Final
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import Catalog, Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.compare import check_replicas
-from shardspec.checkpoint.moving.digests import Checks, stored_bytes
+from shardspec.checkpoint.digests import Checks, stored_bytes
+from shardspec.checkpoint.executor import Progress
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.tiling import check_tiling
-from shardspec.checkpoint.writing.fill import Progress
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

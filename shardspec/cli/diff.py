@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
-from shardspec.checkpoint.writing.select import Choice
+from shardspec.checkpoint.select import Choice
 from shardspec.cli.options import (
     CheckpointPath,
     choosing_options,

@@ -13,10 +13,8 @@ import torch
 
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor
 from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.moving.buffers import Buffers
-from shardspec.checkpoint.moving.copy import copy_box
-from shardspec.checkpoint.moving.sinks import MemorySink
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.source_files import MOST_OF_ONE, OpenFiles, SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, store_errors
 from shardspec.checkpoint.verify import verify_checkpoint
@@ -68,21 +66,20 @@ def test_a_shard_is_read_and_not_the_whole(counted):
     out = np.zeros(size, np.uint8)
     with OpenFiles() as files:
         box = ((3 * rows // 8, 4 * rows // 8), (0, columns))
-        copy_box(tensor, box, MemorySink(out.data), files, Buffers())
+        read_box_into(tensor, box, out.data, files, Buffers())
     assert (out.view(np.int32).reshape(-1, columns) == whole[3 * rows // 8 : rows // 2]).all()
     assert size <= sum(CountingStore.requests) <= 2 * size < len(data) // 3
     # Columns with little between them come in few requests.
     CountingStore.requests.clear()
     out = np.zeros(rows * 7 * 4, np.uint8)
     with OpenFiles() as files:
-        copy_box(tensor, ((0, rows), (2, 9)), MemorySink(out.data), files, Buffers())
+        read_box_into(tensor, ((0, rows), (2, 9)), out.data, files, Buffers())
     assert (out.view(np.int32).reshape(rows, 7) == whole[:, 2:9]).all()
     assert len(CountingStore.requests) < 20
     assert max(CountingStore.requests) <= MOST_OF_ONE
 
 
-@pytest.mark.parametrize("row_bytes", [2048, 1 << 40], ids=["rows", "numpy"])
-def test_columns_are_asked_for_a_block_at_a_time(counted, row_bytes):
+def test_columns_are_asked_for_a_block_at_a_time(counted):
     """Boxes of one file are read by turns: of each, what a block needs of it, and no byte more."""
     rows, columns = 4096, 8192
     whole = np.random.default_rng(0).integers(0, 256, (rows, columns), np.uint8)
@@ -96,10 +93,9 @@ def test_columns_are_asked_for_a_block_at_a_time(counted, row_bytes):
     tensor = StoredTensor("w", whole.shape, "uint8", None, (), boxes)
     out = np.zeros(whole.size, np.uint8)
     buffers = Buffers()
-    buffers.row_bytes = row_bytes
     CountingStore.requests.clear()
     with OpenFiles() as files:
-        copy_box(tensor, ((0, rows), (0, columns)), MemorySink(out.data), files, buffers)
+        read_box_into(tensor, ((0, rows), (0, columns)), out.data, files, buffers)
     assert (out.reshape(whole.shape) == whole).all()
     blocks = whole.size // len(buffers.block)
     assert CountingStore.requests == [len(buffers.block) // 2] * 2 * blocks

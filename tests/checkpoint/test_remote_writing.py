@@ -18,8 +18,8 @@ from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sh
 from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.store import RemotePath
+from shardspec.checkpoint.upload import Upload
 from shardspec.checkpoint.verify import verify_checkpoint
-from shardspec.checkpoint.writing.upload import Upload
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole, refused
 from tests.checkpoint.stores import MESH, ROOTS, RULES, STATE, CountingStore, failed, names, upload

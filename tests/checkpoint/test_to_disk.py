@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from shardspec.checkpoint.moving.to_disk import Writer, write_all
-from shardspec.checkpoint.writing.new_file import write_file
+from shardspec.checkpoint.executor import Writer, write_all
 from shardspec.errors import CheckpointError
 
 MIB = bytes(range(256)) * 4096
@@ -68,16 +67,6 @@ def test_no_page_is_told_of_twice(file, monkeypatch):
     assert stretches == [(5, eight - 5), (eight, eight), (2 * eight, eight)]
 
 
-def test_a_new_file_is_told_of(tmp_path, told):
-    def fill(write):
-        for _ in range(9):
-            write(memoryview(MIB))
-
-    write_file(tmp_path / "new", 9 << 20, fill, overwrite=False)
-    assert told == [(0, 8)]
-    assert (tmp_path / "new").read_bytes() == MIB * 9
-
-
 def test_a_long_block_is_told_of_at_once(file, told):
     writer = Writer(file.fileno(), file.name)
     writer.write(memoryview(MIB * 20), 1 << 20)
@@ -96,10 +85,8 @@ def test_calls_are_as_long_as_asked_for(file, monkeypatch):
     monkeypatch.setattr(os, "pwrite", write)
     writer = Writer(file.fileno(), file.name)
     writer.write(memoryview(MIB[: 300 << 10]), 0)
-    writer.at_once = 1 << 20
-    writer.write(memoryview(MIB), 300 << 10)
     write_all(file.fileno(), memoryview(MIB[:1000]), 0, file.name, at_once=400)
-    assert lengths == [128 << 10, 128 << 10, 44 << 10, 1 << 20, 400, 400, 200]
+    assert lengths == [128 << 10, 128 << 10, 44 << 10, 400, 400, 200]
 
 
 def test_a_write_that_took_a_part_goes_on(file, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickles import Record
 from shardspec.checkpoint.torch_files.torch_values import (

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import torch
 
-from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.torch_values import TorchTensor, read_torch, tensor_place
 from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip

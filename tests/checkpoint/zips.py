@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.torch_values import read_torch, tensor_place
 from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip

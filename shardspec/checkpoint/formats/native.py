@@ -18,6 +18,14 @@ from shardspec.checkpoint.catalog import (
     replica_key,
     stored_reductions,
 )
+from shardspec.checkpoint.copy_plan import (
+    Extent,
+    OutputFile,
+    OutputTensor,
+    RawBytes,
+    Target,
+    assign_boxes,
+)
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
 from shardspec.checkpoint.formats.safetensors_header import (
     Header,
@@ -34,8 +42,6 @@ from shardspec.checkpoint.sharding_info import (
 )
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
-from shardspec.checkpoint.writing.assign import assign_boxes
-from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target, Wanted
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -191,7 +197,7 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
 
 def sharded_target(
     mesh: DeviceMesh,
-    tensors: Sequence[Wanted],
+    tensors: Sequence[OutputTensor],
     layouts: Mapping[str, Layout],
     save: str | None = None,
 ) -> Target:
@@ -204,8 +210,8 @@ def sharded_target(
     --------
     >>> mesh = DeviceMesh(range(2), (2,))
     >>> layout = Layout(mesh, "[S0]", (3,), "int8")
-    >>> target = sharded_target(mesh, [Wanted("w", "w", (3,), "int8")], {"w": layout})
-    >>> [[slot.box for slot in file.slots] for file in target.files]
+    >>> target = sharded_target(mesh, [OutputTensor("w", "w", (3,), "int8")], {"w": layout})
+    >>> [[extent.box for extent in file.extents] for file in target.files]
     [[((0, 2),)], [((2, 3),)]]
     """
     save = save or os.urandom(8).hex()
@@ -222,17 +228,18 @@ def sharded_target(
         )
         name = f"shard-{rank:05d}-{save}.safetensors"
         slots = tuple(
-            Slot(by_name[entry.name], box_of[entry.name], entry.offset) for entry in header.entries
+            Extent(by_name[entry.name], box_of[entry.name], entry.offset)
+            for entry in header.entries
         )
-        files.append(OutputFile(name, header.file_bytes, (Piece(0, head),), slots))
+        files.append(OutputFile(name, header.file_bytes, (RawBytes(0, head),), slots))
         # The info lists the boxes of a file in the order of their names.
         stated.append(FileEntry(name, rank, header.file_bytes, tuple(boxes)))
 
     def last(crcs: Mapping[str, Sequence[int]]) -> Sequence[tuple[str, bytes]]:
         entries = []
         for file, entry in zip(files, stated, strict=True):
-            slots = zip(file.slots, crcs[file.name], strict=True)
-            crc_of = {slot.tensor.name: crc for slot, crc in slots}
+            slots = zip(file.extents, crcs[file.name], strict=True)
+            crc_of = {extent.tensor.name: crc for extent, crc in slots}
             digested = (box._replace(crc32=crc_of[box.tensor]) for box in entry.boxes)
             entries.append(entry._replace(boxes=tuple(digested)))
         info = ShardingInfo(save, mesh, dict(sorted(layouts.items())), tuple(entries))

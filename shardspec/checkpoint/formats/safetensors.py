@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, unsharded_tensor
+from shardspec.checkpoint.copy_plan import Extent, OutputFile, OutputTensor, RawBytes, Target
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, SAFETENSORS, is_data_file
 from shardspec.checkpoint.formats.safetensors_header import (
     Header,
@@ -33,7 +34,6 @@ from shardspec.checkpoint.sharding_info import SAVE_KEY
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.strict_json import as_object, as_text, member, parse_json
-from shardspec.checkpoint.writing.targets import OutputFile, Piece, Slot, Target, Wanted
 from shardspec.errors import CheckpointError
 
 __all__ = [
@@ -224,14 +224,14 @@ METADATA: Final = {"format": "pt"}
 
 
 def one_file(
-    name: str, tensors: Sequence[Wanted], metadata: Mapping[str, str] = METADATA
+    name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str] = METADATA
 ) -> OutputFile:
     """Return a safetensors file that holds whole tensors.
 
     Examples
     --------
-    >>> file = one_file("a.safetensors", [Wanted("w", "w", (2, 3), "float32")])
-    >>> file.num_bytes, [(slot.offset, slot.num_bytes) for slot in file.slots]
+    >>> file = one_file("a.safetensors", [OutputTensor("w", "w", (2, 3), "float32")])
+    >>> file.num_bytes, [(e.offset, e.num_bytes) for e in file.extents]
     (120, [(96, 24)])
     """
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -239,13 +239,13 @@ def one_file(
         (TensorSlot(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors), metadata
     )
     slots = (
-        Slot(by_name[entry.name], tuple((0, size) for size in entry.shape), entry.offset)
+        Extent(by_name[entry.name], tuple((0, size) for size in entry.shape), entry.offset)
         for entry in header.entries
     )
-    return OutputFile(name, header.file_bytes, (Piece(0, head),), tuple(slots))
+    return OutputFile(name, header.file_bytes, (RawBytes(0, head),), tuple(slots))
 
 
-def safetensors_target(name: str, tensors: Sequence[Wanted]) -> Target:
+def safetensors_target(name: str, tensors: Sequence[OutputTensor]) -> Target:
     """Return the output that is one safetensors file; see `one_file`."""
     return Target((one_file(name, tensors),), directory=False)
 
@@ -253,18 +253,18 @@ def safetensors_target(name: str, tensors: Sequence[Wanted]) -> Target:
 INDEX_NAME: Final = "model.safetensors.index.json"
 
 
-def huggingface_target(tensors: Sequence[Wanted], max_shard_bytes: int) -> Target:
+def huggingface_target(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> Target:
     """Return the output that is a directory of safetensors files with an index.
 
     Tensors are put into files in their order; none has more than `max_shard_bytes` of several.
 
     Examples
     --------
-    >>> tensors = [Wanted(name, name, (3,), "float32") for name in "abc"]
+    >>> tensors = [OutputTensor(name, name, (3,), "float32") for name in "abc"]
     >>> [file.name for file in huggingface_target(tensors, 24).files]
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    shards: list[list[Wanted]] = [[]]
+    shards: list[list[OutputTensor]] = [[]]
     filled = 0
     for tensor in tensors:
         if shards[-1] and filled + tensor.num_bytes > max_shard_bytes:

@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 from typing import Final, Never, TypeAlias
 
-from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickle_values import Trace
 from shardspec.checkpoint.torch_files.pickles import Allowed, Builder, Global, Record

@@ -10,7 +10,7 @@ import struct
 from array import array
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.moving.digests import crc32
+from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickles import MOST_PICKLE_BYTES
 from shardspec.checkpoint.torch_files.torch_lines import (

@@ -11,12 +11,19 @@ from operator import itemgetter
 from typing import Final
 
 from shardspec.boxes import Box, box_shape
+from shardspec.checkpoint.copy_plan import (
+    Extent,
+    MadeBytes,
+    OutputFile,
+    OutputTensor,
+    RawBytes,
+    Target,
+    assign_boxes,
+)
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.writers.pickles import Call, Made, Name, Pairs, pickled
 from shardspec.checkpoint.writers.torch_file import add_state, tensor_value
 from shardspec.checkpoint.writers.zips import ZipPlan
-from shardspec.checkpoint.writing.assign import assign_boxes
-from shardspec.checkpoint.writing.targets import MadePieces, OutputFile, Piece, Slot, Target, Wanted
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -28,7 +35,7 @@ _MODULE: Final = "torch.distributed.checkpoint.metadata"
 
 def dcp_target(
     mesh: DeviceMesh,
-    tensors: Sequence[Wanted],
+    tensors: Sequence[OutputTensor],
     layouts: Mapping[str, Layout],
     others: Mapping[str, object],
 ) -> Target:
@@ -92,15 +99,15 @@ class _File:
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_bytes = 0
-        self._values: list[Piece] = []
-        self.slots: list[Slot] = []
+        self._values: list[RawBytes] = []
+        self.extents: list[Extent] = []
         self.starts: list[int] = []
         """Where the archive of each slot starts."""
 
-    def add_box(self, tensor: Wanted, box: Box) -> None:
+    def add_box(self, tensor: OutputTensor, box: Box) -> None:
         """Add a box of a tensor."""
         archive = _archive(box_shape(box), tensor.dtype)
-        self.slots.append(Slot(tensor, box, self.num_bytes + archive.start))
+        self.extents.append(Extent(tensor, box, self.num_bytes + archive.start))
         self.starts.append(self.num_bytes)
         self.num_bytes += archive.num_bytes
 
@@ -116,22 +123,22 @@ class _File:
     def planned(self) -> OutputFile:
         """Return the file."""
 
-        def piece(number: int) -> Piece:
+        def piece(number: int) -> RawBytes:
             # Values are in one file only, after its tensors.
-            if number >= len(self.slots):
-                return self._values[number - len(self.slots)]
-            return Piece(self.starts[number], _archive_of(self.slots[number]).head)
+            if number >= len(self.extents):
+                return self._values[number - len(self.extents)]
+            return RawBytes(self.starts[number], _archive_of(self.extents[number]).head)
 
-        def late(crcs: Sequence[int], first: int = 0) -> Sequence[Piece]:
-            def tail(number: int) -> Piece:
+        def late(crcs: Sequence[int], first: int = 0) -> Sequence[RawBytes]:
+            def tail(number: int) -> RawBytes:
                 slot = first + number
-                offset, data = _archive_of(self.slots[slot]).tail(crcs[slot])
-                return Piece(self.starts[slot] + offset, data)
+                offset, data = _archive_of(self.extents[slot]).tail(crcs[slot])
+                return RawBytes(self.starts[slot] + offset, data)
 
-            return MadePieces(len(crcs) - first, tail)
+            return MadeBytes(len(crcs) - first, tail)
 
-        pieces = MadePieces(len(self.slots) + len(self._values), piece)
-        return OutputFile(self.name, self.num_bytes, pieces, tuple(self.slots), late)
+        pieces = MadeBytes(len(self.extents) + len(self._values), piece)
+        return OutputFile(self.name, self.num_bytes, pieces, tuple(self.extents), late)
 
 
 class _Archive:
@@ -145,7 +152,7 @@ class _Archive:
         (before,) = self._plan.pieces()
         self.head = before.data
 
-    def tail(self, crc: int) -> Piece:
+    def tail(self, crc: int) -> RawBytes:
         """Return what follows the tensor."""
         (after,) = self._plan.late([crc])
         return after
@@ -155,7 +162,7 @@ class _Archive:
 _archive = lru_cache(64)(_Archive)
 
 
-def _archive_of(slot: Slot) -> _Archive:
+def _archive_of(slot: Extent) -> _Archive:
     """Return what surrounds a slot."""
     return _archive(box_shape(slot.box), slot.tensor.dtype)
 
@@ -175,7 +182,7 @@ def _stored(places: Iterable[tuple[_File, int]]) -> Iterator[tuple[object, objec
         For each, the file, and how many boxes its tensor had before.
     """
     for file, boxes in groupby(places, key=itemgetter(0)):
-        for slot, start, (_, number) in zip(file.slots, file.starts, boxes, strict=True):
+        for slot, start, (_, number) in zip(file.extents, file.starts, boxes, strict=True):
             place = _place(file.name, start, _archive_of(slot).num_bytes)
             yield _index(slot.tensor.name, slot.box, number), place
 
@@ -192,7 +199,7 @@ def _index(name: str, box: Box | None, place: int | None) -> Made:
     return Made(Name(_MODULE, "MetadataIndex"), state)
 
 
-def _tensor(tensor: Wanted, boxes: Sequence[Box]) -> Made:
+def _tensor(tensor: OutputTensor, boxes: Sequence[Box]) -> Made:
     """Return what the metadata says about a tensor."""
     encoding = Call(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
     layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))

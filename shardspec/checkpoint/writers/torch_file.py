@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Final
 
+from shardspec.checkpoint.copy_plan import Extent, OutputFile, OutputTensor, Target
 from shardspec.checkpoint.writers.pickles import Call, Name, Outside, pickled
 from shardspec.checkpoint.writers.zips import ZipPlan
-from shardspec.checkpoint.writing.targets import OutputFile, Slot, Target, Wanted
 from shardspec.dtypes import item_bytes
 
 __all__ = ["add_state", "tensor_value", "torch_target"]
@@ -81,7 +81,10 @@ def add_state(plan: ZipPlan, value: object, storages: Sequence[tuple[str, int]])
 
 
 def torch_target(
-    name: str, tensors: Sequence[Wanted], others: Mapping[str, object], same: Mapping[str, str]
+    name: str,
+    tensors: Sequence[OutputTensor],
+    others: Mapping[str, object],
+    same: Mapping[str, str],
 ) -> Target:
     """Return the output that is one file for torch.load.
 
@@ -98,7 +101,7 @@ def torch_target(
     """
     state: dict[str, object] = {}
     keys: dict[str, str] = {}
-    stored: list[tuple[Wanted, str]] = []
+    stored: list[tuple[OutputTensor, str]] = []
     for tensor in tensors:
         first = same.get(tensor.name)
         if first is None:
@@ -111,7 +114,7 @@ def torch_target(
     storages = [(key, tensor.num_bytes) for tensor, key in stored]
     places = add_state(plan, {**state, **others}, storages)
     slots = tuple(
-        Slot(tensor, tuple((0, size) for size in tensor.shape), place)
+        Extent(tensor, tuple((0, size) for size in tensor.shape), place)
         for (tensor, _), place in zip(stored, places, strict=True)
     )
     file = OutputFile(name, plan.num_bytes, tuple(plan.pieces()), slots, plan.late)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardspec.checkpoint.moving.digests import crc32
-from shardspec.checkpoint.writing.targets import Piece
+from shardspec.checkpoint.copy_plan import RawBytes
+from shardspec.checkpoint.digests import crc32
 
 __all__ = ["ZipPlan"]
 
@@ -99,13 +99,13 @@ class ZipPlan:
         """Size of the archive."""
         return self._at + sum(len(_central(record, 0)) for record in self._records) + _END_BYTES
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[RawBytes]:
         """Return the bytes that are known already: those up to the first tensor."""
         data = bytes(self._known[0][1])
-        return [Piece(self._offset, data if self._tensors else data + self._directory(()))]
+        return [RawBytes(self._offset, data if self._tensors else data + self._directory(()))]
 
-    def late(self, crcs: Sequence[int], first: int = 0) -> list[Piece]:
-        """Return what follows tensors, given the CRC-32 of each; as `Late` says."""
+    def late(self, crcs: Sequence[int], first: int = 0) -> list[RawBytes]:
+        """Return what follows tensors, given the CRC-32 of each; as `Trailer` says."""
         pieces = []
         for number in range(first, len(crcs)):
             start, known = self._known[number + 1]
@@ -114,7 +114,7 @@ class ZipPlan:
             data += known
             if number + 1 == len(self._tensors):
                 data += self._directory(crcs)
-            pieces.append(Piece(self._offset + start, data))
+            pieces.append(RawBytes(self._offset + start, data))
         return pieces
 
     def _directory(self, crcs: Sequence[int]) -> bytes:

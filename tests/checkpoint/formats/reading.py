@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from shardspec.checkpoint.compare import check_replicas
-from shardspec.checkpoint.moving.buffers import Buffers
-from shardspec.checkpoint.moving.copy import copy_box
-from shardspec.checkpoint.moving.digests import Checks
-from shardspec.checkpoint.moving.sinks import MemorySink
+from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import item_bytes
@@ -33,7 +31,7 @@ def read_whole(path, **options):
                 check_replicas(tensor, group, files)
             flat = np.zeros(prod(tensor.shape) * item_bytes(tensor.dtype), np.uint8)
             box = tuple((0, size) for size in tensor.shape)
-            copy_box(tensor, box, MemorySink(flat.data), files, buffers, checks=Checks(tensor))
+            read_box_into(tensor, box, flat.data, files, buffers, checks=Checks(tensor))
             dtype = getattr(torch, tensor.dtype)
             found = torch.from_numpy(flat).view(dtype) if flat.size else torch.empty(0, dtype=dtype)
             whole[name] = found.view(tensor.shape)

@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardspec import DeviceMesh, Layout, ShardingSpec, merge, reshard
+from shardspec.checkpoint.copy_plan import OutputTensor
 from shardspec.checkpoint.writers.dcp import dcp_target
-from shardspec.checkpoint.writing.targets import Wanted
 from tests.checkpoint.writers.states import check_same, save, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -59,7 +59,7 @@ def test_memory_of_many_tensors():
     count = 4000
     mesh = DeviceMesh(range(2), (2,))
     layout = Layout(mesh, ShardingSpec.parse("[S0]"), (4,), "float32")
-    tensors = [Wanted(f"layers.{n}.weight", f"{n}", (4,), "float32") for n in range(count)]
+    tensors = [OutputTensor(f"layers.{n}.weight", f"{n}", (4,), "float32") for n in range(count)]
     layouts = dict.fromkeys((tensor.name for tensor in tensors), layout)
     dcp_target(mesh, tensors[:2], dict(list(layouts.items())[:2]), {})
     tracemalloc.start()
@@ -68,14 +68,14 @@ def test_memory_of_many_tensors():
     tracemalloc.stop()
     # A box on each device; the metadata has 0.3 KiB for each, and grows by doubling.
     boxes = 2 * count
-    assert [len(file.slots) for file in target.files] == [count, count]
+    assert [len(file.extents) for file in target.files] == [count, count]
     assert kept <= 1024 * boxes
     assert peak <= 1536 * boxes
     for file in target.files:
-        assert file.late is not None
-        pieces = [*file.pieces, *file.late([0] * count)]
+        assert file.trailer is not None
+        pieces = [*file.raw, *file.trailer([0] * count)]
         sizes = sum(len(piece.data) for piece in pieces)
-        assert sizes + sum(slot.num_bytes for slot in file.slots) == file.num_bytes
-        assert list(file.late([0] * count)) == [
-            piece for n in range(count) for piece in file.late([0] * (n + 1), n)
+        assert sizes + sum(slot.num_bytes for slot in file.extents) == file.num_bytes
+        assert list(file.trailer([0] * count)) == [
+            piece for n in range(count) for piece in file.trailer([0] * (n + 1), n)
         ]

@@ -8,10 +8,10 @@ import torch
 from torch.utils.serialization import config
 
 from shardspec import DeviceMesh, merge
+from shardspec.checkpoint.copy_plan import OutputTensor
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writers.torch_file import torch_target
-from shardspec.checkpoint.writing.targets import Wanted
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -60,26 +60,26 @@ def test_it_is_laid_out_as_torch_lays_it_out(tmp_path):
 
 
 def test_what_depends_on_a_tensor_follows_it():
-    tensors = [Wanted(str(n), str(n), (n % 3, 5), "int16") for n in range(7)]
+    tensors = [OutputTensor(str(n), str(n), (n % 3, 5), "int16") for n in range(7)]
     mesh = DeviceMesh(range(2), (2,))
     cut = {t.name: Layout(mesh, ShardingSpec(2, {0: (0,)}), t.shape, t.dtype) for t in tensors}
     files = dcp_target(mesh, tensors, cut, {"a": 1}).files
     for file in (*files, *torch_target("x", tensors, {}, {}).files):
-        assert file.late is not None
-        crcs = [number * 7919 for number in range(len(file.slots))]
-        parts = [(piece.offset, len(piece.data)) for piece in file.pieces]
-        for number, slot in enumerate(file.slots):
-            parts.append((slot.offset, slot.num_bytes))
-            late = file.late(crcs[: number + 1], number)
-            assert all(piece.offset >= slot.offset + slot.num_bytes for piece in late)
+        assert file.trailer is not None
+        crcs = [number * 7919 for number in range(len(file.extents))]
+        parts = [(piece.offset, len(piece.data)) for piece in file.raw]
+        for number, extent in enumerate(file.extents):
+            parts.append((extent.offset, extent.num_bytes))
+            late = file.trailer(crcs[: number + 1], number)
+            assert all(piece.offset >= extent.offset + extent.num_bytes for piece in late)
             parts += [(piece.offset, len(piece.data)) for piece in late]
         parts.sort()
         assert [at for at, _ in parts] == [0, *(at + size for at, size in parts[:-1])]
         assert sum(parts[-1]) == file.num_bytes
         one_by_one = [
-            p for number in range(len(crcs)) for p in file.late(crcs[: number + 1], number)
+            p for number in range(len(crcs)) for p in file.trailer(crcs[: number + 1], number)
         ]
-        assert one_by_one == list(file.late(crcs))
+        assert one_by_one == list(file.trailer(crcs))
 
 
 def test_tied_tensors_are_written_once(tmp_path):
@@ -116,30 +116,30 @@ def test_plain_values_go_along(tmp_path):
 
 
 def test_sizes_past_32_bits():
-    tensors = [Wanted("a", "a", (5 << 30,), "uint8"), Wanted("b", "b", (3,), "float32")]
+    tensors = [OutputTensor("a", "a", (5 << 30,), "uint8"), OutputTensor("b", "b", (3,), "float32")]
     (file,) = torch_target("x.pt", tensors, {}, {}).files
-    assert file.late is not None
-    data = {piece.offset: piece.data for piece in (*file.pieces, *file.late([1, 2]))}
+    assert file.trailer is not None
+    data = {piece.offset: piece.data for piece in (*file.raw, *file.trailer([1, 2]))}
     assert file.num_bytes > 5 << 30
     # The whole file is holes but for what is known; zipfile reads its directory from a sparse one.
-    assert file.slots[1].offset > 5 << 30
+    assert file.extents[1].offset > 5 << 30
     assert max(offset + len(part) for offset, part in data.items()) == file.num_bytes
 
 
 def test_a_sparse_file_past_32_bits_is_read(tmp_path):
-    tensors = [Wanted("a", "a", (5 << 30,), "uint8"), Wanted("b", "b", (3,), "float32")]
-    tensors.append(Wanted("c", "c", (1,), "int8"))
+    tensors = [OutputTensor("a", "a", (5 << 30,), "uint8"), OutputTensor("b", "b", (3,), "float32")]
+    tensors.append(OutputTensor("c", "c", (1,), "int8"))
     (file,) = torch_target("x.pt", tensors, {}, {}).files
-    assert file.late is not None
+    assert file.trailer is not None
     path = tmp_path / "x.pt"
     with path.open("wb") as out:
         out.truncate(file.num_bytes)
-        for piece in (*file.pieces, *file.late([0, 0, 0])):
+        for piece in (*file.raw, *file.trailer([0, 0, 0])):
             out.seek(piece.offset)
             out.write(piece.data)
-        out.seek(file.slots[1].offset)
+        out.seek(file.extents[1].offset)
         out.write(torch.tensor([1.0, 2.0, 3.0]).numpy().tobytes())
-        out.seek(file.slots[2].offset)
+        out.seek(file.extents[2].offset)
         out.write(b"\7")
     for how in (nullcontext, offsets_worked_out):
         with how():
@@ -148,9 +148,9 @@ def test_a_sparse_file_past_32_bits_is_read(tmp_path):
         assert loaded["c"].tolist() == [7]
         assert loaded["a"].shape == (5 << 30,)
     ours = open_checkpoint(path)
-    assert ours.tensor("b").boxes[0].offset == file.slots[1].offset
+    assert ours.tensor("b").boxes[0].offset == file.extents[1].offset
 
 
 def test_a_name_that_cannot_be_written():
     with pytest.raises(CheckpointError, match="UTF-8 cannot express; rename it"):
-        torch_target("x.pt", [Wanted("\ud800", "a", (1,), "uint8")], {}, {})
+        torch_target("x.pt", [OutputTensor("\ud800", "a", (1,), "uint8")], {}, {})

@@ -17,19 +17,17 @@ from shardspec.checkpoint.catalog import (
     StoredTensor,
     box_text,
 )
-from shardspec.checkpoint.source_files import OpenFiles, SourceFile
+from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 __all__ = [
-    "Arrival",
     "Buffer",
     "Checks",
     "crc32",
     "crc32_combine",
-    "crc32_of_rows",
     "crc_text",
     "stored_bytes",
 ]
@@ -46,20 +44,6 @@ def crc32(data: Buffer, value: int = 0) -> int:
     return int(_crc32(data, value))
 
 
-def crc32_of_rows(rows: Iterable[Buffer]) -> int:
-    """Return the CRC-32 of bytes that lie in several places.
-
-    Examples
-    --------
-    >>> crc32_of_rows([b"1234", b"56789"]) == 0xCBF43926
-    True
-    """
-    value = 0
-    for row in rows:
-        value = _crc32(row, value)
-    return int(value)
-
-
 def crc_text(value: int) -> str:
     """Write a CRC-32 as the eight digits under which it is stored and shown.
 
@@ -74,68 +58,6 @@ def crc_text(value: int) -> str:
 def stored_bytes(tensor: Outline[FileBox], stored: FileBox) -> int:
     """Return the bytes of a stored box."""
     return prod(box_shape(stored.box)) * item_bytes(tensor.dtype)
-
-
-class Arrival:
-    """A box that is copied to a file, and whose digest is taken on what is read back of that.
-
-    So one CRC-32 shows that the bytes were as saved, and that they arrived. One thread copies,
-    stretch after stretch in the order of the source, and calls `expect`; another reads back, in the
-    same order, and calls `add`.
-    """
-
-    __slots__ = ("_digest", "_num_bytes", "_stored", "_tensor", "crc32", "end")
-
-    def __init__(self, tensor: StoredTensor, stored: StoredBox, digest: Digest) -> None:
-        self._tensor = tensor
-        self._stored = stored
-        self._digest = digest
-        self._num_bytes = 0
-        self.end = digest.start
-        """What was copied ends here in the source: known to the thread that copies."""
-        self.crc32 = 0
-        """Of what was read back so far."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether the box was copied to its end."""
-        return self.end == self._digest.start + self._digest.num_bytes
-
-    def expect(self, num_bytes: int) -> None:
-        """Take note that the next bytes were copied."""
-        self.end += num_bytes
-
-    def add(self, num_bytes: int, value: int) -> int | None:
-        """Take in the CRC-32 of what was read back of the next bytes.
-
-        Returns
-        -------
-        int or None
-            None, unless this was the end of the box, and it is as saved in its own file but not in
-            the other: then the CRC-32 that it should have.
-
-        Raises
-        ------
-        CheckpointError
-            If this was the end of the box, and its own file does not hold it as it was saved.
-        """
-        digest = self._digest
-        self.crc32 = int(crc32_combine(self.crc32, value, num_bytes))
-        self._num_bytes += num_bytes
-        if self._num_bytes < digest.num_bytes or self.crc32 == digest.crc32:
-            return None
-        with SourceFile(self._stored.path) as file:
-            found = _crc32_in(file, digest.start, digest.start + digest.num_bytes)
-        _compare(self._tensor, self._stored, digest, found)
-        return found
-
-
-def _crc32_in(file: SourceFile, start: int, end: int) -> int:
-    """Return the CRC-32 of a stretch of a file."""
-    value = 0
-    for at in range(start, end, _PIECE_BYTES):
-        value = crc32(file.read(at, min(_PIECE_BYTES, end - at)), value)
-    return value
 
 
 def _compare(tensor: StoredTensor, stored: StoredBox, digest: Digest, value: int) -> None:
@@ -155,13 +77,11 @@ _PIECE_BYTES: Final = 1 << 20
 class _Follow:
     """What was seen of one digested stretch of a file."""
 
-    __slots__ = ("arrival", "digest", "spans", "stored")
+    __slots__ = ("digest", "spans", "stored")
 
     def __init__(self, stored: StoredBox, digest: Digest) -> None:
         self.stored = stored
         self.digest = digest
-        self.arrival: Arrival | None = None
-        """If its first bytes are judged where they are copied to."""
         self.spans: dict[int, tuple[int, int]] | None = {}
         """First byte: (end, crc), no two touching; None once there were too many."""
 
@@ -189,39 +109,9 @@ class Checks:
             if stored.digest is not None:
                 follow = _Follow(stored, stored.digest)
                 self._open.setdefault((stored.path, stored.digest), follow)
-        self.in_part: list[tuple[Arrival, int]] = []
-        """Boxes of which only the first bytes were judged where they are copied to, and the CRC-32
-        that these have in their own file; known when `finish` has returned."""
 
     def __contains__(self, stored: StoredBox) -> bool:
         return stored.digest is not None and (stored.path, stored.digest) in self._open
-
-    def arrival(self, stored: StoredBox, start: int) -> Arrival | None:
-        """Return what can judge bytes of a box where they are copied to, and not here.
-
-        Parameters
-        ----------
-        stored, start
-            The box, and the position of the bytes in its file.
-
-        Returns
-        -------
-        Arrival or None
-            None unless these bytes go on where the last that were judged there ended, from the
-            first of the box on, and what has the digest is the box and no more.
-        """
-        digest = stored.digest
-        if digest is None:
-            return None
-        follow = self._open.get((stored.path, digest))
-        if follow is None or stored is not follow.stored:
-            return None
-        if follow.arrival is None:
-            whole = (stored.offset, stored_bytes(self._tensor, stored))
-            if follow.spans != {} or whole != (digest.start, digest.num_bytes):
-                return None
-            follow.arrival = Arrival(self._tensor, stored, digest)
-        return follow.arrival if follow.arrival.end == start else None
 
     def add(self, stored: StoredBox, start: int, data: Buffer) -> None:
         """Take in bytes of a box that lie at position `start` of its file.
@@ -246,8 +136,6 @@ class Checks:
             return False
         follow = self._open.get((stored.path, stored.digest))
         if follow is None or follow.spans is None:
-            return False
-        if follow.arrival is not None and start < follow.arrival.end:
             return False
         # Gaps between the rows of one box are read as the rows of another.
         return not any(at < end and start < stop for at, (stop, _) in follow.spans.items())
@@ -286,14 +174,6 @@ class Checks:
             stored, digest = follow.stored, follow.digest
             if follow.spans is None:
                 follow.spans = {}
-            if (arrival := follow.arrival) is not None and arrival.end > digest.start:
-                if arrival.whole:
-                    # Judged by who reads it back.
-                    del self._open[stored.path, digest]
-                    continue
-                value = _crc32_in(files.file(stored.path), digest.start, arrival.end)
-                self.in_part.append((arrival, value))
-                self._join(stored, digest.start, arrival.end - digest.start, value)
             at, last = digest.start, digest.start + digest.num_bytes
             for start, end in [*((s, e) for s, (e, _) in sorted(follow.spans.items())), (last, 0)]:
                 self._read(stored, at, start, files)

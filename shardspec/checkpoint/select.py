@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.writing.targets import Wanted
+from shardspec.checkpoint.copy_plan import OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError
 
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
         return wanted and not _any(name, _several(self.exclude))
 
 
-def select(source: Catalog, choice: Choice) -> list[Wanted]:
+def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     """Return the tensors that are wanted of a checkpoint, sorted by their new names.
 
     Raises
@@ -83,7 +83,9 @@ def select(source: Catalog, choice: Choice) -> list[Wanted]:
         tensor = source.outline(name)
         cast = target is not None and is_cast(tensor.dtype, target)
         wanted.append(
-            Wanted(renamed[name], name, tensor.shape, target if cast and target else tensor.dtype)
+            OutputTensor(
+                renamed[name], name, tensor.shape, target if cast and target else tensor.dtype
+            )
         )
     return sorted(wanted, key=lambda tensor: tensor.name)
 
@@ -176,12 +178,12 @@ def _is_plain(value: object) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def tied(source: Catalog, wanted: Sequence[Wanted]) -> dict[str, str]:
+def tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
     """Return the tensors that are stored as another one: name to the first name of the same bytes.
 
     Only what lies at the same places of the same files counts, never what has equal values.
     """
-    by_place: dict[object, list[Wanted]] = {}
+    by_place: dict[object, list[OutputTensor]] = {}
     for tensor in wanted:
         outline = source.outline(tensor.source)
         if outline.boxes:

@@ -1,1 +1,0 @@
-"""Moving bytes from stored boxes to where they are wanted, checked on the way."""

@@ -1,1 +1,0 @@
-"""Writing an output whole or not at all, by one process or by several."""
