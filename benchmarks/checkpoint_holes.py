@@ -16,10 +16,10 @@ from typing import Final, TypeAlias
 from benchmarks.checkpoint_shapes import Model, tensor_parallel_dim
 from shardspec import DeviceMesh, Layout
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.copy_plan import OutputTensor, assign_boxes
 from shardspec.checkpoint.digests import crc32, crc32_combine
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
+from shardspec.checkpoint.targets import OutputTensor, assign_boxes
 from shardspec.checkpoint.writers.zips import ZipPlan
 from shardspec.interop.torch_placements import to_placements
 

@@ -142,7 +142,12 @@ def real_path(place: Path) -> Path:
 
 
 def write_atomically(
-    path: Path, num_bytes: int, fill: Callable[[int], None], *, overwrite: bool
+    path: Path,
+    num_bytes: int,
+    fill: Callable[[int], None],
+    *,
+    overwrite: bool,
+    mode_of: str | None = None,
 ) -> None:
     """Create a file under another name, fill it, flush it to the disk, and only then name it.
 
@@ -156,6 +161,9 @@ def write_atomically(
         Writes the contents, given a descriptor.
     overwrite
         Whether a file of that name is replaced.
+    mode_of
+        Name of the file in the same directory whose mode the new one gets, and its owner where the
+        system lets us: that of the file that is replaced unless given.
 
     Raises
     ------
@@ -165,7 +173,7 @@ def write_atomically(
         If the system refuses, as when the disk is full. The unfinished file is removed; it is
         removed too when `fill` raises, or the user interrupts.
     """
-    name = f".shardspec-{os.urandom(8).hex()}.tmp"
+    name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
     try:
         parent = os.open(path.parent, _DIRECTORY)
     except OSError as error:
@@ -178,7 +186,10 @@ def write_atomically(
         try:
             reserve(fd, num_bytes)
             fill(fd)
-            _give_mode(fd, _old_mode(parent, path.name), directory=False)
+            older = _old_mode(parent, mode_of or path.name)
+            if mode_of and older and older.st_uid not in (os.geteuid(), os.fstat(parent).st_uid):
+                older = None  # another user may have put it there
+            _give_mode(fd, older, directory=False)
             os.fsync(fd)
             _rename_file(parent, name, path, fd, overwrite)
         except OSError as error:
@@ -504,7 +515,7 @@ def _old_mode(parent: int, name: str) -> os.stat_result | None:
         at = os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    return None if stat.S_ISLNK(at.st_mode) else at
+    return at if stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode) else None
 
 
 def _give_mode(fd: int, old: os.stat_result | None, *, directory: bool) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 from zlib import crc32
 
 from shardspec.checkpoint.store import RemotePath
@@ -24,15 +24,19 @@ from shardspec.errors import CheckpointError, ShardSpecError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Member", "Workers", "failing_together", "together"]
+__all__ = ["Alone", "Member", "Progress", "Workers", "together"]
 
 T = TypeVar("T")
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes written so far and the bytes to write in all."""
 
 TIMEOUT_S: Final = 30.0
 """How long a process may show no sign of life before the others give up."""
 _ALIVE_EVERY_S: Final = 2.0
 _MEET_S: Final = 600.0
 """How long the others may take to appear."""
+_LISTEN_S: Final = 1.0
+"""How often to ask, while writing, whether another process has failed."""
 _PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 0.1
 
@@ -66,8 +70,47 @@ class Member:
         return cls(rank, size, f"{crc32(job.encode()):08x}") if size > 1 else None
 
 
-class Workers:
-    """The processes, once all have met; made by `together`.
+class Alone:
+    """The one process of a run: what it says it hears itself."""
+
+    def __init__(self) -> None:
+        self.member = Member(0, 1)
+        self.token = os.urandom(8).hex()
+        """A word that all processes of this run know, and no other run."""
+        self._said: dict[str, object] = {}
+
+    def say(self, what: str, value: object) -> None:
+        """Tell the others something, once."""
+        self._said[what] = value
+
+    def hear(self, what: str) -> object:
+        """Return what the first process says."""
+        return self._said[what]
+
+    def gather(self, what: str) -> list[object]:
+        """Return what every one says, in the order of their ranks."""
+        return [self._said[what]]
+
+    def said(self, what: str) -> list[object]:
+        """Return what was said so far, without waiting."""
+        return [self._said[what]] if what in self._said else []
+
+    def has_failed(self) -> bool:
+        """Return whether a process says that it has failed."""
+        return False
+
+    def listener(self, progress: Progress | None) -> Progress | None:
+        """Return what is told of progress, and stops it when another process has failed."""
+        return progress
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Tell the others when something goes wrong."""
+        yield
+
+
+class Workers(Alone):
+    """Several processes, once all have met; made by `together`.
 
     Parameters
     ----------
@@ -94,14 +137,17 @@ class Workers:
         said = json.dumps(value)
         self._ask(lambda: self._store.set(f"{what}/{self.member.rank}", said))
 
-    def hear(self, what: str, rank: int) -> object:
-        """Wait for what another one says.
+    def hear(self, what: str) -> object:
+        """Wait for what the first process says.
 
         Raises
         ------
         CheckpointError
             If any has failed or shows no sign of life.
         """
+        return self._hear(what, 0)
+
+    def _hear(self, what: str, rank: int) -> object:
         pause = _PAUSE_S
         while True:
             value = self._get(f"{what}/{rank}")
@@ -113,7 +159,7 @@ class Workers:
 
     def gather(self, what: str) -> list[object]:
         """Return what every one says, in the order of their ranks; raise if any has failed."""
-        return [self.hear(what, rank) for rank in range(self.member.size)]
+        return [self._hear(what, rank) for rank in range(self.member.size)]
 
     def said(self, what: str) -> list[object]:
         """Return what was said so far, without waiting."""
@@ -146,7 +192,35 @@ class Workers:
         """Return whether a process says that it has failed."""
         return self._get("failed") is not None
 
-    def tell_failure(self, error: ShardSpecError | None) -> str:
+    def listener(self, progress: Progress | None) -> Progress:
+        """Return what is told of progress, and stops it when another process has failed."""
+        due = time.monotonic() + _LISTEN_S
+
+        def listen(done: int, total: int) -> None:
+            nonlocal due
+            if time.monotonic() > due:
+                self.listen()
+                due = time.monotonic() + _LISTEN_S
+            if progress is not None:
+                progress(done, total)
+
+        return listen
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Tell the others when something goes wrong."""
+        try:
+            yield
+        except ShardSpecError as error:
+            said = self._tell_failure(error)
+            if said == str(error):
+                raise
+            raise type(error)(said) from None
+        except BaseException:
+            self._tell_failure(None)
+            raise
+
+    def _tell_failure(self, error: ShardSpecError | None) -> str:
         """Tell the others that something has gone wrong here; return what has, first of all.
 
         What failed first is the cause; that others find their files gone is not.
@@ -214,13 +288,13 @@ class Workers:
 
 
 @contextmanager
-def together(member: Member, path: Path) -> Iterator[Workers]:
+def together(member: Member | None, path: Path) -> Iterator[Alone]:
     """Meet the other processes; what fails in one fails in all.
 
     Parameters
     ----------
     member
-        Which one this is.
+        Which one this is; None if there are no others.
     path
         The output, the same for all.
 
@@ -229,6 +303,11 @@ def together(member: Member, path: Path) -> Iterator[Workers]:
     CheckpointError
         In every process, if one of them fails, is killed, or does not appear in time.
     """
+    if member is None:
+        yield Alone()
+        return
+    if "\0" in str(path):
+        raise CheckpointError(f"{str(path)!r}: a file name cannot hold a NUL")
     if isinstance(path, RemotePath):
         if len(path.parts) < 3:
             raise CheckpointError(f"{path}: is a bucket; name a file or a directory in it")
@@ -240,27 +319,12 @@ def together(member: Member, path: Path) -> Iterator[Workers]:
     store, token = _meet(member, path)
     workers = Workers(member, store, token)
     try:
-        with failing_together(workers):
+        with workers.failing_together():
             yield workers
     finally:
         workers.end()
         # The store may live in this process.
         workers.wait_for_others(TIMEOUT_S if member.rank == 0 else 0)
-
-
-@contextmanager
-def failing_together(workers: Workers) -> Iterator[None]:
-    """Tell the others when something goes wrong."""
-    try:
-        yield
-    except ShardSpecError as error:
-        said = workers.tell_failure(error)
-        if said == str(error):
-            raise
-        raise type(error)(said) from None
-    except BaseException:
-        workers.tell_failure(None)
-        raise
 
 
 def _meet(member: Member, path: Path) -> tuple["Store", str]:

@@ -1,50 +1,32 @@
-"""A copy plan, as plain values: the files to write, and which boxes of which tensors they hold.
+"""A copy plan: which rows of which tensors go where, and from which bytes they are put together.
 
-A format says where everything goes. How the bytes get there, are checked and committed is the same
-for all of them. Below a box everything counts bytes: its last dim is its length times the item
-size, so that no later step needs to know a dtype.
+Below a box everything counts bytes: its last dim is its length times the item size, so that no
+later step needs to know a dtype.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 from math import prod
-from typing import Final, NamedTuple, Protocol, overload
+from typing import Final, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size, intersect
-from shardspec.checkpoint.catalog import (
-    ReplicaKey,
-    StoredBox,
-    StoredTensor,
-    distinct,
-    replica_holders,
-)
-from shardspec.checkpoint.sharding_info import BoxEntry
+from shardspec.checkpoint.catalog import StoredBox, StoredTensor, distinct
 from shardspec.checkpoint.source_files import FileStretch
+from shardspec.checkpoint.targets import Target
 from shardspec.dtypes import item_bytes
-from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
 
 __all__ = [
     "BLOCK_BYTES",
     "Block",
     "Copy",
-    "Extent",
-    "MadeBytes",
-    "OutputFile",
-    "OutputTensor",
     "Place",
-    "RawBytes",
     "Run",
-    "Target",
-    "Trailer",
-    "assign_boxes",
+    "TensorCopies",
     "byte_box",
-    "copies_by_file",
-    "copies_by_tensor",
-    "copies_of",
     "offset_in",
     "pieces",
-    "share_of",
+    "plan_copies",
+    "plan_files",
     "stretches",
 ]
 
@@ -52,256 +34,113 @@ BLOCK_BYTES: Final = 1 << 20
 """Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
 _COPY_BYTES: Final = 64 << 20
 """Most bytes of a copy, so that threads have their shares of a tensor that is larger."""
-
-
-class OutputTensor(NamedTuple):
-    """A tensor to be written."""
-
-    name: str
-    """Its name in the output."""
-    source: str
-    """Its name in the checkpoint that is read."""
-    shape: tuple[int, ...]
-    dtype: str
-    """The dtype in the output."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return box_size(tuple((0, size) for size in self.shape)) * item_bytes(self.dtype)
-
-
-class Extent(NamedTuple):
-    """Room in a file for a box of a tensor, row-major."""
-
-    tensor: OutputTensor
-    box: Box
-    offset: int
-    """Position of the first byte in the file."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether the box is all of the tensor."""
-        return self.box == tuple((0, size) for size in self.tensor.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the box."""
-        return box_size(self.box) * item_bytes(self.tensor.dtype)
-
-
-class RawBytes(NamedTuple):
-    """Bytes that are no tensor's, such as a header."""
-
-    offset: int
-    data: bytes
-
-
-class MadeBytes(Sequence[RawBytes]):
-    """Raw bytes that are made each time that they are asked for, as there are many.
-
-    Parameters
-    ----------
-    count
-        How many there are.
-    make
-        Given a number from 0, returns them.
-    """
-
-    def __init__(self, count: int, make: Callable[[int], RawBytes]) -> None:
-        self._numbers = range(count)
-        self._make = make
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, place: int) -> RawBytes: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[RawBytes]: ...
-    def __getitem__(self, place: int | slice) -> RawBytes | list[RawBytes]:
-        """Return one, or some."""
-        found = self._numbers[place]
-        return self._make(found) if isinstance(found, int) else list(map(self._make, found))
-
-
-class Trailer(Protocol):
-    """Makes the pieces of a file that depend on the CRC-32 of its extents."""
-
-    def __call__(self, crcs: Sequence[int], first: int = 0) -> Sequence[RawBytes]:
-        """Return what follows the extents from number `first` on, in ascending order.
-
-        Given the CRC-32 of the first extents of a file, not of all, it is what follows these: so a
-        file can be written from its start to its end.
-        """
-        ...
-
-
-class OutputFile(NamedTuple):
-    """A file to be written."""
-
-    name: str
-    """A plain name; that of the output itself if it is a file."""
-    num_bytes: int
-    raw: Sequence[RawBytes]
-    """In ascending order."""
-    extents: tuple[Extent, ...]
-    """In ascending order."""
-    trailer: Trailer | None = None
-
-    @property
-    def other_bytes(self) -> int:
-        """Bytes that are no tensor's."""
-        return self.num_bytes - sum(extent.num_bytes for extent in self.extents)
-
-    @classmethod
-    def of_bytes(cls, name: str, data: bytes) -> "OutputFile":
-        """Return a file that holds no tensor."""
-        return cls(name, len(data), (RawBytes(0, data),), ())
-
-
-class Target(NamedTuple):
-    """A whole output: one file, or a directory of files."""
-
-    files: tuple[OutputFile, ...]
-    directory: bool
-    last: Callable[[Mapping[str, Sequence[int]]], Sequence[tuple[str, bytes]]] | None = None
-    """Makes, from the CRC-32 of every extent by file, the small files that say what is in it."""
-    digested: bool = False
-    """Whether the form needs the CRC-32 of every extent."""
-    carried: frozenset[str] = frozenset()
-    """Names, in the source, of the values that are no tensors and go along."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files with tensors."""
-        return sum(file.num_bytes for file in self.files)
+_SHARES: Final = 8
+"""Copies that a process has at least, where there is more than a block for each."""
 
 
 class Copy(NamedTuple):
-    """One entry of a plan: a box of a tensor goes to a place in a file."""
+    """One entry of a plan: some rows of a box of a tensor go to a place in a file."""
 
     file: int
     """Number of the file in the target."""
     extent: int
     """Number of the extent in the file."""
     box: Box
-    """The part of the extent's box that is copied, of which it is one stretch."""
+    """The rows of the extent's box that are copied."""
     offset: int
-    """Position of its first byte in the file."""
-    part: int
-    """Which of the parts of the extent it is,"""
-    parts: int
-    """and of how many."""
+    """Position of their first byte in the file."""
+    num_bytes: int
+    """Bytes in the file."""
 
 
-def copies_by_tensor(target: Target) -> list[list[tuple[int, int]]]:
-    """Return file and number of the extents of every tensor, so that each is read once."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for place, file in enumerate(target.files):
-        for number, extent in enumerate(file.extents):
-            found.setdefault(extent.tensor.source, []).append((place, number))
-    return list(found.values())
+class TensorCopies(NamedTuple):
+    """The copies of one tensor that one process makes."""
+
+    source: str
+    """Name of the tensor in the source."""
+    copies: list[Copy]
+    complete: bool
+    """Whether no other process makes copies of the tensor."""
 
 
-def copies_by_file(target: Target) -> list[list[tuple[int, int]]]:
-    """Return the extents of every file that has any, in its order."""
-    groups = [[(p, n) for n in range(len(f.extents))] for p, f in enumerate(target.files)]
-    return list(filter(None, groups))
+def plan_copies(target: Target, rank: int = 0, size: int = 1) -> Iterator[TensorCopies]:
+    """Yield the copies that fill a target, tensor by tensor, so that each is read once.
 
-
-def copies_of(target: Target, place: int, number: int) -> list[Copy]:
-    """Return the copies that fill an extent; more than one if it is long.
+    Of several processes, each has as many bytes as the others, in one stretch of the whole plan:
+    a copy is made by the one in whose share its middle lies.
 
     Examples
     --------
+    >>> from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor
     >>> tensor = OutputTensor("w", "w", (100, 1 << 20), "int8")
     >>> extent = Extent(tensor, ((0, 100), (0, 1 << 20)), 8)
     >>> target = Target((OutputFile("a", 8, (), (extent,)),), directory=False)
-    >>> [(copy.box[0], copy.offset) for copy in copies_of(target, 0, 0)]
+    >>> (found,) = plan_copies(target)
+    >>> [(copy.box[0], copy.offset) for copy in found.copies]
     [((0, 64), 8), ((64, 100), 67108872)]
     """
-    extent = target.files[place].extents[number]
-    box, size = extent.box, extent.num_bytes
-    rows = box[0][1] - box[0][0] if box else 0
-    step = max(1, _COPY_BYTES * rows // size) if size > _COPY_BYTES else rows
-    if step >= rows:
-        return [Copy(place, number, box, extent.offset, 0, 1)]
-    starts = range(box[0][0], box[0][1], step)
-    return [
-        Copy(
-            place,
-            number,
-            ((lo, min(lo + step, box[0][1])), *box[1:]),
-            extent.offset + (lo - box[0][0]) * (size // rows),
-            part,
-            len(starts),
-        )
-        for part, lo in enumerate(starts)
+
+    def source(code: int) -> str:
+        return target.files[code >> 32].extents[code & 0xFFFFFFFF].tensor.source
+
+    # Numbers take a fraction of the memory that pairs do.
+    places = [
+        place << 32 | number
+        for place, file in enumerate(target.files)
+        for number in range(len(file.extents))
     ]
+    order: dict[str, int] = {}
+    for code in places:
+        order.setdefault(source(code), len(order))
+    places.sort(key=lambda code: order[source(code)])
+    total = sum(extent.num_bytes for file in target.files for extent in file.extents)
+    most = min(_COPY_BYTES, max(BLOCK_BYTES, total // (_SHARES * size)))
+    if size == 1:
+        most = _COPY_BYTES
+    before = 0
+    for name, codes in groupby(places, source):
+        mine: list[Copy] = []
+        complete = True
+        for code in codes:
+            for copy in _copies_of(target, code >> 32, code & 0xFFFFFFFF, most):
+                if _owner(before, copy.num_bytes, total, size) == rank:
+                    mine.append(copy)
+                else:
+                    complete = False
+                before += copy.num_bytes
+        if mine:
+            yield TensorCopies(name, mine, complete)
 
 
-def share_of(
-    target: Target, groups: Sequence[list[tuple[int, int]]], rank: int, size: int
-) -> list[list[tuple[int, int]]]:
-    """Return the groups of extents that one of several processes copies: as many bytes as others.
-
-    Each group goes, in order, to the process in whose share of all bytes its middle lies.
-    """
-    sizes = [sum(target.files[p].extents[n].num_bytes for p, n in group) for group in groups]
-    total, before, mine = max(1, sum(sizes)), 0, []
-    for group, num_bytes in zip(groups, sizes, strict=True):
-        if min(size - 1, (2 * before + num_bytes) * size // (2 * total)) == rank:
-            mine.append(group)
-        before += num_bytes
+def plan_files(target: Target, rank: int = 0, size: int = 1) -> list[int]:
+    """Return the numbers of the files that one of several processes writes from start to end."""
+    total, before, mine = sum(file.num_bytes for file in target.files), 0, []
+    for number, file in enumerate(target.files):
+        if _owner(before, file.num_bytes, total, size) == rank:
+            mine.append(number)
+        before += file.num_bytes
     return mine
 
 
-def assign_boxes(
-    mesh: DeviceMesh, tensors: Mapping[str, Layout], *, spread: bool = True
-) -> dict[int, list[BoxEntry]]:
-    """Choose one of the devices that hold a box to store it, for every box that is not empty.
+def _owner(before: int, num_bytes: int, total: int, size: int) -> int:
+    """Return in whose share of all bytes the middle of some lies."""
+    return min(size - 1, (2 * before + num_bytes) * size // (2 * max(1, total)))
 
-    Every rank computes the same answer alone: boxes of one holder first, then the others from the
-    largest down, each to the holder that has the fewest bytes so far (the first of equals). If
-    they are not to be `spread`, each box goes to the first of its holders.
 
-    Returns
-    -------
-    dict
-        For every device of the mesh its boxes, by tensor name.
-
-    Examples
-    --------
-    >>> mesh = DeviceMesh(range(2), (2,))
-    >>> chosen = assign_boxes(mesh, {name: Layout(mesh, "[R]", (3,), "int8") for name in "abc"})
-    >>> [[entry.tensor for entry in chosen[rank]] for rank in mesh.ids]
-    [['a', 'c'], ['b']]
-    """
-    parts_of: dict[Layout, dict[ReplicaKey, tuple[int, ...]]] = {}
-    chosen: dict[int, list[BoxEntry]] = {rank: [] for rank in mesh.ids}
-    load = dict.fromkeys(mesh.ids, 0)
-    shared: list[tuple[int, BoxEntry, tuple[int, ...]]] = []
-    for name in sorted(tensors):
-        layout = tensors[name]
-        if layout not in parts_of:
-            parts_of[layout] = replica_holders(layout)
-        for (box, addend), ranks in parts_of[layout].items():
-            num_bytes = box_size(box) * item_bytes(layout.dtype)
-            entry = BoxEntry(name, box, addend)
-            if len(ranks) > 1 and spread:
-                shared.append((num_bytes, entry, ranks))
-            else:
-                chosen[ranks[0]].append(entry)
-                load[ranks[0]] += num_bytes
-    # A stable sort: boxes of equal size keep their order, by name and then by holder.
-    for num_bytes, entry, ranks in sorted(shared, key=lambda item: -item[0]):
-        rank = min(ranks, key=load.__getitem__)
-        chosen[rank].append(entry)
-        load[rank] += num_bytes
-    for entries in chosen.values():
-        entries.sort(key=lambda entry: entry.tensor)
-    return chosen
+def _copies_of(target: Target, place: int, number: int, most: int) -> Iterator[Copy]:
+    """Yield the copies that fill an extent: rows of at most so many bytes, if it has rows."""
+    extent = target.files[place].extents[number]
+    box, size = extent.box, extent.num_bytes
+    rows = box[0][1] - box[0][0] if box else 0
+    if size <= most or rows <= 1:
+        yield Copy(place, number, box, extent.offset, size)
+        return
+    row_bytes = size // rows
+    step = max(1, most // row_bytes)
+    for lo in range(box[0][0], box[0][1], step):
+        hi = min(lo + step, box[0][1])
+        offset = extent.offset + (lo - box[0][0]) * row_bytes
+        yield Copy(place, number, ((lo, hi), *box[1:]), offset, (hi - lo) * row_bytes)
 
 
 class Place(NamedTuple):

@@ -1,6 +1,6 @@
 """CRC-32 of stored boxes, taken on the bytes as they pass through and compared when all have."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -161,6 +161,21 @@ class Checks:
             _compare(self._tensor, stored, digest, value)
         elif len(spans) > _STRETCHES:
             follow.spans = None
+
+    def unjudged(self, boxes: Sequence[StoredBox]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield what was read of boxes that are not judged yet, for `add_known` elsewhere.
+
+        Yields
+        ------
+        tuple
+            Number of the box among `boxes`, position, bytes and CRC-32.
+        """
+        numbers = {id(stored): number for number, stored in enumerate(boxes)}
+        for follow in self._open.values():
+            spans = (follow.spans or {}).items()
+            # A box of which nothing was read is still to be judged.
+            for start, (end, value) in spans or [(follow.digest.start, (follow.digest.start, 0))]:
+                yield numbers[id(follow.stored)], start, end - start, value
 
     def finish(self, files: OpenFiles) -> None:
         """Read what is missing of the boxes that are not judged yet, and judge them.

@@ -1,14 +1,11 @@
-"""Carrying out a copy plan: read, compare the source's digest, write, flush, read again, compare.
+"""Carrying out a copy plan: read, compare the source's digest, write, read again and compare.
 
-Threads take copies from one list. On this machine the list goes tensor by tensor, so that a stored
-box is read and judged once whatever files it goes to; a store is given each file from its start to
-its end.
+Threads take copies from one list, tensor by tensor, so that a stored box is read and judged once
+whatever files it goes to. A store is given each file from its start to its end instead.
 """
 
 import heapq
 import os
-import sys
-import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,69 +14,63 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from threading import Event, Lock
 from types import TracebackType
-from typing import Final, NamedTuple, Self, TypeAlias
+from typing import Final, NamedTuple, Self
 
 from shardspec.checkpoint.cast_counts import CastCounts
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
 from shardspec.checkpoint.commit import reserve
+from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.copy_plan import (
     BLOCK_BYTES,
     Copy,
-    Extent,
-    OutputFile,
-    RawBytes,
-    Target,
-    copies_of,
+    TensorCopies,
+    plan_copies,
     stretches,
 )
 from shardspec.checkpoint.digests import Checks, crc32, crc32_combine, crc_text
 from shardspec.checkpoint.read_boxes import Buffers, read_box
-from shardspec.checkpoint.source_files import AHEAD_BYTES, FileStretch, OpenFiles, SourceFile
+from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.store import reason
-from shardspec.checkpoint.upload import RemoteStaging, Upload
+from shardspec.checkpoint.targets import Extent, OutputFile, RawBytes, Target
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
 
 __all__ = [
     "Cancelled",
+    "CopiedTensor",
     "Execution",
-    "Groups",
-    "Progress",
+    "Findings",
     "Staged",
-    "Writer",
     "copy_to_disk",
-    "copy_to_store",
+    "different",
     "digest_of_file",
     "finish_file",
+    "run_in_threads",
+    "tensor_text",
+    "wanted_stretches",
     "write_all",
 ]
-
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes written so far and the bytes to write in all."""
-Groups: TypeAlias = Sequence[Sequence[tuple[int, int]]]
-"""Extents that are worked on together, by the number of their file and their own in that."""
 
 WRITE_BYTES: Final = 128 << 10
 """Bytes written to a disk by one call, as `cat` does. Linux makes the pages of its cache no larger
 than what one call brings: small ones are more work, and large ones can be slow to come by."""
-_BEGUN_BYTES: Final = 8 << 20
-"""Bytes that a disk is told of at a time."""
-_PAGE: Final = 4096
-"""What is told of ends with one, so that none is written to the disk twice."""
-_CACHED_BYTES: Final = 2 << 20
-"""Bytes flushed and read again at a time where flushing takes no time, as in memory."""
-_FLUSHED_BYTES: Final = 256 << 20
-"""Bytes flushed to a disk and read again at a time: each flush waits for its journal."""
-_FLUSH_SECONDS: Final = 1e-3
-"""A flush of so many cached bytes that takes longer is one to a disk."""
 _OPEN_OUTPUTS: Final = 128
 
 
 class Cancelled(Exception):
     """Another thread or process has failed; this one stops where it is."""
+
+
+class Findings(NamedTuple):
+    """What a process has found out while it made its copies, for the one that ends the output."""
+
+    crcs: list[tuple[int, int, int, int, int]]
+    """File, extent, position, bytes and CRC-32 of every copy."""
+    unjudged: list[tuple[str, int, int, int, int]]
+    """Tensor, number of its box, position, bytes and CRC-32 of what was read of boxes that no
+    process has read whole."""
 
 
 @dataclass(slots=True)
@@ -96,13 +87,18 @@ class Execution:
     """Also read what was written again, and compare."""
     cast_counts: CastCounts
     progress: Progress | None
-    total: int
+    rank: int
+    """Which of several processes this is,"""
+    size: int
+    """and of how many."""
+    total: int = 0
     """Bytes that this process writes."""
     failed: Event = field(default_factory=Event)
     """Set when all is to stop."""
     crcs: list["array[int]"] = field(init=False)
     """Of every extent of every file, if they are taken."""
-    _parts: dict[tuple[int, int], dict[int, tuple[int, int]]] = field(default_factory=dict)
+    _parts: dict[tuple[int, int], list[tuple[int, int, int]]] = field(default_factory=dict)
+    _findings: Findings = field(default_factory=lambda: Findings([], []))
     _done: int = 0
     _lock: Lock = field(default_factory=Lock)
 
@@ -123,18 +119,55 @@ class Execution:
             if self.progress is not None:
                 self.progress(self._done, self.total)
 
-    def put_crc(self, copy: Copy, value: int, num_bytes: int) -> None:
+    def put_crc(self, copy: Copy, crc: int) -> None:
         """Note the CRC-32 of a copy."""
         with self._lock:
-            parts = self._parts.setdefault((copy.file, copy.extent), {})
-            parts[copy.part] = value, num_bytes
-            if len(parts) < copy.parts:
-                return
-            del self._parts[copy.file, copy.extent]
+            if self.size > 1:
+                self._findings.crcs.append(
+                    (copy.file, copy.extent, copy.offset, copy.num_bytes, crc)
+                )
+            self._put(copy.file, copy.extent, copy.offset, copy.num_bytes, crc)
+
+    def _put(self, file: int, number: int, offset: int, num_bytes: int, crc: int) -> None:
+        due = self.target.files[file].extents[number].num_bytes
+        if num_bytes == due:
+            self.crcs[file][number] = crc
+            return
+        parts = self._parts.setdefault((file, number), [])
+        parts.append((offset, num_bytes, crc))
+        if sum(length for _, length, _ in parts) < due:
+            return
         value = 0
-        for part in range(copy.parts):
-            value = int(crc32_combine(value, *parts[part]))
-        self.crcs[copy.file][copy.extent] = value
+        for _, length, part in sorted(parts):
+            value = int(crc32_combine(value, part, length))
+        self.crcs[file][number] = value
+        del self._parts[file, number]
+
+    def put_unjudged(self, name: str, found: Iterable[tuple[int, int, int, int]]) -> None:
+        """Note what was read of boxes of a tensor that other processes read too."""
+        with self._lock:
+            self._findings.unjudged.extend((name, *one) for one in found)
+
+    def findings(self) -> Findings:
+        """Return what this process has found."""
+        return self._findings
+
+    def join(self, every: Sequence[Findings]) -> None:
+        """Take in what all processes have found, and judge the boxes that they read in parts."""
+        for rank, found in enumerate(every):
+            if rank != self.rank:
+                for one in found.crcs:
+                    self._put(*one)
+        checks: dict[str, tuple[StoredTensor, Checks]] = {}
+        for name, number, start, num_bytes, crc in chain.from_iterable(f.unjudged for f in every):
+            if name not in checks:
+                tensor = self.source.tensor(name)
+                checks[name] = tensor, Checks(tensor, distinct(tensor))
+            tensor, of_tensor = checks[name]
+            of_tensor.add_known(distinct(tensor)[number], start, num_bytes, crc)
+        with OpenFiles() as files:
+            for _, of_tensor in checks.values():
+                of_tensor.finish(files)
 
 
 class Staged(NamedTuple):
@@ -172,132 +205,140 @@ class Staged(NamedTuple):
         return os.open(place, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
 
 
-class _Tensor:
-    """A tensor of which copies are made: its digests are judged once all have been."""
+class CopiedTensor:
+    """A tensor of which copies are made: its digests are judged once all have been.
 
-    def __init__(self, name: str, copies: int) -> None:
-        self.name = name
+    Parameters
+    ----------
+    name
+        Its name in the source.
+    copies
+        How many copies this process makes.
+    complete
+        Whether they are all that are made of it.
+    """
+
+    def __init__(self, name: str, copies: int, *, complete: bool) -> None:
+        self._name = name
         self._left = copies
+        self._complete = complete
         self._lock = Lock()
         self._stored: tuple[StoredTensor, Checks | None] | None = None
 
-    def stored(self, job: Execution) -> tuple[StoredTensor, Checks | None]:
-        """Return what is stored, and its digests if they are to be compared."""
+    def filled(
+        self, job: Execution, copy: Copy, files: OpenFiles, buffers: Buffers
+    ) -> Iterator[tuple[int, memoryview, int]]:
+        """Yield what goes into a file: position, bytes, and their CRC-32 (0 if none is taken)."""
         with self._lock:
             if self._stored is None:
-                tensor = job.source.tensor(self.name)
+                tensor = job.source.tensor(self._name)
                 checks = Checks(tensor, distinct(tensor)) if job.verify else None
                 self._stored = tensor, checks
-            return self._stored
+            tensor, checks = self._stored
+        extent = job.target.files[copy.file].extents[copy.extent]
+        wanted = extent.tensor.dtype
+        casts = is_cast(tensor.dtype, wanted)
+        size, new_size = item_bytes(tensor.dtype), item_bytes(wanted)
+        for offset, data, crc in read_box(tensor, copy.box, files, buffers, checks):
+            if not casts:
+                known = crc32(data) if crc is None and job.digested else crc or 0
+                yield copy.offset + offset, data, known
+                continue
+            from shardspec.checkpoint.numeric import cast
 
-    def finish(self, files: OpenFiles) -> None:
+            room, losses = cast(data, tensor.dtype, wanted)
+            job.cast_counts.add(tensor_text(extent), losses)
+            # Numbers that were cast may take more memory than a block.
+            for at in range(0, len(room), BLOCK_BYTES):
+                part = room[at : at + BLOCK_BYTES]
+                place = copy.offset + offset // size * new_size + at
+                yield place, part, crc32(part) if job.digested else 0
+        self._finish(job, files)
+
+    def _finish(self, job: Execution, files: OpenFiles) -> None:
         """Note that a copy was made; the last one judges what is left."""
         with self._lock:
             self._left -= 1
             if self._left or self._stored is None:
                 return
-            (_, checks), self._stored = self._stored, None
-        if checks is not None:
+            (tensor, checks), self._stored = self._stored, None
+        if checks is None:
+            return
+        if self._complete:
             checks.finish(files)
+        else:
+            job.put_unjudged(self._name, checks.unjudged(distinct(tensor)))
 
 
-def _name(extent: Extent) -> str:
+def tensor_text(extent: Extent) -> str:
+    """Return how errors name the tensor of an extent."""
     return f"tensor {extent.tensor.name!r}"
 
 
-def _filled(
-    job: Execution, copy: Copy, of: _Tensor, files: OpenFiles, buffers: Buffers
-) -> Iterator[tuple[int, memoryview, int | None]]:
-    """Yield what goes into a file: position, bytes, and their CRC-32 if it was taken."""
-    tensor, checks = of.stored(job)
-    extent = job.target.files[copy.file].extents[copy.extent]
-    wanted = extent.tensor.dtype
-    casts = is_cast(tensor.dtype, wanted)
-    size, new_size = item_bytes(tensor.dtype), item_bytes(wanted)
-    for offset, data, crc in read_box(tensor, copy.box, files, buffers, checks):
-        if not casts:
-            yield copy.offset + offset, data, crc
-            continue
-        from shardspec.checkpoint.numeric import cast
+def copy_to_disk(job: Execution, staged: Staged, threads: int) -> None:
+    """Make the copies of this process into files that were created."""
 
-        room, losses = cast(data, tensor.dtype, wanted)
-        job.cast_counts.add(_name(extent), losses)
-        # Numbers that were cast may take more memory than a block.
-        for at in range(0, len(room), BLOCK_BYTES):
-            place = copy.offset + offset // size * new_size + at
-            yield place, room[at : at + BLOCK_BYTES], None
-    of.finish(files)
-
-
-def _wanted(job: Execution, groups: Groups) -> Iterator[FileStretch]:
-    """Yield what will be read to fill extents, in that order."""
-    for group in groups:
-        for place, number in group:
-            extent = job.target.files[place].extents[number]
-            yield from stretches(job.source.tensor(extent.tensor.source), extent.box)
-
-
-def copy_to_disk(job: Execution, staged: Staged, groups: Groups, threads: int) -> None:
-    """Make copies into files that were created; each group has all extents of a tensor."""
-
-    def tasks() -> Iterator[tuple[_Tensor, Copy]]:
-        for group in groups:
-            copies = [
-                copy for place, number in group for copy in copies_of(job.target, place, number)
-            ]
-            first_file, first = group[0]
-            name = job.target.files[first_file].extents[first].tensor.source
-            tensor = _Tensor(name, len(copies))
-            yield from ((tensor, copy) for copy in copies)
+    def tasks() -> Iterator[tuple[CopiedTensor, Copy]]:
+        for source, copies, complete in plan_copies(job.target, job.rank, job.size):
+            tensor = CopiedTensor(source, len(copies), complete=complete)
+            for copy in copies:
+                yield tensor, copy
 
     todo, lock = tasks(), Lock()
 
     def work() -> None:
         buffers = Buffers()
-        with OpenFiles() as files, _Outputs(job, staged, buffers) as outputs:
+        with OpenFiles() as files, _Outputs(job, staged) as outputs:
             if threads == 1:
-                files.will_read(job.source.directory, _wanted(job, groups))
+                plan = plan_copies(job.target, job.rank, job.size)
+                files.will_read(job.source.directory, wanted_stretches(job, plan))
             while not job.failed.is_set():
                 with lock:
                     task = next(todo, None)
                 if task is None:
                     return
                 tensor, copy = task
-                crc = num_bytes = 0
-                extent = job.target.files[copy.file].extents[copy.extent]
-                for offset, data, known in _filled(job, copy, tensor, files, buffers):
-                    if job.digested:
-                        known = crc32(data) if known is None else known
-                        crc = int(crc32_combine(crc, known, len(data)))
-                    outputs.write(copy.file, offset, data, known or 0, extent)
-                    num_bytes += len(data)
+                crc = 0
+                fd = outputs.file(copy.file)
+                for offset, data, known in tensor.filled(job, copy, files, buffers):
+                    write_all(fd, data, offset, job.path)
+                    if job.reread:
+                        room = buffers.scratch[: len(data)]
+                        _read_back(fd, room, offset, job.path)
+                        if (found := crc32(room)) != known:
+                            extent = job.target.files[copy.file].extents[copy.extent]
+                            raise different(job.path, tensor_text(extent), found, known)
+                    crc = int(crc32_combine(crc, known, len(data)))
                     job.advance(len(data))
-                job.put_crc(copy, crc, num_bytes)
+                job.put_crc(copy, crc)
 
-    _run([work] * threads, threads, job.failed)
+    run_in_threads([work] * threads, job.failed)
 
 
-class _Written(NamedTuple):
-    """Bytes that are to be read again."""
-
-    file: int
-    offset: int
-    num_bytes: int
-    crc32: int
-    extent: Extent
+def wanted_stretches(job: Execution, plan: Iterable[TensorCopies]) -> Iterator[FileStretch]:
+    """Yield what will be read to make copies, in that order."""
+    for tensor in plan:
+        for copy in tensor.copies:
+            yield from stretches(job.source.tensor(tensor.source), copy.box)
 
 
 class _Outputs:
-    """The files that a thread writes into, and what it has still to read again of them."""
+    """The files that a thread writes into; the ones used last are open."""
 
-    def __init__(self, job: Execution, staged: Staged, buffers: Buffers) -> None:
+    def __init__(self, job: Execution, staged: Staged) -> None:
         self._job = job
         self._staged = staged
-        self._buffers = buffers
-        self._open: OrderedDict[int, Writer] = OrderedDict()
-        self._written: list[_Written] = []
-        self._num_bytes = 0
-        self._enough = _CACHED_BYTES
+        self._open: OrderedDict[int, int] = OrderedDict()
+
+    def file(self, number: int) -> int:
+        """Return the descriptor of a file, good until the next call."""
+        if number in self._open:
+            self._open.move_to_end(number)
+        else:
+            while len(self._open) >= _OPEN_OUTPUTS:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[number] = self._staged.open(self._job.target.files[number].name)
+        return self._open[number]
 
     def __enter__(self) -> Self:
         return self
@@ -308,58 +349,8 @@ class _Outputs:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if error is None and not self._job.failed.is_set():
-                self._check()
-        finally:
-            for writer in self._open.values():
-                os.close(writer.fd)
-
-    def _writer(self, file: int) -> "Writer":
-        found = self._open.get(file)
-        if found is not None:
-            self._open.move_to_end(file)
-            return found
-        while len(self._open) >= _OPEN_OUTPUTS:
-            os.close(self._open.popitem(last=False)[1].fd)
-        fd = self._staged.open(self._job.target.files[file].name)
-        writer = self._open[file] = Writer(fd, self._staged.path)
-        return writer
-
-    def write(self, file: int, offset: int, data: memoryview, crc: int, extent: Extent) -> None:
-        """Write bytes that have a CRC-32."""
-        self._writer(file).write(data, offset)
-        if self._job.reread:
-            self._written.append(_Written(file, offset, len(data), crc, extent))
-            self._num_bytes += len(data)
-            if self._num_bytes >= self._enough:
-                self._check()
-
-    def _check(self) -> None:
-        """Flush what was written to the disk, read it again and compare."""
-        self._written.sort(key=lambda one: one.file)
-        flushed = -1
-        for file, offset, num_bytes, crc, extent in self._written:
-            fd = self._writer(file).fd
-            if file != flushed:
-                began = time.monotonic()
-                _flush(fd, self._staged.path)
-                if time.monotonic() - began > _FLUSH_SECONDS:
-                    self._enough = _FLUSHED_BYTES
-                flushed = file
-            part = self._buffers.scratch[:num_bytes]
-            _read_back(fd, part, offset, self._staged.path)
-            if (found := crc32(part)) != crc:
-                raise _different(self._job.path, _name(extent), found, crc)
-        self._written.clear()
-        self._num_bytes = 0
-
-
-def _flush(fd: int, path: Path) -> None:
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
+        for fd in self._open.values():
+            os.close(fd)
 
 
 def _read_back(fd: int, room: memoryview, offset: int, path: Path) -> None:
@@ -374,7 +365,8 @@ def _read_back(fd: int, room: memoryview, offset: int, path: Path) -> None:
         done += count
 
 
-def _different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
+def different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
+    """Return the error that says that what was written is not what is there."""
     return CheckpointError(
         f"{path}: {name} was read back differently: its CRC-32 is {crc_text(found)} instead of "
         f"{crc_text(expected)}; the memory of this machine, or what it is stored on, is at fault; "
@@ -382,11 +374,10 @@ def _different(path: Path, name: str, found: int, expected: int) -> CheckpointEr
     )
 
 
-def _run(work: Iterable[Callable[[], None]], threads: int, failed: Event) -> None:
-    """Do pieces of work in threads; the first that fails stops the others."""
-    if threads == 1:
-        for act in work:
-            act()
+def run_in_threads(work: Sequence[Callable[[], None]], failed: Event) -> None:
+    """Do pieces of work at the same time, one a thread; the first that fails stops the others."""
+    if len(work) == 1:
+        work[0]()
         return
 
     def guarded(act: Callable[[], None]) -> None:
@@ -396,7 +387,7 @@ def _run(work: Iterable[Callable[[], None]], threads: int, failed: Event) -> Non
             failed.set()
             raise
 
-    with ThreadPoolExecutor(threads, "shardspec-copy") as pool:
+    with ThreadPoolExecutor(len(work), "shardspec-copy") as pool:
         futures = [pool.submit(guarded, act) for act in work]
         try:
             wait(futures)
@@ -417,6 +408,22 @@ def _run(work: Iterable[Callable[[], None]], threads: int, failed: Event) -> Non
             del cause, errors, futures
 
 
+def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
+    """Write bytes at a place in a file.
+
+    Raises
+    ------
+    CheckpointError
+        If the system refuses, as when the disk is full.
+    """
+    done, end = 0, len(data)
+    while done < end:
+        try:
+            done += os.pwrite(fd, data[done : done + WRITE_BYTES], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
+
+
 def finish_file(job: Execution, staged: Staged, file: OutputFile, crcs: Sequence[int]) -> int:
     """Write and check what is no tensor's, flush a file, and return the CRC-32 of all of it."""
     fd = staged.open(file.name)
@@ -424,12 +431,15 @@ def finish_file(job: Execution, staged: Staged, file: OutputFile, crcs: Sequence
         trailer = () if file.trailer is None else file.trailer(crcs)
         for one in chain(file.raw, trailer):
             write_all(fd, memoryview(one.data), one.offset, job.path)
-        _flush(fd, job.path)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise CheckpointError(f"{job.path}: cannot be written: {reason(error)}") from None
         for one in chain(file.raw, trailer):
             part = memoryview(bytearray(len(one.data)))
             _read_back(fd, part, one.offset, job.path)
             if part != one.data:
-                raise _different(job.path, "a header", crc32(part), crc32(one.data))
+                raise different(job.path, "a header", crc32(part), crc32(one.data))
     finally:
         os.close(fd)
     return digest_of_file(file, trailer, crcs) if job.digested else 0
@@ -453,171 +463,3 @@ def digest_of_file(file: OutputFile, trailer: Sequence[RawBytes], crcs: Sequence
         value = int(crc32_combine(value, crc, num_bytes))
         at = offset + num_bytes
     return value
-
-
-def copy_to_store(
-    job: Execution, staging: RemoteStaging, groups: Groups, empty: Sequence[int], threads: int
-) -> dict[str, int]:
-    """Write files into a store, and read them again; return the CRC-32 of each.
-
-    Each group has all extents of a file; those with the numbers `empty` have none.
-    """
-    counts: dict[str, int] = {}
-    for group in groups:
-        for place, number in group:
-            name = job.target.files[place].extents[number].tensor.source
-            counts[name] = counts.get(name, 0) + 1
-    tensors = {name: _Tensor(name, count) for name, count in counts.items()}
-    at_once = max(1, min(threads, len(groups)))
-    found: dict[str, int] = {}
-
-    todo = SimpleQueue[int]()
-    for number in (*(group[0][0] for group in groups), *empty):
-        todo.put(number)
-
-    def work() -> None:
-        with suppress(Empty):
-            while not job.failed.is_set():
-                number = todo.get_nowait()
-                name = job.target.files[number].name
-                found[name] = _upload(job, staging, number, tensors, AHEAD_BYTES // at_once)
-
-    _run([work] * at_once, at_once, job.failed)
-    return found
-
-
-def _upload(
-    job: Execution,
-    staging: RemoteStaging,
-    number: int,
-    tensors: dict[str, _Tensor],
-    ahead: int,
-) -> int:
-    """Write one file."""
-    file = job.target.files[number]
-    place, crcs = staging.place(file.name), job.crcs[number]
-    trailer: list[RawBytes] = []
-    buffers = Buffers()
-    parts: list[RawBytes | tuple[Extent, int]] = [*file.raw]
-    parts += [(extent, n) for n, extent in enumerate(file.extents)]
-    parts.sort(key=lambda part: part.offset if isinstance(part, RawBytes) else part[0].offset)
-    with Upload(place, file.num_bytes, overwrite=staging.overwrite) as upload, OpenFiles() as files:
-        files.will_read(
-            job.source.directory,
-            _wanted(job, [[(number, n) for n in range(len(file.extents))]]),
-            ahead,
-        )
-        for part in parts:
-            if isinstance(part, RawBytes):
-                _upload_raw(upload, part)
-                continue
-            extent, n = part
-            upload.write(bytes(extent.offset - upload.written))
-            copy = Copy(number, n, extent.box, extent.offset, 0, 1)
-            crc = 0
-            for _, data, known in _filled(job, copy, tensors[extent.tensor.source], files, buffers):
-                if job.digested:
-                    known = crc32(data) if known is None else known
-                    crc = int(crc32_combine(crc, known, len(data)))
-                upload.write(data)
-                job.advance(len(data))
-            crcs[n] = crc
-            for one in () if file.trailer is None else file.trailer(crcs[: n + 1], n):
-                _upload_raw(upload, one)
-                trailer.append(one)
-        assert upload.written == file.num_bytes, "parts are as long as planned"
-    staging.made.append(place)
-    job.advance(file.other_bytes)
-    again = [
-        (e.offset, e.num_bytes, crc, _name(e)) for e, crc in zip(file.extents, crcs, strict=True)
-    ]
-    check_again(
-        place,
-        [
-            *(
-                (one.offset, len(one.data), crc32(one.data), "a header")
-                for one in chain(file.raw, trailer)
-            ),
-            *(again if job.reread else ()),
-        ],
-        job.path,
-    )
-    return digest_of_file(file, trailer, crcs) if job.digested else 0
-
-
-def _upload_raw(upload: Upload, raw: RawBytes) -> None:
-    upload.write(bytes(raw.offset - upload.written))
-    upload.write(raw.data)
-
-
-def check_again(place: Path, parts: Sequence[tuple[int, int, int, str]], path: Path) -> None:
-    """Compare parts of a file, given by position, bytes, CRC-32 and name, with what is there."""
-    room = memoryview(bytearray(BLOCK_BYTES))
-    with SourceFile(place) as written:
-        for offset, num_bytes, crc, name in sorted(parts):
-            value = 0
-            for at in range(0, num_bytes, BLOCK_BYTES):
-                part = room[: min(BLOCK_BYTES, num_bytes - at)]
-                written.read_into(part, offset + at)
-                value = crc32(part, value)
-            if value != crc:
-                raise _different(path, name, value, crc)
-
-
-def write_all(
-    fd: int, data: memoryview, offset: int, path: Path, at_once: int = WRITE_BYTES
-) -> None:
-    """Write bytes at a place in a file, so many by one call.
-
-    Raises
-    ------
-    CheckpointError
-        If the system refuses, as when the disk is full.
-    """
-    done, end = 0, len(data)
-    while done < end:
-        try:
-            done += os.pwrite(fd, data[done : done + at_once], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
-
-
-class Writer:
-    """Writes blocks of a file, one after the other, and has the disk begin with them.
-
-    Otherwise Linux begins when half a minute has passed or much of the memory is full, so that
-    whoever flushes the file waits for most of it.
-
-    Parameters
-    ----------
-    fd, path
-        The file, open for writing; the path is for errors.
-    """
-
-    __slots__ = ("_end", "_first", "_num_bytes", "_path", "fd")
-
-    def __init__(self, fd: int, path: Path) -> None:
-        self.fd = fd
-        self._path = path
-        self._first = self._end = 0
-        """Where what the disk was not told of yet begins and ends."""
-        self._num_bytes = 0
-        """Of what was written there."""
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """Write bytes at a place, mostly behind those before."""
-        write_all(self.fd, data, offset, self._path)
-        if not self._num_bytes:
-            self._first = self._end = offset
-        self._first = min(self._first, offset)
-        self._end = max(self._end, offset + data.nbytes)
-        self._num_bytes += data.nbytes
-        if self._num_bytes >= _BEGUN_BYTES:
-            end = self._end - self._end % _PAGE
-            # What happens to be on the disk already leaves the cache. Files in memory stay as they
-            # are, and a file system that knows no such advice begins when it will.
-            if sys.platform == "linux":
-                with suppress(OSError):
-                    length = end - self._first
-                    os.posix_fadvise(self.fd, self._first, length, os.POSIX_FADV_DONTNEED)
-            self._first, self._num_bytes = end, self._end - end

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.coordinate import Member
-from shardspec.checkpoint.copy_plan import OutputTensor, Target
-from shardspec.checkpoint.executor import Progress
+from shardspec.checkpoint.coordinate import Member, Progress
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select, tied
 from shardspec.checkpoint.store import as_path
+from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.checkpoint.write import WriteOptions, write_checkpoint
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout

@@ -8,17 +8,16 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.commit import DirectoryLock, reserve
-from shardspec.checkpoint.copy_plan import assign_boxes
+from shardspec.checkpoint.commit import DirectoryLock, write_atomically
 from shardspec.checkpoint.digests import crc32
-from shardspec.checkpoint.executor import Writer
+from shardspec.checkpoint.executor import write_all
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
 from shardspec.checkpoint.formats.safetensors_header import (
@@ -46,6 +45,7 @@ from shardspec.checkpoint.sharding_info import (
 )
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, reason
+from shardspec.checkpoint.targets import assign_boxes
 from shardspec.checkpoint.upload import Upload
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
@@ -262,9 +262,7 @@ _Write: TypeAlias = Callable[[memoryview], None]
 def _write_file(directory: Path, name: str, num_bytes: int, fill: Callable[[_Write], None]) -> None:
     """Write a file that appears, or replaces another, when it is complete and on the disk.
 
-    It is made under a name that nobody can foresee, in a directory that is opened once: what
-    others may put into its place meanwhile is never written to. It has the mode of the info that
-    is there, if one is, and its owner where the system allows it.
+    It has the mode of the info that is there, if one is, and its owner where the system allows it.
 
     Raises
     ------
@@ -276,63 +274,18 @@ def _write_file(directory: Path, name: str, num_bytes: int, fill: Callable[[_Wri
         with Upload(path, num_bytes, overwrite=name == INFO_NAME) as upload:
             fill(upload.write)
         return
-    temporary = f".shardspec-save-{os.urandom(8).hex()}.tmp"
-    try:
-        with _opened(directory) as at:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            older = _older_info(at)
-            fd = os.open(temporary, flags, 0o600 if older else 0o666, dir_fd=at)
-            try:
-                with open(fd, "wb", buffering=0):
-                    if older is not None:
-                        os.fchmod(fd, stat.S_IMODE(older.st_mode))
-                        with suppress(OSError):
-                            os.fchown(fd, older.st_uid, older.st_gid)
-                    reserve(fd, num_bytes)
-                    done, writer = 0, Writer(fd, path)
 
-                    def write(data: memoryview) -> None:
-                        nonlocal done
-                        writer.write(data, done)
-                        done += len(data)
+    def write(fd: int) -> None:
+        done = 0
 
-                    fill(write)
-                    os.fsync(fd)
-                os.rename(temporary, name, src_dir_fd=at, dst_dir_fd=at)
-            finally:
-                # By now the file has its name, or an error is on its way that says more.
-                with suppress(OSError):
-                    os.unlink(temporary, dir_fd=at)
-            # Some network file systems refuse; the rename itself has happened then.
-            with suppress(OSError):
-                os.fsync(at)
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{path}: cannot be written: {reason(error)} ({num_bytes} bytes are needed); make "
-            "room or write elsewhere"
-        ) from None
+        def go_on(data: memoryview) -> None:
+            nonlocal done
+            write_all(fd, data, done, path)
+            done += len(data)
 
+        fill(go_on)
 
-@contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    """Open a directory, to name files by it whatever becomes of its path."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _older_info(directory: int) -> os.stat_result | None:
-    """Return the state of the info that is there, unless another user may have put it there."""
-    try:
-        older = os.stat(INFO_NAME, dir_fd=directory, follow_symlinks=False)
-    except OSError:
-        return None
-    owners = (os.geteuid(), os.fstat(directory).st_uid)
-    return older if stat.S_ISREG(older.st_mode) and older.st_uid in owners else None
+    write_atomically(path, num_bytes, write, overwrite=True, mode_of=INFO_NAME)
 
 
 def _publish(path: Path, info: ShardingInfo) -> list[str]:

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.copy_plan import OutputTensor
+from shardspec.checkpoint.targets import OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError
 

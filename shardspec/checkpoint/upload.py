@@ -4,18 +4,35 @@ A store takes a large file in parts and makes them a file in one indivisible ste
 at the end of a transaction, or drops the parts.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Final, Self
 
 from shardspec.checkpoint.commit import exists
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.copy_plan import BLOCK_BYTES, Copy, TensorCopies, plan_files
+from shardspec.checkpoint.digests import crc32, crc32_combine
+from shardspec.checkpoint.executor import (
+    CopiedTensor,
+    Execution,
+    different,
+    digest_of_file,
+    run_in_threads,
+    tensor_text,
+    wanted_stretches,
+)
+from shardspec.checkpoint.read_boxes import Buffers
+from shardspec.checkpoint.source_files import AHEAD_BYTES, OpenFiles, SourceFile
 from shardspec.checkpoint.store import RemotePath, store_errors
+from shardspec.checkpoint.targets import RawBytes, Target
 from shardspec.errors import CheckpointError
 
-__all__ = ["BESIDE_SUFFIX", "RemoteStaging", "Upload"]
+__all__ = ["BESIDE_SUFFIX", "RemoteStaging", "Upload", "copy_to_store"]
 
 _PART_BYTES: Final = 8 << 20
 _MOST_PARTS: Final = 9_000
@@ -210,3 +227,110 @@ class RemoteStaging:
         for file in self.made:
             with suppress(CheckpointError):
                 file.unlink(missing_ok=True)
+
+
+def copy_to_store(job: Execution, staging: RemoteStaging, threads: int) -> dict[str, int]:
+    """Write the files of this process into a store and read them again; return their CRC-32."""
+    mine = plan_files(job.target, job.rank, job.size)
+    counts = _extents_by_tensor(job.target, mine)
+    every = (
+        counts if job.size == 1 else _extents_by_tensor(job.target, range(len(job.target.files)))
+    )
+    tensors = {
+        name: CopiedTensor(name, count, complete=count == every[name])
+        for name, count in counts.items()
+    }
+    found: dict[str, int] = {}
+    todo = SimpleQueue[int]()
+    for number in mine:
+        todo.put(number)
+    at_once = max(1, min(threads, len(mine)))
+
+    def work() -> None:
+        with suppress(Empty):
+            while not job.failed.is_set():
+                number = todo.get_nowait()
+                name = job.target.files[number].name
+                found[name] = _upload(job, staging, number, tensors, AHEAD_BYTES // at_once)
+
+    run_in_threads([work] * at_once, job.failed)
+    return found
+
+
+def _extents_by_tensor(target: Target, files: Iterable[int]) -> Counter[str]:
+    return Counter(
+        extent.tensor.source for number in files for extent in target.files[number].extents
+    )
+
+
+def _upload(
+    job: Execution,
+    staging: RemoteStaging,
+    number: int,
+    tensors: Mapping[str, CopiedTensor],
+    ahead: int,
+) -> int:
+    """Write one file, and return its CRC-32."""
+    file = job.target.files[number]
+    place, crcs = staging.place(file.name), job.crcs[number]
+    copies = [
+        Copy(number, n, extent.box, extent.offset, extent.num_bytes)
+        for n, extent in enumerate(file.extents)
+    ]
+    parts: list[RawBytes | Copy] = sorted([*file.raw, *copies], key=lambda part: part.offset)
+    trailer: list[RawBytes] = []
+    buffers = Buffers()
+    with Upload(place, file.num_bytes, overwrite=staging.overwrite) as upload, OpenFiles() as files:
+
+        def put(raw: RawBytes) -> None:
+            upload.write(bytes(raw.offset - upload.written))
+            upload.write(raw.data)
+
+        plan = (
+            TensorCopies(file.extents[copy.extent].tensor.source, [copy], complete=False)
+            for copy in copies
+        )
+        files.will_read(job.source.directory, wanted_stretches(job, plan), ahead)
+        for part in parts:
+            if isinstance(part, RawBytes):
+                put(part)
+                continue
+            upload.write(bytes(part.offset - upload.written))
+            crc = 0
+            tensor = tensors[file.extents[part.extent].tensor.source]
+            for _, data, known in tensor.filled(job, part, files, buffers):
+                crc = int(crc32_combine(crc, known, len(data)))
+                upload.write(data)
+                job.advance(len(data))
+            job.put_crc(part, crc)
+            for one in (
+                () if file.trailer is None else file.trailer(crcs[: part.extent + 1], part.extent)
+            ):
+                put(one)
+                trailer.append(one)
+        assert upload.written == file.num_bytes, "parts are as long as planned"
+    staging.made.append(place)
+    job.advance(file.other_bytes)
+    raw = (
+        (one.offset, len(one.data), crc32(one.data), "a header") for one in chain(file.raw, trailer)
+    )
+    extents = (
+        (extent.offset, extent.num_bytes, crc, tensor_text(extent))
+        for extent, crc in zip(file.extents, crcs, strict=True)
+    )
+    _check_again(place, chain(raw, extents if job.reread else ()), job.path)
+    return digest_of_file(file, trailer, crcs) if job.digested else 0
+
+
+def _check_again(place: Path, parts: Iterable[tuple[int, int, int, str]], path: Path) -> None:
+    """Compare parts of a file, given by position, bytes, CRC-32 and name, with what is there."""
+    room = memoryview(bytearray(BLOCK_BYTES))
+    with SourceFile(place) as written:
+        for offset, num_bytes, crc, name in sorted(parts):
+            value = 0
+            for at in range(0, num_bytes, BLOCK_BYTES):
+                part = room[: min(BLOCK_BYTES, num_bytes - at)]
+                written.read_into(part, offset + at)
+                value = crc32(part, value)
+            if value != crc:
+                raise different(path, name, value, crc)

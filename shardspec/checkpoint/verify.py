@@ -9,8 +9,8 @@ from typing import Final
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import Catalog, Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.compare import check_replicas
+from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.digests import Checks, stored_bytes
-from shardspec.checkpoint.executor import Progress
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.tiling import check_tiling

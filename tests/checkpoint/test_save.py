@@ -19,9 +19,9 @@ import torch
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, load_sharded, merge, save_sharded
 from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import replica_key
-from shardspec.checkpoint.copy_plan import assign_boxes
 from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.checkpoint.sharding_info import format_info, parse_info, read_info
+from shardspec.checkpoint.targets import assign_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout

@@ -18,14 +18,6 @@ from shardspec.checkpoint.catalog import (
     replica_key,
     stored_reductions,
 )
-from shardspec.checkpoint.copy_plan import (
-    Extent,
-    OutputFile,
-    OutputTensor,
-    RawBytes,
-    Target,
-    assign_boxes,
-)
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
 from shardspec.checkpoint.formats.safetensors_header import (
     Header,
@@ -42,6 +34,14 @@ from shardspec.checkpoint.sharding_info import (
 )
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
+from shardspec.checkpoint.targets import (
+    Extent,
+    OutputFile,
+    OutputTensor,
+    RawBytes,
+    Target,
+    assign_boxes,
+)
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, unsharded_tensor
-from shardspec.checkpoint.copy_plan import Extent, OutputFile, OutputTensor, RawBytes, Target
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, SAFETENSORS, is_data_file
 from shardspec.checkpoint.formats.safetensors_header import (
     Header,
@@ -34,6 +33,7 @@ from shardspec.checkpoint.sharding_info import SAVE_KEY
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.strict_json import as_object, as_text, member, parse_json
+from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes, Target
 from shardspec.errors import CheckpointError
 
 __all__ = [

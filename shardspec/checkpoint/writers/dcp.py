@@ -11,7 +11,8 @@ from operator import itemgetter
 from typing import Final
 
 from shardspec.boxes import Box, box_shape
-from shardspec.checkpoint.copy_plan import (
+from shardspec.checkpoint.formats.names import METADATA_NAME
+from shardspec.checkpoint.targets import (
     Extent,
     MadeBytes,
     OutputFile,
@@ -20,7 +21,6 @@ from shardspec.checkpoint.copy_plan import (
     Target,
     assign_boxes,
 )
-from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.writers.pickles import Call, Made, Name, Pairs, pickled
 from shardspec.checkpoint.writers.torch_file import add_state, tensor_value
 from shardspec.checkpoint.writers.zips import ZipPlan

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Final
 
-from shardspec.checkpoint.copy_plan import Extent, OutputFile, OutputTensor, Target
+from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Target
 from shardspec.checkpoint.writers.pickles import Call, Name, Outside, pickled
 from shardspec.checkpoint.writers.zips import ZipPlan
 from shardspec.dtypes import item_bytes

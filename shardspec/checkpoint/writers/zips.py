@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardspec.checkpoint.copy_plan import RawBytes
 from shardspec.checkpoint.digests import crc32
+from shardspec.checkpoint.targets import RawBytes
 
 __all__ = ["ZipPlan"]
 

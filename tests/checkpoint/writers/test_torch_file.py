@@ -8,8 +8,8 @@ import torch
 from torch.utils.serialization import config
 
 from shardspec import DeviceMesh, merge
-from shardspec.checkpoint.copy_plan import OutputTensor
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.targets import OutputTensor
 from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.checkpoint.writers.torch_file import torch_target
 from shardspec.errors import CheckpointError
