@@ -32,7 +32,7 @@ from shardspec.checkpoint.copy_plan import (
 from shardspec.checkpoint.digests import Checks, crc32, crc32_combine, crc_text
 from shardspec.checkpoint.read_boxes import Buffers, read_box
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
-from shardspec.checkpoint.store import reason
+from shardspec.checkpoint.store import RemotePath, reason
 from shardspec.checkpoint.targets import Extent, OutputFile, RawBytes, Target
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
@@ -367,10 +367,12 @@ def _read_back(fd: int, room: memoryview, offset: int, path: Path) -> None:
 
 def different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
     """Return the error that says that what was written is not what is there."""
+    why = "the memory of this machine, or what it is stored on, is at fault"
+    if isinstance(path, RemotePath):
+        why = "the store gives back something else than was sent, or another run has written there"
     return CheckpointError(
         f"{path}: {name} was read back differently: its CRC-32 is {crc_text(found)} instead of "
-        f"{crc_text(expected)}; the memory of this machine, or what it is stored on, is at fault; "
-        "nothing was kept"
+        f"{crc_text(expected)}; {why}; nothing was kept"
     )
 
 

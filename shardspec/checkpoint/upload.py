@@ -200,7 +200,8 @@ class RemoteStaging:
             self.made.append(place)
             with SourceFile(place) as file:
                 if file.num_bytes != len(data) or file.read(0, len(data)) != data:
-                    raise CheckpointError(f"{place}: was read back differently; nothing was kept")
+                    found = file.read(0, file.num_bytes)
+                    raise different(self.path, name, crc32(found), crc32(data))
         if self.directory and moved:
             # Old and new ones side by side could be taken for one checkpoint.
             self._remove(
