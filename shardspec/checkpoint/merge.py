@@ -204,11 +204,11 @@ def _target(
                 )
             return huggingface_target(wanted, limit)
         case "torch":
-            from shardspec.checkpoint.writers.torch_file import torch_target
+            from shardspec.checkpoint.formats.torch_target import torch_target
 
             return torch_target(output.name, wanted, others, tied(source, wanted))
         case "dcp":
-            from shardspec.checkpoint.writers.dcp import dcp_target
+            from shardspec.checkpoint.formats.dcp_target import dcp_target
 
             alone = DeviceMesh((0,), (1,))
             whole = {

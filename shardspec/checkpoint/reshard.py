@@ -7,6 +7,7 @@ from typing import Final, Literal, TypeAlias, get_args
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.coordinate import Member, Progress
 from shardspec.checkpoint.formats.cut_rules import read_toml
+from shardspec.checkpoint.formats.dcp_target import dcp_target
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
@@ -14,7 +15,6 @@ from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
 from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.checkpoint.write import WriteOptions, write_checkpoint
-from shardspec.checkpoint.writers.dcp import dcp_target
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import match_rules

@@ -6,6 +6,7 @@ from math import prod
 import pytest
 
 from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name, Outside, pickled
 from shardspec.checkpoint.torch_files.torch_dtensors import (
     TorchDTensor,
     dtensor_spec,
@@ -13,7 +14,6 @@ from shardspec.checkpoint.torch_files.torch_dtensors import (
 )
 from shardspec.checkpoint.torch_files.torch_values import TorchTensor
 from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
-from shardspec.checkpoint.writers.pickles import Call, Made, Name, Outside, pickled
 from shardspec.errors import CheckpointError
 from tests.checkpoint.zips import handmade
 

@@ -8,6 +8,7 @@ import torch
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name, Outside, pickled
 from shardspec.checkpoint.torch_files.pickles import Record
 from shardspec.checkpoint.torch_files.torch_values import (
     TorchStorage,
@@ -18,7 +19,6 @@ from shardspec.checkpoint.torch_files.torch_values import (
     tensor_place,
 )
 from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
-from shardspec.checkpoint.writers.pickles import Call, Made, Name, Outside, pickled
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.test_dcp import DTYPES
 from tests.checkpoint.zips import handmade

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name, Outside, Pairs, pickled
 from shardspec.checkpoint.torch_files.pickles import unpickle
-from shardspec.checkpoint.writers.pickles import Call, Made, Name, Outside, Pairs, pickled
 from shardspec.errors import CheckpointError
 
 plain = st.one_of(
@@ -39,34 +39,13 @@ def nested(of):
 values = nested(st.one_of(plain, st.binary(max_size=4)))
 
 
-FILLING = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "MARK")
-"""How many at a time, which makes no difference."""
-
-
-@given(values, st.booleans())
-def test_plain_values(value, numbered):
-    data = pickled(value, numbered=numbered)
+@given(values)
+def test_plain_values(value):
+    data = pickled(value)
     found = pickle.loads(data)
     assert repr(found) == repr(value)
     # It looks whether all that is taken up has been numbered, and nothing is left.
     pickletools.dis(data, io.StringIO())
-
-
-# A pickler asks whether bytes are one object, which short ones happen to be.
-@given(nested(plain))
-def test_all_is_numbered_as_by_pythons_pickler(value):
-    def numbered(data):
-        return [
-            (kind.name.replace("SHORT_", ""), argument)
-            for kind, argument, _ in pickletools.genops(data)
-            if kind.name
-            not in ("FRAME", "PROTO", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "MARK")
-        ]
-
-    # A pickler takes texts for the same only if they are one object; after a pass through one, they
-    # are.
-    once = pickle.loads(pickled(value, numbered=True))
-    assert numbered(pickled(once, numbered=True)) == numbered(pickle.dumps(once, 4))
 
 
 class Thing:
@@ -78,12 +57,11 @@ class Thing:
         self.state = state
 
 
-@pytest.mark.parametrize("numbered", [False, True])
-def test_names_calls_and_objects(numbered):
+def test_names_calls_and_objects():
     kind = Name(__name__, "Thing")
     pairs = Pairs(((("a", 1), Made(kind)), ("b", Call(Name("collections", "OrderedDict")))))
     value = [Made(kind, {"x": kind}), Made(kind, ("x", "x")), pairs]
-    first, second, last = pickle.loads(pickled(value, numbered=numbered))
+    first, second, last = pickle.loads(pickled(value))
     assert (first.state, second.state) == ({"x": Thing}, ("x", "x"))
     assert list(last) == [("a", 1), "b"]
     assert type(last["b"]) is OrderedDict
@@ -91,14 +69,12 @@ def test_names_calls_and_objects(numbered):
     assert last[("a", 1)].state is None
 
 
-@pytest.mark.parametrize("numbered", [False, True])
-def test_references_to_what_is_outside(numbered):
-    data = pickled([Outside(("storage", 7)), "storage"], numbered=numbered)
+def test_references_to_what_is_outside():
+    data = pickled([Outside(("storage", 7)), "storage"])
     found = unpickle(data, {}, Path("x"), "example", lambda key: ("found", key))
     assert found == [("found", ("storage", 7)), "storage"]
 
 
-@pytest.mark.parametrize("numbered", [False, True])
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
@@ -107,7 +83,7 @@ def test_references_to_what_is_outside(numbered):
         ("\ud800", "holds '\\ud800', which UTF-8 cannot express; rename it"),
     ],
 )
-def test_what_cannot_be_written(value, problem, numbered):
+def test_what_cannot_be_written(value, problem):
     with pytest.raises(CheckpointError) as caught:
-        pickled([value], numbered=numbered)
+        pickled([value])
     assert problem in str(caught.value)

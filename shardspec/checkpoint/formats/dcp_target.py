@@ -12,6 +12,7 @@ from typing import Final
 
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint.formats.names import METADATA_NAME
+from shardspec.checkpoint.formats.torch_target import add_state, tensor_value
 from shardspec.checkpoint.targets import (
     Extent,
     MadeBytes,
@@ -21,9 +22,8 @@ from shardspec.checkpoint.targets import (
     Target,
     assign_boxes,
 )
-from shardspec.checkpoint.writers.pickles import Call, Made, Name, Pairs, pickled
-from shardspec.checkpoint.writers.torch_file import add_state, tensor_value
-from shardspec.checkpoint.writers.zips import ZipPlan
+from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name, Pairs, pickled
+from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -84,7 +84,7 @@ def dcp_target(
             "version": "1.0.0",
         },
     )
-    data = pickled(metadata, numbered=True)
+    data = pickled(metadata)
     return Target(
         tuple(files),
         directory=True,

@@ -8,8 +8,8 @@ from math import prod
 from typing import Final
 
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Target
-from shardspec.checkpoint.writers.pickles import Call, Name, Outside, pickled
-from shardspec.checkpoint.writers.zips import ZipPlan
+from shardspec.checkpoint.torch_files.pickle_writer import Call, Name, Outside, pickled
+from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.dtypes import item_bytes
 
 __all__ = ["add_state", "tensor_value", "torch_target"]

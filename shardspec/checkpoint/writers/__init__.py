@@ -1,1 +1,0 @@
-"""Checkpoints as others read them: one file of code for each form that can be written."""
