@@ -4,8 +4,8 @@ Below a box everything counts bytes: its last dim is its length times the item s
 later step needs to know a dtype.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Iterator
+from itertools import groupby
 from math import prod
 from typing import Final, NamedTuple
 
@@ -17,14 +17,14 @@ from shardspec.dtypes import item_bytes
 
 __all__ = [
     "BLOCK_BYTES",
-    "Block",
     "Copy",
-    "Place",
-    "Run",
+    "Part",
     "TensorCopies",
+    "blocks",
     "byte_box",
+    "cut",
+    "in_one",
     "offset_in",
-    "pieces",
     "plan_copies",
     "plan_files",
     "stretches",
@@ -143,34 +143,24 @@ def _copies_of(target: Target, place: int, number: int, most: int) -> Iterator[C
         yield Copy(place, number, ((lo, hi), *box[1:]), offset, (hi - lo) * row_bytes)
 
 
-class Place(NamedTuple):
-    """A stored box by the bytes it covers."""
+class Part(NamedTuple):
+    """What a stored box holds of a block."""
 
-    box: Box
-    """The box in bytes, as `byte_box` gives it."""
     stored: StoredBox
-
-
-class Run(NamedTuple):
-    """Bytes that are contiguous both in a file and in the target."""
-
-    source: StoredBox
-    source_offset: int
-    """Position of the first byte in the file."""
-    target_offset: int
-    """Position of the first byte in the target."""
-    num_bytes: int
-
-
-class Block(NamedTuple):
-    """A stretch of the target that has to be gathered from several places."""
-
     box: Box
-    """Which part it is, in bytes."""
-    sources: tuple[Place, ...]
-    """What holds some of it."""
-    target_offset: int
-    num_bytes: int
+    """The stored box in bytes, as `byte_box` gives it."""
+    shared: Box
+    """What is in both, in bytes."""
+
+    @property
+    def start(self) -> int:
+        """Position in the file of its first byte, if the stored box is row-major."""
+        return self.stored.offset + offset_in(self.box, self.shared)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether it lies in its file as one stretch."""
+        return not self.stored.strides and in_one(self.shared, self.box)
 
 
 def byte_box(box: Box, item_bytes: int) -> Box:
@@ -187,93 +177,111 @@ def byte_box(box: Box, item_bytes: int) -> Box:
     return (*outer, (lo * item_bytes, hi * item_bytes))
 
 
-def offset_in(outer: Box, corner: Sequence[int]) -> int:
-    """Return how many bytes precede a position in a row-major box.
+def offset_in(outer: Box, inner: Box) -> int:
+    """Return how many bytes of a row-major box precede the first one of another in it.
 
     Examples
     --------
-    >>> offset_in(((0, 2), (4, 10)), (1, 6))
+    >>> offset_in(((0, 2), (4, 10)), ((1, 2), (6, 7)))
     8
     """
     offset = 0
-    for (lo, hi), at in zip(outer, corner, strict=True):
+    for (lo, hi), (at, _) in zip(outer, inner, strict=True):
         offset = offset * (hi - lo) + at - lo
     return offset
 
 
-def pieces(
-    target: Box, places: Sequence[Place], block_bytes: int, *, runs: bool = True
-) -> Iterator[Run | Block]:
-    """Cut a target box into pieces that can be moved one after the other.
-
-    Parameters
-    ----------
-    target
-        The box wanted, in bytes.
-    places
-        Stored boxes that together cover it.
-    block_bytes
-        Most bytes of a `Block`; a multiple of every item size.
-    runs
-        Whether a `Run` may be used; without, everything comes as blocks (for sums).
-
-    Yields
-    ------
-    Run or Block
-        Pieces that cover the target once, in ascending order.
+def in_one(part: Box, outer: Box) -> bool:
+    """Return whether a part of a row-major box is one stretch of it.
 
     Examples
     --------
-    >>> def place(box):
-    ...     return Place(box, StoredBox(box, (), 0, None, 100))
-    >>> rows = [place(((0, 1), (0, 6))), place(((1, 2), (0, 6)))]
-    >>> [(p.source_offset, p.target_offset, p.num_bytes) for p in pieces(((0, 2), (0, 6)), rows, 8)]
-    [(100, 0, 6), (100, 6, 6)]
-    >>> columns = [place(((0, 2), (0, 3))), place(((0, 2), (3, 6)))]
-    >>> [(p.box, p.num_bytes) for p in pieces(((0, 2), (0, 6)), columns, 16)]
-    [(((0, 2), (0, 6)), 12)]
+    >>> in_one(((1, 3), (0, 4)), ((0, 9), (0, 4))), in_one(((1, 3), (0, 2)), ((0, 9), (0, 4)))
+    (True, False)
     """
-    if not box_size(target):
+    whole = True
+    for side, outer_side in zip(reversed(part), reversed(outer), strict=True):
+        if not whole and side[1] - side[0] > 1:
+            return False
+        whole = whole and side == outer_side
+    return True
+
+
+def blocks(box: Box, most: int, prefix: Box = ()) -> Iterator[Box]:
+    """Divide a box into stretches of at most `most` elements, in row-major order.
+
+    Examples
+    --------
+    >>> list(blocks(((0, 3), (1, 5)), 8))
+    [((0, 2), (1, 5)), ((2, 3), (1, 5))]
+    """
+    if not box_size(box):
         return
-    met = [place for place in places if intersect(place.box, target) is not None]
-    yield from _cut(target, met, (), block_bytes, runs)
+    if len(prefix) == len(box):
+        yield prefix
+        return
+    low, high = box[len(prefix)]
+    rest = box[len(prefix) + 1 :]
+    row = prod(box_shape(rest))
+    if row <= most:
+        step = most // row
+        for lo in range(low, high, step):
+            yield (*prefix, (lo, min(lo + step, high)), *rest)
+    else:
+        for at in range(low, high):
+            yield from blocks(box, most, (*prefix, (at, at + 1)))
 
 
-def _cut(
-    target: Box, met: Sequence[Place], prefix: Box, block_bytes: int, runs: bool
-) -> Iterator[Run | Block]:
-    """Cut the part of the target in `prefix` (one index a dim), which all of `met` reach."""
-    dim = len(prefix)
-    inner = target[dim + 1 :]
-    row_bytes = prod(box_shape(inner))
-    low, high = target[dim]
-    cuts = {low, high}
-    starts: dict[int, list[Place]] = {}
-    for place in met:
-        lo, hi = max(place.box[dim][0], low), min(place.box[dim][1], high)
-        starts.setdefault(lo, []).append(place)
-        cuts.update((lo, hi))
-    active: list[Place] = []
-    for lo, hi in pairwise(sorted(cuts)):
-        active = [place for place in active if place.box[dim][1] > lo] + starts.get(lo, [])
-        alone = active[0] if runs and len(active) == 1 else None
-        if alone and alone.stored.strides is None and alone.box[dim + 1 :] == inner:
-            corner = [side[0] for side in (*prefix, (lo, hi), *inner)]
-            yield Run(
-                alone.stored,
-                alone.stored.offset + offset_in(alone.box, corner),
-                offset_in(target, corner),
-                (hi - lo) * row_bytes,
-            )
-        elif row_bytes <= block_bytes:
-            step = block_bytes // row_bytes
-            for at in range(lo, hi, step):
-                box = (*prefix, (at, min(at + step, hi)), *inner)
-                first = offset_in(target, [side[0] for side in box])
-                yield Block(box, tuple(active), first, box_size(box))
-        else:
-            for at in range(lo, hi):
-                yield from _cut(target, active, (*prefix, (at, at + 1)), block_bytes, runs)
+def cut(
+    tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
+) -> Iterator[tuple[Box, list[Part]]]:
+    """Cut a box of a tensor into blocks that are put together one after the other.
+
+    Parameters
+    ----------
+    tensor
+        What is stored.
+    target
+        The box wanted, in elements.
+    most
+        Most bytes of a block; a multiple of every item size.
+
+    Yields
+    ------
+    tuple
+        The block in bytes, and what holds its parts: of all addends of a pending reduction.
+
+    Examples
+    --------
+    >>> boxes = tuple(StoredBox(((row, row + 1), (0, 6)), (), 0, None, 9) for row in (0, 1))
+    >>> tensor = StoredTensor("w", (2, 6), "int8", None, (), boxes)
+    >>> [(block, [part.start for part in parts]) for block, parts in cut(tensor, ((0, 2), (0, 6)))]
+    [(((0, 2), (0, 6)), [9, 9])]
+    """
+    size = item_bytes(tensor.dtype)
+    wanted = byte_box(target, size)
+    waiting = [
+        (box, stored)
+        for stored in distinct(tensor)
+        if intersect(box := byte_box(stored.box, size), wanted) is not None
+    ]
+    # Boxes are met in the order of their first rows; the last one here is the next.
+    waiting.sort(key=lambda one: one[0][0][0])
+    waiting.reverse()
+    active: list[tuple[Box, StoredBox]] = []
+    for block in blocks(wanted, most):
+        low, high = block[0]
+        while waiting and waiting[-1][0][0][0] < high:
+            active.append(waiting.pop())
+        active = [one for one in active if one[0][0][1] > low]
+        yield (
+            block,
+            [
+                Part(stored, box, shared)
+                for box, stored in active
+                if (shared := intersect(box, block)) is not None
+            ],
+        )
 
 
 def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
@@ -294,24 +302,7 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
     """
     if tensor.pending:
         return
-    size = item_bytes(tensor.dtype)
-    places = [Place(byte_box(stored.box, size), stored) for stored in distinct(tensor)]
-    for piece in pieces(byte_box(target, size), places, BLOCK_BYTES):
-        if isinstance(piece, Run):
-            yield FileStretch(piece.source.path, piece.source_offset, piece.num_bytes)
-            continue
-        for box, stored in piece.sources:
-            shared = intersect(box, piece.box)
-            if shared is not None and stored.strides is None and _in_one(shared, box):
-                start = stored.offset + offset_in(box, [lo for lo, _ in shared])
-                yield FileStretch(stored.path, start, prod(box_shape(shared)))
-
-
-def _in_one(part: Box, outer: Box) -> bool:
-    """Return whether a part of a row-major box is one stretch of it."""
-    whole = True
-    for side, outer_side in zip(reversed(part), reversed(outer), strict=True):
-        if not whole and side[1] - side[0] > 1:
-            return False
-        whole = whole and side == outer_side
-    return True
+    for _, parts in cut(tensor, target):
+        for part in parts:
+            if part.contiguous:
+                yield FileStretch(part.stored.path, part.start, box_size(part.shared))

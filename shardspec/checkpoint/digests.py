@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Final, TypeAlias
 
 from isal.isal_zlib import crc32 as _crc32
@@ -87,7 +88,7 @@ class _Follow:
 
 
 class Checks:
-    """The digests of the boxes of one tensor, fed with stretches of them in any order.
+    """The digests of the boxes of one tensor, fed with stretches of them in any order, by threads.
 
     Stretches that touch are joined, so a box that is read from start to end takes one entry.
     `finish` reads what was not fed; without it, a box of which some part is never read, or that
@@ -103,6 +104,7 @@ class Checks:
 
     def __init__(self, tensor: StoredTensor, boxes: Iterable[StoredBox] | None = None) -> None:
         self._tensor = tensor
+        self._lock = Lock()
         # Boxes that lie in one digested stretch, such as parts of a storage, are judged together.
         self._open: dict[tuple[Path, Digest], _Follow] = {}
         for stored in tensor.boxes if boxes is None else boxes:
@@ -113,8 +115,13 @@ class Checks:
     def __contains__(self, stored: StoredBox) -> bool:
         return stored.digest is not None and (stored.path, stored.digest) in self._open
 
-    def add(self, stored: StoredBox, start: int, data: Buffer) -> None:
+    def add(self, stored: StoredBox, start: int, data: Buffer) -> int | None:
         """Take in bytes of a box that lie at position `start` of its file.
+
+        Returns
+        -------
+        int or None
+            Their CRC-32, if it was taken.
 
         Raises
         ------
@@ -122,13 +129,19 @@ class Checks:
             If they complete the box and its digest is another.
         """
         length = memoryview(data).nbytes
-        if self._wants(stored, start, start + length):
-            self._join(stored, start, length, crc32(data))
+        with self._lock:
+            wanted = self._wants(stored, start, start + length)
+        if not wanted:
+            return None
+        value = crc32(data)
+        self.add_known(stored, start, length, value)
+        return value
 
     def add_known(self, stored: StoredBox, start: int, num_bytes: int, value: int) -> None:
         """Take in bytes whose CRC-32 is `value`; otherwise like `add`."""
-        if self._wants(stored, start, start + num_bytes):
-            self._join(stored, start, num_bytes, value)
+        with self._lock:
+            if self._wants(stored, start, start + num_bytes):
+                self._join(stored, start, num_bytes, value)
 
     def _wants(self, stored: StoredBox, start: int, end: int) -> bool:
         """Return whether bytes say something new."""

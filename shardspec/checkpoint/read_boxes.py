@@ -6,21 +6,15 @@ with the size of a tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import gcd
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from shardspec.boxes import Box, box_shape, intersect, slices_within
-from shardspec.checkpoint.catalog import StoredBox, StoredTensor, distinct
-from shardspec.checkpoint.copy_plan import (
-    BLOCK_BYTES,
-    Block,
-    Place,
-    byte_box,
-    offset_in,
-    pieces,
-)
-from shardspec.checkpoint.digests import Checks, crc32
+from shardspec.boxes import Box, box_shape, box_size, slices_within
+from shardspec.checkpoint.catalog import StoredTensor
+from shardspec.checkpoint.copy_plan import BLOCK_BYTES, Part, cut, in_one, offset_in
+from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.source_files import OpenFiles, SourceFile
 from shardspec.dtypes import item_bytes
 
@@ -29,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockRead", "Buffers", "read_box", "read_box_into"]
 
-_Seen: TypeAlias = Callable[[int, memoryview], None]
+_Seen: TypeAlias = Callable[[int, memoryview], int | None]
 """Told of every stretch that was read: its position in the file, and its bytes."""
 
 
@@ -82,36 +76,19 @@ def read_box(
     CheckpointError
         If reading fails, or the bytes of a box that was read whole are not as saved.
     """
+    at = 0
     size = item_bytes(tensor.dtype)
-    wanted = byte_box(target, size)
-    parts: dict[tuple[int, ...], list[Place]] = {
-        addend: [] for addend in product(*(range(p.addends) for p in tensor.pending))
-    }
-    for stored in distinct(tensor):
-        parts[stored.addend].append(Place(byte_box(stored.box, size), stored))
-
-    def room_for(offset: int, num_bytes: int) -> memoryview:
-        return buffers.block[:num_bytes] if out is None else out[offset : offset + num_bytes]
-
-    if tensor.pending:
-        yield from _reduced(tensor, wanted, list(parts.values()), room_for, files, buffers, checks)
-        return
-    most = len(buffers.block)
-    for piece in pieces(wanted, parts[()], most):
-        if isinstance(piece, Block):
-            room = room_for(piece.target_offset, piece.num_bytes)
-            _gather(piece, piece.sources, room, size, files, buffers, checks)
-            yield BlockRead(piece.target_offset, room, None)
-            continue
-        file = files.file(piece.source.path)
-        for at in range(0, piece.num_bytes, most):
-            room = room_for(piece.target_offset + at, min(most, piece.num_bytes - at))
-            file.read_into(room, piece.source_offset + at)
-            crc = None
-            if checks is not None and piece.source in checks:
-                crc = crc32(room)
-                checks.add_known(piece.source, piece.source_offset + at, len(room), crc)
-            yield BlockRead(piece.target_offset + at, room, crc)
+    for block, parts in cut(tensor, target, len(buffers.block)):
+        num_bytes = box_size(block)
+        room = buffers.block[:num_bytes] if out is None else out[at : at + num_bytes]
+        crc = None
+        if tensor.pending:
+            _reduce(tensor, block, parts, room, files, buffers, checks)
+        else:
+            for part in parts:
+                crc = _read_part(part, block, room, size, files, buffers, checks)
+        yield BlockRead(at, room, crc if len(parts) == 1 else None)
+        at += num_bytes
 
 
 def read_box_into(
@@ -127,74 +104,69 @@ def read_box_into(
         pass
 
 
-def _reduced(
+def _reduce(
     tensor: StoredTensor,
-    wanted: Box,
-    parts: Sequence[Sequence[Place]],
-    room_for: Callable[[int, int], memoryview],
+    block: Box,
+    parts: Sequence[Part],
+    room: memoryview,
     files: OpenFiles,
     buffers: Buffers,
     checks: Checks | None,
-) -> Iterator[BlockRead]:
-    """Combine all addends of a pending tensor, one block after the other."""
+) -> None:
+    """Combine all addends of a block of a pending tensor."""
     import numpy as np
 
     from shardspec.checkpoint.numeric import Reduction
 
-    every = [place for addend in parts for place in addend]
     size = item_bytes(tensor.dtype)
     reduction = Reduction(tensor.dtype, tensor.pending)
-    for block in pieces(wanted, every, len(buffers.block), runs=False):
-        assert isinstance(block, Block), "runs were not asked for"
-        room = room_for(block.target_offset, block.num_bytes)
-        numbers = np.frombuffer(room, np.uint8)
-        for addend in parts:
-            _gather(block, addend, room, size, files, buffers, checks)
-            reduction.add(numbers)
-        reduction.finish(numbers)
-        yield BlockRead(block.target_offset, room, None)
+    numbers = np.frombuffer(room, np.uint8)
+    for addend in product(*(range(pending.addends) for pending in tensor.pending)):
+        for part in parts:
+            if part.stored.addend == addend:
+                _read_part(part, block, room, size, files, buffers, checks)
+        reduction.add(numbers)
+    reduction.finish(numbers)
 
 
-def _gather(
-    block: Block,
-    sources: Sequence[Place],
+def _read_part(
+    part: Part,
+    block: Box,
     room: memoryview,
     item_bytes: int,
     files: OpenFiles,
     buffers: Buffers,
     checks: Checks | None,
-) -> None:
-    """Read what several places hold of a block into flat memory as long as the block."""
+) -> int | None:
+    """Read what a stored box holds of a block; return the CRC-32 of these bytes if it was taken."""
+    stored, box, shared = part
+    file = files.file(stored.path)
+    seen = None if checks is None or stored not in checks else partial(checks.add, stored)
+    if part.contiguous and in_one(shared, block):
+        at = offset_in(block, shared)
+        data = room[at : at + box_size(shared)]
+        file.read_into(data, part.start)
+        return None if seen is None else seen(part.start, data)
     # Importing numpy takes its time, and boxes of whole rows need none.
     import numpy as np
 
-    out = np.frombuffer(room, np.uint8).reshape(box_shape(block.box))
-    for box, stored in sources:
-        shared = intersect(box, block.box)
-        if shared is None:
-            continue
-        seen = _seen(stored, checks) if checks is not None and stored in checks else None
-        file, part = files.file(stored.path), out[slices_within(shared, block.box)]
-        gaps = stored.strides
-        if not gaps:
-            strides = [1]
-            for side in reversed(box_shape(box)[1:]):
-                strides.insert(0, strides[0] * side)
-            start = stored.offset + offset_in(box, [lo for lo, _ in shared])
-            _read(file, start, tuple(strides), part, buffers.scratch, seen)
-            continue
-        lows = [lo - first for (first, _), (lo, _) in zip(box, shared, strict=True)]
-        lows[-1] //= item_bytes
-        start = stored.offset + sum(n * step for n, step in zip(lows, gaps, strict=True))
-        # The last dim is taken apart into elements and their bytes; the longest stride goes first.
-        items = part.reshape(*part.shape[:-1], -1, item_bytes)
-        order = sorted(range(len(lows)), key=lambda dim: -gaps[dim])
-        steps = (*(gaps[dim] for dim in order), 1)
-        _read(file, start, steps, items.transpose(*order, len(lows)), buffers.scratch, seen)
-
-
-def _seen(stored: StoredBox, checks: Checks) -> _Seen:
-    return lambda start, data: checks.add(stored, start, data)
+    out = np.frombuffer(room, np.uint8).reshape(box_shape(block))[slices_within(shared, block)]
+    if not stored.strides:
+        strides = [1]
+        for side in reversed(box_shape(box)[1:]):
+            strides.insert(0, strides[0] * side)
+        _read(file, part.start, tuple(strides), out, buffers.scratch, seen)
+        return None
+    gaps = stored.strides
+    lows = [lo - first for (first, _), (lo, _) in zip(box, shared, strict=True)]
+    lows[-1] //= item_bytes
+    start = stored.offset + sum(n * step for n, step in zip(lows, gaps, strict=True))
+    # The last dim is taken apart into elements and their bytes; the longest stride goes first.
+    items = out.reshape(*out.shape[:-1], -1, item_bytes)
+    order = sorted(range(len(lows)), key=lambda dim: -gaps[dim])
+    steps = (*(gaps[dim] for dim in order), 1)
+    _read(file, start, steps, items.transpose(*order, len(lows)), buffers.scratch, seen)
+    return None
 
 
 _PAGE: Final = 4096

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardspec.boxes import slices_within
 from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
-from shardspec.checkpoint.copy_plan import Block, Place, Run, byte_box, offset_in, pieces
+from shardspec.checkpoint.copy_plan import byte_box, cut, offset_in
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.read_boxes import Buffers, read_box, read_box_into
 from shardspec.checkpoint.source_files import OpenFiles
@@ -96,38 +96,39 @@ def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
     assert (at, parts) == (len(expected), expected)
 
 
-def place(box, offset=0):
-    return Place(box, StoredBox(box, (), 0, Path("x"), offset))
-
-
-def test_whole_rows_are_runs_and_columns_are_blocks():
-    rows = [place(((0, 3), (0, 8)), 100), place(((3, 5), (0, 8)), 200)]
-    found = list(pieces(((0, 5), (0, 8)), rows, 16))
-    assert found == [Run(rows[0].stored, 100, 0, 24), Run(rows[1].stored, 200, 24, 16)]
-    columns = [place(((0, 5), (0, 3))), place(((0, 5), (3, 8)))]
-    assert list(pieces(((0, 5), (0, 8)), columns, 16)) == [
-        Block(((0, 2), (0, 8)), tuple(columns), 0, 16),
-        Block(((2, 4), (0, 8)), tuple(columns), 16, 16),
-        Block(((4, 5), (0, 8)), tuple(columns), 32, 8),
+def blocks_of(shape, boxes, target, most):
+    """Return the blocks of a target, and where what holds them starts in its file."""
+    stored = tuple(StoredBox(box, (), 0, Path("x"), offset) for box, offset in boxes)
+    tensor = StoredTensor("w", shape, "uint8", None, (), stored)
+    return [
+        (block, [(part.start, part.contiguous) for part in parts])
+        for block, parts in cut(tensor, target, most)
     ]
+
+
+def test_blocks_and_what_holds_them():
+    rows = [(((0, 3), (0, 8)), 100), (((3, 5), (0, 8)), 200)]
+    assert blocks_of((5, 8), rows, ((0, 5), (0, 8)), 16) == [
+        (((0, 2), (0, 8)), [(100, True)]),
+        (((2, 4), (0, 8)), [(116, True), (200, True)]),
+        (((4, 5), (0, 8)), [(208, True)]),
+    ]
+    # Of a part of the rows, and of their columns.
+    whole = [(((0, 6), (0, 8)), 100)]
+    assert blocks_of((6, 8), whole, ((2, 5), (0, 8)), 64) == [(((2, 5), (0, 8)), [(116, True)])]
+    assert blocks_of((6, 8), whole, ((2, 5), (0, 4)), 64) == [(((2, 5), (0, 4)), [(116, False)])]
     # Rows longer than a block are copied part by part.
-    found = list(pieces(((0, 2), (0, 8)), columns, 4))
-    assert [(p.target_offset, p.num_bytes) for p in found] == [(0, 3), (3, 5), (8, 3), (11, 5)]
-    assert all(isinstance(p, Run) for p in found)
-
-
-def test_part_of_the_rows_of_a_box_is_still_one_run():
-    rows = [place(((0, 6), (0, 8)), 100)]
-    assert list(pieces(((2, 5), (0, 8)), rows, 16)) == [Run(rows[0].stored, 116, 0, 24)]
-    # But not where the wanted rows are shorter than the stored ones.
-    found = list(pieces(((2, 5), (0, 4)), rows, 16))
-    assert [type(piece) for piece in found] == [Block]
+    columns = [(((0, 2), (0, 3)), 0), (((0, 2), (3, 8)), 50)]
+    assert blocks_of((2, 8), columns, ((0, 2), (0, 8)), 4)[:2] == [
+        (((0, 1), (0, 4)), [(0, True), (50, True)]),
+        (((0, 1), (4, 8)), [(51, True)]),
+    ]
 
 
 def test_offsets():
     assert byte_box(((1, 2), (3, 5)), 4) == ((1, 2), (12, 20))
     assert byte_box((), 2) == ((0, 2),)
-    assert offset_in(((10, 20), (0, 8)), (12, 3)) == 19
+    assert offset_in(((10, 20), (0, 8)), ((12, 13), (3, 4))) == 19
 
 
 def test_reading_skips_gaps_of_a_page_and_reads_shorter_ones_along(tmp_path, monkeypatch):
