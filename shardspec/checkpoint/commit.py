@@ -7,42 +7,39 @@ write elsewhere. A lock tells a run that is alive from what a killed one has lef
 respected, the second is cleared away. Where the file system has no locks, nothing is cleared.
 """
 
-import errno
-import fcntl
 import os
 import re
 import stat
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
+from shardspec.checkpoint.directories import (
+    DESCRIPTORS,
+    DIRECTORY,
+    EXCHANGE,
+    NEW_FILE,
+    NO_REPLACE,
+    by_descriptor,
+    exists,
+    give_mode,
+    is_same,
+    lock,
+    old_mode,
+    remove_tree,
+    rename_file,
+    renameat2,
+    reserve,
+    unlink_same,
+)
 from shardspec.checkpoint.store import reason
-from shardspec.errors import CheckpointError, OutputExistsError
+from shardspec.errors import CheckpointError
 
-__all__ = [
-    "DirectoryLock",
-    "exists",
-    "joined_output",
-    "real_path",
-    "reserve",
-    "staged_output",
-    "sync_directory",
-    "write_atomically",
-]
+__all__ = ["joined_output", "real_path", "staged_output", "write_atomically"]
 
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_SUFFIX: Final = ".lock"
-
-
-def exists(path: Path) -> OutputExistsError:
-    """Return the error that says that an output is there already."""
-    return OutputExistsError(
-        f"{path}: exists; choose another name, or overwrite it with --force (overwrite=True)"
-    )
 
 
 @contextmanager
@@ -76,7 +73,7 @@ def staged_output(
         If another run is at work on the same output, or the system refuses.
     """
     try:
-        parent = os.open(path.parent, _DIRECTORY)
+        parent = os.open(path.parent, DIRECTORY)
     except OSError as error:
         raise _refused(path, error) from None
     try:
@@ -131,14 +128,14 @@ def joined_output(staged: Path, path: Path) -> Iterator[Path]:
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             raise CheckpointError(f"{path}: {staged.name} beside it belongs to another user")
-        yield _by_descriptor(fd, staged)
+        yield by_descriptor(fd, staged)
     finally:
         os.close(fd)
 
 
 def real_path(place: Path) -> Path:
     """Return the name under which something is staged, for other processes."""
-    return Path(os.readlink(place)) if place.parent == _DESCRIPTORS else place
+    return Path(os.readlink(place)) if place.parent == DESCRIPTORS else place
 
 
 def write_atomically(
@@ -175,23 +172,23 @@ def write_atomically(
     """
     name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
     try:
-        parent = os.open(path.parent, _DIRECTORY)
+        parent = os.open(path.parent, DIRECTORY)
     except OSError as error:
         raise _refused(path, error) from None
     try:
         try:
-            fd = os.open(name, _NEW, 0o600, dir_fd=parent)
+            fd = os.open(name, NEW_FILE, 0o600, dir_fd=parent)
         except OSError as error:
             raise _refused(path, error) from None
         try:
             reserve(fd, num_bytes)
             fill(fd)
-            older = _old_mode(parent, mode_of or path.name)
+            older = old_mode(parent, mode_of or path.name)
             if mode_of and older and older.st_uid not in (os.geteuid(), os.fstat(parent).st_uid):
                 older = None  # another user may have put it there
-            _give_mode(fd, older, directory=False)
+            give_mode(fd, older, directory=False)
             os.fsync(fd)
-            _rename_file(parent, name, path, fd, overwrite)
+            rename_file(parent, name, path, fd, overwrite)
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -201,7 +198,7 @@ def write_atomically(
             ) from None
         finally:
             # By now the file has its name, or an error is on its way that says more.
-            _unlink_same(parent, name, fd)
+            unlink_same(parent, name, fd)
             os.close(fd)
         with suppress(OSError):
             os.fsync(parent)
@@ -209,85 +206,8 @@ def write_atomically(
         os.close(parent)
 
 
-def reserve(fd: int, num_bytes: int) -> None:
-    """Give a new file its size, if the file system says that it has the room.
-
-    That is a word about now, not a promise: posix_fallocate promises, but takes longer than
-    writing where files are in memory, and leaves disks work to do twice.
-
-    Raises
-    ------
-    OSError
-        If there is less room than needed, or the system refuses the size.
-    """
-    room = os.fstatvfs(fd)
-    # Some file systems count nothing.
-    if room.f_blocks and room.f_bfree * room.f_frsize < num_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.ftruncate(fd, num_bytes)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to the disk, where the file system can do that."""
-    with suppress(OSError):
-        fd = os.open(directory, _DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
 def _refused(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be written: {reason(error)}")
-
-
-class DirectoryLock:
-    """The right to save into a directory, from `acquire` to the end of the block.
-
-    The system gives it back when a process is killed. On a file system without locks everybody
-    has it, and `locked` says so.
-    """
-
-    def __init__(self) -> None:
-        self._fd: int | None = None
-        self.locked = False
-        """Whether no other save is at work in the directory."""
-
-    def acquire(self, directory: Path) -> None:
-        """Lock a directory.
-
-        Raises
-        ------
-        CheckpointError
-            If another save has it, or the directory cannot be read.
-        """
-        try:
-            self._fd = os.open(directory, _DIRECTORY)
-        except OSError as error:
-            raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from None
-        held = _lock(self._fd)
-        if held is False:
-            raise CheckpointError(
-                f"{directory}: another run is saving there; wait for that one, or choose another "
-                "directory"
-            )
-        self.locked = held is True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-
-
-_DESCRIPTORS: Final = Path("/proc/self/fd")
-
-
-def _by_descriptor(fd: int, otherwise: Path) -> Path:
-    """Return a path that leads to an open file or directory whatever becomes of its name."""
-    at = _DESCRIPTORS / str(fd)
-    return at if at.exists() else otherwise
 
 
 class _Stage:
@@ -310,14 +230,14 @@ class _Stage:
             self.discard()
             self.close()
             raise
-        self.place = _by_descriptor(self._fd, path.with_name(self._name))
+        self.place = by_descriptor(self._fd, path.with_name(self._name))
 
     def _make(self) -> None:
         for _ in range(20):
             self._name = f".{self._path.name}.shardspec-{os.urandom(8).hex()}"
             self._lock_name = self._name + (_LOCK_SUFFIX if self._directory else "")
-            self._lock = os.open(self._lock_name, _NEW, 0o600, dir_fd=self._parent)
-            if _lock(self._lock) is not True:
+            self._lock = os.open(self._lock_name, NEW_FILE, 0o600, dir_fd=self._parent)
+            if lock(self._lock) is not True:
                 warnings.warn(
                     f"{self._path}: this file system has no locks, so another run that writes the "
                     "same output is not noticed",
@@ -325,7 +245,7 @@ class _Stage:
                     stacklevel=2,
                 )
             # Between the two lines above, another run may have taken it for left behind.
-            if _is_same(self._parent, self._lock_name, self._lock):
+            if is_same(self._parent, self._lock_name, self._lock):
                 break
             os.close(self._lock)
         else:
@@ -337,7 +257,7 @@ class _Stage:
         if self._directory:
             try:
                 os.mkdir(self._name, 0o700, dir_fd=self._parent)
-                self._fd = os.open(self._name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
+                self._fd = os.open(self._name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
             except OSError:
                 self.discard()
                 os.close(self._lock)
@@ -365,15 +285,15 @@ class _Stage:
                     dir_fd=self._parent,
                 )
                 try:
-                    locked = _lock(fd)
+                    locked = lock(fd)
                     if locked is False and (not own or name < own):
                         raise CheckpointError(
                             f"{self._path}: another run is writing it; wait for that one, or "
                             "choose another name"
                         )
-                    if locked and _is_same(self._parent, name, fd):
+                    if locked and is_same(self._parent, name, fd):
                         if match[1]:
-                            _remove_tree(self._parent, name.removesuffix(_LOCK_SUFFIX))
+                            remove_tree(self._parent, name.removesuffix(_LOCK_SUFFIX))
                         os.unlink(name, dir_fd=self._parent)
                 finally:
                     os.close(fd)
@@ -381,13 +301,13 @@ class _Stage:
     def publish(self, overwrite: bool, replaced: Collection[str]) -> None:
         """Give the output its name."""
         if not self._directory:
-            _give_mode(self._fd, _old_mode(self._parent, self._path.name), directory=False)
-            _rename_file(self._parent, self._name, self._path, self._fd, overwrite)
+            give_mode(self._fd, old_mode(self._parent, self._path.name), directory=False)
+            rename_file(self._parent, self._name, self._path, self._fd, overwrite)
             return
-        old = _old_mode(self._parent, self._path.name) if overwrite else None
+        old = old_mode(self._parent, self._path.name) if overwrite else None
         self._give_modes(old, replaced)
         if old is None:
-            if not _rename(self._parent, self._name, self._path.name, _NOREPLACE, self._path):
+            if not renameat2(self._parent, self._name, self._path.name, NO_REPLACE, self._path):
                 if os.path.lexists(self._path):
                     raise exists(self._path)
                 os.rename(
@@ -399,7 +319,7 @@ class _Stage:
             self._check_named()
             return
         aside = self._name
-        if not _rename(self._parent, self._name, self._path.name, _EXCHANGE, self._path):
+        if not renameat2(self._parent, self._name, self._path.name, EXCHANGE, self._path):
             # Between these two, neither stands under the name; both are complete on the disk.
             aside = f"{self._name}-old"
             for one, other in ((self._path.name, aside), (self._name, self._path.name)):
@@ -408,7 +328,7 @@ class _Stage:
         self._keep_others(aside, replaced)
 
     def _check_named(self) -> None:
-        if not _is_same(self._parent, self._path.name, self._fd):
+        if not is_same(self._parent, self._path.name, self._fd):
             raise CheckpointError(
                 f"{self._path}: somebody else has put something else under this name; write to a "
                 "directory that only you can change"
@@ -419,7 +339,7 @@ class _Stage:
         modes: dict[str, os.stat_result] = {}
         if old is not None:
             with suppress(OSError):
-                fd = os.open(self._path.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
+                fd = os.open(self._path.name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
                 try:
                     for name in os.listdir(fd):
                         modes[name] = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -430,17 +350,17 @@ class _Stage:
         for name in os.listdir(self._fd):
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
             try:
-                _give_mode(fd, modes.get(name, alike), directory=False)
+                give_mode(fd, modes.get(name, alike), directory=False)
             finally:
                 os.close(fd)
-        _give_mode(self._fd, old, directory=True)
+        give_mode(self._fd, old, directory=True)
         with suppress(OSError):
             os.fsync(self._fd)
 
     def _keep_others(self, aside: str, replaced: Collection[str]) -> None:
         """Move to the new directory what was none of the old checkpoint, and remove the rest."""
         new = set(os.listdir(self._fd))
-        old = os.open(aside, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
+        old = os.open(aside, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
         try:
             for _ in range(10):
                 for name in os.listdir(old):
@@ -466,118 +386,12 @@ class _Stage:
         """Remove what can be removed: an error is on its way already."""
         with suppress(OSError):
             if self._directory:
-                _remove_tree(self._parent, self._name)
-            _unlink_same(self._parent, self._lock_name, self._lock)
+                remove_tree(self._parent, self._name)
+            unlink_same(self._parent, self._lock_name, self._lock)
 
     def close(self) -> None:
         """End the claim."""
         if self._directory:
-            _unlink_same(self._parent, self._lock_name, self._lock)
+            unlink_same(self._parent, self._lock_name, self._lock)
             os.close(self._fd)
         os.close(self._lock)
-
-
-def _lock(fd: int) -> bool | None:
-    """Lock a file that is open for writing; None where the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _is_same(parent: int, name: str, fd: int) -> bool:
-    """Return whether a descriptor is still what the name leads to."""
-    try:
-        at = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(fd), at)
-
-
-def _unlink_same(parent: int, name: str, fd: int) -> None:
-    with suppress(OSError):
-        if _is_same(parent, name, fd):
-            os.unlink(name, dir_fd=parent)
-
-
-def _remove_tree(parent: int, name: str) -> None:
-    # Importing it takes as long as copying 5 MiB, and few runs have a directory to remove.
-    import shutil
-
-    shutil.rmtree(name, ignore_errors=True, dir_fd=parent)
-
-
-def _old_mode(parent: int, name: str) -> os.stat_result | None:
-    try:
-        at = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return at if stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode) else None
-
-
-def _give_mode(fd: int, old: os.stat_result | None, *, directory: bool) -> None:
-    """Give a new file the mode of the one it replaces, and its owner where the system lets us."""
-    if old is None:
-        os.fchmod(fd, (0o777 if directory else 0o666) & ~_umask())
-        return
-    if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-        with suppress(OSError):
-            os.fchown(fd, old.st_uid, old.st_gid)
-    os.fchmod(fd, stat.S_IMODE(old.st_mode) & 0o777)
-
-
-def _umask() -> int:
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-_NOREPLACE: Final = 1
-_EXCHANGE: Final = 2
-_UNSUPPORTED: Final = frozenset((errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP))
-
-
-def _rename_file(parent: int, name: str, path: Path, fd: int, overwrite: bool) -> None:
-    if overwrite:
-        os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-    elif not _rename(parent, name, path.name, _NOREPLACE, path):
-        try:
-            # Unlike a rename, this fails where the name was taken by another process meanwhile.
-            os.link(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-        except FileExistsError:
-            raise exists(path) from None
-        except OSError:
-            # This file system has no hard links; the check at the start has to do.
-            os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-    if not _is_same(parent, path.name, fd):
-        raise CheckpointError(
-            f"{path}: somebody else has put something else under this name; write to a directory "
-            "that only you can change"
-        )
-
-
-def _rename(parent: int, source: str, target: str, flag: int, path: Path) -> bool:
-    """Rename by a flag of Linux (renameat2); return whether the file system knows it."""
-    if sys.platform != "linux":
-        return False
-    import ctypes
-
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    if call(parent, os.fsencode(source), parent, os.fsencode(target), flag) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _UNSUPPORTED:
-        return False
-    if code in (errno.EEXIST, errno.ENOTEMPTY):
-        raise exists(path)
-    raise OSError(code, os.strerror(code), str(path))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.commit import exists
+from shardspec.checkpoint.directories import exists
 from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
     INDEX_SUFFIX,

@@ -20,7 +20,6 @@ from typing import Final, NamedTuple, Self
 
 from shardspec.checkpoint.cast_counts import CastCounts
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
-from shardspec.checkpoint.commit import reserve
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.copy_plan import (
     BLOCK_BYTES,
@@ -30,6 +29,7 @@ from shardspec.checkpoint.copy_plan import (
     stretches,
 )
 from shardspec.checkpoint.digests import Checks, crc32, crc32_combine, crc_text
+from shardspec.checkpoint.directories import reserve
 from shardspec.checkpoint.read_boxes import Buffers, read_box
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.store import RemotePath, reason

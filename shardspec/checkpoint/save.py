@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.commit import DirectoryLock, write_atomically
+from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.digests import crc32
+from shardspec.checkpoint.directories import DirectoryLock
 from shardspec.checkpoint.executor import write_all
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata

@@ -14,9 +14,9 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Final, Self
 
-from shardspec.checkpoint.commit import exists
 from shardspec.checkpoint.copy_plan import BLOCK_BYTES, Copy, TensorCopies, plan_files
 from shardspec.checkpoint.digests import crc32, crc32_combine
+from shardspec.checkpoint.directories import exists
 from shardspec.checkpoint.executor import (
     CopiedTensor,
     Execution,

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.cast_counts import CastCounts
 from shardspec.checkpoint.catalog import Catalog, distinct
-from shardspec.checkpoint.commit import joined_output, real_path, staged_output, sync_directory
+from shardspec.checkpoint.commit import joined_output, real_path, staged_output
 from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.coordinate import Alone, Member, Progress, together
 from shardspec.checkpoint.copy_plan import plan_copies, plan_files
 from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
 from shardspec.checkpoint.digests import crc32, crc32_combine
+from shardspec.checkpoint.directories import sync_directory
 from shardspec.checkpoint.executor import Execution, Findings, Staged, copy_to_disk, finish_file
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA_NAME
 from shardspec.checkpoint.open import as_catalog

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, merge, reshard, save_sharded
-from shardspec.checkpoint import commit
+from shardspec.checkpoint import commit, directories
 from shardspec.checkpoint.commit import real_path, staged_output
 from shardspec.errors import CheckpointError, OutputExistsError
 
@@ -173,7 +173,8 @@ def test_only_what_is_replaced_goes_from_a_directory(tmp_path):
 
 
 def test_without_exchanging_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(commit, "_rename", lambda *_: False)
+    for module in (commit, directories):
+        monkeypatch.setattr(module, "renameat2", lambda *_: False)
     test_only_what_is_replaced_goes_from_a_directory(tmp_path)
     for directory in (False, True):
         here = tmp_path / f"more-{directory}"

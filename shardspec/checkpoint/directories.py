@@ -1,0 +1,234 @@
+"""What Linux offers to those who share a directory: locks, names by descriptor, exact renames.
+
+Nothing here follows a link that somebody else may have put into the place of a name.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self
+
+from shardspec.checkpoint.store import reason
+from shardspec.errors import CheckpointError, OutputExistsError
+
+__all__ = [
+    "DESCRIPTORS",
+    "DIRECTORY",
+    "EXCHANGE",
+    "NEW_FILE",
+    "NO_REPLACE",
+    "DirectoryLock",
+    "by_descriptor",
+    "exists",
+    "give_mode",
+    "is_same",
+    "lock",
+    "old_mode",
+    "remove_tree",
+    "rename_file",
+    "renameat2",
+    "reserve",
+    "sync_directory",
+    "unlink_same",
+]
+
+DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def exists(path: Path) -> OutputExistsError:
+    """Return the error that says that an output is there already."""
+    return OutputExistsError(
+        f"{path}: exists; choose another name, or overwrite it with --force (overwrite=True)"
+    )
+
+
+def reserve(fd: int, num_bytes: int) -> None:
+    """Give a new file its size, if the file system says that it has the room.
+
+    That is a word about now, not a promise: posix_fallocate promises, but takes longer than
+    writing where files are in memory, and leaves disks work to do twice.
+
+    Raises
+    ------
+    OSError
+        If there is less room than needed, or the system refuses the size.
+    """
+    room = os.fstatvfs(fd)
+    # Some file systems count nothing.
+    if room.f_blocks and room.f_bfree * room.f_frsize < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(fd, num_bytes)
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the names in a directory to the disk, where the file system can do that."""
+    with suppress(OSError):
+        fd = os.open(directory, DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class DirectoryLock:
+    """The right to save into a directory, from `acquire` to the end of the block.
+
+    The system gives it back when a process is killed. On a file system without locks everybody
+    has it, and `locked` says so.
+    """
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self.locked = False
+        """Whether no other save is at work in the directory."""
+
+    def acquire(self, directory: Path) -> None:
+        """Lock a directory.
+
+        Raises
+        ------
+        CheckpointError
+            If another save has it, or the directory cannot be read.
+        """
+        try:
+            self._fd = os.open(directory, DIRECTORY)
+        except OSError as error:
+            raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from None
+        held = lock(self._fd)
+        if held is False:
+            raise CheckpointError(
+                f"{directory}: another run is saving there; wait for that one, or choose another "
+                "directory"
+            )
+        self.locked = held is True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+DESCRIPTORS: Final = Path("/proc/self/fd")
+
+
+def by_descriptor(fd: int, otherwise: Path) -> Path:
+    """Return a path that leads to an open file or directory whatever becomes of its name."""
+    at = DESCRIPTORS / str(fd)
+    return at if at.exists() else otherwise
+
+
+def lock(fd: int) -> bool | None:
+    """Lock a file that is open for writing; None where the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def is_same(parent: int, name: str, fd: int) -> bool:
+    """Return whether a descriptor is still what the name leads to."""
+    try:
+        at = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), at)
+
+
+def unlink_same(parent: int, name: str, fd: int) -> None:
+    """Remove a name if a descriptor is still what it leads to."""
+    with suppress(OSError):
+        if is_same(parent, name, fd):
+            os.unlink(name, dir_fd=parent)
+
+
+def remove_tree(parent: int, name: str) -> None:
+    """Remove a directory and what is in it, as far as the system lets us."""
+    # Importing it takes as long as copying 5 MiB, and few runs have a directory to remove.
+    import shutil
+
+    shutil.rmtree(name, ignore_errors=True, dir_fd=parent)
+
+
+def old_mode(parent: int, name: str) -> os.stat_result | None:
+    """Return the state of a file or directory that is there; None if it is a link or missing."""
+    try:
+        at = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return at if stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode) else None
+
+
+def give_mode(fd: int, old: os.stat_result | None, *, directory: bool) -> None:
+    """Give a new file the mode of the one it replaces, and its owner where the system lets us."""
+    if old is None:
+        os.fchmod(fd, (0o777 if directory else 0o666) & ~_umask())
+        return
+    if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+        with suppress(OSError):
+            os.fchown(fd, old.st_uid, old.st_gid)
+    os.fchmod(fd, stat.S_IMODE(old.st_mode) & 0o777)
+
+
+def _umask() -> int:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+NO_REPLACE: Final = 1
+EXCHANGE: Final = 2
+_UNSUPPORTED: Final = frozenset((errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP))
+
+
+def rename_file(parent: int, name: str, path: Path, fd: int, overwrite: bool) -> None:
+    """Give a file its final name, and make sure that it is that file which has the name."""
+    if overwrite:
+        os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+    elif not renameat2(parent, name, path.name, NO_REPLACE, path):
+        try:
+            # Unlike a rename, this fails where the name was taken by another process meanwhile.
+            os.link(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+        except FileExistsError:
+            raise exists(path) from None
+        except OSError:
+            # This file system has no hard links; the check at the start has to do.
+            os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+    if not is_same(parent, path.name, fd):
+        raise CheckpointError(
+            f"{path}: somebody else has put something else under this name; write to a directory "
+            "that only you can change"
+        )
+
+
+def renameat2(parent: int, source: str, target: str, flag: int, path: Path) -> bool:
+    """Rename by a flag of Linux (renameat2); return whether the file system knows it."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if call(parent, os.fsencode(source), parent, os.fsencode(target), flag) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    if code in (errno.EEXIST, errno.ENOTEMPTY):
+        raise exists(path)
+    raise OSError(code, os.strerror(code), str(path))
