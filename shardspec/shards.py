@@ -11,7 +11,7 @@ import torch
 
 from shardspec.boxes import Box
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.control import description
+from shardspec.comm.agreement import description
 from shardspec.comm.steps import Exchange
 from shardspec.dtypes import dtype_name
 from shardspec.errors import LayoutError

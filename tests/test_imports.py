@@ -48,7 +48,6 @@ WITH_TENSORS = {
     "shardspec.comm.results",
     "shardspec.comm.simulated",
     "shardspec.comm.torch_mesh",
-    "shardspec.comm.transport",
     "shardspec.dtensor",
     "shardspec.execution",
     "shardspec.factories",

@@ -70,7 +70,7 @@ class Communicator(Protocol):
         Parameters
         ----------
         content
-            What is to be done: `shardspec.comm.control.description` of it.
+            What is to be done: `shardspec.comm.agreement.description` of it.
         device
             The kind of device that this process's shards are on; empty where it holds none.
 

@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
+from shardspec.comm.agreement import NOTE_BYTES, Note, Unanswered
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.control import NOTE_BYTES, Link, Note, Unanswered
+from shardspec.comm.links import Link
 from shardspec.comm.messages import Messages
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
@@ -45,19 +46,12 @@ class Lane:
     ) -> dict[int, Note]:
         """Tell some ranks a note, and return theirs; all of them call this at once.
 
-        Parameters
-        ----------
-        mine, peers
-            What to tell whom.
-        device
-            Where messages have to be.
-        timeout_s
-            How long to wait where there are links.
+        Messages have to be on `device`; where there are links, `timeout_s` is how long to wait.
 
         Raises
         ------
         Unanswered
-            If a rank has gone, or does not come within the timeout of the process group.
+            If a rank has gone, or does not come in time.
         """
         self.numbers[mine.ids] += 1
         packed, deadline = mine.pack(), time.monotonic() + timeout_s
@@ -128,11 +122,7 @@ class Job:
 
 
 _JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, Job]] = WeakKeyDictionary()
-"""Kept as long as torch keeps a job's own group.
-
-torch holds the process groups of a job in globals of its own; this is the part of that state that
-is ours.
-"""
+"""The part that is ours of the state that torch has in globals, as long as its group is there."""
 _LETTING_GO_SECONDS: Final = 0.05
 
 

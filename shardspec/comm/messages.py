@@ -10,24 +10,33 @@ sends and receives do not reach. On the CPU they are not used: gloo's carry no t
 threads convert at once would be mixed up.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box, box_size, slices_within
-from shardspec.comm.control import Unanswered
-from shardspec.comm.results import combine_into
-from shardspec.comm.routes import TransferSchedule, chunks
+from shardspec.boxes import Box, box_shape, box_size, slices_within, split_interval
+from shardspec.comm.agreement import Unanswered, ranks_text
+from shardspec.comm.results import checked, combine, combine_into, empty_hugepages
+from shardspec.comm.routes import Incoming, TransferSchedule, chunks
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
-from shardspec.comm.transport import cause, copy_own_part, failing
+from shardspec.errors import CommunicatorError
 
-__all__ = ["STAGED_BYTES", "Collectives", "Messages", "fits", "is_contiguous_partition"]
+__all__ = [
+    "STAGED_BYTES",
+    "Collectives",
+    "Messages",
+    "Transport",
+    "all_reduce",
+    "copy_own_part",
+    "fits",
+]
 
 STAGED_BYTES: Final = 16 << 20
 """The most that lies in buffers at once on the CPU, up to 32 peers; with more, half a MiB for each.
@@ -52,6 +61,84 @@ Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
 Boxes: TypeAlias = list[tuple[int, Box]]
 """Pairs of peer and box."""
+
+
+class Transport(Protocol):
+    """Moves the boxes of one step between the shards of different processes.
+
+    Results do not depend on the transport, bit for bit. `CommunicatorError` says that a peer has
+    gone, or does not come within the timeout of the process group.
+    """
+
+    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
+        """Put the boxes that this device gets side by side, and serve those that others want.
+
+        Parameters
+        ----------
+        schedule
+            What this device does.
+        shard
+            Shaped as the box held before, of any strides; only read.
+        result
+            Shaped as the box held after, to be filled. Where the shard is a part of it, it is in
+            place.
+        """
+        ...
+
+    def reduce(
+        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
+    ) -> None:
+        """Combine the addends of all members, of the box held after; see `move`.
+
+        The result may lie in the shard, in the place of this device's own addend.
+        """
+        ...
+
+
+def all_reduce(
+    transport: Transport, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
+) -> torch.Tensor:
+    """Return the reduction of all members' shards, of any dtype and operation.
+
+    Every member reduces a part, then all share the parts: as many bytes as on a ring.
+    """
+    step, me, members = schedule.step, schedule.device, schedule.members
+    if len(members) == 1 or shard.numel() == 0:
+        return combine([shard], op)
+    if shard.is_contiguous():
+        flat = shard.view(-1)
+        result = empty_hugepages(flat, flat.shape)
+    else:
+        # The parts are then reduced in place: nobody else reads the part that this rank reduces.
+        result = flat = shard.clone(memory_format=torch.contiguous_format).view(-1)
+    everything = ((0, flat.numel()),)
+    parts = {
+        peer: (split_interval(0, flat.numel(), len(members), at),)
+        for at, peer in enumerate(members)
+    }
+    filled = {peer: part for peer, part in parts.items() if part[0][0] < part[0][1]}
+    mine = parts[me]
+    addends = tuple(Incoming(peer, mine, everything) for peer in members) if me in filled else ()
+    sent = tuple((peer, part) for peer, part in filled.items() if peer != me)
+    reduced = result[slice(*mine[0])]
+    with checked(step, result if result is not flat else result[:0]):
+        reducing = TransferSchedule(step, me, members, everything, mine, sent, addends)
+        transport.reduce(reducing, flat, reduced, op)
+        readers = tuple((peer, mine) for peer in members if peer != me) if me in filled else ()
+        coming = tuple(Incoming(peer, part, part) for peer, part in filled.items())
+        sharing = TransferSchedule(step, me, members, mine, everything, readers, coming)
+        transport.move(sharing, reduced, result)
+    return result.view(shard.shape)
+
+
+def copy_own_part(schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
+    """Copy what a device holds and keeps to its place."""
+    for part in schedule.incoming:
+        if part.peer == schedule.device:
+            place = result[slices_within(part.box, schedule.after)]
+            kept = shard[slices_within(part.box, schedule.before)]
+            if place.data_ptr() != kept.data_ptr():
+                place.copy_(kept)
 
 
 class Messages:
@@ -129,51 +216,35 @@ class Messages:
                 work.wait()
         except RuntimeError as error:
             silent = [peer for peer, record in records.items() if not record.any()]
-            raise Unanswered(silent or lengths, cause(error)) from error
+            raise Unanswered(silent or lengths, _cause(error)) from error
         return {peer: record.cpu().numpy().tobytes() for peer, record in records.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """One chunk of every box, on its way."""
-
-    works: Sequence[dist.Work]
-    late: Sequence[Callable[[], object]]
-    """What is done with the chunks once they are here."""
-    tensors: Sequence[torch.Tensor]
-    """Kept until they have gone."""
-    buffers: Sequence[torch.Tensor]
-    """Free for the next round after that."""
-
-
 class _Rounds:
-    """Rounds on their way, the oldest first, and the buffers that they share."""
+    """Chunks on their way, one round after the other, and the buffers that these share."""
 
     def __init__(self, schedule: TransferSchedule, shard: torch.Tensor, tag: int) -> None:
         self._schedule, self._shard, self._tag = schedule, shard, tag + 1
-        self._peers = {peer for peer, _ in schedule.outgoing}
-        self._peers |= {part.peer for part in schedule.incoming} - {schedule.device}
-        self._under_way: deque[_Round] = deque()
         boxes = [box for _, box in schedule.outgoing] + [part.box for part in schedule.incoming]
-        peers = max(1, len(schedule.members) - 1)
-        self._round_bytes = _ROUND_BYTES.get(shard.device.type, _ROUND_BYTES_ELSEWHERE)
-        self._most = max(self._round_bytes // peers, _LEAST_BYTES) // shard.element_size()
+        round_bytes = _ROUND_BYTES.get(shard.device.type, _ROUND_BYTES_ELSEWHERE)
+        share = max(round_bytes // max(1, len(schedule.members) - 1), _LEAST_BYTES)
+        self._most = share // shard.element_size()
         self._buffer_size = min(self._most, max(map(box_size, boxes), default=0))
+        self._under_way: deque[Callable[[], None]] = deque()
         self._free: list[torch.Tensor] = []
         self._taken: list[torch.Tensor] = []
 
     def boxes(self, incoming: Boxes) -> Iterator[tuple[Boxes, Boxes]]:
-        """Yield what is sent and received round by round, once there is room for it."""
+        """Yield what is sent and received round by round, while at most one is under way."""
         sends, receives = (
             zip_longest(
                 *([(peer, part) for part in chunks(box, self._most)] for peer, box in boxes)
             )
             for boxes in (self._schedule.outgoing, incoming)
         )
-        room = 2 * self._round_bytes  # for one round more, of what is sent and what comes
         for sent, received in zip_longest(sends, receives, fillvalue=()):
-            while self._under_way and self._staged_bytes() > room:
-                self._finish_oldest()
+            if len(self._under_way) > 1:
+                self._under_way.popleft()()
             yield [part for part in sent if part], [part for part in received if part]
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
@@ -183,34 +254,38 @@ class _Rounds:
         return flat[: like.numel()].view(like.shape)
 
     def post(self, sends: Boxes, receives: Addressed, late: Sequence[Callable[[], object]]) -> None:
-        """Start a round; parts of the shard that are not contiguous are sent from a copy."""
+        """Start a round; parts of the shard that are not contiguous are sent from a copy.
+
+        `late` is done once all chunks are here.
+        """
         leaving = []
         for peer, box in sends:
             part = self._shard[slices_within(box, self._schedule.before)]
             leaving.append((peer, part if part.is_contiguous() else self.buffer(part).copy_(part)))
-        with failing(self._schedule.step, self._peers):
+        with _failing(self._schedule):
             works = _start(leaving, receives, self._tag)
-        kept = [tensor for _, tensor in leaving]
-        self._under_way.append(_Round(works, late, kept, self._taken))
+        # With the tensors that leave, so that they are there until they have gone.
+        self._under_way.append(partial(self._finish, works, late, self._taken, leaving))
         self._taken = []
 
     def finish(self) -> None:
         """Wait for all rounds."""
         while self._under_way:
-            self._finish_oldest()
+            self._under_way.popleft()()
 
-    def _staged_bytes(self) -> int:
-        count = sum(len(one.buffers) for one in self._under_way)
-        return count * self._buffer_size * self._shard.element_size()
-
-    def _finish_oldest(self) -> None:
-        oldest = self._under_way.popleft()
-        with failing(self._schedule.step, self._peers):
-            for work in oldest.works:
+    def _finish(
+        self,
+        works: Sequence[dist.Work],
+        late: Sequence[Callable[[], object]],
+        taken: Sequence[torch.Tensor],
+        _leaving: Addressed,
+    ) -> None:
+        with _failing(self._schedule):
+            for work in works:
                 work.wait()
-        for act in oldest.late:
+        for act in late:
             act()
-        self._free += oldest.buffers
+        self._free += taken
 
 
 def _start(sends: Addressed, receives: Addressed, tag: int) -> list[dist.Work]:
@@ -224,6 +299,25 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     # Strides are set, not kept: a single element counts as contiguous whatever its stride, but
     # only stride 1 can be seen as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@contextmanager
+def _failing(schedule: TransferSchedule) -> Iterator[None]:
+    """Turn what `torch.distributed` raises into a `CommunicatorError`."""
+    try:
+        yield
+    except RuntimeError as error:  # DistBackendError and the other errors of torch are such
+        raise CommunicatorError(
+            f"{schedule.step} with {ranks_text(schedule.peers)} failed: {_cause(error)}; the job "
+            "cannot go on, see what these ranks say"
+        ) from error
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return what happened, without where in the sources of the backend, and without its advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else "no reason given"
+    return re.sub(r"^\[\S+:\d+\] ", "", said).split(". This is typically")[0]
 
 
 class Collectives:
@@ -240,14 +334,14 @@ class Collectives:
 
     def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Fill the result with what comes in; see `Transport`."""
-        with failing(schedule.step, schedule.peers):
+        with _failing(schedule):
             _ALL_GATHER(result.view(-1), shard.contiguous().view(-1), group=self._group)
 
     def reduce(
         self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
     ) -> None:
         """Fill the result with the sum or mean of the addends; see `Transport`."""
-        with failing(schedule.step, schedule.peers):
+        with _failing(schedule):
             _REDUCE_SCATTER(result.view(-1), shard.contiguous().view(-1), group=self._group)
         if op == "avg":
             result /= len(schedule.members)
@@ -257,7 +351,7 @@ class Collectives:
     ) -> torch.Tensor:
         """Return the sum or mean of the addends."""
         result = shard.clone(memory_format=torch.contiguous_format)
-        with failing(schedule.step, schedule.peers):
+        with _failing(schedule):
             dist.all_reduce(result, group=self._group)
         return result.div_(len(schedule.members)) if op == "avg" else result
 
@@ -271,58 +365,33 @@ def fits(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
     >>> from shardspec.layout.layout import Layout
     >>> from shardspec.mesh import DeviceMesh
     >>> for shape in ((6, 5), (7, 5)):
-    ...     cut = Layout(DeviceMesh(range(2), (2,)), "[S0,R]", shape, "float32")
-    ...     whole, step = cut.with_spec("[R,R]"), AllGather(0, (0,))
-    ...     fits(schedule_for(step, cut.mesh, 1, cut.box, whole.box), torch.float32)
+    ...     rows = Layout(DeviceMesh(range(2), (2,)), "[S0,R]", shape, "float32")
+    ...     full, step = rows.with_spec("[R,R]"), AllGather(0, (0,))
+    ...     fits(schedule_for(step, rows.mesh, 1, rows.box, full.box), torch.float32)
     True
     False
     """
-    members = sorted(schedule.members)
     match schedule.step:
         case AllGather():
             coming = {part.peer: part.box for part in schedule.incoming}
-            parts = [coming.get(peer) for peer in members]
-            return dtype in _MOVED and is_contiguous_partition(parts, schedule.after)
+            return dtype in _MOVED and _are_in_order(schedule, coming, schedule.after)
         case ReduceScatter(op="sum" | "avg"):
             going = {**dict(schedule.outgoing), schedule.device: schedule.after}
-            parts = [going.get(peer) for peer in members]
-            return dtype in _SUMMED and is_contiguous_partition(parts, schedule.before)
+            return dtype in _SUMMED and _are_in_order(schedule, going, schedule.before)
         case AllReduce(op="sum" | "avg"):
             return dtype in _SUMMED
         case _:
             return False
 
 
-def is_contiguous_partition(parts: Sequence[Box | None], box: Box) -> bool:
-    """Say whether parts of a box lie one behind the other in memory, equally long, and fill it.
-
-    Examples
-    --------
-    >>> box = ((0, 4), (0, 3))
-    >>> is_contiguous_partition([((0, 2), (0, 3)), ((2, 4), (0, 3))], box)
-    True
-    >>> is_contiguous_partition([((2, 4), (0, 3)), ((0, 2), (0, 3))], box)
-    False
-    """
-    size = box_size(box)
-    if size == 0 or size % len(parts):
+def _are_in_order(schedule: TransferSchedule, parts: Mapping[int, Box], box: Box) -> bool:
+    """Say whether the members' parts of a box lie one behind the other in memory, equally long."""
+    each, rest = divmod(box_size(box), len(schedule.members))
+    if rest or not each or len(parts) < len(schedule.members):
         return False
-    each = size // len(parts)
+    memory = torch.empty(box_shape(box), dtype=torch.uint8, device="meta")
+    found = [memory[slices_within(parts[peer], box)] for peer in sorted(schedule.members)]
     return all(
-        part is not None and _flat_range(part, box) == (at * each, (at + 1) * each)
-        for at, part in enumerate(parts)
+        part.is_contiguous() and (part.numel(), part.storage_offset()) == (each, at * each)
+        for at, part in enumerate(found)
     )
-
-
-def _flat_range(part: Box, box: Box) -> tuple[int, int] | None:
-    """Return where a part lies in the memory of a box, or None where it has gaps."""
-    start = 0
-    stride = box_size(box)
-    partial = False
-    for (lo, hi), (box_lo, box_hi) in zip(part, box, strict=True):
-        if partial and (lo, hi) != (box_lo, box_hi):
-            return None
-        stride //= box_hi - box_lo
-        start += (lo - box_lo) * stride
-        partial = partial or hi - lo > 1
-    return start, start + box_size(part)

@@ -1,10 +1,10 @@
 """Steps over `torch.distributed`: gloo on CPU, NCCL where CUDA is, by the same code.
 
-A step is the same boxes on every backend; how they travel is chosen here. Processes of one host
-read each other's memory (`shardspec.comm.peer_memory`). Otherwise boxes are messages in bounded
-chunks (`shardspec.comm.messages`), which need no group but the job's own. CUDA tensors have groups
-too, where a mesh has all ranks of the job: NCCL's collectives serve where boxes are such as they
-need (`shardspec.comm.collectives`). Every way takes all dtypes, uneven shards and any order of ids.
+A step is the same boxes on every backend; how they travel is chosen here. Where all processes of a
+mesh run on one host they read each other's memory (`shardspec.comm.peer_memory`). Otherwise boxes
+are messages in bounded chunks (`shardspec.comm.messages`), which need no group but the job's own.
+CUDA tensors have groups too, where a mesh has all ranks of the job: NCCL's collectives serve where
+boxes are such as they need. Every way takes all dtypes, uneven shards and any order of ids.
 """
 
 import os
@@ -20,24 +20,23 @@ import torch
 import torch.distributed as dist
 
 from shardspec.boxes import box_shape
-from shardspec.comm.communicator import Communicator
-from shardspec.comm.control import (
+from shardspec.comm.agreement import (
     NOTE_ROOM,
     ORDER_RULE,
-    Listener,
     Note,
     Unanswered,
     check_agreement,
     ranks_text,
 )
+from shardspec.comm.communicator import Communicator
 from shardspec.comm.job import Lane, check_members, current_job
-from shardspec.comm.messages import Collectives, Messages, fits
+from shardspec.comm.links import Listener
+from shardspec.comm.messages import Collectives, Messages, all_reduce, fits
 from shardspec.comm.peer_memory import PeerMemory, readable
 from shardspec.comm.results import checked, empty_hugepages
-from shardspec.comm.routes import BoxOf, schedule_for
+from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
 from shardspec.comm.simulated import SimulatedCommunicator
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step
-from shardspec.comm.transport import Transport, all_reduce
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
 
@@ -58,8 +57,8 @@ class ProcessGroupCommunicator:
         Devices. If these are all ranks of the job, each of them constructs this at the same point
         of the program; otherwise the ranks outside need not.
     reads_peers
-        Whether processes of one host may read each other's memory, where the system allows it. If
-        not, or on any of the ranks not, all bytes go through the backend.
+        Whether the processes of the mesh may read each other's memory, where they are on one host
+        that allows it. If not, or on any of the ranks not, all bytes go through the backend.
 
     Raises
     ------
@@ -82,15 +81,13 @@ class ProcessGroupCommunicator:
 
     def __init__(self, mesh: DeviceMesh, *, reads_peers: bool = True) -> None:
         check_members(mesh)
-        self._mesh = mesh
-        self._rank = dist.get_rank()
+        self._mesh, self._rank, self._job = mesh, dist.get_rank(), current_job()
         self._peers = tuple(sorted(device for device in mesh.ids if device != self._rank))
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
         self._note_device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
         self._timeout_s = _timeout_s() if self._note_device == "cpu" else 0.0
         self._may_read_peers = reads_peers
         self._joined: dict[Lane, PeerMemory | None] = {}
-        self._job = current_job()
         name = f"{mesh.ids} {mesh.shape}".encode()
         self._lane = Lane(tag=1 << 30 | zlib.crc32(name) >> 3 << 1)
         if mesh.size == dist.get_world_size():
@@ -161,8 +158,7 @@ class ProcessGroupCommunicator:
     @property
     def reads_peers(self) -> bool:
         """Whether all ranks of the mesh read each other's memory; found out in the first step."""
-        joined = [memory for memory in self._joined.values() if memory is not None]
-        return any(memory.joins(self._mesh.ids) for memory in joined)
+        return any(memory is not None for memory in self._joined.values())
 
     def run(
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
@@ -181,18 +177,12 @@ class ProcessGroupCommunicator:
         if shard.is_meta:
             return {self._rank: shard.new_empty(box_shape(after(self._rank)))}
         home = shard.device
-        with self._turn(home.type) as lane:
+        with self._own_lane(home.type) as lane:
             if f"{home.type}:gloo" in dist.get_backend_config():
                 shard = shard.cpu()  # gloo sends and reads memory of the host alone
             self._join(lane)  # whatever the step: here all ranks of the mesh are together
             schedule = schedule_for(step, self._mesh, self._rank, before, after)
-            transport: Transport = Messages(lane.tag)
-            memory = self._joined[lane]
-            if shard.device.type == "cpu":
-                if memory is not None and memory.joins(schedule.members):
-                    transport = memory
-            elif self._job.group(schedule.members) and fits(schedule, shard.dtype):
-                transport = Collectives(self._job.group(schedule.members))
+            transport = self._transport(lane, schedule, shard)
             if isinstance(step, AllReduce):
                 if isinstance(transport, Collectives):
                     return {self._rank: transport.all_reduce(schedule, shard, step.op)}
@@ -205,6 +195,14 @@ class ProcessGroupCommunicator:
                     transport.move(schedule, shard, result)
         return {self._rank: result.to(home)}
 
+    def _transport(
+        self, lane: Lane, schedule: TransferSchedule, shard: torch.Tensor
+    ) -> PeerMemory | Messages | Collectives:
+        if shard.device.type == "cpu":
+            return self._joined[lane] or Messages(lane.tag)
+        group = self._job.group(schedule.members)
+        return Collectives(group) if group and fits(schedule, shard.dtype) else Messages(lane.tag)
+
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of another mesh of this job; see `of`."""
         return self if mesh == self._mesh else ProcessGroupCommunicator.of(mesh)
@@ -215,16 +213,15 @@ class ProcessGroupCommunicator:
         if not self.addressable:
             yield device
             return
-        with self._turn(device) as lane:
+        with self._own_lane(device) as lane:
             try:
-                notes = self._tell(lane, b"C", content, device)
+                agreed, _ = self._tell(lane, "conversion", content, device)
             except Unanswered as error:
-                mine = Note(b"C", 0, lane.numbers[self._ids] - 1, "", 0, content)
+                mine = Note("conversion", 0, lane.numbers[self._ids] - 1, content=content)
                 raise CommunicatorError(
                     f"{ranks_text(error.peers)} did not say what to convert: {error.why}; rank "
                     f"{self._rank} {mine}; {ORDER_RULE}"
                 ) from error.__cause__
-            agreed = self._check(lane, notes)
             self._join(lane)
             yield agreed
 
@@ -232,11 +229,11 @@ class ProcessGroupCommunicator:
         """Collect one value per device; see `Communicator.gather`."""
         if not self.addressable:
             return {}
-        with self._turn("") as lane:
+        with self._own_lane("") as lane:
             return self._gather(lane, values[self._rank])
 
     @contextmanager
-    def _turn(self, device: str) -> Iterator[Lane]:
+    def _own_lane(self, device: str) -> Iterator[Lane]:
         """Take the lane of this thread, in which no other thread is."""
         main = threading.current_thread() is threading.main_thread()
         lane = self._job.lane if main else self._lane
@@ -252,26 +249,24 @@ class ProcessGroupCommunicator:
                 stack.callback(lock.release)
             yield lane
 
-    def _tell(self, lane: Lane, kind: bytes, content: bytes, device: str) -> dict[int, Note]:
-        """Tell all ranks of the mesh a note, and return everyone's in the order of the ids."""
+    def _tell(
+        self, lane: Lane, kind: str, content: bytes, device: str
+    ) -> tuple[str, dict[int, Note]]:
+        """Tell all ranks of the mesh a note; return where shards are, and all notes by rank."""
         mine = Note(kind, self._ids, lane.numbers[self._ids], device, len(content), content)
         told = lane.exchange(mine, self._peers, self._note_device, self._timeout_s)
         told[self._rank] = mine
-        return {peer: told[peer] for peer in self._mesh.ids}
-
-    def _check(self, lane: Lane, notes: Mapping[int, Note]) -> str:
         try:
-            return check_agreement(notes)
+            return check_agreement({peer: told[peer] for peer in self._mesh.ids}), told
         except CommunicatorError:
-            if any(note.ids != self._ids for note in notes.values()):
+            if any(note.ids != self._ids for note in told.values()):
                 lane.hang_up()  # others of the mesh would wait for those that are elsewhere
             raise
 
     def _gather(self, lane: Lane, mine: T) -> dict[int, T]:
         content = pickle.dumps(mine)
         try:
-            notes = self._tell(lane, b"G", content, "")
-            self._check(lane, notes)
+            _, notes = self._tell(lane, "value", content, "")
             lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
             rest = Messages(lane.tag).exchange(content[NOTE_ROOM:], lengths, self._note_device)
         except Unanswered as error:
@@ -284,25 +279,24 @@ class ProcessGroupCommunicator:
         return {peer: found[peer] for peer in self._mesh.ids}
 
     def _join(self, lane: Lane) -> None:
-        """Link the ranks of the mesh that share a host; every rank of it is here."""
+        """Link the ranks of the mesh if they share a host; every rank of it is here."""
         if lane in self._joined:
             return
         memory = None
         if self._peers and self._note_device == "cpu":
             with Listener(is_read=self._may_read_peers) as listener:
-                addresses = self._gather(lane, listener.address)
-                near = listener.reachable(addresses)
-                missing = {peer: at for peer, at in near.items() if peer not in lane.links}
-                deadline = time.monotonic() + self._timeout_s
-                lane.links.update(listener.connect(self._rank, missing, deadline))
-                # Asked of all: what is known of a link is known to its two ends.
-                found = self._gather(lane, readable(near))
-            # Only now may the content go that others have looked for: it lies in the listener.
-            if len(near) == len(self._peers):
-                lane.linked.add(self._ids)
-            if any(found.values()):
-                links = {peer: lane.links[peer] for peer in near}
-                memory = PeerMemory(links, found, self._timeout_s)
+                found = self._gather(lane, listener.address)
+                if {address.host for address in found.values()} == {listener.address.host or None}:
+                    missing = {peer: found[peer] for peer in self._peers if peer not in lane.links}
+                    deadline = time.monotonic() + self._timeout_s
+                    lane.links.update(listener.connect(self._rank, missing, deadline))
+                    lane.linked.add(self._ids)
+                    others = {peer: found[peer] for peer in self._peers}
+                    reads_all = len(readable(others)) == len(others)
+                    # Only after this may the content go that others have looked for.
+                    if all(self._gather(lane, reads_all).values()):
+                        links = {peer: lane.links[peer] for peer in self._peers}
+                        memory = PeerMemory(links, self._timeout_s)
         self._joined[lane] = memory
 
 

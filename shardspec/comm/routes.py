@@ -201,35 +201,26 @@ def chunks(box: Box, most: int) -> Iterator[Box]:
 class Transfers:
     """What each device of a mesh sends and receives in one step, its own part included.
 
-    Parameters
-    ----------
-    step, mesh
-        What moves, and among which devices.
-    before, after
-        Which box each device holds before and after.
-
     Examples
     --------
     >>> from shardspec.comm.steps import AllGather
     >>> from shardspec.layout.layout import Layout
-    >>> cut = Layout(DeviceMesh(range(2), (2,)), "[S0]", (5,), "int8")
-    >>> Transfers(AllGather(0, (0,)), cut.mesh, cut.box, cut.with_spec("[R]").box).incoming(0)
+    >>> rows = Layout(DeviceMesh(range(2), (2,)), "[S0]", (5,), "int8")
+    >>> Transfers(AllGather(0, (0,)), rows.mesh, rows.box, rows.with_spec("[R]").box).incoming(0)
     [(0, ((0, 3),)), (1, ((3, 5),))]
     """
 
     def __init__(self, step: Step, mesh: DeviceMesh, before: BoxOf, after: BoxOf) -> None:
         self._step, self._mesh, self._before, self._after = step, mesh, before, after
-        self._routed = isinstance(step, Permute | Exchange)
         self._incoming: dict[int, Parts] = defaultdict(list)
         self._outgoing: dict[int, Parts] = defaultdict(list)
+        self._routed = isinstance(step, Permute | Exchange)
         if self._routed:
             routes = permute_routes if isinstance(step, Permute) else exchange_routes
-            moves = routes(
-                {device: before(device) for device in mesh.ids},
-                {device: after(device) for device in mesh.ids},
-                distance_on(mesh),
+            sources, targets = (
+                {device: box(device) for device in mesh.ids} for box in (before, after)
             )
-            for move in moves:
+            for move in routes(sources, targets, distance_on(mesh)):
                 self._incoming[move.dst].append((move.src, move.box))
                 self._outgoing[move.src].append((move.dst, move.box))
 
@@ -272,7 +263,7 @@ class Incoming:
     """Who holds it; the device itself for a part that stays."""
     box: Box
     """What, in coordinates of the global tensor."""
-    held: Box
+    source: Box
     """All that the peer holds."""
 
 
@@ -281,7 +272,6 @@ class TransferSchedule:
     """What one device does in one step."""
 
     step: Step
-    """Which."""
     device: int
     """Physical id."""
     members: tuple[int, ...]
@@ -296,9 +286,10 @@ class TransferSchedule:
     """What it gets from whom, its own part included, in an order that is the same everywhere."""
 
     @property
-    def peers(self) -> tuple[int, ...]:
-        """The other members, ascending."""
-        return tuple(sorted(peer for peer in self.members if peer != self.device))
+    def peers(self) -> set[int]:
+        """The other devices that it sends to or gets something from."""
+        sources = {part.peer for part in self.incoming}
+        return sources.union(peer for peer, _ in self.outgoing) - {self.device}
 
 
 @lru_cache(maxsize=1024)
@@ -309,15 +300,6 @@ def schedule_for(
 
     Kept for the methods of layouts that are used again and again, as those of a plan are: methods
     are the same key only if their layouts are the same object, so a miss costs no comparison.
-
-    Examples
-    --------
-    >>> from shardspec.comm.steps import AllGather
-    >>> from shardspec.layout.layout import Layout
-    >>> cut = Layout(DeviceMesh(range(2), (2,)), "[S0]", (5,), "int8")
-    >>> whole = cut.with_spec("[R]")
-    >>> schedule_for(AllGather(0, (0,)), cut.mesh, 1, cut.box, whole.box).incoming[0]
-    Incoming(peer=0, box=((0, 3),), held=((0, 3),))
     """
     transfers = Transfers(step, mesh, before, after)
     return TransferSchedule(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardspec.boxes import Box
-from shardspec.comm.control import description
+from shardspec.comm.agreement import description
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardspec.comm import peer_memory
-from shardspec.comm.control import Address
+from shardspec.comm.links import Address
 from shardspec.comm.peer_memory import Region, read, readable
 
 
@@ -59,7 +59,7 @@ def test_more_than_one_call_can_read():
 
 def test_parts_and_sizes():
     numbers = np.arange(60, dtype=np.int32).reshape(3, 4, 5)
-    part = region(numbers).part((1, 0, 2), (2, 4, 3))
+    part = region(numbers).part((slice(1, 3), slice(0, 4), slice(2, 5)))
     got = np.zeros((2, 4, 3), np.int32)
     read(os.getpid(), part, region(got))
     assert (got == numbers[1:3, 0:4, 2:5]).all()
