@@ -11,8 +11,8 @@ from math import prod
 import torch
 
 from shardspec.boxes import Box
-from shardspec.comm.communicator import Communicator
 from shardspec.comm.agreement import description
+from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step, backward
 from shardspec.layout.cross import common_mesh
 from shardspec.layout.layout import Layout

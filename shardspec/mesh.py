@@ -333,17 +333,21 @@ class DeviceMesh:
         kept = [a for a in range(self.ndim) if a not in at]
         if not kept:
             raise MeshError(f"fixing every axis of mesh {self} leaves no mesh; keep one axis")
-        places = (range(n) if a in kept else (at[a],) for a, n in enumerate(self.shape))
+        first = self.id_at([at.get(axis, 0) for axis in range(self.ndim)])
+        return self.slice_with(first, kept)
+
+    def slice_with(self, physical_id: int, axes: Sequence[int]) -> "DeviceMesh":
+        """Return the mesh along some axes, in this order, that a device is in."""
 
         def keep(values: Sequence[float] | None) -> list[float] | None:
-            return None if values is None else [values[a] for a in kept]
+            return None if values is None else [values[a] for a in axes]
 
         return DeviceMesh(
-            [self.id_at(place) for place in product(*places)],
-            [self.shape[a] for a in kept],
+            self.group(physical_id, axes),
+            [self.shape[a] for a in axes],
             mesh_alpha=keep(self.mesh_alpha),
             mesh_beta=keep(self.mesh_beta),
-            axis_names=None if self.axis_names is None else [self.axis_names[a] for a in kept],
+            axis_names=None if self.axis_names is None else [self.axis_names[a] for a in axes],
             link_model=self.link_model,
         )
 

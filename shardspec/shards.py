@@ -10,8 +10,8 @@ from typing import Final, TypeAlias
 import torch
 
 from shardspec.boxes import Box
-from shardspec.comm.communicator import Communicator
 from shardspec.comm.agreement import description
+from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import Exchange
 from shardspec.dtypes import dtype_name
 from shardspec.errors import LayoutError

@@ -20,7 +20,8 @@ class Communicator(Protocol):
     """Runs steps on the shards of the devices that this process holds.
 
     A simulated communicator holds every device of the mesh, one over `torch.distributed` holds its
-    own rank. Callers never ask which: they work on all of `addressable`.
+    own rank. Callers never ask which: they work on all of `addressable`. Every process of the mesh
+    calls each method, in the same order.
     """
 
     @property
@@ -43,8 +44,7 @@ class Communicator(Protocol):
         step
             What moves along which axes.
         shards
-            The shard of every addressable device, shaped as its box before the step. They are
-            only read.
+            The shard of every addressable device, shaped as its box before the step; only read.
         before, after
             Which box each device of the mesh holds before and after the step.
 
@@ -53,19 +53,15 @@ class Communicator(Protocol):
         dict
             The shard of every addressable device after the step: new contiguous tensors that share
             no memory with `shards`.
-
-        Notes
-        -----
-        Every process of the mesh calls this with the same step in the same order.
         """
         ...
 
     def on(self, mesh: DeviceMesh) -> "Communicator":
-        """Return the communicator of the same kind for another mesh; every process of it calls."""
+        """Return the communicator of the same kind for another mesh."""
         ...
 
     def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
-        """Enter a conversion, in which steps are run; every process of the mesh enters it.
+        """Enter a conversion, in which steps are run.
 
         Parameters
         ----------
@@ -88,17 +84,11 @@ class Communicator(Protocol):
         ...
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
-        """Return one small picklable value per device of the mesh, on every process.
+        """Return one small picklable value per device of the mesh, in its order; also a barrier.
 
         Parameters
         ----------
         values
             The value of every addressable device.
-
-        Returns
-        -------
-        dict
-            The value of every device of the mesh, in the order of the mesh's ids. The call also
-            serves as a barrier.
         """
         ...

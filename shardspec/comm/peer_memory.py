@@ -162,6 +162,7 @@ class PeerMemory:
 
     def __init__(self, links: Mapping[int, Link], timeout_s: float) -> None:
         self._links, self._timeout_s = links, timeout_s
+        self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
     def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Fill the result with what comes in, and let others read; see `Transport`."""
@@ -276,7 +277,7 @@ class PeerMemory:
                 for half in source.halves():
                     self._fetch(peer, source.part(half), place[half])
             else:
-                buffer = torch.empty(source.span, dtype=torch.uint8)
+                buffer = self._buffer[: source.span]
                 read(pid, Region(source.address, (source.span,), (1,), 1), _region(buffer))
                 steps = [stride // source.item_bytes for stride in source.strides]
                 place.copy_(buffer.view(place.dtype).as_strided(source.shape, steps))

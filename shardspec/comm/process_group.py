@@ -63,7 +63,8 @@ class ProcessGroupCommunicator:
     Raises
     ------
     CommunicatorError
-        If `torch.distributed` is not initialised, or the mesh has ids that the job lacks.
+        If `torch.distributed` is not initialised, or the mesh has ids that the job lacks. Of its
+        methods: if a peer has gone, or does not come within the timeout of the process group.
 
     Notes
     -----
@@ -101,12 +102,7 @@ class ProcessGroupCommunicator:
         """Initialise `torch.distributed` if that is still to be done, and return `of` the mesh.
 
         Under torchrun every rank calls this; gloo serves CPU tensors and NCCL CUDA tensors, where
-        there is CUDA and `device_type` is not ``"cpu"``.
-
-        Raises
-        ------
-        CommunicatorError
-            If the program was not started by torchrun and no process group exists.
+        there is CUDA and `device_type` is not ``"cpu"``. Elsewhere it is a `CommunicatorError`.
         """
         if not dist.is_initialized():
             if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -124,13 +120,7 @@ class ProcessGroupCommunicator:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
-        """Return the communicator of a mesh in the running job, made on the first call.
-
-        Raises
-        ------
-        CommunicatorError
-            If `torch.distributed` is not initialised, or the mesh has ids that the job lacks.
-        """
+        """Return the communicator of a mesh in the running job, made on the first call."""
         check_members(mesh)
         job = current_job()
         with job.making:
@@ -163,13 +153,7 @@ class ProcessGroupCommunicator:
     def run(
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
     ) -> dict[int, torch.Tensor]:
-        """Carry out one step; see `Communicator.run`.
-
-        Raises
-        ------
-        CommunicatorError
-            If a peer has gone, or does not come within the timeout of the process group.
-        """
+        """Carry out one step; see `Communicator.run`."""
         if not self.addressable:
             return {}
         # What lies in memory is to be the values: no conjugation that is still to be done.

@@ -29,11 +29,6 @@ def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
     Every page of new memory costs a page fault when it is first written. With pages of 4 KiB that
     takes longer than filling them, so Linux is asked for pages of 2 MiB (man 2 madvise).
-
-    Examples
-    --------
-    >>> empty_hugepages(torch.ones(2, dtype=torch.int64), (3, 4)).shape
-    torch.Size([3, 4])
     """
     result = like.new_empty(shape)
     libc = _libc()
@@ -50,26 +45,18 @@ def checked(what: object, result: torch.Tensor) -> Iterator[None]:
 
     The tensor is filled with bytes that look like noise, and whatever still has them afterwards
     was left out. Windows of four bytes or one element are compared.
-
-    Raises
-    ------
-    CommunicatorError
-        If something was left out.
     """
     if os.environ.get("SHARDSPEC_CHECK") != "1" or result.is_meta or result.numel() == 0:
         yield
         return
     flat = result.view(-1).view(torch.uint8)
     seeded = torch.Generator().manual_seed(len(flat))
-    filling = torch.randint(1, 256, flat.shape, generator=seeded, dtype=torch.uint8)
-    filling = filling.to(flat.device)
-    flat.copy_(filling)
+    noise = torch.randint(1, 256, flat.shape, generator=seeded, dtype=torch.uint8).to(flat.device)
+    flat.copy_(noise)
     yield
-    width = max(_WINDOW_BYTES, result.element_size())
-    left = flat == filling
-    whole = len(left) // width * width
-    windows = left[:whole].view(-1, width).all(dim=1)
-    if bool(windows.any()) or (whole and bool(left[-width:].all())):
+    left, width = flat == noise, max(_WINDOW_BYTES, result.element_size())
+    windows = left[: len(left) // width * width].view(-1, width).all(dim=1)
+    if bool(windows.any()) or (len(windows) and bool(left[-width:].all())):
         raise CommunicatorError(
             f"{what} left {int(windows.sum())} of {len(windows)} windows of a result of shape "
             f"{tuple(result.shape)} and {result.dtype} unwritten; this is a defect of shardspec"
@@ -77,15 +64,7 @@ def checked(what: object, result: torch.Tensor) -> Iterator[None]:
 
 
 def combine(addends: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """Return the reduction of tensors of one shape and dtype, as a new tensor.
-
-    Examples
-    --------
-    >>> combine([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])], "avg")
-    tensor([2.0000, 3.5000])
-    >>> combine([torch.tensor([1, 5]), torch.tensor([3, 2])], "max")
-    tensor([3, 5])
-    """
+    """Return the reduction of tensors of one shape and dtype, as a new tensor."""
     result = torch.empty_like(addends[0], memory_format=torch.contiguous_format)
     combine_into(result, addends, op)
     return result
@@ -94,17 +73,11 @@ def combine(addends: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 def combine_into(result: torch.Tensor, addends: Iterable[torch.Tensor], op: ReduceOp) -> None:
     """Write the reduction of at least one tensor into another of the same shape and dtype.
 
-    Parameters
-    ----------
-    result
-        Where it goes. It may be the first addend, and may share memory with no other.
-    addends
-        Looked at one after the other: the next may be made in the memory of the one before.
-    op
-        How they are combined; in their order, so equal addends give equal bits.
+    The result may be the first addend, and shares memory with no other. Addends are looked at one
+    after the other, in their order: the next may be made in the memory of the one before.
     """
-    wider = _WIDER.get(result.dtype, result.dtype)
-    total = result if wider == result.dtype else torch.empty_like(result, dtype=wider)
+    wider = _WIDER.get(result.dtype)
+    total = result if wider is None else torch.empty_like(result, dtype=wider)
     count = 0
     for addend in addends:
         count += 1
@@ -125,10 +98,8 @@ def _add(total: torch.Tensor, addend: torch.Tensor, op: ReduceOp) -> None:
             total += addend
         case "prod":
             total *= addend
-        case "min":
-            torch.minimum(total, addend, out=total)
-        case "max":
-            torch.maximum(total, addend, out=total)
+        case "min" | "max":
+            (torch.minimum if op == "min" else torch.maximum)(total, addend, out=total)
         case _:
             assert_never(op)
 

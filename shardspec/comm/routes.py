@@ -54,13 +54,7 @@ class Transfer:
 
 
 def distance_on(mesh: DeviceMesh) -> Distance:
-    """Return the function that says on how many axes two devices of a mesh differ.
-
-    Examples
-    --------
-    >>> distance_on(DeviceMesh(range(8), (2, 2, 2)))(0, 6)
-    2
-    """
+    """Return the function that says on how many axes two devices of a mesh differ."""
     at = {device: mesh.coordinates(device) for device in mesh.ids}
     return lambda a, b: sum(map(ne, at[a], at[b]))
 
@@ -68,22 +62,11 @@ def distance_on(mesh: DeviceMesh) -> Distance:
 def exchange_routes(
     before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
 ) -> list[Transfer]:
-    """Return what must move so that every device holds the box it wants.
+    """Return what must move so that every device holds its box after.
 
     Each piece comes from the nearest holder. Of equally near ones the holder that has sent the
-    fewest bytes so far sends, so that replicas share the work; then the first one.
-
-    Parameters
-    ----------
-    before, after
-        The box of every device that holds one, before and after; the ids may differ.
-    distance
-        Between two devices.
-
-    Returns
-    -------
-    list of Transfer
-        By receiver in the order of `after`; every element that is wanted comes once.
+    fewest bytes so far sends, so that replicas share the work; then the first one. The ids before
+    and after may differ. Moves come by receiver in the order of `after`, every element once.
 
     Examples
     --------
@@ -105,17 +88,17 @@ def exchange_routes(
     ends = [[hi for _, hi in side] for side in sides]
     sent: dict[int, int] = defaultdict(int)
     moves = []
-    for device, wanted in after.items():
-        if not box_size(wanted):
+    for device, target in after.items():
+        if not box_size(target):
             continue
         own = before.get(device)
         overlapping = [
             side[bisect_right(end, lo) : bisect_left(start, hi)]
-            for side, start, end, (lo, hi) in zip(sides, starts, ends, wanted, strict=True)
+            for side, start, end, (lo, hi) in zip(sides, starts, ends, target, strict=True)
         ]
         shared = [
             [(max(cut_lo, lo), min(cut_hi, hi)) for cut_lo, cut_hi in side]
-            for side, (lo, hi) in zip(overlapping, wanted, strict=True)
+            for side, (lo, hi) in zip(overlapping, target, strict=True)
         ]
         for cell, piece in zip(product(*overlapping), product(*shared), strict=True):
             holder = device
@@ -136,13 +119,6 @@ def permute_routes(
     Devices that hold what they want keep it. Where an axis that is slower for short messages is
     slower for long ones too, every such assignment is as good as any other: the slowest link used
     is the same.
-
-    Examples
-    --------
-    >>> left, right = ((0, 1),), ((1, 2),)
-    >>> moves = permute_routes({0: left, 1: right}, {0: right, 1: left}, lambda a, b: a != b)
-    >>> [(move.src, move.dst) for move in moves]
-    [(1, 0), (0, 1)]
     """
     unused: dict[Box, list[int]] = defaultdict(list)
     for device, box in before.items():
@@ -163,19 +139,10 @@ def chunks(box: Box, most: int) -> Iterator[Box]:
     """Yield parts of a box of at most so many elements, in the order of memory.
 
     Together they are the box, and both ends of a message cut it alike. Each is as long as the
-    bound allows, whole rows where rows fit; an empty box has none.
-
-    Parameters
-    ----------
-    box
-        What to cut.
-    most
-        Elements of a chunk; from 1.
+    bound allows, full rows where rows fit; an empty box has none.
 
     Examples
     --------
-    >>> list(chunks(((4, 9), (0, 10)), 25))
-    [((4, 6), (0, 10)), ((6, 8), (0, 10)), ((8, 9), (0, 10))]
     >>> list(chunks(((4, 6), (0, 5)), 3))
     [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]
     """

@@ -49,18 +49,17 @@ class SimulatedCommunicator:
         transfers = Transfers(step, self._mesh, before, after)
         results = {}
         for device in self.addressable:
-            wanted = after(device)
             parts = [
                 (box, shards[peer][slices_within(box, before(peer))])
                 for peer, box in transfers.incoming(device)
             ]
-            result = shards[device].new_empty(box_shape(wanted))
+            result = shards[device].new_empty(box_shape(after(device)))
             with checked(step, result):
                 if parts and isinstance(step, ReduceScatter | AllReduce):
                     combine_into(result, [part for _, part in parts], step.op)
                 else:
                     for box, part in parts:
-                        result[slices_within(box, wanted)] = part
+                        result[slices_within(box, after(device))] = part
             results[device] = result
         return results
 

@@ -1,7 +1,7 @@
 """The closed set of steps: one collective or one local move each, as pure data.
 
 A step says what moves along which mesh axes; it holds no tensor, no group and no sizes. Several
-axes of one step travel in one collective. The step that undoes a cut is the step's backward:
+axes of one step travel in one collective. The step that undoes it is the step's backward:
 
 =============== ============= ==================================================
 step            from → to     backward
@@ -42,40 +42,30 @@ ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Keep one part of what every device holds whole; no communication.
+    """Keep one part of what every device has a copy of; no communication.
 
-    Examples
-    --------
-    >>> Slice(0, (1,))
-    Slice(dim=0, axes=(1,))
+    `axes` come after those that shard the dim already, the major one first.
     """
 
     dim: int
-    """Tensor dim that is cut further."""
     axes: tuple[int, ...]
-    """Mesh axes put after those that cut the dim already, the major one first."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Collect the innermost axes of one dim."""
+    """Collect the innermost `axes` of one dim, in the order of the spec before the step."""
 
     dim: int
-    """Tensor dim that becomes less cut."""
     axes: tuple[int, ...]
-    """The innermost mesh axes of the dim, in the order of the spec before the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Move the innermost axes of one dim onto the end of another."""
+    """Move the innermost axes of one dim, in their order there, onto the end of another."""
 
     src_dim: int
-    """Tensor dim that becomes less cut."""
     dst_dim: int
-    """Tensor dim that is cut further."""
     src_axes: tuple[int, ...]
-    """The innermost axes of `src_dim`, in the order of the spec before the step."""
     dst_axes: tuple[int, ...]
     """The same axes in the order in which they arrive at the end of `dst_dim`."""
 
@@ -87,24 +77,22 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Finish a pending reduction and keep one part of the result."""
+    """Finish a pending reduction and keep one part of the result.
+
+    `axes` are in the order in which they arrive at the end of the dim.
+    """
 
     dim: int
-    """Tensor dim that is cut further."""
     axes: tuple[int, ...]
-    """Mesh axes of the reduction, in the order in which they arrive at the end of the dim."""
     op: ReduceOp
-    """What is pending over the axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Finish a pending reduction; every device gets the whole result."""
+    """Finish a pending reduction over ascending axes; every device gets all of the result."""
 
     axes: tuple[int, ...]
-    """Mesh axes of the reduction, ascending."""
     op: ReduceOp
-    """What is pending over the axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +104,7 @@ class Permute:
     """
 
     axes: tuple[int, ...]
-    """Mesh axes whose part in the cuts changes, ascending."""
+    """Mesh axes that shard otherwise afterwards, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +115,7 @@ class Exchange:
     """
 
     axes: tuple[int, ...]
-    """Mesh axes whose part in the cuts changes, ascending; empty between different meshes."""
+    """Mesh axes that shard otherwise afterwards, ascending; empty between different meshes."""
 
 
 Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce | Permute | Exchange

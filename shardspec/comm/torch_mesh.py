@@ -7,6 +7,7 @@ made serve the communicator. Only what is missing is made.
 
 import operator
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def init_device_mesh(
     """
     try:
         torch.device(device_type)
-        ids = range(_product(mesh_shape))
+        ids = range(prod(map(operator.index, mesh_shape)))
     except (RuntimeError, TypeError) as error:
         raise MeshError(
             f"init_device_mesh({device_type!r}, {mesh_shape!r}): give a device type and whole "
@@ -92,16 +93,16 @@ def from_torch(torch_mesh: TorchMesh) -> DeviceMesh:
     MeshError
         If torch's mesh belongs to another job, or its ids descend along an axis; see `to_torch`.
     """
-    known = None if not dist.is_initialized() else current_job().meshes.get(torch_mesh)
-    if known is not None:
-        return known
+    running = dist.is_initialized()
+    if running and torch_mesh in current_job().meshes:
+        return current_job().meshes[torch_mesh]
     mesh = DeviceMesh(torch_mesh.mesh, axis_names=torch_mesh.mesh_dim_names)
-    if not dist.is_initialized():
+    if not running:
         raise CommunicatorError(
             f"torch.distributed is not initialised, so the job of torch mesh {mesh} has ended; "
             "make a mesh in the running one"
         )
-    world = dist.get_world_size()
+    job, world = current_job(), dist.get_world_size()
     if max(mesh.ids) >= world:
         raise MeshError(
             f"torch mesh {mesh} has device {max(mesh.ids)}, but this job has {world} ranks "
@@ -109,7 +110,6 @@ def from_torch(torch_mesh: TorchMesh) -> DeviceMesh:
         )
     _check_ascending(mesh)
     groups = _groups_of(torch_mesh, mesh)
-    job = current_job()
     if mesh.size == world:
         _adopt(job, mesh, groups)
     job.torch_meshes.setdefault((mesh, torch_mesh.device_type), torch_mesh)
@@ -146,14 +146,7 @@ def to_torch(mesh: DeviceMesh, device_type: str = "cpu") -> TorchMesh:
 
 
 def slice_of(mesh: DeviceMesh, axis_names: str | tuple[str, ...]) -> DeviceMesh:
-    """Return the part of a mesh along the named axes that the calling rank is in.
-
-    Parameters
-    ----------
-    mesh
-        A mesh with named axes, of the running job.
-    axis_names
-        One name, or several; the axes come in this order.
+    """Return the part of a mesh along the named axes, in this order, that the calling rank is in.
 
     Raises
     ------
@@ -168,7 +161,7 @@ def slice_of(mesh: DeviceMesh, axis_names: str | tuple[str, ...]) -> DeviceMesh:
     axes = [mesh.axis(name) for name in names]
     rank = _rank_in(mesh, f"mesh[{', '.join(map(repr, names))}] is the slice of the calling rank")
     ProcessGroupCommunicator.of(mesh)  # so that the job knows what this is a slice of
-    return _slice(mesh, axes, rank)
+    return mesh.slice_with(rank, axes)
 
 
 def group_of(mesh: DeviceMesh, axis: Axis | None = None) -> dist.ProcessGroup:
@@ -202,13 +195,6 @@ def device_type_of(mesh: DeviceMesh) -> str:
     return next((device_type for made, device_type in known if made == plain), "cpu")
 
 
-def _product(mesh_shape: Sequence[int]) -> int:
-    result = 1
-    for size in mesh_shape:
-        result *= operator.index(size)
-    return result
-
-
 def _rank_in(mesh: DeviceMesh, what: str) -> int:
     """Return the calling rank, which has to be in the mesh."""
     if not dist.is_initialized():
@@ -221,21 +207,6 @@ def _rank_in(mesh: DeviceMesh, what: str) -> int:
     if rank not in mesh:
         raise CommunicatorError(f"{what}, but rank {rank} is not in mesh {mesh} of ids {mesh.ids}")
     return rank
-
-
-def _slice(mesh: DeviceMesh, axes: Sequence[int], rank: int) -> DeviceMesh:
-    def keep(values: Sequence[float] | None) -> list[float] | None:
-        return None if values is None else [values[axis] for axis in axes]
-
-    assert mesh.axis_names is not None, "slices are named"
-    return DeviceMesh(
-        mesh.group(rank, axes),
-        [mesh.shape[axis] for axis in axes],
-        mesh_alpha=keep(mesh.mesh_alpha),
-        mesh_beta=keep(mesh.mesh_beta),
-        axis_names=[mesh.axis_names[axis] for axis in axes],
-        link_model=mesh.link_model,
-    )
 
 
 def _without_links(mesh: DeviceMesh) -> DeviceMesh:
@@ -298,7 +269,7 @@ def _slice_in_torch(job: Job, mesh: DeviceMesh, device_type: str) -> TorchMesh |
         names, own = root.axis_names or (), mesh.axis_names or ()
         axes = [names.index(name) for name in own if name in names]
         larger = own and len(axes) == len(own) < len(names) and axes == sorted(axes)
-        if larger and rank in root and plain == _without_links(_slice(root, axes, rank)):
+        if larger and rank in root and plain == _without_links(root.slice_with(rank, axes)):
             return to_torch(root, device_type)[own]
     return None
 
@@ -308,21 +279,16 @@ def _made_of_groups(job: Job, mesh: DeviceMesh, device_type: str) -> TorchMesh:
     for axis in range(mesh.ndim):
         for members in mesh.groups([axis]):
             job.make_group(members)
-    rank = dist.get_rank()
+    rank, names = dist.get_rank(), mesh.axis_names
+    if names is None and mesh.ndim > 1:  # torch asks for names where there are several axes
+        names = tuple(f"axis_{axis}" for axis in range(mesh.ndim))
     grid = torch.tensor(mesh.ids, dtype=torch.int).reshape(mesh.shape)
     if rank not in mesh:
         # torch has no group to make it of here; it asks for none.
-        return TorchMesh(device_type, grid, mesh_dim_names=_names(mesh), _init_backend=False)
+        return TorchMesh(device_type, grid, mesh_dim_names=names, _init_backend=False)
     groups = [job.group(mesh.group(rank, [axis])) for axis in range(mesh.ndim)]
     found = [group for group in groups if group is not None]
     assert len(found) == mesh.ndim, "they have just been made"
     if mesh.ndim == 1:
-        return TorchMesh.from_group(found[0], device_type, mesh_dim_names=mesh.axis_names)
-    return TorchMesh.from_group(found, device_type, grid, mesh_dim_names=_names(mesh))
-
-
-def _names(mesh: DeviceMesh) -> tuple[str, ...] | None:
-    """Return the names that torch's mesh gets; torch asks for some where there are several axes."""
-    if mesh.ndim == 1 or mesh.axis_names is not None:
-        return mesh.axis_names
-    return tuple(f"axis_{axis}" for axis in range(mesh.ndim))
+        return TorchMesh.from_group(found[0], device_type, mesh_dim_names=names)
+    return TorchMesh.from_group(found, device_type, grid, mesh_dim_names=names)
