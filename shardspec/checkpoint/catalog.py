@@ -8,6 +8,7 @@ so that a new format is one new file that makes these values.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Final, Generic, TypeAlias, TypeVar
@@ -249,12 +250,17 @@ def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
     return {part: tuple(ids) for part, ids in found.items()}
 
 
+@lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> Box:
+    """Return the box that is all of a tensor: one value for those of one shape."""
+    return tuple((0, size) for size in shape)
+
+
 def unsharded_tensor(
     name: str, shape: tuple[int, ...], dtype: str, path: Path, offset: int
 ) -> StoredTensor:
     """Return a tensor that lies whole, row-major, at a place in one file."""
-    whole = tuple((0, size) for size in shape)
-    boxes = () if 0 in shape else (StoredBox(whole, (), 0, path, offset),)
+    boxes = () if 0 in shape else (StoredBox(_whole(shape), (), 0, path, offset),)
     return StoredTensor(name, shape, dtype, None, (), boxes)
 
 

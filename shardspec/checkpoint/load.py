@@ -142,7 +142,7 @@ def _world() -> DeviceMesh:
 
 def _values(source: Catalog) -> Mapping[str, object]:
     """Return the plain values that belong to a state dict that was saved."""
-    return source.info.values if isinstance(source, NativeCatalog) else {}
+    return source.extras if isinstance(source, NativeCatalog) else {}
 
 
 def _nested(
@@ -171,7 +171,7 @@ def _nested(
     paths: dict[str, KeyPath] = {new: (new,) for new in sorted(found)}
     if isinstance(source, NativeCatalog):
         old = {**names, **{new: name for name, new in values.items()}}
-        saved = source.info.paths
+        saved = source.paths
         paths.update({name: path for name, path in saved.items() if old.get(name, name) == name})
     return unflatten(paths, lambda name: found.get(name, LEFT_OUT))
 

@@ -2,12 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar, overload
 
-from shardspec.boxes import Box, box_size
+from shardspec.boxes import Box
+from shardspec.checkpoint.catalog import ReplicaKey
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.safetensors_header import MAX_DIMS
 from shardspec.checkpoint.source_files import SourceFile
@@ -20,6 +22,7 @@ from shardspec.checkpoint.state_dict import (
 )
 from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.strict_json import (
+    JSONStream,
     as_list,
     as_object,
     as_size,
@@ -27,7 +30,6 @@ from shardspec.checkpoint.strict_json import (
     as_text,
     field,
     member,
-    parse_json,
 )
 from shardspec.dtypes import from_safetensors, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
@@ -38,6 +40,7 @@ from shardspec.text import shown
 __all__ = [
     "SAVE_KEY",
     "VERSION",
+    "BoxColumns",
     "BoxEntry",
     "FileEntry",
     "ShardingInfo",
@@ -72,6 +75,53 @@ class BoxEntry(NamedTuple):
     """CRC-32 of its bytes; None where it was saved without."""
 
 
+class BoxColumns(Sequence[BoxEntry]):
+    """Boxes of a file as columns: for each 24 bytes, and what others do not have in common.
+
+    Examples
+    --------
+    >>> boxes = BoxColumns()
+    >>> boxes.add("w", (((0, 2),), ()), 7)
+    >>> boxes[0]
+    BoxEntry(tensor='w', box=((0, 2),), addend=(), crc32=7)
+    """
+
+    __slots__ = ("_crcs", "_names", "_parts")
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._parts: list[ReplicaKey] = []
+        self._crcs = array("q")
+        """Less than 0 where there is none."""
+
+    def add(self, tensor: str, part: ReplicaKey, crc32: int | None) -> None:
+        """Append a box."""
+        self._names.append(tensor)
+        self._parts.append(part)
+        self._crcs.append(-1 if crc32 is None else crc32)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, index: int) -> BoxEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[BoxEntry]: ...
+    def __getitem__(self, index: int | slice) -> BoxEntry | Sequence[BoxEntry]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        crc32 = self._crcs[index]
+        box, addend = self._parts[index]
+        return BoxEntry(self._names[index], box, addend, None if crc32 < 0 else crc32)
+
+    def __iter__(self) -> Iterator[BoxEntry]:
+        for name, (box, addend), crc32 in zip(self._names, self._parts, self._crcs, strict=True):
+            yield BoxEntry(name, box, addend, None if crc32 < 0 else crc32)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+
 class FileEntry(NamedTuple):
     """One file and the boxes it holds, at most one of each tensor."""
 
@@ -81,7 +131,7 @@ class FileEntry(NamedTuple):
     """Physical id of the device whose boxes these are."""
     num_bytes: int
     """Size of the file."""
-    boxes: tuple[BoxEntry, ...]
+    boxes: Sequence[BoxEntry]
 
 
 class ShardingInfo(NamedTuple):
@@ -189,74 +239,82 @@ def read_info(directory: Path) -> ShardingInfo:
                 f"{path}: has {file.num_bytes} bytes, past the {_MOST_BYTES} that it may have; it "
                 "is damaged, restore it"
             )
-        return parse_info(file.read(0, file.num_bytes), path)
+        return _parse(JSONStream(file.read, file.num_bytes, path, "sharding info"), path)
 
 
 def parse_info(data: bytes, path: Path) -> ShardingInfo:
     """Check the bytes of a `sharding_info.json` and return what they say."""
-    info = as_object(parse_json(data, path, "sharding info"), path, "the sharding info")
-    stated = field(info, "format", as_text, path, "")
-    if stated != _FORMAT:
-        raise CheckpointError(f"{path}: format is {stated!r}, not {_FORMAT!r}")
-    version = field(info, "version", as_size, path, "")
+
+    def read(start: int, num_bytes: int) -> bytes:
+        return data[start : start + num_bytes]
+
+    return _parse(JSONStream(read, len(data), path, "sharding info"), path)
+
+
+def _parse(stream: JSONStream, path: Path) -> ShardingInfo:
+    """Read an info value by value; what many tensors and boxes have in common is kept once."""
+    stated: dict[str, object] = {}
+    tensors: dict[str, _StatedTensor] = {}
+    files: list[FileEntry] = []
+    values: dict[str, object] = {}
+    paths: dict[str, KeyPath] = {}
+    names: dict[str, str] = {}
+    kinds: dict[_StatedTensor, _StatedTensor] = {}
+    parts: dict[ReplicaKey, ReplicaKey] = {}
+    for key in stream.members("the sharding info"):
+        stated[key] = None
+        match key:
+            case "tensors":
+                for name in stream.members(key):
+                    kind = _parse_tensor(stream.value(), f"tensors[{name!r}]", path)
+                    tensors[name] = kinds.setdefault(kind, kind)
+                    names[name] = name
+            case "files":
+                files.extend(
+                    _parse_file(stream, f"files[{place}]", names, parts, path)
+                    for place in stream.items(key)
+                )
+            case "values":
+                for name in stream.members(key):
+                    values[name] = _decoded(decode_value, stream.value(), f"values[{name!r}]", path)
+            case "paths":
+                for name in stream.members(key):
+                    paths[name] = _decoded(decode_path, stream.value(), f"paths[{name!r}]", path)
+            case _:
+                stated[key] = stream.value()
+                _check_version(stated, path)
+    stream.end()
+    names.clear()
+    for key in ("format", "version", "mesh", "tensors", "files", "save"):
+        member(stated, key, path, key)
+    mesh = _parse_mesh(as_object(stated["mesh"], path, "mesh"), path)
+    layouts = _layouts(mesh, tensors, path)
+    _check_files(files, mesh, layouts, path)
+    for name in values.keys() & layouts.keys():
+        raise CheckpointError(f"{path}: {name!r} is both a tensor and a value")
+    for name in paths.keys() - layouts.keys() - values.keys():
+        raise CheckpointError(f"{path}: paths[{name!r}] is of nothing that the info lists")
+    save = as_text(stated["save"], path, "save")
+    return ShardingInfo(save, mesh, layouts, tuple(files), values, paths)
+
+
+def _check_version(stated: dict[str, object], path: Path) -> None:
+    """Refuse what says that it is something else; asked early, as the rest may look otherwise."""
+    if (name := stated.get("format", _FORMAT)) != _FORMAT:
+        raise CheckpointError(f"{path}: format is {shown(name)}, not {_FORMAT!r}")
+    version = as_size(stated.get("version", VERSION), path, "version")
     if version != VERSION:
         remedy = "upgrade shardspec" if version > VERSION else "the file is damaged, restore it"
         raise CheckpointError(
             f"{path}: has version {version}, but this shardspec reads version {VERSION}; {remedy}"
         )
-    mesh = _parse_mesh(field(info, "mesh", as_object, path, ""), path)
-    known: dict[tuple[str, tuple[int, ...], str], _Boxes] = {}
-    tensors = {
-        name: _parse_layout(mesh, name, at, path, known)
-        for name, at in field(info, "tensors", as_object, path, "").items()
-    }
-    files: dict[str, FileEntry] = {}
-    for place, value in enumerate(field(info, "files", as_list, path, "")):
-        file = _parse_file(value, f"files[{place}]", mesh, tensors, path)
-        if file.name in files:
-            raise CheckpointError(f"{path}: files[{place}] repeats the file name {file.name!r}")
-        files[file.name] = file
-    save = field(info, "save", as_text, path, "")
-    layouts = {name: boxes.layout for name, boxes in tensors.items()}
-    values = _parse_each(info, "values", decode_value, path)
-    for name in values.keys() & layouts.keys():
-        raise CheckpointError(f"{path}: {name!r} is both a tensor and a value")
-    paths = _parse_each(info, "paths", decode_path, path)
-    for name in paths.keys() - layouts.keys() - values.keys():
-        raise CheckpointError(f"{path}: paths[{name!r}] is of nothing that the info lists")
-    return ShardingInfo(save, mesh, layouts, tuple(files.values()), values, paths)
 
 
-def _parse_each(
-    info: dict[str, object], key: str, decode: Callable[[object], _T], path: Path
-) -> dict[str, _T]:
-    """Return the decoded values of a member that may be left out."""
-    found = {}
-    for name, stated in as_object(info.get(key, {}), path, key).items():
-        try:
-            found[name] = decode(stated)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: {key}[{name!r}] {error}") from None
-    return found
-
-
-class _Boxes:
-    """A layout that many tensors have, and the box that it gives each device."""
-
-    __slots__ = ("_boxes", "layout")
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self._boxes: dict[int, tuple[object, Box]] = {}
-
-    def of(self, rank: int) -> tuple[object, Box]:
-        """Return the box of a device: as JSON has it, None if it is empty; and as a value."""
-        found = self._boxes.get(rank)
-        if found is None:
-            box = self.layout.box(rank)
-            stated = [list(side) for side in box] if box_size(box) else None
-            found = self._boxes[rank] = stated, box
-        return found
+def _decoded(decode: Callable[[object], _T], value: object, key: str, path: Path) -> _T:
+    try:
+        return decode(value)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {key} {error}") from None
 
 
 def _parse_mesh(stated: dict[str, object], path: Path) -> DeviceMesh:
@@ -271,14 +329,15 @@ def _parse_mesh(stated: dict[str, object], path: Path) -> DeviceMesh:
         raise CheckpointError(f"{path}: mesh: {error}") from None
 
 
-def _parse_layout(
-    mesh: DeviceMesh,
-    name: str,
-    value: object,
-    path: Path,
-    known: dict[tuple[str, tuple[int, ...], str], _Boxes],
-) -> _Boxes:
-    key = f"tensors[{name!r}]"
+class _StatedTensor(NamedTuple):
+    """What the info says of tensors that are sharded alike."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+
+
+def _parse_tensor(value: object, key: str, path: Path) -> _StatedTensor:
     stated = as_object(value, path, key)
     shape = field(stated, "shape", as_sizes, path, key)
     if len(shape) > MAX_DIMS:
@@ -289,72 +348,101 @@ def _parse_layout(
         raise CheckpointError(
             f"{path}: {key}.spec has {len(spec)} characters, at most {_MOST_SPEC}"
         )
-    # Many tensors are sharded alike.
-    alike = spec, shape, dtype
-    if alike in known:
-        return known[alike]
-    try:
-        known[alike] = found = _Boxes(Layout(mesh, spec, shape, from_safetensors(dtype)))
-        return found
-    except SpecSyntaxError as error:
-        raise CheckpointError(f"{path}: {key}.spec {shown(spec)}: {error.problem}") from None
-    except ShardSpecError as error:
-        raise CheckpointError(f"{path}: {key}: {error}") from None
+    return _StatedTensor(shape, dtype, spec)
+
+
+def _layouts(
+    mesh: DeviceMesh, tensors: Mapping[str, _StatedTensor], path: Path
+) -> dict[str, Layout]:
+    known: dict[_StatedTensor, Layout] = {}
+    found = {}
+    for name, kind in tensors.items():
+        if kind not in known:
+            key = f"tensors[{name!r}]"
+            try:
+                known[kind] = Layout(mesh, kind.spec, kind.shape, from_safetensors(kind.dtype))
+            except SpecSyntaxError as error:
+                raise CheckpointError(
+                    f"{path}: {key}.spec {shown(kind.spec)}: {error.problem}"
+                ) from None
+            except ShardSpecError as error:
+                raise CheckpointError(f"{path}: {key}: {error}") from None
+        found[name] = known[kind]
+    return found
 
 
 def _parse_file(
-    value: object, key: str, mesh: DeviceMesh, tensors: Mapping[str, _Boxes], path: Path
+    stream: JSONStream,
+    key: str,
+    names: Mapping[str, str],
+    parts: dict[ReplicaKey, ReplicaKey],
+    path: Path,
 ) -> FileEntry:
-    stated = as_object(value, path, key)
+    stated: dict[str, object] = {}
+    boxes = BoxColumns()
+    for part in stream.members(key):
+        stated[part] = None
+        if part != "boxes":
+            stated[part] = stream.value()
+            continue
+        for tensor in stream.members(f"{key}.boxes"):
+            held, crc32 = _parse_box(stream.value(), f"{key}.boxes[{tensor!r}]", path)
+            boxes.add(names.get(tensor, tensor), parts.setdefault(held, held), crc32)
+    member(stated, "boxes", path, f"{key}.boxes")
     name = field(stated, "name", as_text, path, key)
     file_inside(path.parent, name, path)
     rank = field(stated, "rank", as_size, path, key)
-    if rank not in mesh:
-        raise CheckpointError(f"{path}: {key}.rank is {rank}, which is no device of the mesh")
-    num_bytes = field(stated, "bytes", as_size, path, key)
-    entries = []
-    for tensor, box in field(stated, "boxes", as_object, path, key).items():
-        at = f"{key}.boxes[{tensor!r}]"
-        if tensor not in tensors:
-            raise CheckpointError(f"{path}: {at} is of a tensor that 'tensors' does not list")
-        entries.append(
-            _parse_box(tensor, as_object(box, path, at), at, tensors[tensor], rank, path)
-        )
-    return FileEntry(name, rank, num_bytes, tuple(entries))
+    return FileEntry(name, rank, field(stated, "bytes", as_size, path, key), boxes)
 
 
-def _parse_box(
-    tensor: str, value: object, key: str, boxes: _Boxes, rank: int, path: Path
-) -> BoxEntry:
-    stated = value if type(value) is dict else as_object(value, path, key)
-    expected, box = boxes.of(rank)
-    # What is not as it should be is looked at closely.
-    if expected is None or stated.get("box") != expected:
-        box = _parse_sides(stated, key, boxes.layout, path)
-    addend = field(stated, "addend", as_sizes, path, key) if "addend" in stated else ()
-    crc = stated.get("crc32")
-    if crc is None and "crc32" not in stated:
-        return BoxEntry(tensor, box, addend, None)
-    if type(crc) is not str or _CRC.fullmatch(crc) is None:
-        raise CheckpointError(
-            f"{path}: {key}.crc32 is {shown(crc)}, not a string of eight hexadecimal digits"
-        )
-    return BoxEntry(tensor, box, addend, int(crc, 16))
-
-
-def _parse_sides(stated: dict[str, object], key: str, layout: Layout, path: Path) -> Box:
-    key_box = f"{key}.box"
+def _parse_box(value: object, key: str, path: Path) -> tuple[ReplicaKey, int | None]:
+    stated = as_object(value, path, key)
     sides = []
     for side in field(stated, "box", as_list, path, key):
-        interval = as_sizes(side, path, key_box)
+        interval = as_sizes(side, path, f"{key}.box")
         if len(interval) != 2:
-            raise CheckpointError(f"{path}: {key_box} has {side}, which is no [low, high] pair")
+            raise CheckpointError(f"{path}: {key}.box has {side}, which is no [low, high] pair")
         sides.append((interval[0], interval[1]))
-    if len(sides) != len(layout.global_shape) or not all(
-        lo < hi <= size for (lo, hi), size in zip(sides, layout.global_shape, strict=False)
-    ):
-        raise CheckpointError(
-            f"{path}: {key_box} {[list(side) for side in sides]} is empty or does not lie in the "
-            f"tensor of shape {list(layout.global_shape)}"
-        )
-    return tuple(sides)
+    addend = field(stated, "addend", as_sizes, path, key) if "addend" in stated else ()
+    crc32 = None
+    if "crc32" in stated:
+        text = stated["crc32"]
+        if not isinstance(text, str) or _CRC.fullmatch(text) is None:
+            raise CheckpointError(
+                f"{path}: {key}.crc32 is {shown(text)}, not a string of eight hexadecimal digits"
+            )
+        crc32 = int(text, 16)
+    return (tuple(sides), addend), crc32
+
+
+def _check_files(
+    files: Sequence[FileEntry], mesh: DeviceMesh, tensors: Mapping[str, Layout], path: Path
+) -> None:
+    """Check that names, ranks and boxes of files can be."""
+    names: set[str] = set()
+    checked: set[tuple[tuple[int, ...], Box]] = set()
+    for place, file in enumerate(files):
+        key = f"files[{place}]"
+        if file.name in names:
+            raise CheckpointError(f"{path}: {key} repeats the file name {file.name!r}")
+        names.add(file.name)
+        if file.rank not in mesh:
+            raise CheckpointError(
+                f"{path}: {key}.rank is {file.rank}, which is no device of the mesh"
+            )
+        for tensor, box, _, _ in file.boxes:
+            if tensor not in tensors:
+                raise CheckpointError(
+                    f"{path}: {key}.boxes[{tensor!r}] is of a tensor that 'tensors' does not list"
+                )
+            shape = tensors[tensor].global_shape
+            if (shape, box) in checked:
+                continue
+            checked.add((shape, box))
+            if len(box) != len(shape) or not all(
+                lo < hi <= size for (lo, hi), size in zip(box, shape, strict=True)
+            ):
+                raise CheckpointError(
+                    f"{path}: {key}.boxes[{tensor!r}].box {[list(side) for side in box]} is empty "
+                    f"or does not lie in the tensor of shape {list(shape)}"
+                )

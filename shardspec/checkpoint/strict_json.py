@@ -4,7 +4,6 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Never, TypeVar
 
@@ -12,6 +11,7 @@ from shardspec.errors import CheckpointError
 from shardspec.text import shown
 
 __all__ = [
+    "JSONStream",
     "as_list",
     "as_object",
     "as_size",
@@ -20,14 +20,17 @@ __all__ = [
     "field",
     "member",
     "parse_json",
-    "parse_members",
 ]
 
 _T = TypeVar("_T")
 
-_WINDOW: Final = 4 << 20
-"""Bytes of JSON that are parsed at once; the values in them take 30 times as much at most."""
+_CHUNK: Final = 256 << 10
+"""Bytes of a long text that are read at once."""
+_MOST_MEMBER: Final = 4 << 20
+"""Characters of one value in a long text; what is parsed takes 30 times as much at most."""
 _BLANKS: Final = re.compile(r"[ \t\n\r]*")
+_KEY: Final = re.compile(r'"([^"\\\x00-\x1f]*)"[ \t\n\r]*:[ \t\n\r]*')
+"""A key without escapes, as most are."""
 
 
 class _BadJSONError(ValueError):
@@ -36,17 +39,20 @@ class _BadJSONError(ValueError):
 
 def parse_json(data: bytes, file: Path, what: str) -> object:
     """Return the value that bytes hold as strict JSON; `what` they are is for errors."""
-    with _clear_errors(file, what):
+    try:
         text: object = json.loads(
             data.decode("utf-8"), object_pairs_hook=_no_repeats, parse_constant=_no_constant
         )
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, what, error) from None
     return text
 
 
-def parse_members(
-    read: Callable[[int, int], bytes], num_bytes: int, file: Path, what: str
-) -> Iterator[tuple[str, object]]:
-    """Yield the members of a JSON object that may be long, in memory that does not grow with it.
+class JSONStream:
+    """Reads JSON that may be long, in memory that does not grow with it.
+
+    Objects and lists are gone through with `members` and `items`. After each key or index that
+    these yield, its value has to be taken: by `value`, or by going through it in turn.
 
     Parameters
     ----------
@@ -59,116 +65,161 @@ def parse_members(
 
     Examples
     --------
-    >>> text = b'{"a": 1, "b": [2]}'
-    >>> read = lambda at, count: text[at : at + count]
-    >>> dict(parse_members(read, len(text), Path("file"), "header"))
-    {'a': 1, 'b': [2]}
+    >>> text = b'{"a": 1, "b": [2, [3]]}'
+    >>> stream = JSONStream(lambda at, n: text[at : at + n], len(text), Path("file"), "header")
+    >>> for key in stream.members():
+    ...     print(key, stream.value() if key == "a" else [stream.value() for _ in stream.items()])
+    a 1
+    b [2, [3]]
+    >>> stream.end()
     """
-    parse = json.JSONDecoder(object_pairs_hook=_no_repeats, parse_constant=_no_constant).raw_decode
-    seen: set[str] = set()
-    with _clear_errors(file, what):
-        window = _Window(read, num_bytes)
-        try:
-            mark = window.skip("{")
-            while mark != "}":
-                if not seen and window.text[window.at : window.at + 1] == "}":
-                    window.at += 1
-                    break
-                key, window.at = parse(window.text, window.at)
-                if not isinstance(key, str):
-                    raise _BadJSONError(f"has the key {shown(key)}, which is no string")
-                if key in seen:
-                    raise _BadJSONError(f"has the key {shown(key)} twice")
-                seen.add(key)
-                window.skip(":")
-                value, window.at = parse(window.text, window.at)
-                _check_text(key, file, f"the {what}")
-                yield key, value
-                mark = window.skip(",}")
-                window.fill()
-            window.end()
-        except json.JSONDecodeError as error:
-            long = f", or has a member of more than {_WINDOW} bytes" if num_bytes > _WINDOW else ""
-            raise _BadJSONError(
-                f"is not JSON{long}: {error.msg} at character {window.before + error.pos}"
-            ) from None
 
-
-class _Window:
-    """A part of a long text: at least `_WINDOW` characters from `at` on, if there are so many."""
-
-    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
-        self._read, self._num_bytes = read, num_bytes
+    def __init__(
+        self, read: Callable[[int, int], bytes], num_bytes: int, file: Path, what: str
+    ) -> None:
+        self._read, self._num_bytes, self._file, self._what = read, num_bytes, file, what
+        self._parse = json.JSONDecoder(
+            object_pairs_hook=_no_repeats, parse_constant=_no_constant
+        ).raw_decode
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
         self._taken = 0
-        self.before = 0
-        """Characters of the text that are no longer here."""
-        self.text = ""
-        self.at = 0
-        self.fill()
+        self._before = 0
+        """Characters that are no longer in `_text`."""
+        self._text = ""
+        self._at = 0
+        self._skip_blanks()
 
-    def fill(self) -> None:
-        """Read on where it has become short."""
-        while len(self.text) - self.at < _WINDOW and self._taken < self._num_bytes:
-            piece = self._read(self._taken, min(_WINDOW, self._num_bytes - self._taken))
-            self._taken += len(piece)
-            self.before += self.at
+    def members(self, name: str = "") -> Iterator[str]:
+        """Yield the keys of the object that comes next; `name` is its own, for errors."""
+        if name and self._next() != "{":
+            as_object(self.value(), self._file, name)
+        self._pass("{")
+        seen: set[str] = set()
+        mark = "}" if self._next() == "}" and self._pass("}") else ","
+        while mark == ",":
+            key = self._key()
+            if key in seen:
+                self._fail(f"has the key {shown(key)} twice")
+            seen.add(key)
+            yield key
+            mark = self._pass(",}")
+
+    def items(self, name: str = "") -> Iterator[int]:
+        """Yield the indices of the list that comes next; `name` is its own, for errors."""
+        if name and self._next() != "[":
+            as_list(self.value(), self._file, name)
+        self._pass("[")
+        mark = "]" if self._next() == "]" and self._pass("]") else ","
+        index = 0
+        while mark == ",":
+            yield index
+            index += 1
+            mark = self._pass(",]")
+
+    def value(self) -> object:
+        """Return the value that comes next."""
+        while True:
             try:
-                more = self._decode(piece, self._taken == self._num_bytes)
-            except UnicodeDecodeError as error:
-                # The decoder may have kept back some bytes of the piece before.
-                raise _BadJSONError(_no_utf8(error, self._taken - len(error.object))) from None
-            self.text, self.at = self.text[self.at :] + more, 0
-
-    def skip(self, expected: str) -> str:
-        """Pass blanks, one of the characters expected, and blanks; return the character."""
-        at = self._blanks(self.at)
-        found = self.text[at : at + 1]
-        if not found or found not in expected:
-            raise json.JSONDecodeError(f"Expecting {' or '.join(expected)}", self.text, at)
-        self.at = self._blanks(at + 1)
-        return found
-
-    def _blanks(self, at: int) -> int:
-        match = _BLANKS.match(self.text, at)
-        assert match is not None, "no blanks are blanks too"
-        return match.end()
+                found, end = self._parse(self._text, self._at)
+            except (ValueError, RecursionError) as error:
+                if isinstance(error, _BadJSONError) or not self._read_on():
+                    raise self._damaged(error) from None
+                continue
+            # At the end of what was read, a number may go on.
+            if end < len(self._text) or not self._read_on():
+                self._at = end
+                return found
 
     def end(self) -> None:
-        """Pass blanks, after which nothing may follow."""
-        self.at = self._blanks(self.at)
-        while self.at == len(self.text) and self._taken < self._num_bytes:
-            self.fill()
-            self.at = self._blanks(self.at)
-        if self.at < len(self.text):
-            raise json.JSONDecodeError("Extra data", self.text, self.at)
+        """Check that nothing follows."""
+        if self._next():
+            raise self._damaged(json.JSONDecodeError("Extra data", self._text, self._at))
+
+    def _key(self) -> str:
+        match = _KEY.match(self._text, self._at)
+        if match is not None and match.end() < len(self._text):
+            self._at = match.end()
+            key = match[1]
+        else:
+            found = self.value()
+            if not isinstance(found, str):
+                self._fail(f"has the key {shown(found)}, which is no string")
+            self._pass(":")
+            key = found
+        if not key.isascii():
+            _check_text(key, self._file, f"the {self._what}")
+        return key
+
+    def _pass(self, expected: str) -> str:
+        """Pass blanks, one of the characters expected, and blanks; return the character."""
+        found = self._next()
+        if not found or found not in expected:
+            message = f"Expecting {' or '.join(expected)}"
+            raise self._damaged(json.JSONDecodeError(message, self._text, self._at))
+        self._at += 1
+        self._skip_blanks()
+        return found
+
+    def _next(self) -> str:
+        """Pass blanks and return the character that comes next; nothing at the end."""
+        found = self._text[self._at : self._at + 1]
+        if not found or found in " \t\n\r":
+            self._skip_blanks()
+            found = self._text[self._at : self._at + 1]
+        return found
+
+    def _skip_blanks(self) -> None:
+        while True:
+            match = _BLANKS.match(self._text, self._at)
+            assert match is not None, "no blanks are blanks too"
+            self._at = match.end()
+            if self._at < len(self._text) or not self._read_on():
+                return
+
+    def _read_on(self) -> bool:
+        """Read more of the text, if there is more and a value may be longer than what is there."""
+        rest = len(self._text) - self._at
+        if self._taken == self._num_bytes or rest >= _MOST_MEMBER:
+            return False
+        piece = self._read(self._taken, min(max(_CHUNK, rest), self._num_bytes - self._taken))
+        self._taken += len(piece)
+        self._before += self._at
+        try:
+            more = self._decode(piece, self._taken == self._num_bytes)
+        except UnicodeDecodeError as error:
+            # The decoder may have kept back some bytes of the piece before.
+            raise self._damaged(error, self._taken - len(error.object)) from None
+        self._text, self._at = self._text[self._at :] + more, 0
+        return True
+
+    def _fail(self, problem: str) -> Never:
+        raise self._damaged(_BadJSONError(problem))
+
+    def _damaged(self, error: Exception, byte: int = 0) -> CheckpointError:
+        if isinstance(error, json.JSONDecodeError):
+            long = self._num_bytes > _MOST_MEMBER
+            size = f", or has a member of more than {_MOST_MEMBER} bytes" if long else ""
+            at = self._before + error.pos
+            error = _BadJSONError(f"is not JSON{size}: {error.msg} at character {at}")
+        return _damaged(self._file, self._what, error, byte)
 
 
-@contextmanager
-def _clear_errors(file: Path, what: str) -> Iterator[None]:
-    """Turn what a parser raises into one line."""
-    try:
-        yield
-        return
-    except CheckpointError:
-        raise
-    except UnicodeDecodeError as error:
-        problem = _no_utf8(error, 0)
-    except json.JSONDecodeError as error:
-        problem = f"is not JSON: {error.msg} at character {error.pos}"
-    except _BadJSONError as error:
-        problem = str(error)
-    except RecursionError:
-        problem = "nests too deep"
-    except ValueError:
-        # The one other thing that the parser raises: its limit on the digits of a number.
-        problem = "holds a number of thousands of digits"
-    raise CheckpointError(f"{file}: the {what} {problem}; the file is damaged, restore it")
-
-
-def _no_utf8(error: UnicodeDecodeError, before: int) -> str:
-    byte = error.object[error.start]
-    return f"is not UTF-8 (byte {before + error.start} is {byte:#04x})"
+def _damaged(file: Path, what: str, error: Exception, before: int = 0) -> CheckpointError:
+    """Return in one line what a parser has raised, so many bytes behind `before`."""
+    match error:
+        case UnicodeDecodeError():
+            byte = error.object[error.start]
+            problem = f"is not UTF-8 (byte {before + error.start} is {byte:#04x})"
+        case json.JSONDecodeError():
+            problem = f"is not JSON: {error.msg} at character {error.pos}"
+        case _BadJSONError():
+            problem = str(error)
+        case RecursionError():
+            problem = "nests too deep"
+        case _:
+            # The one other thing that the parser raises: its limit on the digits of a number.
+            problem = "holds a number of thousands of digits"
+    return CheckpointError(f"{file}: the {what} {problem}; the file is damaged, restore it")
 
 
 def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -334,7 +334,7 @@ def test_an_info_that_breaks_a_rule(tmp_path, change, problem):
     ("text", "problem"),
     [
         (b"", "is not JSON: Expecting value at character 0"),
-        (b'{"format": "shardspec",', "is not JSON: Expecting property name"),
+        (b'{"format": "shardspec",', "is not JSON: Expecting value at character 23"),
         (b"\xff{}", "is not UTF-8 (byte 0 is 0xff)"),
         (b'{"format": "shardspec", "format": "x"}', "has the key 'format' twice"),
         (b'{"version": NaN}', "holds NaN, which is not JSON"),

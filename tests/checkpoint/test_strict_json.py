@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardspec.checkpoint.strict_json import parse_json, parse_members
+from shardspec.checkpoint.strict_json import JSONStream, parse_json
 from shardspec.errors import CheckpointError
 
 # Few enough to be parsed in no time, and long enough to be more than one part.
@@ -14,7 +14,10 @@ MORE = 5 << 20
 
 
 def members(text):
-    return parse_members(lambda at, count: text[at : at + count], len(text), Path("f"), "header")
+    stream = JSONStream(lambda at, n: text[at : at + n], len(text), Path("f"), "header")
+    for key in stream.members():
+        yield key, stream.value()
+    stream.end()
 
 
 def test_a_long_text_says_what_it_says_at_once():
@@ -61,3 +64,40 @@ def test_a_long_text_that_breaks_a_rule(end, problem):
 def test_a_long_text_that_is_no_object():
     with pytest.raises(CheckpointError, match=r"Expecting \{ at character 0"):
         list(members(b"[" + MANY + b"]"))
+
+
+def test_what_lies_within_is_gone_through_too():
+    text = b'{"none": {}, "empty" : [ ] ,"deep":[[1,2],[ {"b":"}"} ]], "n": 12} '
+    stream = JSONStream(lambda at, n: text[at : at + n], len(text), Path("f"), "header")
+    found: dict[str, object] = {}
+    for key in stream.members("the header"):
+        if key == "none":
+            found[key] = {inner: stream.value() for inner in stream.members(key)}
+        elif key == "empty":
+            found[key] = [stream.value() for _ in stream.items(key)]
+        elif key == "deep":
+            found[key] = [[stream.value() for _ in stream.items(key)] for _ in stream.items(key)]
+        else:
+            found[key] = stream.value()
+    stream.end()
+    assert found == parse_json(text, Path("f"), "header")
+
+
+@pytest.mark.parametrize(("text", "problem"), [(b"[]", "an object but is []"), (b"5", "is 5")])
+def test_what_lies_within_is_of_the_kind_that_is_due(text, problem):
+    stream = JSONStream(lambda at, n: text[at : at + n], len(text), Path("f"), "header")
+    with pytest.raises(CheckpointError, match="f: the header should be") as caught:
+        next(stream.members("the header"))
+    assert problem in str(caught.value)
+    stream = JSONStream(lambda at, n: b"{}"[at : at + n], 2, Path("f"), "header")
+    with pytest.raises(CheckpointError, match=r"files should be a list but is \{\}"):
+        next(stream.items("files"))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+def test_what_is_read_in_small_pieces_says_the_same(chunk):
+    text = '{ "é\\n": [1, 23 , -4.5e1], "k" :{"true":true},"last": 678 }'.encode()
+    stream = JSONStream(lambda at, n: text[at : at + min(n, chunk)], len(text), Path("f"), "header")
+    found = {key: stream.value() for key in stream.members()}
+    stream.end()
+    assert found == parse_json(text, Path("f"), "header")

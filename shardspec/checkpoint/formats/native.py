@@ -1,15 +1,18 @@
 """shardspec's own format, read and written: the sharding info, and the headers of its files."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from shardspec.boxes import box_shape
+from shardspec.boxes import box_shape, box_size
 from shardspec.checkpoint.catalog import (
+    Catalog,
     Digest,
-    ListedCatalog,
+    FileBox,
+    Outline,
     ReplicaKey,
     StoredBox,
     StoredTensor,
@@ -33,6 +36,7 @@ from shardspec.checkpoint.sharding_info import (
     read_info,
 )
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.targets import (
     Extent,
@@ -42,6 +46,7 @@ from shardspec.checkpoint.targets import (
     Target,
     assign_boxes,
 )
+from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -57,132 +62,172 @@ def shard_metadata(save: str, rank: int) -> dict[str, str]:
     return {"format": "pt", "shardspec.rank": str(rank), SAVE_KEY: save}
 
 
-class NativeCatalog(ListedCatalog):
-    """A checkpoint that `save_sharded` wrote; made by `open_native`."""
+class _Kind:
+    """Tensors that are sharded alike, and of which the same files hold the same parts.
 
-    def __init__(
-        self,
-        directory: Path,
-        info: ShardingInfo,
-        tensors: Mapping[str, StoredTensor],
-        files: Iterable[Path],
-    ) -> None:
-        super().__init__(NATIVE, directory, tensors, files, info.mesh, info.values)
-        self.info = info
+    Kinds are found box by box: each leads to those with one box more.
+    """
+
+    __slots__ = ("boxes", "layout", "more", "places")
+
+    def __init__(self, layout: Layout, boxes: tuple[FileBox, ...], places: dict[int, int]) -> None:
+        self.layout = layout
+        self.boxes = boxes
+        self.places = places
+        """Of each file that holds a box, which of the boxes it is."""
+        self.more: dict[int, _Kind] = {}
+        """By file, the kind with the box of that file too."""
+
+    def then(self, file: int, box: FileBox) -> "_Kind":
+        """Return the kind with one box more, that of another file."""
+        places = {**self.places, file: len(self.boxes)}
+        found = self.more[file] = _Kind(self.layout, (*self.boxes, box), places)
+        return found
+
+
+class NativeCatalog(Catalog):
+    """A checkpoint that `save_sharded` wrote; made by `open_native`.
+
+    Of each tensor its kind and of each box where it lies are kept, in columns; the values that
+    describe it are made when they are asked for.
+    """
+
+    def __init__(self, directory: Path, info: ShardingInfo) -> None:
+        paths = tuple(file_inside(directory, f.name, directory / INFO_NAME) for f in info.files)
+        files = (directory / INFO_NAME, *paths)
+        super().__init__(NATIVE, directory, info.tensors, files, info.mesh, info.values)
+        self.paths: Mapping[str, KeyPath] = info.paths
+        """Names that were no keys of the state dict, but joined: the keys that led there."""
+        self._tensors: dict[str, tuple[_Kind, int]] = {}
+        """The kind of each tensor, and the place of its first box in the columns."""
+        num_boxes = 0
+        for name, kind in _kinds(info, paths, directory).items():
+            self._tensors[name] = kind, num_boxes
+            num_boxes += len(kind.boxes)
+        self._offsets = array("q", [-1]) * num_boxes
+        self._crcs = array("q", [-1]) * num_boxes
+        looks = list(enumerate(zip(paths, info.files, strict=True)))
+        with prefetch_map(
+            looks, lambda at: _read_header(*at[1], info.save), prefetch_depth(directory)
+        ) as headers:
+            for number, (path, file) in looks:
+                # One header at a time is kept.
+                self._take(number, path, file, next(headers))
+
+    def _take(self, number: int, path: Path, file: FileEntry, header: Header) -> None:
+        """Note where the boxes of a file lie, once its header agrees with the info."""
+        for entry in header.entries:
+            kind, first = self._tensors.get(entry.name, (None, 0))
+            place = None if kind is None else kind.places.get(number)
+            if kind is None or place is None:
+                raise CheckpointError(
+                    f"{path}: holds tensor {shown(entry.name, 200)}, which {INFO_NAME} does not "
+                    f"list for it; {_CHANGED}"
+                )
+            box, dtype = kind.boxes[place].box, kind.layout.dtype
+            if entry.shape != box_shape(box):
+                raise CheckpointError(
+                    f"{path}: holds tensor {entry.name!r} of shape {list(entry.shape)}, but its "
+                    f"box {box_text(box)} needs {list(box_shape(box))}; {_CHANGED}"
+                )
+            if entry.dtype != dtype:
+                raise CheckpointError(
+                    f"{path}: holds tensor {entry.name!r} as {entry.dtype}, but {INFO_NAME} says "
+                    f"{dtype}; {_CHANGED}"
+                )
+            self._offsets[first + place] = entry.offset
+        for name, _, _, crc32 in file.boxes:
+            kind, first = self._tensors[name]
+            at = first + kind.places[number]
+            if self._offsets[at] < 0:
+                raise CheckpointError(
+                    f"{path}: lacks tensor {name!r}, which {INFO_NAME} lists for it; {_CHANGED}"
+                )
+            if crc32 is not None:
+                self._crcs[at] = crc32
+
+    def outline(self, name: str) -> Outline[FileBox]:
+        """Return a tensor and its boxes, which are one object for tensors of one kind."""
+        kind, _ = self._tensors[name]
+        layout = kind.layout
+        pending = stored_reductions(layout)
+        return Outline(name, layout.global_shape, layout.dtype, layout.spec, pending, kind.boxes)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor and its boxes."""
+        kind, at = self._tensors[name]
+        layout, boxes = kind.layout, []
+        for held in kind.boxes:
+            offset, crc32 = self._offsets[at], self._crcs[at]
+            num_bytes = box_size(held.box) * item_bytes(layout.dtype)
+            digest = None if crc32 < 0 else Digest(crc32, offset, num_bytes)
+            boxes.append(StoredBox(held.box, held.addend, held.rank, held.path, offset, digest))
+            at += 1
+        pending = stored_reductions(layout)
+        return StoredTensor(
+            name, layout.global_shape, layout.dtype, layout.spec, pending, tuple(boxes)
+        )
 
 
 def open_native(directory: Path) -> NativeCatalog:
     """Read the sharding info and the header of every file, and check that they agree."""
-    info = read_info(directory)
+    return NativeCatalog(directory, read_info(directory))
+
+
+def _kinds(info: ShardingInfo, paths: Sequence[Path], directory: Path) -> dict[str, _Kind]:
+    """Return the kind of every tensor; all boxes that its spec gives to devices are there."""
     # Many tensors are sharded alike.
     key_of = lru_cache(None)(replica_key)
-    holders_of = lru_cache(None)(replica_holders)
-    stored: dict[str, list[StoredBox]] = {name: [] for name in info.tensors}
-    paths = [file_inside(directory, file.name, directory / INFO_NAME) for file in info.files]
-
-    def read(at: tuple[Path, FileEntry]) -> Header:
-        return _read_file(*at, info, key_of)
-
-    files = list(zip(paths, info.files, strict=True))
-    with prefetch_map(files, read, prefetch_depth(directory)) as headers:
-        for (path, file), header in zip(files, headers, strict=True):
-            places = {entry.name: (entry.offset, entry.num_bytes) for entry in header.entries}
-            for name, box, addend, crc32 in file.boxes:
-                offset, num_bytes = places[name]
-                digest = None if crc32 is None else Digest(crc32, offset, num_bytes)
-                stored[name].append(StoredBox(box, addend, file.rank, path, offset, digest))
-    tensors = {}
-    for name, layout in info.tensors.items():
-        boxes = tuple(stored[name])
-        found = {(box.box, box.addend) for box in boxes}
-        for key, ranks in holders_of(layout).items():
+    bare = {layout: _Kind(layout, (), {}) for layout in info.tensors.values()}
+    kinds = {name: bare[layout] for name, layout in info.tensors.items()}
+    for number, (file, path) in enumerate(zip(info.files, paths, strict=True)):
+        for name, box, addend, _ in file.boxes:
+            kind = kinds[name]
+            key = key_of(kind.layout, file.rank)
+            if (box, addend) != key:
+                raise CheckpointError(
+                    f"{directory / INFO_NAME}: tensor {name!r}: rank {file.rank} is said to hold "
+                    f"box {_key_text((box, addend))}, but under spec {kind.layout.spec} it holds "
+                    f"{_key_text(key)}; the info contradicts itself"
+                )
+            kinds[name] = kind.more.get(number) or kind.then(
+                number, FileBox(box, addend, file.rank, path)
+            )
+    checked: set[_Kind] = set()
+    for name, kind in kinds.items():
+        if kind in checked:
+            continue
+        checked.add(kind)
+        found = {(box.box, box.addend) for box in kind.boxes}
+        for key, ranks in replica_holders(kind.layout).items():
             if key not in found:
                 raise CheckpointError(
                     f"{directory}: tensor {name!r}: no file holds its box {_key_text(key)}, "
                     f"which {_ranks_text(ranks)} held; restore that file or save again"
                 )
-        tensors[name] = StoredTensor(
-            name,
-            layout.global_shape,
-            layout.dtype,
-            layout.spec,
-            stored_reductions(layout),
-            boxes,
-        )
-    return NativeCatalog(directory, info, tensors, (directory / INFO_NAME, *paths))
+    return kinds
 
 
-def _read_file(
-    path: Path, file: FileEntry, info: ShardingInfo, key_of: Callable[[Layout, int], ReplicaKey]
-) -> Header:
-    """Return the header of a file once it agrees with the info in every respect."""
+def _read_header(path: Path, file: FileEntry, save: str) -> Header:
+    """Return the header of a file that is the one of this save and rank."""
     if not path_exists(path):
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
         )
-    for name, box, addend, _ in file.boxes:
-        key = key_of(info.tensors[name], file.rank)
-        if (box, addend) != key:
-            raise CheckpointError(
-                f"{path.parent / INFO_NAME}: tensor {name!r}: rank {file.rank} is said to hold box "
-                f"{_key_text((box, addend))}, but under spec {info.tensors[name].spec} it holds "
-                f"{_key_text(key)}; the info contradicts itself"
-            )
     with SourceFile(path) as opened:
-        written = _written_header(file, info)
-        if written is not None and opened.num_bytes == written[1].file_bytes == file.num_bytes:
-            head, header = written
-            if opened.read(0, len(head)) == head:
-                return header
         header = read_header(opened)
     if header.file_bytes != file.num_bytes:
         raise CheckpointError(
             f"{path}: has {header.file_bytes} bytes but {INFO_NAME} says {file.num_bytes}; "
             f"{_CHANGED}"
         )
-    for key_name, said in shard_metadata(info.save, file.rank).items():
-        if header.metadata.get(key_name) != said:
+    for key, said in shard_metadata(save, file.rank).items():
+        if header.metadata.get(key) != said:
             raise CheckpointError(
-                f"{path}: its metadata says {key_name} {header.metadata.get(key_name)!r} but "
+                f"{path}: its metadata says {key} {header.metadata.get(key)!r} but "
                 f"{INFO_NAME} says {said!r}; the file belongs elsewhere, restore the right one"
             )
-    listed = {entry.tensor: entry.box for entry in file.boxes}
-    for found in header.entries:
-        if found.name not in listed:
-            raise CheckpointError(
-                f"{path}: holds tensor {shown(found.name, 200)}, which {INFO_NAME} does not list "
-                f"for it; {_CHANGED}"
-            )
-        box = listed.pop(found.name)
-        if found.shape != box_shape(box):
-            raise CheckpointError(
-                f"{path}: holds tensor {found.name!r} of shape {list(found.shape)}, but its box "
-                f"{box_text(box)} needs {list(box_shape(box))}; {_CHANGED}"
-            )
-        dtype = info.tensors[found.name].dtype
-        if found.dtype != dtype:
-            raise CheckpointError(
-                f"{path}: holds tensor {found.name!r} as {found.dtype}, but {INFO_NAME} says "
-                f"{dtype}; {_CHANGED}"
-            )
-    for name in listed:
-        raise CheckpointError(
-            f"{path}: lacks tensor {name!r}, which {INFO_NAME} lists for it; {_CHANGED}"
-        )
     return header
-
-
-def _written_header(file: FileEntry, info: ShardingInfo) -> tuple[bytes, Header] | None:
-    """Return the header that `save_sharded` writes for a file: comparing is faster than parsing."""
-    slots = (
-        TensorSlot(entry.tensor, info.tensors[entry.tensor].dtype, box_shape(entry.box))
-        for entry in file.boxes
-    )
-    try:
-        return encode_header(slots, shard_metadata(info.save, file.rank))
-    except CheckpointError:
-        # No writer could have written it; what it says is read and refused.
-        return None
 
 
 def _key_text(key: ReplicaKey) -> str:

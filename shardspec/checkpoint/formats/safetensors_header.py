@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.strict_json import as_object, as_sizes, as_text, parse_members
+from shardspec.checkpoint.strict_json import JSONStream, as_object, as_sizes, as_text
 from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.text import shown
@@ -80,15 +80,17 @@ def read_header(file: SourceFile) -> Header:
     metadata: dict[str, str] = {}
     entries = []
 
-    def read(at: int, count: int) -> bytes:
-        return file.read(8 + at, count)
-
-    for name, value in parse_members(read, length, path, "header"):
+    # Many tensors have a shape in common.
+    known: dict[tuple[object, ...], _Kind] = {}
+    stream = JSONStream(lambda at, n: file.read(8 + at, n), length, path, "header")
+    for name in stream.members():
+        value = stream.value()
         if name != _METADATA:
-            entries.append(_entry(name, value, start, path))
+            entries.append(_entry(name, value, start, path, known))
             continue
         for key, text in as_object(value, path, _METADATA).items():
             metadata[key] = as_text(text, path, f"{_METADATA}[{shown(key)}]")
+    stream.end()
     entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
     end = start
     for entry in entries:
@@ -106,7 +108,17 @@ def read_header(file: SourceFile) -> Header:
     return Header(tuple(entries), metadata, file_bytes)
 
 
-def _entry(name: str, value: object, start: int, path: Path) -> HeaderEntry:
+class _Kind(NamedTuple):
+    """What the header says of tensors that are alike."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def _entry(
+    name: str, value: object, start: int, path: Path, known: dict[tuple[object, ...], _Kind]
+) -> HeaderEntry:
     what = f"tensor {shown(name, 200)}"
     fields = as_object(value, path, what)
     if fields.keys() != {"dtype", "shape", "data_offsets"}:
@@ -114,27 +126,36 @@ def _entry(name: str, value: object, start: int, path: Path) -> HeaderEntry:
             f"{path}: {what} should have dtype, shape and data_offsets but has "
             f"{', '.join(map(shown, list(fields)[:8])) or 'nothing'}"
         )
+    code = as_text(fields["dtype"], path, f"dtype of {what}")
+    stated = as_sizes(fields["shape"], path, f"shape of {what}")
+    kind = known.get((code, stated))
+    if kind is None:
+        kind = known[code, stated] = _kind(code, stated, what, path)
+    first, *rest = as_sizes(fields["data_offsets"], path, f"data_offsets of {what}") or (0,)
+    if len(rest) != 1 or first > rest[0]:
+        raise CheckpointError(
+            f"{path}: data_offsets of {what} are no interval: {fields['data_offsets']}"
+        )
+    if rest[0] - first != kind.num_bytes:
+        raise CheckpointError(
+            f"{path}: {what} of shape {list(kind.shape)} and dtype {kind.dtype} takes "
+            f"{kind.num_bytes} bytes but its data_offsets span {rest[0] - first}"
+        )
+    return HeaderEntry(name, kind.dtype, kind.shape, start + first, kind.num_bytes)
+
+
+def _kind(code: str, shape: tuple[int, ...], what: str, path: Path) -> _Kind:
     try:
-        dtype = from_safetensors(as_text(fields["dtype"], path, f"dtype of {what}"))
+        dtype = from_safetensors(code)
     except DTypeError as error:
         raise CheckpointError(f"{path}: {what}: {error}") from None
-    shape = as_sizes(fields["shape"], path, f"shape of {what}")
-    offsets = as_sizes(fields["data_offsets"], path, f"data_offsets of {what}")
-    if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{path}: data_offsets of {what} are no interval: {list(offsets)}")
     if len(shape) > MAX_DIMS:
         raise CheckpointError(
             f"{path}: {what} has {len(shape)} dims; at most {MAX_DIMS} make sense"
         )
     if packed(dtype) > 1:
         shape = _unpacked(shape, packed(dtype), what, path)
-    num_bytes = prod(shape) * item_bytes(dtype)
-    if offsets[1] - offsets[0] != num_bytes:
-        raise CheckpointError(
-            f"{path}: {what} of shape {list(shape)} and dtype {dtype} takes {num_bytes} bytes but "
-            f"its data_offsets span {offsets[1] - offsets[0]}"
-        )
-    return HeaderEntry(name, dtype, shape, start + offsets[0], num_bytes)
+    return _Kind(dtype, shape, prod(shape) * item_bytes(dtype))
 
 
 def _unpacked(shape: tuple[int, ...], numbers: int, what: str, path: Path) -> tuple[int, ...]:
