@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -211,10 +212,10 @@ def _target(
             from shardspec.checkpoint.formats.dcp_target import dcp_target
 
             alone = DeviceMesh((0,), (1,))
+            # One for all tensors that are alike.
+            layout = lru_cache(None)(partial(Layout, alone))
             whole = {
-                tensor.name: Layout(
-                    alone, ShardingSpec(len(tensor.shape), {}), tensor.shape, tensor.dtype
-                )
+                tensor.name: layout(ShardingSpec(len(tensor.shape), {}), tensor.shape, tensor.dtype)
                 for tensor in wanted
             }
             return dcp_target(alone, wanted, whole, others)

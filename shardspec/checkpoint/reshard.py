@@ -1,6 +1,7 @@
 """Resharding on disk: a checkpoint cut for one mesh becomes one cut for another."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -138,6 +139,8 @@ def _by_rules(
     """Return how each tensor is cut."""
     specs = match_rules(rules, {tensor.name: len(tensor.shape) for tensor in wanted})
     layouts = {}
+    # One for all tensors that are alike.
+    layout = lru_cache(None)(partial(Layout, mesh))
     for tensor in wanted:
         spec = specs.get(tensor.name, ShardingSpec(len(tensor.shape), {}))
         if spec.partials:
@@ -146,7 +149,7 @@ def _by_rules(
                 "has none; leave them out"
             )
         try:
-            layouts[tensor.name] = Layout(mesh, spec, tensor.shape, tensor.dtype)
+            layouts[tensor.name] = layout(spec, tensor.shape, tensor.dtype)
         except ShardSpecError as error:
             raise LayoutError(f"tensor {tensor.name!r}: {error}") from None
     return layouts

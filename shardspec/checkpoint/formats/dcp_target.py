@@ -3,11 +3,11 @@
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain
 from math import prod
-from operator import itemgetter
 from typing import Final
 
 from shardspec.boxes import Box, box_shape
@@ -22,7 +22,14 @@ from shardspec.checkpoint.targets import (
     Target,
     assign_boxes,
 )
-from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name, Pairs, pickled
+from shardspec.checkpoint.torch_files.pickle_writer import (
+    Call,
+    Made,
+    Name,
+    Pairs,
+    check_text,
+    pickled,
+)
 from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
@@ -53,43 +60,62 @@ def dcp_target(
         Values that are no tensors and go along, in the file of the first device.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
-    boxes_of: dict[str, list[Box]] = {tensor.name: [] for tensor in tensors}
-    places: list[tuple[_File, int]] = []
+    for name in chain(by_name, others):
+        check_text(name)
     values: list[tuple[object, object]] = []
     files = []
     for rank, boxes in assign_boxes(mesh, layouts).items():
         file = _File(f"__{rank}_0.distcp")
         for entry in boxes:
-            tensor = by_name[entry.tensor]
-            places.append((file, len(boxes_of[entry.tensor])))
-            file.add_box(tensor, entry.box)
-            boxes_of[entry.tensor].append(entry.box)
+            file.add_box(by_name[entry.tensor], entry.box)
         if rank == mesh.ids[0]:
             for key, value in others.items():
                 values.append((_index(key, None, None), file.add_value(value)))
         if file.num_bytes:
             files.append(file.planned())
-    metadata = Made(
+
+    def last(_: Mapping[str, Sequence[int]]) -> Sequence[tuple[str, bytes]]:
+        return [(METADATA_NAME, pickled(_metadata(tensors, files, list(others), values)))]
+
+    return Target(tuple(files), directory=True, last=last, digested=True)
+
+
+def _metadata(
+    tensors: Sequence[OutputTensor],
+    files: Sequence[OutputFile],
+    others: Sequence[str],
+    values: Sequence[tuple[object, object]],
+) -> Made:
+    """Return what `.metadata` says; its items are made as they are written."""
+    boxes_of: dict[str, list[Box]] = {tensor.name: [] for tensor in tensors}
+    for file in files:
+        for extent in file.extents:
+            boxes_of[extent.tensor.name].append(extent.box)
+
+    def stored() -> Iterator[tuple[object, object]]:
+        numbers: Counter[str] = Counter()
+        for file in files:
+            for extent in file.extents:
+                name, archive = extent.tensor.name, _archive_of(extent)
+                if len(boxes_of[name]) > 1:
+                    numbers[name] += 1
+                place = _place(file.name, extent.offset - archive.start, archive.num_bytes)
+                yield _index(name, extent.box, max(0, numbers[name] - 1)), place
+
+    return Made(
         Name(_MODULE, "Metadata"),
         {
             "state_dict_metadata": Pairs(
                 chain(
-                    ((name, _tensor(by_name[name], boxes)) for name, boxes in boxes_of.items()),
+                    ((tensor.name, _tensor(tensor, boxes_of[tensor.name])) for tensor in tensors),
                     ((key, Made(Name(_MODULE, "BytesStorageMetadata"))) for key in others),
                 )
             ),
-            "planner_data": Pairs((name, (name,)) for name in (*boxes_of, *others)),
-            "storage_data": Pairs(chain(_stored(places), values)),
+            "planner_data": Pairs((name, (name,)) for name in chain(boxes_of, others)),
+            "storage_data": Pairs(chain(stored(), values)),
             "storage_meta": None,
             "version": "1.0.0",
         },
-    )
-    data = pickled(metadata)
-    return Target(
-        tuple(files),
-        directory=True,
-        last=lambda _: [(METADATA_NAME, data)],
-        digested=True,
     )
 
 
@@ -101,14 +127,11 @@ class _File:
         self.num_bytes = 0
         self._values: list[RawBytes] = []
         self.extents: list[Extent] = []
-        self.starts: list[int] = []
-        """Where the archive of each slot starts."""
 
     def add_box(self, tensor: OutputTensor, box: Box) -> None:
         """Add a box of a tensor."""
         archive = _archive(box_shape(box), tensor.dtype)
         self.extents.append(Extent(tensor, box, self.num_bytes + archive.start))
-        self.starts.append(self.num_bytes)
         self.num_bytes += archive.num_bytes
 
     def add_value(self, value: object) -> Made:
@@ -127,13 +150,16 @@ class _File:
             # Values are in one file only, after its tensors.
             if number >= len(self.extents):
                 return self._values[number - len(self.extents)]
-            return RawBytes(self.starts[number], _archive_of(self.extents[number]).head)
+            extent = self.extents[number]
+            archive = _archive_of(extent)
+            return RawBytes(extent.offset - archive.start, archive.head)
 
         def late(crcs: Sequence[int], first: int = 0) -> Sequence[RawBytes]:
             def tail(number: int) -> RawBytes:
-                slot = first + number
-                offset, data = _archive_of(self.extents[slot]).tail(crcs[slot])
-                return RawBytes(self.starts[slot] + offset, data)
+                extent = self.extents[first + number]
+                archive = _archive_of(extent)
+                offset, data = archive.tail(crcs[first + number])
+                return RawBytes(extent.offset - archive.start + offset, data)
 
             return MadeBytes(len(crcs) - first, tail)
 
@@ -171,20 +197,6 @@ def _place(name: str, offset: int, num_bytes: int) -> Made:
     """Return where an item is stored."""
     place = {"relative_path": name, "offset": offset, "length": num_bytes}
     return Made(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)
-
-
-def _stored(places: Iterable[tuple[_File, int]]) -> Iterator[tuple[object, object]]:
-    """Yield the name and the place of every box, in the order in which files got them.
-
-    Parameters
-    ----------
-    places
-        For each, the file, and how many boxes its tensor had before.
-    """
-    for file, boxes in groupby(places, key=itemgetter(0)):
-        for slot, start, (_, number) in zip(file.extents, file.starts, boxes, strict=True):
-            place = _place(file.name, start, _archive_of(slot).num_bytes)
-            yield _index(slot.tensor.name, slot.box, number), place
 
 
 def _size(sizes: Sequence[int]) -> Call:

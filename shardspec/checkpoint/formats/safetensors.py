@@ -33,7 +33,14 @@ from shardspec.checkpoint.sharding_info import SAVE_KEY
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.strict_json import as_object, as_text, member, parse_json
-from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes, Target
+from shardspec.checkpoint.targets import (
+    Extent,
+    OutputFile,
+    OutputTensor,
+    RawBytes,
+    Target,
+    whole_box,
+)
 from shardspec.errors import CheckpointError
 
 __all__ = [
@@ -239,7 +246,7 @@ def one_file(
         (TensorSlot(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors), metadata
     )
     slots = (
-        Extent(by_name[entry.name], tuple((0, size) for size in entry.shape), entry.offset)
+        Extent(by_name[entry.name], whole_box(entry.shape), entry.offset)
         for entry in header.entries
     )
     return OutputFile(name, header.file_bytes, (RawBytes(0, head),), tuple(slots))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Final
 
-from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Target
+from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Target, whole_box
 from shardspec.checkpoint.torch_files.pickle_writer import Call, Name, Outside, pickled
 from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.dtypes import item_bytes
@@ -114,7 +114,7 @@ def torch_target(
     storages = [(key, tensor.num_bytes) for tensor, key in stored]
     places = add_state(plan, {**state, **others}, storages)
     slots = tuple(
-        Extent(tensor, tuple((0, size) for size in tensor.shape), place)
+        Extent(tensor, whole_box(tensor.shape), place)
         for (tensor, _), place in zip(stored, places, strict=True)
     )
     file = OutputFile(name, plan.num_bytes, tuple(plan.pieces()), slots, plan.late)

@@ -5,12 +5,13 @@ and torch's checkpoint metadata need. Source: Lib/pickletools.py of CPython.
 """
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 
 from shardspec.errors import CheckpointError
 
-__all__ = ["Call", "Made", "Name", "Outside", "Pairs", "pickled"]
+__all__ = ["Call", "Made", "Name", "Outside", "Pairs", "check_text", "pickled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,33 +72,36 @@ def pickled(value: object) -> bytes:
     >>> pickle.loads(pickled(value))
     {'a': [1, -2.5, None], ('b', 1180591620717411303424): []}
     """
-    out = bytearray(b"\x80\x02")
-    _put(value, out, {})
-    return bytes(out + b".")
+    out = BytesIO()
+    out.write(b"\x80\x02")
+    _put(value, out.write, {})
+    out.write(b".")
+    # Unlike a bytearray, it gives away what it holds without a copy.
+    return out.getvalue()
 
 
-def _put(value: object, out: bytearray, known: dict[object, int]) -> None:
+def _put(value: object, out: Callable[[bytes], object], known: dict[object, int]) -> None:
     """Write a value; texts and names that are `known` are referred to by their numbers."""
     match value:
         case None:
-            out += b"N"
+            out(b"N")
         case bool():
-            out += b"\x88" if value else b"\x89"
+            out(b"\x88" if value else b"\x89")
         case int():
-            out += _int(value)
+            out(_int(value))
         case float():
-            out += b"G" + struct.pack(">d", value)
+            out(b"G" + struct.pack(">d", value))
         case str() | Name():
             number = known.get(value)
             if number is not None:
-                out += b"j" + struct.pack("<I", number)
+                out(b"j" + struct.pack("<I", number))
                 return
             if isinstance(value, Name):
-                out += b"c" + _utf8(value.module) + b"\n" + _utf8(value.name) + b"\n"
+                out(b"c" + _utf8(value.module) + b"\n" + _utf8(value.name) + b"\n")
             else:
                 data = _utf8(value)
-                out += b"X" + struct.pack("<I", len(data)) + data
-            out += b"r" + struct.pack("<I", len(known))
+                out(b"X" + struct.pack("<I", len(data)) + data)
+            out(b"r" + struct.pack("<I", len(known)))
             known[value] = len(known)
         case bytes():
             # Python writes them so where the protocol has none of its own.
@@ -106,31 +110,31 @@ def _put(value: object, out: bytearray, known: dict[object, int]) -> None:
         case tuple() | list():
             # The mark of a list follows the list.
             start, end = (b"(", b"t") if isinstance(value, tuple) else (b"](", b"e")
-            out += start
+            out(start)
             for item in value:
                 _put(item, out, known)
-            out += end
+            out(end)
         case Mapping():
             _put(Pairs(value.items()), out, known)
         case Pairs(items):
-            out += b"}("
+            out(b"}(")
             for key, item in items:
                 _put(key, out, known)
                 _put(item, out, known)
-            out += b"u"
+            out(b"u")
         case Call(function, args):
             _put(function, out, known)
             _put(args, out, known)
-            out += b"R"
+            out(b"R")
         case Made(kind, state):
             _put(kind, out, known)
-            out += b")\x81"
+            out(b")\x81")
             if state is not None:
                 _put(state, out, known)
-                out += b"b"
+                out(b"b")
         case Outside(key):
             _put(key, out, known)
-            out += b"Q"
+            out(b"Q")
         case _:
             raise CheckpointError(
                 f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"
@@ -144,6 +148,11 @@ def _int(value: int) -> bytes:
     if len(data) > 255:
         raise CheckpointError("a whole number of more than 255 bytes cannot be carried along")
     return b"\x8a" + bytes((len(data),)) + data
+
+
+def check_text(text: str) -> None:
+    """Raise `CheckpointError` if a text cannot be written."""
+    _utf8(text)
 
 
 def _utf8(text: str) -> bytes:
