@@ -120,7 +120,7 @@ for source, target in (
     ("[R,R|P0]", "[R,R]"),
     ("[R,R|P0]", "[S0,R]"),
 ):
-    layout = Layout(row, source, (64, 64), "float32")
+    layout = Layout(row, source, (2048, 2048), "float32")
     local = torch.ones(layout.local_shape(rank), device=device_type)
     with naming(f"{source} → {target}"):
         DTensor.from_shards({rank: local}, layout).redistribute(target)

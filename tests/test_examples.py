@@ -89,7 +89,7 @@ def test_first_layout(tmp_path):
     assert "0:2 │      0,1      │\n" in output
     assert "0:4 │ 0 │ 1 │ 2 │ 3 │\n" in output
     assert "device 3 holds rows and columns ((2, 4), (0, 4)) of shape (2, 4)\n" in output
-    assert "exchange 0,1 [R,S01] 8 B 3.4 µs 48 B\n" in squeezed(output)
+    assert "slice dim 1 0,1 [R,S01] 0 B 0 s 80 B\n" in squeezed(output)
     assert output.endswith(
         "device 3 held  [[8.0, 9.0, 10.0, 11.0], [12.0, 13.0, 14.0, 15.0]]\n"
         "device 3 holds [[3.0], [7.0], [11.0], [15.0]]\n"
@@ -197,8 +197,8 @@ def test_dtensor_tour(printed, world):
     only = [float(number == 1) for number in range(world)]
     total = world * (world - 1) / 2
     slices = [(r, tuple(range(r // tp * tp, (r // tp + 1) * tp))) for r in range(world)]
-    # 64 × 64 of float32.
-    size = 64 * 64 * 4
+    # 2048 × 2048 of float32.
+    size = 2048 * 2048 * 4
     for line in (
         f"  x={world} and dp=2,tp={tp}; device 1 of the grid is at "
         f"{(0, 1) if world > 2 else (1, 0)}",

@@ -35,8 +35,10 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-# A mesh is a value; that it builds its communicator, or torch's mesh, is sugar.
+# A mesh is a value; that it builds its communicator, or torch's mesh, is sugar; so it is that
+# a cost model reads a profile.
 UPWARD_ON_PURPOSE = {
+    ("shardspec.comm.cost", "shardspec.profiling.profile"),
     ("shardspec.mesh", "shardspec.comm.process_group"),
     ("shardspec.mesh", "shardspec.comm.torch_mesh"),
 }

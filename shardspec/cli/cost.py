@@ -5,7 +5,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Final, Unpack
 
@@ -23,7 +23,7 @@ from shardspec.comm.cost import CostModel
 from shardspec.errors import InputFileError, LayoutError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
-from shardspec.layout.plan import ConversionPlan
+from shardspec.layout.plan import ConversionPlan, StepError, errors_text
 from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, seconds_text, shown, table_text
 
@@ -58,6 +58,7 @@ class _Cost:
     seconds: float
     bytes_received: int
     peak_bytes: int
+    errors: tuple[StepError, ...]
 
     @classmethod
     def of(cls, plan: ConversionPlan) -> "_Cost":
@@ -68,6 +69,7 @@ class _Cost:
             plan.cost_seconds,
             plan.bytes_received,
             plan.peak_bytes,
+            plan.errors,
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -87,6 +89,10 @@ class _Answers:
     distinct: list[_Cost]
     order: list[int]
     """Per pair its place in `distinct`."""
+
+    @property
+    def known_error(self) -> str:
+        return errors_text(chain.from_iterable(cost.errors for cost in self.distinct))
 
 
 @click.command(
@@ -241,8 +247,8 @@ def _as_dict(
         "shape": list(shape),
         "dtype": dtype,
         "link_model": model.link_model,
-        "links": [asdict(link) for link in model.links],
-        "known_error": model.known_error,
+        "links": [link.as_dict() for link in model.links],
+        "known_error": answers.known_error,
         "pairs": [pairs[place] for place in answers.order],
     }
 
@@ -267,4 +273,4 @@ def _table(answers: _Answers, mesh: DeviceMesh, model: CostModel) -> str:
     rows = [lines[place] for place in answers.order]
     links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
     assumed = f"per device; {model.link_model} model; {links}"
-    return "\n".join([header, rule, *rows, assumed, f"known error: {model.known_error}"])
+    return "\n".join([header, rule, *rows, assumed, f"known error: {answers.known_error}"])

@@ -21,7 +21,7 @@ from shardspec.cli.arguments import (
     parse_shape,
     parsed,
 )
-from shardspec.comm.cost import FITTED_ERROR, CostModel
+from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import link_preset
 from shardspec.dtypes import dtype_name
 from shardspec.mesh import DeviceMesh, LinkModel
@@ -261,8 +261,7 @@ def build_cluster(**options: Unpack[ClusterOptions]) -> tuple[DeviceMesh, CostMo
         return devices, CostModel.of_mesh(devices)
     if alpha is not None:
         raise click.UsageError("give --links, or --alpha and --beta, not both")
-    presets = tuple(map(link_preset, _per_axis("--links", links, len(shape)), shape))
-    return devices, CostModel(shape, presets, devices.link_model, FITTED_ERROR)
+    return devices, CostModel.from_presets(devices, _per_axis("--links", links, len(shape)))
 
 
 def _per_axis(option: str, values: tuple[T, ...], axes: int) -> tuple[T, ...]:

@@ -138,10 +138,10 @@ def _other_mesh(
     devices, links = plain_mesh(mesh, ids), model.links
     shape = devices.shape
     if len(shape) != len(links):
-        latency, per_byte = model.slowest(range(len(links)))
-        name = links[0].name if len(set(links)) == 1 else "slowest of the other mesh"
-        links = (Link(latency, per_byte, name),) * len(shape)
-    return devices, CostModel(shape, links, model.link_model, model.known_error)
+        name, start = "slowest of the other mesh", max(link.start_s for link in links)
+        slowest = Link(*model.slowest(range(len(links))), name, start)
+        links = (links[0] if len(set(links)) == 1 else slowest,) * len(shape)
+    return devices, CostModel(shape, links, model.link_model)
 
 
 def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:

@@ -52,8 +52,9 @@ def command(
     """Measure the links of a cluster: how long steps take on the processes of this job.
 
     Run it under torchrun, one process a device. It times every kind of collective along each axis
-    of the mesh and along all of them, over sizes that grow eightfold, fits a latency and a rate to
-    each axis, and chooses between links of every group's own and one bus that all devices share.
+    of the mesh and along every group of axes, over sizes that grow fourfold, and fits two lines to
+    each, one of low latency and one of high rate. What has no such curve is priced by a latency and
+    a rate per axis, of links of every group's own or of one bus that all devices share.
     """
     world, rank = _environment("WORLD_SIZE"), _environment("RANK")
     devices = plain_mesh(mesh)
@@ -91,10 +92,10 @@ def _environment(name: str) -> int:
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """Return sizes that grow eightfold, both ends included."""
+    """Return sizes that grow fourfold, both ends included."""
     sizes = [least]
-    while sizes[-1] * 8 < most:
-        sizes.append(sizes[-1] * 8)
+    while sizes[-1] * 4 < most:
+        sizes.append(sizes[-1] * 4)
     return [*sizes, most]
 
 

@@ -1,4 +1,4 @@
-"""What a step costs: seconds from a latency-bandwidth model, and the bytes it moves.
+"""What a step costs: seconds of the collectives that were measured, else of rings.
 
 With ``b`` the bytes a device holds before the step, ``n`` the devices along the step's axes, alpha
 and beta the largest latency and cost a byte among those axes:
@@ -16,20 +16,25 @@ exchange       max over devices of the larger of what it sends and what it recei
 slice          0
 ============== =====================================================================
 
-A link between two devices has the largest alpha and beta among the axes on which they differ. The
-formulas are those of the nccl-tests manual (doc/PERFORMANCE.md) and of Thakur, Rabenseifner and
-Gropp, "Optimization of Collective Communication Operations in MPICH", 2005. Arithmetic and local
-copies are not counted. Such a model ranks plans; fitted to published curves it is typically 7 to
-11 % off and 21 to 37 % at worst.
+A link between two devices has the largest alpha and beta among the axes on which they differ. Where
+a link takes time to start a step, every step that sends takes so much more. The formulas are those
+of the nccl-tests manual (doc/PERFORMANCE.md) and of Thakur, Rabenseifner and Gropp, "Optimization
+of Collective Communication Operations in MPICH", 2005.
+
+Links whose collectives were measured have curves, see `shardspec.comm.curves`; these take the place
+of the first four formulas. Where a step goes along axes inside a node and along axes that join
+nodes, data flows through both at once: the latencies add up and the slower of the two sets the
+rate, the devices of a node sharing the step's bytes among their ports.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import ceil, prod
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from shardspec.comm.curves import KINDS, Band, Curve, Line, Link, curve_between, share, whole
+from shardspec.comm.presets import DEFAULT_LINK, link_preset
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -37,57 +42,19 @@ from shardspec.comm.steps import (
     Exchange,
     Permute,
     ReduceScatter,
-    Slice,
     Step,
 )
+from shardspec.errors import MeshError
 from shardspec.mesh import DeviceMesh, LinkModel
 
-__all__ = [
-    "DEFAULT_LINK",
-    "FITTED_ERROR",
-    "GIVEN_ERROR",
-    "CostModel",
-    "Link",
-    "bytes_received",
-]
+if TYPE_CHECKING:
+    from pathlib import Path
 
+__all__ = ["DEFAULT_LINK", "CostModel", "Link", "bytes_received", "kind_of"]
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How fast data travels along one mesh axis.
+_COLLECTIVES: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))
 
-    Examples
-    --------
-    >>> str(Link(latency_s=1e-5, seconds_per_byte=2e-11))
-    'given: 10 µs, 50 GB/s'
-    """
-
-    latency_s: float
-    """Start-up latency: seconds a message."""
-    seconds_per_byte: float
-    """Transfer cost: the inverse of the bandwidth in one direction."""
-    name: str = "given"
-    """Where the numbers come from."""
-
-    def __str__(self) -> str:
-        rate = f"{1e-9 / self.seconds_per_byte:.4g} GB/s" if self.seconds_per_byte else "free"
-        return f"{self.name}: {self.latency_s * 1e6:.4g} µs, {rate}"
-
-
-DEFAULT_LINK: Final = Link(3.4e-6, 1 / 362e9, "assumed h100-nvswitch")
-"""One H100 node: NCCL's NVLink ring step and a measured all-gather rate (NCCL 2.30 tuning.cc; ML
-Engineering Open Book, network benchmarks)."""
-
-
-FITTED_ERROR: Final = (
-    "typically 7 to 11 % off, 21 to 37 % at worst where links are fitted to all-reduce"
-)
-"""How far a latency and a rate, fitted to four published all-reduce curves, are from them.
-
-Known links are not fitted: their rates are those of large messages on a ring. So they can be
-further off, as for small messages over a network and for reductions in a switch."""
-
-GIVEN_ERROR: Final = "not known, since the links were given; 'shardspec profile' measures them"
+NO_MEASUREMENT: Final = "no measurement"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +70,8 @@ class CostModel:
     link_model
         ``"ring"``: every group has links of its own. ``"shared-bus"``: all devices share one bus,
         and a step costs the bytes that all of them receive together.
+    measured
+        Curves of the collectives along some axes of this very mesh; they come before all else.
 
     Examples
     --------
@@ -114,8 +83,10 @@ class CostModel:
     mesh_shape: tuple[int, ...]
     links: tuple[Link, ...]
     link_model: LinkModel = "ring"
-    known_error: str = field(default=GIVEN_ERROR, compare=False)
-    """How far such prices are from measured times, as text."""
+    measured: tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.mesh_shape, self.links, self.link_model, len(self.measured)))
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> "CostModel":
@@ -123,14 +94,52 @@ class CostModel:
 
         Examples
         --------
-        >>> str(CostModel.of_mesh(DeviceMesh(range(2), (2,))).links[0])
-        'assumed h100-nvswitch: 3.4 µs, 362 GB/s'
+        >>> CostModel.of_mesh(DeviceMesh(range(2), (2,))).links[0].name
+        'assumed h100-nvswitch'
         """
         if mesh.mesh_alpha is None or mesh.mesh_beta is None:
-            assumed = (DEFAULT_LINK,) * mesh.ndim
-            return cls(mesh.shape, assumed, mesh.link_model, FITTED_ERROR)
+            return cls(mesh.shape, (DEFAULT_LINK,) * mesh.ndim, mesh.link_model)
         links = tuple(map(Link, mesh.mesh_alpha, mesh.mesh_beta))
         return cls(mesh.shape, links, mesh.link_model)
+
+    @classmethod
+    def from_presets(cls, mesh: DeviceMesh, names: Sequence[str]) -> "CostModel":
+        """Return the model of known links, one name per mesh axis or one for all.
+
+        Raises
+        ------
+        MeshError
+            If there is no such preset, or their number is not that of the axes.
+
+        Examples
+        --------
+        >>> mesh = DeviceMesh(range(16), (2, 8))
+        >>> model = CostModel.from_presets(mesh, ["ib-ndr-per-gpu", "h100-nvswitch"])
+        >>> [link.name for link in model.links]
+        ['ib-ndr-per-gpu', 'h100-nvswitch']
+        """
+        if isinstance(names, str):
+            names = [names]
+        if len(names) not in (1, mesh.ndim):
+            raise MeshError(
+                f"{len(names)} presets for the {mesh.ndim} axes of mesh {mesh}; give one per axis, "
+                "or one for all"
+            )
+        each = tuple(names) * (mesh.ndim if len(names) == 1 else 1)
+        return cls(mesh.shape, tuple(map(link_preset, each, mesh.shape)), mesh.link_model)
+
+    @classmethod
+    def from_profile(cls, path: "str | Path") -> "CostModel":
+        """Return the model of links that ``shardspec profile`` has measured.
+
+        Raises
+        ------
+        ProfileError
+            If the file is missing, damaged, of another kind or of a newer version.
+        """
+        from shardspec.profiling.profile import Profile
+
+        return Profile.load(path).cost_model
 
     def step_seconds(self, step: Step, num_bytes: int) -> float:
         """Return the seconds of a collective or a slice.
@@ -143,36 +152,49 @@ class CostModel:
         num_bytes
             Bytes of the largest shard before the step.
         """
-        fixed, per_byte = self.coefficients(step)
-        return fixed + num_bytes * per_byte
+        return min(fixed + num_bytes * per_byte for fixed, per_byte in self.lines(step))
 
-    def coefficients(self, step: Step) -> tuple[float, float]:
-        """Return the seconds a step takes whatever its size, and those it takes per byte held.
+    def lines(self, step: Step) -> tuple[Line, ...]:
+        """Return lines over the bytes of the largest shard; the lowest is the step's price.
 
         Examples
         --------
         >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
-        >>> model.coefficients(AllGather(0, (1,))) == (3 * 1e-6, 3 * 1e-12)
+        >>> model.lines(AllGather(0, (1,))) == ((3 * 1e-6, 3 * 1e-12),)
         True
         """
         assert not isinstance(step, Permute | Exchange), "priced by the layouts on both sides"
-        n = prod(self.mesh_shape[axis] for axis in step.axes)
-        if isinstance(step, Slice):
-            return 0.0, 0.0
-        if self.link_model == "shared-bus":
-            alpha, beta = self.slowest(step.axes)
-            messages = 2 * (n - 1) if isinstance(step, AllReduce) else n - 1
-            return messages * alpha, float(prod(self.mesh_shape) * _received_share(step, n)) * beta
-        if isinstance(step, AllToAll):
-            return self._all_to_all_coefficients(sorted(step.axes), n)
-        alpha, beta = self.slowest(step.axes)
-        match step:
-            case AllGather():
-                return (n - 1) * alpha, (n - 1) * beta
-            case ReduceScatter():
-                return (n - 1) * alpha, (n - 1) / n * beta
-            case AllReduce():
-                return 2 * (n - 1) * alpha, 2 * (n - 1) / n * beta
+        kind, axes = kind_of(step), self._long(step.axes)
+        return self._lines(kind, axes) if kind is not None and axes else ((0.0, 0.0),)
+
+    def error(self, step: Step, num_bytes: int) -> Band | None:
+        """Return how far the price of a step is off, None where nothing like it was measured.
+
+        Parameters
+        ----------
+        step, num_bytes
+            As for `step_seconds`; no slice.
+        """
+        kind = kind_of(step)
+        curve = None if kind is None else self._curve(kind, self._long(step.axes))
+        if curve is None:
+            return None
+        return curve.error(num_bytes * whole(curve.kind, curve.devices))
+
+    @property
+    def known_error(self) -> str:
+        """How far prices are off, over all that was measured."""
+        curves = {c for link in self.links for c in link.curves}
+        curves |= {curve for _, some in self.measured for curve in some}
+        bands = [band for curve in curves for band in curve.errors if band is not None]
+        if not bands:
+            return f"{NO_MEASUREMENT} of these links; 'shardspec profile' makes one"
+        medians = [band.median for band in bands]
+        devices = sorted({curve.devices for curve in curves})
+        return (
+            f"{min(medians) * 100:.0f} to {max(medians) * 100:.0f} % at the median for collectives "
+            f"of {', '.join(map(str, devices))} devices; {NO_MEASUREMENT} of others"
+        )
 
     def links_text(self, labels: Sequence[str]) -> str:
         """Say what the links are, axes with the same link together.
@@ -188,16 +210,101 @@ class CostModel:
         >>> model.links_text(["dp", "tp"])
         'axes dp,tp given: 10 µs, 50 GB/s'
         """
-        axes_of: dict[Link, list[str]] = {}
+        axes_of: dict[str, list[str]] = {}
         for label, link in zip(labels, self.links, strict=True):
-            axes_of.setdefault(link, []).append(label)
+            axes_of.setdefault(str(link), []).append(label)
         return "; ".join(
             f"{'axis' if len(axes) == 1 else 'axes'} {','.join(axes)} {link}"
             for link, axes in axes_of.items()
         )
 
-    def _all_to_all_coefficients(self, axes: Sequence[int], n: int) -> tuple[float, float]:
-        """Add up the links to all peers: those that differ on the same axes cost the same."""
+    def slowest(self, axes: Iterable[int]) -> tuple[float, float]:
+        """Return the largest latency and the largest cost a byte among some axes."""
+        axes = list(axes)
+        return (
+            max(self.links[axis].latency_s for axis in axes),
+            max(self._per_byte(axis) for axis in axes),
+        )
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that a permute or an exchange takes to start."""
+        starts = zip(self.links, self.mesh_shape, strict=True)
+        return max((link.start_s for link, devices in starts if devices > 1), default=0.0)
+
+    def on(self, axes: Sequence[int]) -> "CostModel":
+        """Return the model of the mesh that has some of the axes; all others have one device."""
+        place = {axis: number for number, axis in enumerate(axes)}
+        return replace(
+            self,
+            mesh_shape=tuple(self.mesh_shape[axis] for axis in axes),
+            links=tuple(self.links[axis] for axis in axes),
+            measured=tuple(
+                (tuple(place[axis] for axis in along), curves)
+                for along, curves in self.measured
+                if place.keys() >= set(along)
+            ),
+        )
+
+    def _long(self, axes: Iterable[int]) -> tuple[int, ...]:
+        """Return those of some axes that have more than one device, ascending."""
+        return tuple(axis for axis in sorted(axes) if self.mesh_shape[axis] > 1)
+
+    def _count(self, axes: Iterable[int]) -> int:
+        return prod(self.mesh_shape[axis] for axis in axes)
+
+    def _per_byte(self, axis: int) -> float:
+        """Return the cost a byte of an axis, whose port the devices of a node may share."""
+        link = self.links[axis]
+        inside = (n for n, other in zip(self.mesh_shape, self.links, strict=True) if not other.port)
+        return link.seconds_per_byte * (prod(inside) if link.port == "node" else 1)
+
+    def _curve(self, kind: str, axes: Sequence[int]) -> Curve | None:
+        """Return what was measured along axes, or along as many devices of links alike."""
+        for along, curves in self.measured:
+            if along == tuple(axes):
+                return curve_between(curves, kind, self._count(axes))
+        if not axes or self.link_model == "shared-bus":
+            return None
+        curves = self.links[axes[0]].curves
+        if any(self.links[axis].curves != curves for axis in axes):
+            return None
+        return curve_between(curves, kind, self._count(axes))
+
+    def _lines(self, kind: str, axes: Sequence[int]) -> tuple[Line, ...]:
+        curve = self._curve(kind, axes)
+        if curve is not None:
+            held = whole(kind, curve.devices)
+            return tuple((fixed, slope * held) for fixed, slope in curve.lines)
+        across = [axis for axis in axes if self.links[axis].port is not None]
+        within = [axis for axis in axes if self.links[axis].port is None]
+        if not (across and within) or self.link_model == "shared-bus":
+            return (self._ring(kind, axes),)
+        inside, n = self._count(within), self._count(axes)
+        latency, beta = self._ring(kind, across)[0], self.slowest(across)[1]
+        if kind == "all-to-all":
+            # What stays in the node, and what leaves it by the device's own port.
+            grown, far = inside / n, (n - inside) / n * beta
+        else:
+            # One ring through all devices, which a node's devices carry on together.
+            received = share(kind, n) * whole(kind, n)
+            grown = float(received / share(kind, inside) / whole(kind, inside))
+            far = float(received) * beta / inside
+        return tuple(
+            (fixed + latency, max(slope * grown, far)) for fixed, slope in self._lines(kind, within)
+        )
+
+    def _ring(self, kind: str, axes: Sequence[int]) -> Line:
+        n = self._count(axes)
+        start = max(self.links[axis].start_s for axis in axes)
+        alpha, beta = self.slowest(axes)
+        messages = (2 if kind == "all-reduce" else 1) * (n - 1)
+        received = share(kind, n) * whole(kind, n)
+        if self.link_model == "shared-bus":
+            return start + messages * alpha, float(prod(self.mesh_shape) * received) * beta
+        if kind != "all-to-all":
+            return start + messages * alpha, float(received) * beta
+        # Peers that differ on the same axes cost the same.
         fixed = per_byte = 0.0
         for count in range(1, len(axes) + 1):
             for differing in combinations(axes, count):
@@ -205,14 +312,18 @@ class CostModel:
                 peers = prod(self.mesh_shape[axis] - 1 for axis in differing)
                 fixed += peers * alpha
                 per_byte += peers / n * beta
-        return fixed, per_byte
+        return start + fixed, per_byte
 
-    def slowest(self, axes: Sequence[int]) -> tuple[float, float]:
-        """Return the largest latency and the largest cost a byte among some axes."""
-        return (
-            max(self.links[axis].latency_s for axis in axes),
-            max(self.links[axis].seconds_per_byte for axis in axes),
-        )
+
+def kind_of(step: Step) -> str | None:
+    """Return which of `KINDS` a step is; None for one that is no collective.
+
+    Examples
+    --------
+    >>> kind_of(AllGather(0, (1,))), kind_of(Slice(0, (1,)))
+    ('all-gather', None)
+    """
+    return _COLLECTIVES.get(type(step))
 
 
 def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int:
@@ -221,7 +332,7 @@ def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int
     Parameters
     ----------
     step
-        What moves.
+        What moves; no permute or exchange, which are counted from the layouts on both sides.
     mesh_shape
         Devices along each axis.
     num_bytes
@@ -234,20 +345,6 @@ def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int
     >>> bytes_received(AllReduce((1,), "sum"), (2, 4), 100)
     150
     """
-    n = prod(mesh_shape[axis] for axis in step.axes)
-    return ceil(num_bytes * _received_share(step, n))
-
-
-def _received_share(step: Step, n: int) -> Fraction:
-    """Return the bytes a device receives per byte it holds before a collective or slice."""
-    match step:
-        case Slice():
-            return Fraction(0)
-        case AllGather():
-            return Fraction(n - 1)
-        case AllToAll() | ReduceScatter():
-            return Fraction(n - 1, n)
-        case AllReduce():
-            return Fraction(2 * (n - 1), n)
-        case Permute() | Exchange():
-            raise AssertionError("counted from the layouts on both sides")
+    assert not isinstance(step, Permute | Exchange), "counted from the layouts on both sides"
+    n, kind = prod(mesh_shape[axis] for axis in step.axes), kind_of(step)
+    return 0 if kind is None else ceil(num_bytes * share(kind, n) * whole(kind, n))

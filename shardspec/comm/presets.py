@@ -1,22 +1,23 @@
 """Named links of known hardware, each with where its numbers come from and how far they hold.
 
-The numbers are published ones, read on `READ_ON`; none was measured by this project. A preset is a
-starting point: links measured on the machines themselves are better.
+The numbers are published ones, read on `READ_ON`, or fitted to published ones; none was measured by
+this project. A preset is a starting point: links measured on the machines themselves are better.
 
-A link knows one latency and one rate. What a preset knows beyond that, the time to start a call
-and the rates of all-reduce and all-to-all where these differ, is kept in its record, and is not
-used to price steps.
+Of machines whose collectives were published, curves fitted to them are in
+`shardspec.comm.fitted`; these price the collectives. Latency, rate and start price what has no
+curve: permute and exchange, and steps on more devices than were measured.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
-from shardspec.comm.cost import Link
+from shardspec.comm.curves import Curve, Link
+from shardspec.comm.fitted import curves_of
 from shardspec.errors import MeshError
 
-__all__ = ["PRESETS", "READ_ON", "Basis", "Confidence", "LinkPreset", "link_preset"]
+__all__ = ["DEFAULT_LINK", "PRESETS", "READ_ON", "Basis", "Confidence", "LinkPreset", "link_preset"]
 
 Basis: TypeAlias = Literal["measured", "spec", "scaled", "arithmetic"]
 Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
@@ -26,11 +27,10 @@ READ_ON: Final = "2026-11-20"
 
 _MIB: Final = 2**20
 _GIB: Final = 2**30
-_CURVE: Final = (32 * 2**10, 16 * _GIB)
 
 _NCCL: Final = "latency: NCCL 2.30, src/graph/tuning.cc, Simple protocol"
 _BOOK: Final = "ML Engineering Open Book, network/benchmarks (2026-08-22)"
-_AUTOPARALLEL: Final = "AutoParallel, nccl_cost_model.py (a54c252)"
+_TABLES: Final = "ai-dynamo/aiconfigurator (095f58a)"
 _SCALING: Final = "How To Scale Your Model, TPU and sharding chapters"
 _TORUS: Final = (
     "where their ends are joined; halve the rate elsewhere. All-to-all over n devices takes about "
@@ -55,9 +55,9 @@ class LinkPreset:
     devices: tuple[int, int | None]
     """The fewest and the most devices along the axis; None for any number."""
     gb_per_s: float
-    """Rate of a ring in one direction, per device, in 10^9 bytes a second."""
+    """Rate in one direction, per device, in 10^9 bytes a second."""
     latency_us: float
-    """Latency of one step of a ring, in microseconds."""
+    """Latency of one message, in microseconds."""
     basis: Basis
     """How the rate was found."""
     confidence: Confidence
@@ -68,13 +68,10 @@ class LinkPreset:
     """What they were taken for, and where they are known to be off."""
     sizes: tuple[int, int] | None = None
     """Bytes of the whole buffer, from and to, for which times are published; None if none are."""
-    base_us: float = 0.0
-    """Time to start a call, in microseconds; not used in pricing."""
-    all_reduce_gb_per_s: float | None = None
-    """Rate of all-reduce where switches add up; not used in pricing."""
-    all_to_all_gb_per_s: float | None = None
-    """Rate of all-to-all where it differs; not used in pricing. Measured on H100, from 32 MB; taken
-    over from it or scaled for the others, and little known there."""
+    start_us: float = 0.0
+    """Time to start a step, in microseconds."""
+    port: Literal["device", "node"] | None = None
+    """Of links between nodes: whether each device has a port or a node's devices share one."""
     read_on: str = READ_ON
     """When the source was read, as year-month-day."""
 
@@ -89,7 +86,19 @@ class LinkPreset:
         most = self.devices[1]
         beyond = most is not None and devices is not None and devices > most
         name = f"{self.name} beyond its {most} devices" if beyond else self.name
-        return Link(self.latency_us / 1e6, 1 / (self.gb_per_s * 1e9), name)
+        return Link(
+            self.latency_us / 1e6,
+            1 / (self.gb_per_s * 1e9),
+            name,
+            self.start_us / 1e6,
+            self.curves,
+            self.port,
+        )
+
+    @property
+    def curves(self) -> tuple[Curve, ...]:
+        """What collectives take on such links, where that was published."""
+        return curves_of(self.name)
 
     def as_dict(self) -> dict[str, object]:
         """Return the record as plain values, ready for JSON; sizes and numbers of devices as lists.
@@ -100,7 +109,8 @@ class LinkPreset:
         [1, None]
         """
         values = {field: getattr(self, field) for field in self.__slots__}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        return plain | {"curves": [curve.as_dict() for curve in self.curves]}
 
 
 def link_preset(name: str, devices: int | None = None) -> Link:
@@ -129,30 +139,28 @@ def link_preset(name: str, devices: int | None = None) -> Link:
 
 
 def _nvswitch(
-    name: str,
-    gb_per_s: float,
-    source: str,
-    valid_for: str,
-    *,
-    all_reduce: float | None,
-    all_to_all: float,
-    sizes: tuple[int, int],
+    name: str, gb_per_s: float, start_us: float, versions: str, scope: str = "node", most: int = 8
 ) -> LinkPreset:
     return LinkPreset(
         name,
-        "node",
-        (2, 8),
+        scope,
+        (2, most),
         gb_per_s,
-        3.4,
+        0.0,
         "measured",
         "high",
-        f"{source}; {_NCCL}",
-        valid_for,
-        sizes,
-        base_us=8.4,
-        all_reduce_gb_per_s=all_reduce,
-        all_to_all_gb_per_s=all_to_all,
+        f"curves of collectives fitted to nccl-tests, {versions}, {_TABLES}; start and rate: such "
+        "that sending never costs less than the all-gather or all-to-all that sends as much",
+        f"collectives on {_devices(name)} devices of a node; start and rate price permute and "
+        "exchange, of which nothing was published",
+        (512, 512 * _MIB),
+        start_us,
     )
+
+
+def _devices(name: str) -> str:
+    numbers = sorted({curve.devices for curve in curves_of(name)})
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def _network(
@@ -161,20 +169,25 @@ def _network(
     basis: Basis,
     source: str,
     valid_for: str,
+    *,
+    latency_us: float = 14.0,
+    port: Literal["device", "node"] = "device",
     sizes: tuple[int, int] | None = None,
 ) -> LinkPreset:
+    owner = "each device has" if port == "device" else "all devices of a node share"
     return LinkPreset(
         name,
         "cross-node",
         (2, None),
         gb_per_s,
-        14.0,
+        latency_us,
         basis,
         "medium",
-        f"{source}; {_NCCL}",
-        f"one device per node on this axis, each with a port of its own; {valid_for}",
+        source,
+        f"axes that join nodes, where {owner} one port; {valid_for}",
         sizes,
-        base_us=8.4,
+        8.4,
+        port,
     )
 
 
@@ -193,79 +206,42 @@ def _torus(name: str, gb_per_s: float, joined: str) -> LinkPreset:
 
 
 _ALL: Final = (
-    _nvswitch(
-        "a100-nvswitch",
-        235,
-        f"ring at 16 GiB, {_BOOK}",
-        "groups of 8",
-        all_reduce=None,
-        all_to_all=165,
-        sizes=_CURVE,
-    ),
-    _nvswitch(
-        "h100-nvswitch",
-        362,
-        f"all-gather at 16 GiB on H200, which has the same links, {_BOOK}; 345 at 1 GiB on H100, "
-        f"{_AUTOPARALLEL}",
-        "groups of 8; all-gather of 2 and 4 devices reaches 268 and 325 GB/s; all-reduce of more "
-        "than 4 is faster, in the switch",
-        all_reduce=475,
-        all_to_all=380,
-        sizes=(_GIB, _GIB),
-    ),
-    _nvswitch(
-        "h200-nvswitch",
-        362,
-        f"all-gather at 16 GiB, {_BOOK}",
-        "groups of 8; all-reduce of more than 4 is faster, in the switch",
-        all_reduce=475,
-        all_to_all=380,
-        sizes=_CURVE,
-    ),
-    _nvswitch(
-        "b200-nvswitch",
-        682,
-        f"ring at 8 GiB, {_BOOK}",
-        "groups of 8; all-reduce of more than 5 is faster, in the switch",
-        all_reduce=838,
-        all_to_all=675,
-        sizes=_CURVE,
-    ),
-    LinkPreset(
-        "gb200-nvl72",
-        "rack",
-        (2, 72),
-        680,
-        3.4,
-        "measured",
-        "low",
-        f"a vendor's slide (GTC25 S72583), {_BOOK}; {_NCCL}",
-        "one rack; seen by one vendor, all-reduce of 8 also by one other; all-to-all is scaled",
-        base_us=8.4,
-        all_reduce_gb_per_s=850,
-        all_to_all_gb_per_s=675,
-    ),
+    _nvswitch("a100-nvswitch", 144, 40, "NCCL 2.27.3"),
+    _nvswitch("h100-nvswitch", 249, 23, "NCCL 2.27.3"),
+    _nvswitch("h200-nvswitch", 251, 22, "NCCL 2.26.2"),
+    _nvswitch("b200-nvswitch", 322, 27.5, "NCCL 2.27.3"),
+    _nvswitch("gb200-nvl72", 340, 20, "NCCL 2.23", "rack", 72),
     _network(
         "ib-hdr-per-gpu",
         24,
         "arithmetic",
-        f"96 % of 200 Gb/s as in NCCL's NET_BW; line rate: {_BOOK}",
+        f"96 % of 200 Gb/s as in NCCL's NET_BW; line rate: {_BOOK}; {_NCCL}",
         "a rate of the wire, seen less by programs",
     ),
     _network(
         "ib-ndr-per-gpu",
         48,
         "arithmetic",
-        f"96 % of 400 Gb/s as in NCCL's NET_BW; line rate: {_BOOK}",
-        "a rate of the wire; an equally fast port gave 37 GB/s in all-reduce over 4 nodes",
+        f"96 % of 400 Gb/s as in NCCL's NET_BW; line rate: {_BOOK}; {_NCCL}",
+        "collectives over 2 nodes of 8 H100 come within 6 % of this rate, one pair of devices "
+        "alone reaches 36 GB/s",
+    ),
+    _network(
+        "ib-ndr-per-node",
+        48,
+        "arithmetic",
+        f"as ib-ndr-per-gpu, {_BOOK}; {_NCCL}",
+        "a rate of the wire",
+        port="node",
     ),
     _network(
         "efa-v4-per-gpu",
-        37,
+        47,
         "measured",
-        f"all-reduce at 16 GiB over 4 nodes of 8 B200, {_BOOK}",
-        "one cluster; 35 GB/s at 1 GiB, 22 at 256 MiB, 6.2 at 16 MiB",
-        (16 * _MIB, 16 * _GIB),
+        f"all-reduce over 4 nodes of 8 B200 as one ring, {_BOOK}; latency fitted to the same",
+        "one cluster; the rate is that from 4 GiB on, and at 256 MiB the price is a quarter low",
+        latency_us=57.0,
+        sizes=(_MIB, 16 * _GIB),
     ),
     _torus("tpu-v4", 90, "axes of a multiple of 4 devices"),
     _torus("tpu-v5e", 90, "axes of 16 devices"),
@@ -281,7 +257,7 @@ _ALL: Final = (
         "low",
         f"a vendor's blog (docs.alayanew.com, 2026-05-06); {_NCCL}",
         "nodes of 8 H100 PCIe, for which 35 to 45 GB/s are reported",
-        base_us=8.4,
+        start_us=8.4,
     ),
     LinkPreset(
         "unit",
@@ -293,9 +269,11 @@ _ALL: Final = (
         "exact",
         "by definition",
         "ranking by bytes alone, and tests; no hardware",
-        base_us=1.0,
     ),
 )
 
 PRESETS: Final[Mapping[str, LinkPreset]] = MappingProxyType({p.name: p for p in _ALL})
 """Every preset by its name."""
+
+DEFAULT_LINK: Final = replace(link_preset("h100-nvswitch"), name="assumed h100-nvswitch")
+"""What is assumed where nothing is said: one node of H100."""

@@ -12,8 +12,7 @@ from math import comb
 from typing import Final, TypeAlias
 
 from shardspec.boxes import box_size
-from shardspec.comm.cost import FITTED_ERROR, CostModel
-from shardspec.comm.presets import link_preset
+from shardspec.comm.cost import CostModel
 from shardspec.comm.routes import Transfers
 from shardspec.comm.steps import Step
 from shardspec.errors import DTypeError, LayoutError
@@ -92,10 +91,7 @@ def models_of(mesh: DeviceMesh, links: Sequence[tuple[str, ...]]) -> dict[str, C
     models = {}
     for names in links:
         if len(names) in (1, mesh.ndim):
-            each = names * mesh.ndim if len(names) == 1 else names
-            presets = tuple(map(link_preset, each, mesh.shape))
-            model = CostModel(mesh.shape, presets, mesh.link_model, FITTED_ERROR)
-            models[",".join(names)] = model
+            models[",".join(names)] = CostModel.from_presets(mesh, names)
     if not models:
         raise LayoutError(
             f"no links fit mesh {mesh}: give one preset for all axes, or {mesh.ndim} of them"

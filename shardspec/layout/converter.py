@@ -9,6 +9,7 @@ from typing import Final, TypeAlias, TypeVar
 import numpy as np
 
 from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import Line
 from shardspec.comm.steps import AllReduce, Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
@@ -301,14 +302,14 @@ def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) 
     size = _LocalBytes(source)
 
     # Steps of one kind along the same axes cost the same, in whatever order these arrive.
-    known: dict[tuple[type[Step], frozenset[int]], tuple[float, float]] = {}
+    known: dict[tuple[type[Step], frozenset[int]], tuple[Line, ...]] = {}
 
     def price(step: Step, state: State) -> float:
         key = type(step), frozenset(step.axes)
         if key not in known:
-            known[key] = model.coefficients(step)
-        fixed, per_byte = known[key]
-        return fixed + size(state[0]) * per_byte + TIE_SECONDS
+            known[key] = model.lines(step)
+        held = size(state[0])
+        return min(fixed + held * per_byte for fixed, per_byte in known[key]) + TIE_SECONDS
 
     return cheapest_path(space, start, goal, price, bound, _MOST_EDGES) or sure
 

@@ -81,6 +81,7 @@ def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: Cost
         max(link.latency_s for link in links),
         max(link.seconds_per_byte for link in links),
         "slowest of both meshes",
+        max(link.start_s for link in links),
     )
     both_on_bus = model_a.link_model == model_b.link_model == "shared-bus"
     return CostModel(mesh.shape, (slowest,), "shared-bus" if both_on_bus else "ring")
@@ -183,9 +184,10 @@ def routes_seconds(
         for end in (("sends", move.src), ("receives", move.dst)):
             busy[end] += alpha + num_bytes * beta
             peers[end] += 1
+    start = model.start_s if moved else 0.0
     if model.link_model == "shared-bus":
-        return max(peers.values(), default=0) * latency + moved * per_byte
-    return max(busy.values(), default=0.0)
+        return start + max(peers.values(), default=0) * latency + moved * per_byte
+    return start + max(busy.values(), default=0.0)
 
 
 def received_bytes(before: Layout, after: Layout) -> int:

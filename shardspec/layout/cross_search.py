@@ -272,7 +272,7 @@ def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
         lacking = wanted.copy()
         lacking[:, at_b] -= kept
         amount[row] = lacking.sum(axis=1) if on_bus else lacking.max(axis=1)
-    alpha = min(link.latency_s for link in model.links)
+    alpha = min(link.latency_s for link in model.links) + model.start_s
     beta = min(link.seconds_per_byte for link in model.links)
     least: Floats = (amount > 0) * alpha + amount * item_bytes(here.layout.dtype) * beta
     return least

@@ -1,6 +1,5 @@
 """Seconds and bytes of one step between two layouts, whatever its kind."""
 
-from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -103,7 +102,7 @@ def pair_prices(source: Layout, target: Cuts, model: CostModel) -> tuple[float, 
     kept = without_ones(source.mesh.shape)
     place = {axis: number for number, axis in enumerate(kept)}
     mesh_shape = tuple(source.mesh.shape[axis] for axis in kept)
-    model = replace(model, mesh_shape=mesh_shape, links=tuple(model.links[axis] for axis in kept))
+    model = model.on(kept)
     plain = state_of(source.spec)[0]
     here, there = (
         [tuple(place[a] for a in axes if a in place) for axes in cuts] for cuts in (plain, target)

@@ -149,10 +149,9 @@ def alike_axes(mesh_shape: tuple[int, ...], model: CostModel) -> tuple[int, ...]
     >>> alike_axes((2, 2, 2, 4), CostModel((2, 2, 2, 4), (slow, fast, fast, fast)))
     (0, 1, 1, 3)
     """
-    kinds = [
-        (size, link.latency_s, link.seconds_per_byte)
-        for size, link in zip(mesh_shape, model.links, strict=True)
-    ]
+    if model.measured:  # of this mesh's own axes
+        return tuple(range(len(mesh_shape)))
+    kinds = [(n, replace(link, name="")) for n, link in zip(mesh_shape, model.links, strict=True)]
     return tuple(map(kinds.index, kinds))
 
 
@@ -229,11 +228,7 @@ def _routed(
     """
     kept = without_ones(mesh_shape)
     if len(kept) < len(mesh_shape):
-        shape = tuple(mesh_shape[axis] for axis in kept)
-        links = tuple(model.links[axis] for axis in kept)
-        few = _routed(
-            shape, global_shape, dtype, replace(model, mesh_shape=shape, links=links), most_work
-        )
+        few = _routed(model.on(kept).mesh_shape, global_shape, dtype, model.on(kept), most_work)
         if few is None:
             return None
         place = {axis: number for number, axis in enumerate(kept)}

@@ -332,11 +332,15 @@ def routed_prices(
         )
     else:
         exchange = Lines(np.concatenate(weights[:2], axis=-1), np.concatenate(weights[2:], axis=-1))
+    if model.start_s:
+        moving_any = exchange.slope.any(axis=-1, keepdims=True)
+        exchange = Lines(exchange.fixed + model.start_s * moving_any, exchange.slope)
     fixed, slope = (np.where(used, cost, 0.0) for cost in (kinds.real, kinds.imag))
     if bus:
         # A shard that is empty does not travel, and one that is there already stays.
         moving = (wants & ~stays).mean(axis=-1) * devices
         fixed = fixed.max(axis=-1, keepdims=True)
         slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
+    fixed = fixed + model.start_s * (wants & ~stays).any(axis=-1, keepdims=True)
     largest = float(np.prod([o.largest[a] for o, a in zip(overlaps, source, strict=True)]))
     return RoutedPrices(exchange, Lines(fixed, slope * largest), permutable)

@@ -127,8 +127,10 @@ class Space:
 
     def edge_seconds(self, model: CostModel, local_bytes: Floats) -> Floats:
         """Return the seconds of every edge, given the bytes of the largest shard of each state."""
-        fixed, per_byte = _edge_coefficients(self, model)
-        seconds: Floats = fixed + per_byte * local_bytes[self.edge_from]
+        held = local_bytes[self.edge_from]
+        seconds: Floats = np.min(
+            [fixed + per_byte * held for fixed, per_byte in _edge_lines(self, model)], axis=0
+        )
         return seconds
 
     def local_elements(self, mesh_shape: tuple[int, ...], global_shape: tuple[int, ...]) -> Floats:
@@ -195,11 +197,13 @@ def _orbits(space: Space, alike: tuple[int, ...]) -> tuple[Ints, Ints]:
 
 
 @lru_cache(maxsize=16)
-def _edge_coefficients(space: Space, model: CostModel) -> tuple[Floats, Floats]:
-    """Return per edge the seconds whatever the size, and those per byte of a shard."""
-    coefficients = np.array([model.coefficients(step) for step in space.kinds]).reshape(-1, 2)
-    fixed, per_byte = np.ascontiguousarray(coefficients[space.edge_kind].T)
-    return fixed, per_byte
+def _edge_lines(space: Space, model: CostModel) -> list[tuple[Floats, Floats]]:
+    """Return lines, each as the seconds of every edge whatever the size and those per byte held."""
+    of_kinds = [model.lines(step) for step in space.kinds]
+    most = max(map(len, of_kinds), default=1)
+    lines = np.array([(*each, *each[:1] * (most - len(each))) for each in of_kinds])
+    lines = lines.reshape(-1, most, 2)[space.edge_kind]
+    return [(lines[:, n, 0].copy(), lines[:, n, 1].copy()) for n in range(most)]
 
 
 @lru_cache(maxsize=16)

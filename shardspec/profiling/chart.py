@@ -5,7 +5,7 @@ from html import escape
 from math import ceil, floor, log10
 from typing import Final
 
-from shardspec.profiling.fit import KINDS
+from shardspec.comm.curves import KINDS
 from shardspec.profiling.profile import Profile, fitted
 from shardspec.text import seconds_text
 

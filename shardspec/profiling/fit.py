@@ -1,35 +1,26 @@
 """From measured times of steps to the latency and the rate of every mesh axis.
 
-The model is that of `shardspec.comm.cost`, whose own coefficients make the equations, so that a
-fit and a price cannot disagree: a step along one axis takes ``messages * alpha + bytes * beta``.
-What is made small is the relative error, since a microsecond counts for as much in a short step as
-a millisecond in a long one; measurements far off count for less (iteratively reweighted least
-squares, Huber's weights).
+These price permute and exchange, and steps along axes that were not measured together; the
+collectives that were measured have curves, see `shardspec.profiling.curves`. The model is that of
+`shardspec.comm.cost`, whose own lines make the equations, so that a fit and a price cannot
+disagree: a step along one axis takes ``messages * alpha + bytes * beta``.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from statistics import fmean, median
-from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel, Link
+from shardspec.comm.curves import KINDS, Curve, Line, whole
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
 from shardspec.errors import ProfileError
 from shardspec.mesh import LinkModel
+from shardspec.profiling.curves import fit_curve, line_of
 
-__all__ = ["KINDS", "Fit", "Measurement", "fit_links", "step_of"]
-
-Floats = npt.NDArray[np.float64]
-
-KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
-"""What is measured."""
-
-_ROUNDS: Final = 20
-_TRUSTED: Final = 0.2
-"""A relative error up to which a measurement counts in full."""
+__all__ = ["Fit", "Measurement", "curves_of_groups", "fit_links", "step_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +50,9 @@ class Fit:
     mean_error: float
     """Mean of the errors, each counted as 1 at most: what models are compared by."""
 
-    def cost_model(self, mesh_shape: tuple[int, ...], known_error: str = "") -> CostModel:
+    def cost_model(self, mesh_shape: tuple[int, ...]) -> CostModel:
         """Return the model with these links."""
-        return CostModel(mesh_shape, self.links, self.link_model, known_error)
+        return CostModel(mesh_shape, self.links, self.link_model)
 
 
 def step_of(kind: str, axes: tuple[int, ...]) -> Step:
@@ -125,46 +116,45 @@ def fit_links(
             raise ProfileError(
                 f"axis {axis} has {len(own)} measurements; two sizes of a step at least are needed"
             )
-        equations = np.array([_equation(unit, m) for m in own])
+        messages, shares = np.array([_equation(unit, m) for m in own]).T
         seconds = np.array([m.seconds for m in own])
-        links.append(Link(*_solve(equations, seconds), "measured"))
+        links.append(Link(*line_of(messages, shares, seconds), "measured"))
     model = CostModel(mesh_shape, tuple(links), link_model)
     errors = [abs(_predicted(model, m) / m.seconds - 1) for m in measurements]
     mean = fmean(min(error, 1.0) for error in errors)
     return Fit(link_model, tuple(links), median(errors), max(errors), mean)
 
 
+def curves_of_groups(
+    mesh_shape: tuple[int, ...], measurements: Sequence[Measurement]
+) -> tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...]:
+    """Return the curves of every collective along every group of axes that was measured.
+
+    A collective that was measured at one size alone has none.
+    """
+    times: dict[tuple[int, ...], dict[str, list[tuple[float, float]]]] = {}
+    for m in measurements:
+        held = whole(m.kind, prod(mesh_shape[axis] for axis in m.axes))
+        of_kind = times.setdefault(tuple(sorted(m.axes)), {}).setdefault(m.kind, [])
+        of_kind.append((float(m.num_bytes * held), m.seconds))
+    return tuple(
+        (
+            axes,
+            tuple(
+                fit_curve(kind, prod(mesh_shape[axis] for axis in axes), sorted(found))
+                for kind, found in kinds.items()
+                if len({size for size, _ in found}) > 1
+            ),
+        )
+        for axes, kinds in times.items()
+    )
+
+
 def _predicted(model: CostModel, measured: Measurement) -> float:
     return model.step_seconds(step_of(measured.kind, measured.axes), measured.num_bytes)
 
 
-def _equation(unit: CostModel, measured: Measurement) -> tuple[float, float]:
+def _equation(unit: CostModel, measured: Measurement) -> Line:
     """Return how often a measurement pays alpha, and for how many bytes beta."""
-    messages, share = unit.coefficients(step_of(measured.kind, measured.axes))
+    ((messages, share),) = unit.lines(step_of(measured.kind, measured.axes))
     return messages, share * measured.num_bytes
-
-
-def _solve(equations: Floats, seconds: Floats) -> tuple[float, float]:
-    """Return alpha and beta, neither negative."""
-    relative = equations / seconds[:, None]
-    weights = np.ones(len(seconds))
-    best = np.zeros(2)
-    for _ in range(_ROUNDS):
-        best = _nonnegative(relative * weights[:, None], weights)
-        errors = np.abs(relative @ best - 1)
-        weights = np.sqrt(np.minimum(1.0, _TRUSTED / np.maximum(errors, 1e-12)))
-    return float(best[0]), float(best[1])
-
-
-def _nonnegative(matrix: Floats, right: Floats) -> Floats:
-    """Least squares of two unknowns that are not negative: inside, or on one of two edges."""
-    solution = np.linalg.lstsq(matrix, right, rcond=None)[0]
-    if (solution >= 0).all():
-        return np.asarray(solution, dtype=np.float64)
-    edges = []
-    for column in range(2):
-        own = matrix[:, column]
-        edge = np.zeros(2)
-        edge[column] = max(0.0, float(own @ right) / float(own @ own))
-        edges.append(edge)
-    return min(edges, key=lambda edge: float(np.square(matrix @ edge - right).sum()))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import isqrt, prod
 from statistics import median
 from typing import Final
@@ -10,11 +11,12 @@ from typing import Final
 import torch
 
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.curves import KINDS
 from shardspec.comm.steps import AllReduce
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.profiling.fit import KINDS, Measurement, step_of
+from shardspec.profiling.fit import Measurement, step_of
 
 __all__ = ["MOST_AT_ONCE", "measure"]
 
@@ -33,7 +35,7 @@ def measure(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Measurement, ...]:
-    """Time every kind of step along each axis, and along all of them, at every size.
+    """Time every kind of step along every group of axes, at every size.
 
     Every process of the mesh calls this.
 
@@ -69,9 +71,7 @@ def measure(
 
 def _tasks(mesh: DeviceMesh, sizes: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...], int]]:
     several = [axis for axis in range(mesh.ndim) if mesh.shape[axis] > 1]
-    groups: list[tuple[int, ...]] = [(axis,) for axis in several]
-    if len(several) > 1:
-        groups.append(tuple(several))
+    groups = (g for count in range(len(several)) for g in combinations(several, count + 1))
     for axes in groups:
         for kind in KINDS:
             for num_bytes in sizes:

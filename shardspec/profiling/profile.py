@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isclose, prod
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -19,10 +19,11 @@ from shardspec.checkpoint.strict_json import (
     parse_json,
 )
 from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import KINDS, Curve, Line
 from shardspec.errors import CheckpointError, MeshError, ProfileError
 from shardspec.mesh import DeviceMesh, LinkModel
-from shardspec.profiling.fit import KINDS, Fit, Measurement, fit_links, step_of
-from shardspec.text import bytes_text, seconds_text, table_text
+from shardspec.profiling.fit import Fit, Measurement, curves_of_groups, fit_links, step_of
+from shardspec.text import seconds_text, table_text
 
 __all__ = ["Profile", "fitted", "make_profile"]
 
@@ -54,6 +55,8 @@ class Profile:
     link_model: LinkModel
     """The model that fits better."""
     measurements: tuple[Measurement, ...]
+    curves: tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...]
+    """Of every collective along every group of axes that was measured."""
     facts: tuple[tuple[str, str], ...]
     """Where and when: backend, device, ranks, date and the like, by name."""
 
@@ -64,17 +67,13 @@ class Profile:
 
     @property
     def known_error(self) -> str:
-        """How far the fit is from what was measured, and for which sizes."""
-        sizes = [m.num_bytes for m in self.measurements]
-        return (
-            f"typically {self.fit.typical_error:.0%} off, {self.fit.worst_error:.0%} at worst, as "
-            f"measured from {bytes_text(min(sizes))} to {bytes_text(max(sizes))}"
-        ).replace("%", " %")
+        """How far prices are off from what was measured, each size priced from the others."""
+        return self.cost_model.known_error
 
     @property
     def cost_model(self) -> CostModel:
-        """The chosen model with its links, for a mesh of this shape."""
-        return self.fit.cost_model(self.mesh_shape, self.known_error)
+        """The curves, and the chosen model with its links for what has none."""
+        return replace(self.fit.cost_model(self.mesh_shape), measured=self.curves)
 
     def table(self) -> str:
         """Return the links of every axis and how well each model fits, as text."""
@@ -93,7 +92,23 @@ class Profile:
             for label, devices, link in zip(labels, self.mesh_shape, fit.links, strict=True)
         ]
         header = ["model", "axis", "devices", "latency", "rate", "typical error", "worst"]
-        return table_text(header, rows, numbers_from=2)
+        links = table_text(header, rows, numbers_from=2)
+        return f"{self._curves_table(labels)}\n\nelsewhere:\n{links}"
+
+    def _curves_table(self, labels: Sequence[str]) -> str:
+        rows = [
+            [
+                curve.kind,
+                ",".join(labels[axis] for axis in axes),
+                str(curve.devices),
+                *(_line_text(line) for line in (curve.lines[0], curve.lines[-1])),
+                *(f"{band.median:.0%}, {band.most:.0%}" if band else "" for band in curve.errors),
+            ]
+            for axes, curves in self.curves
+            for curve in curves
+        ]
+        header = ["collective", "axes", "devices", "low latency", "high rate"]
+        return table_text([*header, "error", "from 1 MiB"], rows, numbers_from=2)
 
     def to_json(self) -> str:
         """Return the profile as the text of its file."""
@@ -145,6 +160,11 @@ class Profile:
             raise ProfileError(str(error)) from None
 
 
+def _line_text(line: Line) -> str:
+    fixed, slope = line
+    return f"{seconds_text(fixed)} + {f'{1e-9 / slope:.4g} GB/s' if slope else 'free'}"
+
+
 def fitted(model: CostModel, measured: Measurement) -> float:
     """Return the seconds that a model says of a measurement."""
     return model.step_seconds(step_of(measured.kind, measured.axes), measured.num_bytes)
@@ -174,6 +194,7 @@ def make_profile(
         bus,
         nearer.link_model,
         tuple(measurements),
+        curves_of_groups(mesh_shape, measurements),
         tuple(facts.items()),
     )
 

@@ -1,38 +1,45 @@
-"""Named links: every record complete, and as far from published times as the model says."""
+"""Named links: every record complete, and near published times that no fit has seen."""
 
 import json
 import re
 from dataclasses import FrozenInstanceError, replace
+from math import prod
 from typing import get_args
 
 import pytest
 
-from shardspec.comm.cost import DEFAULT_LINK, FITTED_ERROR, CostModel, Link
+from shardspec import DeviceMesh, Layout
+from shardspec.comm.cost import DEFAULT_LINK, CostModel, Link
+from shardspec.comm.curves import KINDS
 from shardspec.comm.presets import PRESETS, Basis, Confidence, link_preset
-from shardspec.comm.steps import AllReduce
+from shardspec.comm.steps import Exchange
 from shardspec.errors import MeshError, ShardSpecError
+from shardspec.layout.move_cost import step_seconds
+from shardspec.profiling.fit import step_of
 
-# Rate in GB/s and latency of a step in µs, as published.
+# Rate in GB/s, and time to start and latency of a message in µs.
 EXPECTED = {
-    "a100-nvswitch": (235, 3.4),
-    "h100-nvswitch": (362, 3.4),
-    "h200-nvswitch": (362, 3.4),
-    "b200-nvswitch": (682, 3.4),
-    "gb200-nvl72": (680, 3.4),
-    "ib-hdr-per-gpu": (24, 14),
-    "ib-ndr-per-gpu": (48, 14),
-    "efa-v4-per-gpu": (37, 14),
+    "a100-nvswitch": (144, 40),
+    "h100-nvswitch": (249, 23),
+    "h200-nvswitch": (251, 22),
+    "b200-nvswitch": (322, 27.5),
+    "gb200-nvl72": (340, 20),
+    "ib-hdr-per-gpu": (24, 22.4),
+    "ib-ndr-per-gpu": (48, 22.4),
+    "ib-ndr-per-node": (48, 22.4),
+    "efa-v4-per-gpu": (47, 65.4),
     "tpu-v4": (90, 1),
     "tpu-v5e": (90, 1),
     "tpu-v5p": (180, 1),
     "tpu-v6e": (180, 1),
-    "pcie5-x16": (40, 5.7),
+    "pcie5-x16": (40, 14.1),
     "unit": (1, 0),
 }
 
 
 def test_the_numbers():
-    assert {name: (p.gb_per_s, p.latency_us) for name, p in PRESETS.items()} == EXPECTED
+    found = {n: (p.gb_per_s, round(p.start_us + p.latency_us, 1)) for n, p in PRESETS.items()}
+    assert found == EXPECTED
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -59,7 +66,8 @@ def test_records_are_values():
 
 
 def test_a_link_is_in_seconds():
-    assert link_preset("ib-ndr-per-gpu") == Link(1.4e-5, 1 / 48e9, "ib-ndr-per-gpu")
+    ndr = Link(1.4e-5, 1 / 48e9, "ib-ndr-per-gpu", 8.4 / 1e6, port="device")
+    assert link_preset("ib-ndr-per-gpu") == ndr
     assert link_preset("unit") == Link(0.0, 1e-9, "unit")
 
 
@@ -80,27 +88,111 @@ def test_an_unknown_name_lists_the_known_ones():
     assert str(caught.value) == f"no link preset 'h100'; known: {', '.join(EXPECTED)}"
 
 
-# Published all-reduce times of 8 devices, in µs: nccl-tests tables of the ML Engineering Open Book.
+# Times in µs that no curve was fitted to, by collective and bytes of the whole buffer: nccl-tests
+# tables of the ML Engineering Open Book (8 devices), and AutoParallel's nccl_cost_model.py (H100).
+GIB = 2**30
 PUBLISHED = [
-    ("a100-nvswitch", 2**30, 8203.9),
-    ("a100-nvswitch", 2**16, 46.8),
-    ("h200-nvswitch", 2**30, 1.75 * 2**30 / 463.58e3),
-    ("h200-nvswitch", 2**16, 1.75 * 2**16 / 2.93e3),
-    ("b200-nvswitch", 2**30, 1.75 * 2**30 / 723.34e3),
-    ("b200-nvswitch", 2**16, 1.75 * 2**16 / 2.17e3),
+    ("a100-nvswitch", 8, "all-reduce", 8203.9),
+    ("h200-nvswitch", 8, "all-reduce", 1.75 * GIB / 463.58e3),
+    ("b200-nvswitch", 8, "all-reduce", 1.75 * GIB / 723.34e3),
+    *(("h100-nvswitch", n, "all-gather", GIB / x / 1e3) for n, x in ((2, 537), (4, 434), (8, 394))),
+    *(("h100-nvswitch", n, "reduce-scatter", GIB / x / 1e3) for n, x in ((4, 434), (8, 394))),
+    *(("h100-nvswitch", n, "all-reduce", GIB / x / 1e3) for n, x in ((2, 324), (4, 236), (8, 267))),
+]
+# Over several nodes: also mscclpp's perf_ndmv5.jsonl (2 x 8 H100). How far off is said in the docs.
+H100, B200 = ("ib-ndr-per-gpu", "h100-nvswitch"), ("efa-v4-per-gpu", "b200-nvswitch")
+MULTI_NODE = [
+    (B200, (4, 8), "all-reduce", 2**20, 1.9375 * 2**20 / 5.37e3, 0.02),
+    (B200, (4, 8), "all-reduce", 2**24, 1.9375 * 2**24 / 64.4e3, -0.08),
+    (B200, (4, 8), "all-reduce", 2**28, 1.9375 * 2**28 / 229e3, -0.22),
+    (B200, (4, 8), "all-reduce", 2**32, 1.9375 * 2**32 / 377e3, 0.03),
+    (H100, (2, 8), "all-gather", 3 * GIB, 7480, 0.26),
+    (H100, (2, 8), "all-to-all", GIB, 11076, 0.02),
 ]
 
 
-@pytest.mark.parametrize(("name", "num_bytes", "published"), PUBLISHED)
-def test_published_times_lie_within_the_known_error(name, num_bytes, published):
-    worst = int(re.findall(r"(\d+) % at worst", FITTED_ERROR)[0])
-    model = CostModel((8,), (link_preset(name),))
-    modelled = model.step_seconds(AllReduce((0,), "sum"), num_bytes) * 1e6
-    assert abs(modelled / published - 1) < worst / 100
+def seconds(names, shape, kind, num_bytes):
+    model = CostModel.from_presets(DeviceMesh(range(prod(shape)), shape), names)
+    held = num_bytes // prod(shape) if kind == "all-gather" else num_bytes
+    return model.step_seconds(step_of(kind, tuple(range(len(shape)))), held)
 
 
-def test_without_a_switch_that_adds_up_the_model_is_close():
-    model = CostModel((8,), (link_preset("a100-nvswitch"),))
-    for _, num_bytes, published in PUBLISHED[:2]:
-        modelled = model.step_seconds(AllReduce((0,), "sum"), num_bytes) * 1e6
-        assert modelled == pytest.approx(published, rel=0.03)
+@pytest.mark.parametrize(("name", "devices", "kind", "published"), PUBLISHED)
+def test_published_times_of_one_node(name, devices, kind, published):
+    assert seconds([name], (devices,), kind, GIB) * 1e6 == pytest.approx(published, rel=0.1)
+
+
+@pytest.mark.parametrize(("names", "shape", "kind", "num_bytes", "published", "off"), MULTI_NODE)
+def test_published_times_of_several_nodes(names, shape, kind, num_bytes, published, off):
+    found = seconds(names, shape, kind, num_bytes) * 1e6 / published - 1
+    assert found == pytest.approx(off, abs=0.02)
+
+
+def test_errors_are_known_where_something_was_measured():
+    """For every collective on 2 to 8 devices from 512 bytes to 512 MiB, and nowhere else."""
+    for devices in range(2, 10):
+        model = CostModel.from_presets(DeviceMesh(range(devices), (devices,)), ["h100-nvswitch"])
+        for kind in KINDS:
+            step = step_of(kind, (0,))
+            least, most = -(-512 // devices) if kind == "all-gather" else 512, 2**29 // devices
+            for held in (least, 2**17, 2**20, most):
+                band = model.error(step, held)
+                assert (band is not None) == (devices <= 8)
+                assert band is None or 0 < band.median <= band.most < 0.3
+            assert model.error(step, least - 1) is model.error(step, 2**29 + 1) is None
+
+
+def test_an_axis_of_two_is_not_priced_as_one_of_eight():
+    """All-gather of 1 GiB: 537 GB/s on two devices, 394 on eight, not what rings have in common."""
+    two, eight = (seconds(["h100-nvswitch"], (n,), "all-gather", GIB) for n in (2, 8))
+    assert 0.7 < two / eight < 0.8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_devices_never_take_less(kind):
+    for size in (2**12, 2**20, 2**28):
+        times = [seconds(["b200-nvswitch"], (n,), kind, size) for n in (2, 3, 4, 6, 8, 12, 16)]
+        if kind != "all-to-all":
+            assert times == sorted(times)
+        assert min(times) > 0
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.curves])
+def test_an_exchange_never_undercuts_a_collective_that_sends_as_much(name):
+    """What was measured is preferred to what was not; and devices that hold all send nothing."""
+    for devices in range(2, 1 + max(curve.devices for curve in PRESETS[name].curves)):
+        mesh = DeviceMesh(range(devices), (devices,))
+        model = CostModel.from_presets(mesh, [name])
+        for rows in (24 << k for k in range(0, 24, 2)):
+            layout = Layout(mesh, "[S0,R]", (rows, 24), "bf16")
+            for target, kind in (("[R,R]", "all-gather"), ("[R,S0]", "all-to-all")):
+                ends = layout, layout.with_spec(target)
+                alone = step_seconds(Exchange((0,)), *ends, model)
+                assert alone >= step_seconds(step_of(kind, (0,)), *ends, model)
+
+
+def test_a_port_of_a_node_is_shared_by_its_devices():
+    mesh = DeviceMesh(range(16), (2, 8))
+    own, shared = (
+        CostModel.from_presets(mesh, [name, "h100-nvswitch"])
+        for name in ("ib-ndr-per-gpu", "ib-ndr-per-node")
+    )
+    outer, both = step_of("all-reduce", (0,)), step_of("all-reduce", (0, 1))
+    for model, ports in ((own, 8), (shared, 1)):
+        # Eight groups at once, then all devices of a node on one ring.
+        for step, carried in ((outer, 1.0 * 8), (both, 1.875)):
+            rate = 1 / model.lines(step)[-1][1]
+            assert rate <= ports * 48e9 / carried * (1 + 1e-9)
+    assert own.lines(outer)[0][1] * 8 == pytest.approx(shared.lines(outer)[0][1])
+    assert shared.step_seconds(both, GIB) > 5 * own.step_seconds(both, GIB)
+
+
+def test_presets_by_axis():
+    mesh = DeviceMesh(range(8), (2, 4))
+    assert CostModel.from_presets(mesh, ["unit"]).links == (link_preset("unit"),) * 2
+    wrong_number = "presets for the 2 axes of mesh 2x4; give one per axis"
+    for names in (["unit"] * 3, []):
+        with pytest.raises(MeshError, match=wrong_number):
+            CostModel.from_presets(mesh, names)
+    with pytest.raises(MeshError, match="no link preset 'warp'; known: a100-nvswitch, "):
+        CostModel.from_presets(mesh, ["warp"])

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from click.testing import CliRunner
 
-from shardspec import DeviceMesh, Layout, LayoutConverter
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
 from shardspec.boxes import box_size, intersect
 from shardspec.cli.main import cli
 from shardspec.comm.routes import Transfers
@@ -247,12 +247,13 @@ def test_what_a_move_brings_is_what_the_sender_shares():
     """The page draws a piece as the overlap of two boxes; that is so for every kind of step."""
     checked = set()
     for mesh in MESHES.values():
+        converter = LayoutConverter(CostModel(mesh.shape, (Link(3.4e-6, 1 / 362e9),) * mesh.ndim))
         for shape in ((7, 5), (12, 16)):
             for source in layouts_of(mesh, shape, DTYPE):
                 for target in layouts_of(mesh, shape, DTYPE):
                     if not set(target.spec.partials) <= set(source.spec.partials):
                         continue
-                    plan = LayoutConverter().plan(source, target)
+                    plan = converter.plan(source, target)
                     for step, (a, b) in zip(plan.steps, pairwise(plan.layouts), strict=True):
                         if (step, a, b) in checked:
                             continue

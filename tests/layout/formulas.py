@@ -133,7 +133,8 @@ def seconds(step: Step, before: Layout, after: Layout, model: CostModel) -> floa
                 busy["receives", receiver] += alpha + num_bytes * beta
             return max(busy.values())
         case AllGather() | ReduceScatter() | AllReduce() | AllToAll():
-            alpha, beta = slowest(model, step.axes)
+            long = [axis for axis in step.axes if mesh.shape[axis] > 1]
+            alpha, beta = slowest(model, long) if long else (0.0, 0.0)
     share: float
     match step:
         case AllGather():

@@ -64,14 +64,14 @@ def test_pending_specs_are_drawn_with_a_plan_from_one():
 def test_the_path_has_permutes_exchanges_and_joined_slices():
     mesh = DeviceMesh(range(8), (2, 4))
     layout = Layout(mesh, "[S01,R]", (4096, 4096), "bf16")
+    converter = LayoutConverter(CostModel(mesh.shape, (FAST,) * 2))
     for source, target, kind in [
         ("[S01,R]", "[S10,R]", "permute"),
         ("[S0,R]", "[R,S01]", "exchange"),
         ("[R,R]", "[S01,R]", "slice"),
     ]:
-        drawing = draw_transitions(
-            mesh, 2, LayoutConverter().plan(layout.with_spec(source), target)
-        )
+        plan = converter.plan(layout.with_spec(source), target)
+        drawing = draw_transitions(mesh, 2, plan)
         (edge,) = drawing.path
         assert (edge.before, edge.after, kind_of(edge.step)) == (source, target, kind)
         assert edge.routed == (kind != "slice")

@@ -6,8 +6,9 @@ from statistics import median
 import pytest
 
 from shardspec import CostModel, Link
+from shardspec.comm.curves import KINDS
 from shardspec.errors import ProfileError
-from shardspec.profiling.fit import KINDS, Measurement, fit_links, step_of
+from shardspec.profiling.fit import Measurement, fit_links, step_of
 from shardspec.profiling.profile import make_profile
 
 SHAPE = (2, 3)

@@ -1,0 +1,171 @@
+"""Curves of collectives fitted to published times: the numbers of the presets, table and plot.
+
+    python -m benchmarks.links TIMES.csv --plot docs/links.svg > fitted.txt
+
+The file has the columns machine, nccl, collective, devices, buffer_bytes and microseconds, as the
+nccl-tests tables of aiconfigurator (github.com/ai-dynamo/aiconfigurator, Apache-2.0). Printed are
+the rows of `shardspec.comm.fitted`, and the table of errors of docs/plans.md.
+"""
+
+import argparse
+import csv
+from collections import defaultdict
+from math import log10
+from pathlib import Path
+
+import numpy as np
+
+from shardspec.comm.curves import LARGE, Band, Curve
+from shardspec.profiling.curves import Times, fit_curves
+
+PRESETS = {
+    "a100_sxm": "a100-nvswitch",
+    "h100_sxm": "h100-nvswitch",
+    "h200_sxm": "h200-nvswitch",
+    "b200_sxm": "b200-nvswitch",
+    "gb200": "gb200-nvl72",
+}
+OTHER = {"h100_sxm": "h200_sxm", "h200_sxm": "h100_sxm"}
+"""Machines with the same links, measured with another NCCL version."""
+KIND = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "alltoall": "all-to-all",
+}
+COLOURS = dict(zip(KIND.values(), ("#1f6feb", "#d29922", "#cf222e", "#1a7f37"), strict=True))
+
+
+def read(path: Path) -> dict[str, dict[tuple[str, int], Times]]:
+    found: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            if row["machine"] in PRESETS:
+                key = KIND[row["collective"]], int(row["devices"])
+                time = float(row["buffer_bytes"]), float(row["microseconds"]) / 1e6
+                found[row["machine"]][key].append(time)
+    return {m: {k: sorted(times) for k, times in rows.items()} for m, rows in found.items()}
+
+
+def row_of(machine: str, curve: Curve) -> str:
+    lines = [f"{fixed * 1e6:.2f} {slope * 1e12:.4g}" for fixed, slope in curve.lines]
+    if len(lines) == 1:
+        lines *= 2
+    errors = [shown(band) for band in (*curve.errors, *curve.left_out)]
+    return " ".join([PRESETS[machine], curve.kind, str(curve.devices), *lines, *errors])
+
+
+def shown(band: Band | None) -> str:
+    return "-" if band is None else f"{band.median * 100:.1f},{band.most * 100:.1f}"
+
+
+def percent(band: Band | None) -> str:
+    return "" if band is None else f"{band.median * 100:.0f} / {band.most * 100:.0f}"
+
+
+def table(curves: dict[str, tuple[Curve, ...]]) -> list[str]:
+    lines = [
+        "| links | collective | "
+        + " | ".join(f"{n}, small | {n}, large" for n in (2, 4, 8))
+        + " | 4 from 2 and 8 |",
+        "| --- | --- |" + " --- |" * 7,
+    ]
+    for machine, some in curves.items():
+        for kind in KIND.values():
+            own = {curve.devices: curve for curve in some if curve.kind == kind}
+            bands = [
+                band for n in (2, 4, 8) for band in (own[n].errors if n in own else (None,) * 2)
+            ]
+            cells = list(map(percent, bands))
+            between = " · ".join(filter(None, map(percent, own[4].left_out)))
+            lines.append(f"| {PRESETS[machine]} | {kind} | {' | '.join(cells)} | {between} |")
+    return lines
+
+
+def plot(points: list[tuple[str, str, float, float]]) -> str:
+    """Draw measured against predicted, both logarithmic: a point is (kind, title, x, y)."""
+    low, high, size, margin = -5.5, -2.0, 420, 60
+    span = high - low
+
+    def at(seconds: float) -> float:
+        return (log10(seconds) - low) / span * size
+
+    parts = [
+        f'<path stroke="#59636e" stroke-dasharray="4 4" '
+        f'd="M{margin} {margin + size}l{size} {-size}"/>'
+    ]
+    for exponent, label in ((-5, "10 µs"), (-4, "100 µs"), (-3, "1 ms"), (-2, "10 ms")):
+        x = at(10.0**exponent)
+        parts.append(
+            f'<path stroke="#d0d7de" d="M{margin + x:.0f} {margin}v{size}M{margin} '
+            f'{margin + size - x:.0f}h{size}"/>'
+            f'<text x="{margin + x:.0f}" y="{margin + size + 18}" text-anchor="middle">'
+            f'{label}</text><text x="{margin - 6}" y="{margin + size - x + 4:.0f}" '
+            f'text-anchor="end">{label}</text>'
+        )
+    for kind, x, y in sorted({(k, round(at(p), 1), round(at(m), 1)) for k, _, p, m in points}):
+        parts.append(
+            f'<circle cx="{margin + x:.1f}" cy="{margin + size - y:.1f}" r="1.6" '
+            f'fill="{COLOURS[kind]}" fill-opacity=".6"/>'
+        )
+    for line, (kind, colour) in enumerate(COLOURS.items()):
+        y = margin + 18 + 18 * line
+        parts.append(
+            f'<circle cx="{margin + 14}" cy="{y - 4}" r="4" fill="{colour}"/>'
+            f'<text x="{margin + 24}" y="{y}">{kind}</text>'
+        )
+    middle = margin + size / 2
+    parts.append(f'<text x="{middle}" y="{size + 2 * margin - 16}">predicted</text>')
+    parts.append(f'<text x="{margin - 50}" y="{margin - 14}">measured</text>')
+    whole = size + 2 * margin
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{whole}" '
+        f'viewBox="0 0 {whole} {whole}" fill="none">\n<style>text{{font:12px sans-serif;'
+        f"fill:#1f2328}}</style>\n"
+        f'<rect width="{whole}" height="{whole}" fill="#fff"/>\n{body}\n</svg>\n'
+    )
+
+
+def summary(name: str, errors: list[tuple[float, float]]) -> str:
+    every = [error for _, error in errors]
+    large = [error for size, error in errors if size >= LARGE]
+    cells = (f"{q * 100:.1f}" for some in (every, large) for q in np.quantile(some, (0.5, 0.9)))
+    return f"| {name} | {len(every)} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("times", type=Path)
+    parser.add_argument("--plot", type=Path)
+    given = parser.parse_args()
+    times = read(given.times)
+    curves = {
+        machine: fit_curves(rows, times.get(OTHER.get(machine, "")))
+        for machine, rows in times.items()
+    }
+    points, errors = [], defaultdict(list)
+    for machine, fitted in curves.items():
+        for curve in fitted:
+            print(row_of(machine, curve))
+            for size, seconds in times[machine][curve.kind, curve.devices]:
+                predicted = curve.seconds(size)
+                points.append((curve.kind, machine, predicted, seconds))
+                errors[PRESETS[machine]].append((size, abs(predicted / seconds - 1)))
+            for size, seconds in times.get(OTHER.get(machine, ""), {}).get(
+                (curve.kind, curve.devices), ()
+            ):
+                off = abs(curve.seconds(size) / seconds - 1)
+                errors[f"{PRESETS[machine]}, asked of {OTHER[machine]}"].append((size, off))
+    print("\n".join(["", *table(curves), ""]))
+    print("| fit | times | median | 90th | from 1 MiB: median | 90th |\n" + "| --- " * 6 + "|")
+    for name, found in errors.items():
+        print(summary(name, found))
+    if given.plot:
+        given.plot.write_text(plot(points))
+
+
+if __name__ == "__main__":
+    main()
