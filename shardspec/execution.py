@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -47,33 +46,10 @@ def run_plan(
     Raises
     ------
     CommunicatorError
-        If ranks are about to do different things, on each of them, the first time that this plan
-        is carried out; or if one of them fails or does not come.
+        If ranks are about to do different things, on each of them; or if one of them fails or does
+        not come.
     """
-    held = dict(shards)
-    watched = observers()
-    with _conversion(plan, communicator, shards, "forward") as device:
-        for number, (before, after) in enumerate(pairwise(plan.layouts)):
-            step = plan.steps[number]
-            started = time.perf_counter()
-            held = run_step(step, communicator, held, before, after, device)
-            if watched is not None:
-                report(
-                    StepRecord(
-                        step,
-                        before,
-                        after,
-                        communicator.on(common_mesh(before.mesh, after.mesh)).addressable,
-                        started,
-                        _elapsed(started, held),
-                        plan.step_seconds[number],
-                        plan.step_bytes[number],
-                        _priced_by(plan, before, after),
-                        backward=False,
-                    ),
-                    watched,
-                )
-    return held
+    return _run(plan, communicator, shards, back=False)
 
 
 def undo_plan(
@@ -81,61 +57,58 @@ def undo_plan(
 ) -> dict[int, torch.Tensor]:
     """Carry the gradients of a plan's result back to its source, its steps undone in reverse.
 
-    Parameters
-    ----------
-    plan, communicator
-        As for `run_plan`; what finishes a reduction does so by sum or avg.
-    grads
-        The gradient of the shard of every addressable device of the target's mesh.
+    The gradient of every addressable device of the target's mesh is given. What finishes a
+    reduction does so by sum or avg.
     """
-    held = dict(grads)
-    watched = observers()
-    with _conversion(plan, communicator, grads, "backward") as device:
-        for number in reversed(range(len(plan.steps))):
-            step, before, after = plan.steps[number], plan.layouts[number], plan.layouts[number + 1]
+    return _run(plan, communicator, grads, back=True)
+
+
+def _run(
+    plan: ConversionPlan,
+    communicator: Communicator,
+    shards: Mapping[int, torch.Tensor],
+    *,
+    back: bool,
+) -> dict[int, torch.Tensor]:
+    shards, traces, numbers = dict(shards), observers(), range(len(plan.steps))
+    with _conversion(plan, communicator, shards, "backward" if back else "forward") as device:
+        for number in reversed(numbers) if back else numbers:
+            planned, (before, after) = plan.steps[number], plan.layouts[number : number + 2]
+            step = backward(planned) if back else planned
+            if back:
+                before, after = after, before
             started = time.perf_counter()
-            undo = backward(step)
-            if undo is not None:
-                held = run_step(undo, communicator, held, after, before, device)
-            if isinstance(step, ReduceScatter | AllReduce) and step.op == "avg":
-                addends = prod(before.mesh.shape[axis] for axis in step.axes)
-                held = {device_id: grad / addends for device_id, grad in held.items()}
-            if undo is not None and watched is not None:
-                crossing = plan.target_model is not None
-                model = plan.model_between(after, before) if crossing else plan.model
-                plain = before.with_spec(before.spec.without_partial())
-                report(
-                    StepRecord(
-                        undo,
-                        after,
-                        before,
-                        communicator.on(common_mesh(before.mesh, after.mesh)).addressable,
-                        started,
-                        _elapsed(started, held),
-                        step_seconds(undo, after, plain, model),
-                        step_bytes(undo, after, plain),
-                        _priced_by(plan, after, before),
-                        backward=True,
-                    ),
-                    watched,
-                )
-    return held
+            if step is not None:
+                shards = run_step(step, communicator, shards, before, after, device)
+            if back and isinstance(planned, ReduceScatter | AllReduce) and planned.op == "avg":
+                addends = prod(before.mesh.shape[axis] for axis in planned.axes)
+                shards = {device_id: grad / addends for device_id, grad in shards.items()}
+            if step is not None and traces is not None:
+                here = communicator.on(common_mesh(before.mesh, after.mesh)).addressable
+                passed = _elapsed(started, shards)
+                # No gradient is pending where its value is.
+                to = after.with_spec(after.spec.without_partial()) if back else after
+                price = _priced(plan, step, before, to)
+                record = StepRecord(step, before, after, here, started, passed, *price, back)
+                report(record, traces)
+    return shards
 
 
-def _elapsed(started: float, held: Mapping[int, torch.Tensor]) -> float:
+def _elapsed(started: float, shards: Mapping[int, torch.Tensor]) -> float:
     """Return the seconds since then, once the devices are done too."""
-    for shard in held.values():
+    for shard in shards.values():
         if shard.is_cuda:
             torch.cuda.synchronize(shard.device)
     return time.perf_counter() - started
 
 
-def _priced_by(plan: ConversionPlan, before: Layout, after: Layout) -> str:
-    """Say which links a step was priced by."""
-    crossing = plan.target_model is not None
-    model = plan.model_between(before, after) if crossing else plan.model
-    mesh = common_mesh(before.mesh, after.mesh)
-    return model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
+def _priced(
+    plan: ConversionPlan, step: Step, before: Layout, after: Layout
+) -> tuple[float, int, str]:
+    """Return seconds and bytes that are predicted for a step, and the links they are for."""
+    model, mesh = plan.model_between(before, after), common_mesh(before.mesh, after.mesh)
+    links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
+    return step_seconds(step, before, after, model), step_bytes(step, before, after), links
 
 
 def agree_on(
@@ -199,15 +172,13 @@ def run_step(
     across = communicator.on(common_mesh(before.mesh, after.mesh))
     if not across.addressable:
         return {}
-    scalar = not before.global_shape
-    nothing = torch.empty(
-        [0] * max(1, len(before.global_shape)), dtype=_dtype(before), device=device
-    )
-    held = {
-        rank: (shards[rank].reshape(1) if scalar else shards[rank]) if rank in shards else nothing
+    shape, dtype = before.global_shape or (1,), getattr(torch, before.dtype)
+    nothing = torch.empty([0] * len(shape), dtype=dtype, device=device)
+    given = {
+        rank: shards[rank].reshape(before.local_shape(rank) or 1) if rank in shards else nothing
         for rank in across.addressable
     }
-    results = across.run(step, held, _on_both(before).box, _on_both(after).box)
+    results = across.run(step, given, _on_both(before).box, _on_both(after).box)
     return {
         rank: results[rank].view(after.local_shape(rank))
         for rank in communicator.on(after.mesh).addressable
@@ -218,12 +189,6 @@ def run_step(
 def _same_boxes(before: Layout, after: Layout) -> bool:
     """Whether nothing moves, between two meshes of the same devices."""
     return before.boxes() == after.boxes()
-
-
-def _dtype(layout: Layout) -> torch.dtype:
-    dtype = getattr(torch, layout.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 @dataclass(frozen=True, slots=True)

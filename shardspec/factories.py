@@ -61,6 +61,10 @@ class _Target:
             shards[device].requires_grad_(self.requires_grad)
         return DTensor.from_shards(shards, self.layout, self.communicator)
 
+    def check_same(self, value: torch.Tensor, name: str) -> None:
+        """Compare between ranks, where ``SHARDSPEC_CHECK=1``, what is given on each."""
+        check_copies(self.communicator, dict.fromkeys(self.communicator.addressable, value), name)
+
 
 def _target(
     size: Sequence[int | Sequence[int]],
@@ -126,29 +130,17 @@ def full(size: int | Sequence[int], fill_value: complex, **options: Unpack[Optio
     """
     value = torch.full((), fill_value)
     target = _target((size,), value.dtype, **options)
-    _check_same(target, value, "fill_value")
+    target.check_same(value, "fill_value")
     return target.made(lambda _, shard: shard.fill_(fill_value))
 
 
 def zeros(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
-    """Return a tensor of zeros; see `empty`.
-
-    Examples
-    --------
-    >>> zeros(2, 3, device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[R,S0]")
-    DTensor([R,S0] of [2, 3] float32 on 2; holds the shards of devices 0, 1)
-    """
+    """Return a tensor of zeros; see `empty`."""
     return _target(size, **options).made(lambda _, shard: shard.zero_())
 
 
 def ones(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
-    """Return a tensor of ones; see `empty`.
-
-    Examples
-    --------
-    >>> ones((3,), device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[S0]").to_global()
-    tensor([1., 1., 1.])
-    """
+    """Return a tensor of ones; see `empty`."""
     return _target(size, **options).made(lambda _, shard: shard.fill_(1))
 
 
@@ -157,10 +149,7 @@ def arange(
 ) -> DTensor:
     """Return the numbers from `start`, or 0, up to but not including `end`; see `empty`.
 
-    Raises
-    ------
-    LayoutError
-        As for `empty`, or if `step` is 0 or leads away from `end`.
+    A `LayoutError` says that `step` is 0 or leads away from `end`.
 
     Examples
     --------
@@ -170,14 +159,14 @@ def arange(
     start, end = (0, start) if end is None else (start, end)
     if step == 0 or (end - start) / step < 0:
         raise LayoutError(f"arange from {start} to {end} by steps of {step} never ends; turn step")
-    whole = all(isinstance(number, int) for number in (start, end, step))
-    length = -((start - end) // step) if whole else ceil((end - start) / step)
-    target = _target((int(length),), torch.int64 if whole else None, **options)
-    _check_same(target, torch.tensor([start, step]), "start and step")
+    integral = all(isinstance(number, int) for number in (start, end, step))
+    length = -((start - end) // step) if integral else ceil((end - start) / step)
+    target = _target((int(length),), torch.int64 if integral else None, **options)
+    target.check_same(torch.tensor([start, step]), "start and step")
 
     def fill(box: Box, shard: torch.Tensor) -> None:
         places = torch.arange(*box[0], device=shard.device)
-        shard.copy_(start + places * step if whole else start + places.double() * step)
+        shard.copy_(start + places * step if integral else start + places.double() * step)
 
     return target.made(fill)
 
@@ -200,14 +189,7 @@ def rand(
     generator
         On the CPU.
     **options
-        See `Options`; the dtype is a real floating one of at least 16 bits.
-
-    Raises
-    ------
-    DTypeError
-        If the dtype is another one.
-    LayoutError, AxisError
-        As for `empty`.
+        See `Options`; a dtype that is no real floating one of at least 16 bits is a `DTypeError`.
 
     Examples
     --------
@@ -227,14 +209,7 @@ def randn(
     generator: torch.Generator | None = None,
     **options: Unpack[Options],
 ) -> DTensor:
-    """Return normal random numbers of mean 0 and variance 1; see `rand`.
-
-    Examples
-    --------
-    >>> mesh = DeviceMesh(range(2), (2,))
-    >>> randn(7, 5, device_mesh=mesh, sharding_spec="[R,S0]", device="meta").to_local(1)
-    tensor(..., device='meta', size=(7, 2))
-    """
+    """Return normal random numbers of mean 0 and variance 1; see `rand`."""
     return _random(_target(size, **options), normal, generator)
 
 
@@ -259,8 +234,3 @@ def _random(
             shard[index].copy_(torch.from_numpy(part))
 
     return target.made(fill)
-
-
-def _check_same(target: _Target, value: torch.Tensor, name: str) -> None:
-    held = dict.fromkeys(target.communicator.addressable, value)
-    check_copies(target.communicator, held, name)

@@ -1,10 +1,10 @@
 """Conversions as autograd functions, differentiable any number of times.
 
-Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.dtensor`. A plan is
-linear, so `Convert` and `Revert` are each other's backward.
+Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.dtensor`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,8 +18,43 @@ from shardspec.layout.plan import ConversionPlan
 __all__ = ["check_differentiable", "convert", "first_of_copies", "with_gradient_reduced"]
 
 Shards: TypeAlias = tuple[torch.Tensor, ...]
-# torch leaves Function.apply untyped, and the context's class does not name what is set on it.
-Context: TypeAlias = Any
+Map: TypeAlias = Callable[[Shards], Shards]
+"""A linear function of shards."""
+
+
+class Linear(torch.autograd.Function):
+    """A linear function forwards, and backwards another one, of which it is the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Map, gradient: Map, *shards: torch.Tensor) -> Shards:  # noqa: ANN401
+        """Apply the function."""
+        ctx.function, ctx.gradient = function, gradient
+        return function(shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        """Apply the other one."""
+        return (None, None, *_apply(ctx.gradient, ctx.function, grads))
+
+
+def _apply(function: Map, gradient: Map, shards: Shards) -> Shards:
+    # torch leaves Function.apply untyped.
+    results: Shards = Linear.apply(function, gradient, *shards)  # type: ignore[no-untyped-call]
+    return results
+
+
+def _views(shards: Shards) -> Shards:
+    return tuple(shard.view_as(shard) for shard in shards)
+
+
+def _forwards(plan: ConversionPlan, communicator: Communicator, shards: Shards) -> Shards:
+    given = dict(zip(communicator.addressable, shards, strict=True))
+    return tuple(run_plan(plan, communicator, given).values())
+
+
+def _backwards(plan: ConversionPlan, communicator: Communicator, grads: Shards) -> Shards:
+    there = communicator.on(plan.target.mesh).addressable
+    return tuple(undo_plan(plan, communicator, dict(zip(there, grads, strict=True))).values())
 
 
 def convert(
@@ -36,123 +71,30 @@ def convert(
     shards
         The shard of every addressable device.
     """
+    run, undo = (partial(function, plan, communicator) for function in (_forwards, _backwards))
     there = communicator.on(plan.target.mesh).addressable
-    # torch leaves Function.apply untyped, here and below.
-    results = Convert.apply(plan, communicator, *shards.values())  # type: ignore[no-untyped-call]
-    return dict(zip(there, results, strict=True))
+    return dict(zip(there, _apply(run, undo, tuple(shards.values())), strict=True))
 
 
 def with_gradient_reduced(
     plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Return the shards; parts of gradients that arrive at them are added up by a plan."""
-    results = GradientReduced.apply(plan, communicator, *shards.values())  # type: ignore[no-untyped-call]
-    return dict(zip(shards, results, strict=True))
+    """Return the shards; parts of gradients that arrive at them are added up by a plan.
+
+    The gradient of that goes to each addend. That of a mean is not divided: what comes back from
+    the devices is a mean again.
+    """
+    run = partial(_forwards, plan, communicator)
+    return dict(zip(shards, _apply(_views, run, tuple(shards.values())), strict=True))
 
 
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Return the first of equal shards; its gradient is that of every copy."""
-    result: torch.Tensor = FirstOfCopies.apply(*shards.values())  # type: ignore[no-untyped-call]
-    return result
 
+    def copies(first: Shards) -> Shards:
+        return _views(first * len(shards))
 
-class Convert(torch.autograd.Function):
-    """A plan forwards; backwards its steps undone, last first."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, plan: ConversionPlan, communicator: Communicator, *shards: torch.Tensor
-    ) -> Shards:
-        """Carry out the plan."""
-        ctx.plan, ctx.communicator = plan, communicator
-        held = dict(zip(communicator.addressable, shards, strict=True))
-        return tuple(run_plan(plan, communicator, held).values())
-
-    @staticmethod
-    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Undo its steps."""
-        undone: Shards = Revert.apply(ctx.plan, ctx.communicator, *grads)  # type: ignore[no-untyped-call]
-        return (None, None, *undone)
-
-
-class Revert(torch.autograd.Function):
-    """A plan's gradients forwards: its steps undone, last first; backwards the plan itself."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, plan: ConversionPlan, communicator: Communicator, *grads: torch.Tensor
-    ) -> Shards:
-        """Undo the steps of the plan."""
-        ctx.plan, ctx.communicator = plan, communicator
-        there = communicator.on(plan.target.mesh).addressable
-        return tuple(undo_plan(plan, communicator, dict(zip(there, grads, strict=True))).values())
-
-    @staticmethod
-    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Carry out the plan."""
-        done: Shards = Convert.apply(ctx.plan, ctx.communicator, *grads)  # type: ignore[no-untyped-call]
-        return (None, None, *done)
-
-
-class GradientReduced(torch.autograd.Function):
-    """Forwards nothing; backwards a plan for the gradients, parts of which come from devices."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, plan: ConversionPlan, communicator: Communicator, *shards: torch.Tensor
-    ) -> Shards:
-        """Hand the shards on."""
-        ctx.plan, ctx.communicator = plan, communicator
-        return tuple(shard.view_as(shard) for shard in shards)
-
-    @staticmethod
-    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Carry out the plan on the gradients."""
-        done: Shards = Reduced.apply(ctx.plan, ctx.communicator, *grads)  # type: ignore[no-untyped-call]
-        return (None, None, *done)
-
-
-class Reduced(Convert):
-    """A plan forwards, that finishes sums or means; backwards the gradient goes to each addend.
-
-    That of a mean is not divided: what comes back from the devices is a mean again.
-    """
-
-    @staticmethod
-    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Hand the gradient on."""
-        same: Shards = GradientReduced.apply(ctx.plan, ctx.communicator, *grads)  # type: ignore[no-untyped-call]
-        return (None, None, *same)
-
-
-class FirstOfCopies(torch.autograd.Function):
-    """Forwards the first of equal shards; backwards its gradient for each of them."""
-
-    @staticmethod
-    def forward(ctx: Context, *shards: torch.Tensor) -> torch.Tensor:
-        """Return the first shard."""
-        ctx.copies = len(shards)
-        return shards[0].view_as(shards[0])
-
-    @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Shards:
-        """Return its gradient for every shard."""
-        copies: Shards = Copies.apply(grad, ctx.copies)  # type: ignore[no-untyped-call]
-        return copies
-
-
-class Copies(torch.autograd.Function):
-    """Forwards copies of a tensor; backwards the gradient of the first, equal to the others."""
-
-    @staticmethod
-    def forward(_: Context, tensor: torch.Tensor, copies: int) -> Shards:
-        """Return the tensor so many times."""
-        return tuple(tensor.view_as(tensor) for _ in range(copies))
-
-    @staticmethod
-    def backward(_: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the first gradient."""
-        return first_of_copies(dict(enumerate(grads))), None
+    return _apply(lambda given: _views(given[:1]), copies, tuple(shards.values()))[0]
 
 
 def check_differentiable(plan: ConversionPlan) -> None:

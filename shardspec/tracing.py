@@ -71,10 +71,6 @@ class Trace:
         """When the trace was opened, on the clock of `time.perf_counter`."""
         self._clock = time.time()
 
-    def add(self, record: StepRecord) -> None:
-        """Take a record."""
-        self.records.append(record)
-
     def __str__(self) -> str:
         return self.table()
 
@@ -116,7 +112,7 @@ class Trace:
         [('M', 'process_name'), ('X', 'all-gather dim 0')]
         """
         names = {_process(record): _devices_text(record.devices) for record in self.records}
-        processes: list[dict[str, object]] = [
+        events: list[dict[str, object]] = [
             {
                 "name": "process_name",
                 "ph": "M",
@@ -126,39 +122,27 @@ class Trace:
             }
             for pid, name in names.items()
         ]
-        return {"displayTimeUnit": "ms", "traceEvents": [*processes, *self._events()]}
-
-    def _events(self) -> list[dict[str, object]]:
-        return [
-            {
-                "name": step_text(record.step),
-                "cat": "gradient" if record.backward else "conversion",
-                "ph": "X",
-                "ts": (record.started_s - self.opened + self._clock) * 1e6,
-                "dur": record.seconds * 1e6,
-                "pid": _process(record),
-                "tid": 0,
-                "args": {
-                    "from": str(record.before.labelled_spec),
-                    "to": str(record.after.labelled_spec),
-                    "shape": list(record.before.global_shape),
-                    "dtype": record.before.dtype,
-                    "mesh": str(record.before.mesh),
-                    "bytes_received": record.num_bytes,
-                    "predicted_us": record.predicted_seconds * 1e6,
-                },
+        for record in self.records:
+            layout = record.before
+            facts = {
+                "from": str(layout.labelled_spec),
+                "to": str(record.after.labelled_spec),
+                "shape": list(layout.global_shape),
+                "dtype": layout.dtype,
+                "mesh": str(layout.mesh),
+                "bytes_received": record.num_bytes,
+                "predicted_us": record.predicted_seconds * 1e6,
             }
-            for record in self.records
-        ]
+            start = (record.started_s - self.opened + self._clock) * 1e6
+            kind = "gradient" if record.backward else "conversion"
+            events.append(
+                {"name": step_text(record.step), "cat": kind, "ph": "X", "ts": start}
+                | {"dur": record.seconds * 1e6, "pid": _process(record), "tid": 0, "args": facts}
+            )
+        return {"displayTimeUnit": "ms", "traceEvents": events}
 
     def save(self, path: Path | str) -> None:
-        """Write `as_chrome` as JSON; in a job, each rank names a file of its own.
-
-        Raises
-        ------
-        ShardSpecError
-            If the file cannot be written.
-        """
+        """Write `as_chrome` as JSON; in a job, each rank names a file of its own."""
         try:
             Path(path).write_text(json.dumps(self.as_chrome()), encoding="utf-8")
         except OSError as error:
@@ -197,17 +181,9 @@ def observers() -> tuple[Trace, ...] | None:
 
 
 def report(record: StepRecord, traces: Sequence[Trace]) -> None:
-    """Hand a record to open traces and the log.
-
-    Parameters
-    ----------
-    record
-        What was done.
-    traces
-        Who takes it.
-    """
+    """Hand a record to open traces and the log."""
     for opened in traces:
-        opened.add(record)
+        opened.records.append(record)
     if LOGGER.isEnabledFor(logging.DEBUG):
         LOGGER.debug("rank %s: %s", _devices_text(record.devices), record)
 
@@ -230,13 +206,7 @@ def _devices_text(devices: Sequence[int]) -> str:
 
 
 def log_from_environment() -> None:
-    """Write the log to standard error where ``SHARDSPEC_LOG`` asks for it.
-
-    Raises
-    ------
-    ShardSpecError
-        If it names no level.
-    """
+    """Write the log to standard error where ``SHARDSPEC_LOG`` names a level."""
     wanted = os.environ.get("SHARDSPEC_LOG", "").lower()
     if not wanted or LOGGER.handlers:
         return
