@@ -27,7 +27,7 @@ from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.operations.tensor import TensorLike
-from shardspec.shards import added_up, check_plain, check_shards, facts_of, shards_of
+from shardspec.shards import added_up, check_dense, check_shards, facts_of, shards_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -92,7 +92,7 @@ class DTensor(TensorLike):
         src_rank: int | None = 0,
         communicator: Communicator | None = None,
     ) -> None:
-        check_plain(tensor)
+        check_dense(tensor)
         layout = Layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
         if layout.spec.partials:
             raise LayoutError(
@@ -116,17 +116,8 @@ class DTensor(TensorLike):
     ) -> "DTensor":
         """Put the shards of this process under a layout, without a copy or a word to other ranks.
 
-        Parameters
-        ----------
-        shards
-            By physical id.
-        layout, communicator
-            What they follow, and who moves them, as for the constructor.
-
-        Raises
-        ------
-        LayoutError
-            If a shard is missing, or its shape or dtype is not that of the layout.
+        They are given by physical id. A `LayoutError` says that one is missing, or that its shape
+        or dtype is not that of the layout.
         """
         result = cls.__new__(cls)
         result.layout, result.communicator = layout, _checked(communicator, layout.mesh)

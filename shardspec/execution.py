@@ -19,7 +19,7 @@ from shardspec.layout.move_cost import step_bytes, step_seconds
 from shardspec.layout.plan import ConversionPlan
 from shardspec.tracing import StepRecord, log_from_environment, observers, report
 
-__all__ = ["agree_on", "run_plan", "run_step", "undo_plan"]
+__all__ = ["agree_on", "mesh_text", "on_both", "run_plan", "run_step", "undo_plan"]
 
 log_from_environment()
 
@@ -133,8 +133,8 @@ def _described(source: Layout, target: Layout, steps: tuple[Step, ...], note: st
     """Say what is to be done, in words that other ranks compare."""
     return description(
         {
-            "mesh": _mesh_text(source),
-            "target mesh": _mesh_text(target),
+            "mesh": mesh_text(source),
+            "target mesh": mesh_text(target),
             "source": str(source.spec),
             "target": str(target.spec),
             "shape": str(list(source.global_shape)),
@@ -146,7 +146,8 @@ def _described(source: Layout, target: Layout, steps: tuple[Step, ...], note: st
     )
 
 
-def _mesh_text(layout: Layout) -> str:
+def mesh_text(layout: Layout) -> str:
+    """Return the mesh of a layout and its ids, as ranks compare them."""
     return f"{layout.mesh} of ids {','.join(map(str, layout.mesh.ids))}"
 
 
@@ -178,7 +179,7 @@ def run_step(
         rank: shards[rank].reshape(before.local_shape(rank) or 1) if rank in shards else nothing
         for rank in across.addressable
     }
-    results = across.run(step, given, _on_both(before).box, _on_both(after).box)
+    results = across.run(step, given, on_both(before).box, on_both(after).box)
     return {
         rank: results[rank].view(after.local_shape(rank))
         for rank in communicator.on(after.mesh).addressable
@@ -209,6 +210,6 @@ class _OnBoth:
 
 
 @lru_cache(maxsize=1024)
-def _on_both(layout: Layout) -> _OnBoth:
+def on_both(layout: Layout) -> _OnBoth:
     """Return one object per layout, so that what is known of it can be found again."""
     return _OnBoth(layout)

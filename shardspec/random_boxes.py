@@ -46,24 +46,15 @@ def normal(words: Words) -> Numbers:
 def box_of(
     shape: tuple[int, ...], box: Box, seed: int, made_of: Callable[[Words], Numbers]
 ) -> Iterator[tuple[tuple[slice, ...], Numbers]]:
-    """Yield the parts of a box, each with its index in the box, one after the other.
+    """Yield the parts of a box of a tensor, each with its index in the box, one after the other.
 
-    Parameters
-    ----------
-    shape
-        Sizes of the whole tensor.
-    box
-        What is wanted of it.
-    seed
-        From 0 up to ``2**64``.
-    made_of
-        `normal`, or what `uniform` returns.
+    The seed is from 0 up to ``2**64``; `made_of` is `normal`, or what `uniform` returns.
 
     Examples
     --------
-    >>> whole = [numbers for _, numbers in box_of((2, 3), ((0, 2), (0, 3)), 7, uniform(2))]
+    >>> tensor = [numbers for _, numbers in box_of((2, 3), ((0, 2), (0, 3)), 7, uniform(2))]
     >>> part = [numbers for _, numbers in box_of((2, 3), ((1, 2), (1, 3)), 7, uniform(2))]
-    >>> whole[0].tolist(), part[0].tolist()
+    >>> tensor[0].tolist(), part[0].tolist()
     ([[0.75, 0.25, 0.25], [0.25, 0.0, 0.5]], [[0.0, 0.5]])
     """
     if not prod(box_shape(box)):
@@ -91,9 +82,9 @@ def _parts(
             # One row at a time, each cut further.
             yield from _parts(shape[1:], box[1:], start + first * inner, here, stretch)
             continue
-        whole_rows = stretch(start + first * inner, start + last * inner)
-        cut = tuple(slice(*side) for side in box[1:])
-        yield here, whole_rows.reshape(last - first, *shape[1:])[:, *cut]
+        rows_here = stretch(start + first * inner, start + last * inner)
+        columns = tuple(slice(*side) for side in box[1:])
+        yield here, rows_here.reshape(last - first, *shape[1:])[:, *columns]
 
 
 def _stretch(lo: int, hi: int, seed: int, made_of: Callable[[Words], Numbers]) -> Numbers:

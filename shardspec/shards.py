@@ -3,19 +3,17 @@
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, TypeAlias
 
 import torch
 
-from shardspec.boxes import Box
 from shardspec.comm.agreement import description
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import Exchange
 from shardspec.dtypes import dtype_name
 from shardspec.errors import LayoutError
-from shardspec.execution import run_plan
+from shardspec.execution import mesh_text, on_both, run_plan
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -25,7 +23,7 @@ __all__ = [
     "Facts",
     "added_up",
     "check_copies",
-    "check_plain",
+    "check_dense",
     "check_shards",
     "facts_of",
     "index_of",
@@ -38,7 +36,7 @@ Facts: TypeAlias = tuple[tuple[int, ...], str]
 
 def facts_of(shard: torch.Tensor) -> Facts:
     """Return a shard's shape and the name of its dtype."""
-    check_plain(shard)
+    check_dense(shard)
     return tuple(shard.shape), dtype_name(shard.dtype)
 
 
@@ -50,13 +48,13 @@ def index_of(layout: Layout, device: int) -> tuple[slice, ...]:
 def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:
     """Raise `LayoutError` if a shard is missing, or its shape or dtype is not the layout's."""
     for device, found in facts.items():
-        wanted = (layout.local_shape(device), layout.dtype)
         if found is None:
             raise LayoutError(f"the shard of device {device} is missing for {layout}")
-        if found != wanted:
+        shape = layout.local_shape(device)
+        if found != (shape, layout.dtype):
             raise LayoutError(
                 f"device {device} has a shard of shape {found[0]} and dtype {found[1]}, but under "
-                f"{layout} it holds shape {wanted[0]} and dtype {wanted[1]}; correct the shard, "
+                f"{layout} it holds shape {shape} and dtype {layout.dtype}; correct the shard, "
                 "the spec or global_shape"
             )
 
@@ -71,12 +69,12 @@ def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -
                 f"{spec.dims} dims"
             )
     return tuple(
-        sum(facts[device][0][dim] for device in mesh.group(first, cut.axes))
-        for dim, cut in enumerate(spec.dim_specs)
+        sum(facts[device][0][dim] for device in mesh.group(first, dim_spec.axes))
+        for dim, dim_spec in enumerate(spec.dim_specs)
     )
 
 
-def check_plain(tensor: object) -> None:
+def check_dense(tensor: object) -> None:
     """Raise `LayoutError` unless this is a tensor of torch whose elements lie in one box."""
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(
@@ -102,18 +100,10 @@ def check_plain(tensor: object) -> None:
 def shards_of(
     tensor: torch.Tensor, layout: Layout, communicator: Communicator, src_rank: int | None
 ) -> dict[int, torch.Tensor]:
-    """Return the shards of a global tensor that this process is to hold.
+    """Return the shards of a global tensor that this process is to hold, with nothing pending.
 
-    Parameters
-    ----------
-    tensor
-        All of it; of other processes than the source only shape, dtype and device count.
-    layout
-        Of the result, with nothing pending.
-    communicator
-        Of its mesh.
-    src_rank
-        Place among the mesh's ids of the device whose tensor it is; None where all are the same.
+    Of other processes than the source only shape, dtype and device count. `src_rank` is the place
+    among the mesh's ids of the device whose tensor it is; None where all are the same.
     """
     ids, here = layout.mesh.ids, communicator.addressable
     if src_rank is not None and not (isinstance(src_rank, int) and 0 <= src_rank < len(ids)):
@@ -128,18 +118,17 @@ def shards_of(
             device: tensor[index_of(layout, device)].clone(memory_format=torch.contiguous_format)
             for device in here
         }
-    source = _source(layout, ids[src_rank])
-    (device,) = here
-    whole = tensor if tensor.dim() else tensor.view(1)
-    given = whole if device == source.device else whole.new_empty([0] * whole.dim())
+    (device,), source = here, _all_at(layout, ids[src_rank])
+    full = tensor if tensor.dim() else tensor.view(1)
+    given = full if device in source.mesh else full.new_empty([0] * full.dim())
     target = layout if tensor.dim() else Layout(layout.mesh, "[R]", (1,), layout.dtype)
-    cut = _without_copies(target) if tensor.nbytes >= _SENT_ONCE_BYTES else target
+    sent = _without_copies(target) if tensor.nbytes >= _SENT_ONCE_BYTES else target
     content = _described(layout, src_rank, tensor.requires_grad)
     with communicator.conversion(content, tensor.device.type):
         exchange = Exchange(tuple(range(layout.mesh.ndim)))
-        found = communicator.run(exchange, {device: given}, source.box, cut.box)
-    if cut != target:
-        found = run_plan(LayoutConverter().plan(cut, target), communicator, found)
+        found = communicator.run(exchange, {device: given}, on_both(source).box, sent.box)
+    if sent != target:
+        found = run_plan(LayoutConverter().plan(sent, target), communicator, found)
     return {device: found[device].view(layout.local_shape(device))}
 
 
@@ -148,7 +137,7 @@ def _described(layout: Layout, src_rank: int, requires_grad: bool) -> bytes:
     """Say what is to be made, in words that other ranks compare."""
     return description(
         {
-            "mesh": f"{layout.mesh} of ids {','.join(map(str, layout.mesh.ids))}",
+            "mesh": mesh_text(layout),
             "new tensor": str(layout.spec),
             "shape": str(list(layout.global_shape)),
             "dtype": layout.dtype,
@@ -170,42 +159,25 @@ def _without_copies(layout: Layout) -> Layout:
     return layout.with_spec(spec.with_dims({dim: [*spec.dim_specs[dim].axes, *unused]}))
 
 
-@dataclass(frozen=True, slots=True)
-class _AllAtOne:
-    """One device holds the global tensor, others nothing; a scalar is a vector of one element."""
-
-    layout: Layout
-    device: int
-
-    def box(self, device: int) -> Box:
-        shape = self.layout.global_shape or (1,)
-        return tuple((0 if device == self.device else size, size) for size in shape)
-
-
 @lru_cache(maxsize=1024)
-def _source(layout: Layout, device: int) -> _AllAtOne:
-    """Return one object for each, so that what is known of it can be found again."""
-    return _AllAtOne(layout, device)
+def _all_at(layout: Layout, device: int) -> Layout:
+    """Return the layout of the same tensor where one device holds all of it."""
+    spec = ShardingSpec(layout.spec.dims)
+    return Layout(DeviceMesh([device], (1,)), spec, layout.global_shape, layout.dtype)
 
 
 def check_copies(
     communicator: Communicator, tensors: Mapping[int, torch.Tensor], what: str
 ) -> None:
-    """Compare tensors that are said to be the same on all ranks, where ``SHARDSPEC_CHECK=1``.
-
-    Raises
-    ------
-    LayoutError
-        On every rank, if one has other bytes.
-    """
+    """Compare tensors that are said to be the same on all ranks, where ``SHARDSPEC_CHECK=1``."""
     if os.environ.get("SHARDSPEC_CHECK") != "1":
         return
     first = communicator.mesh.ids[0]
     digests = communicator.gather({device: _digest(t) for device, t in tensors.items()})
-    others = [str(device) for device, found in digests.items() if found != digests[first]]
-    if others:
+    differing = [str(device) for device, found in digests.items() if found != digests[first]]
+    if differing:
         raise LayoutError(
-            f"{what} is said to be the same on every rank, but that of rank {', '.join(others)} "
+            f"{what} is said to be the same on every rank, but that of rank {', '.join(differing)} "
             f"differs from that of rank {first}"
         )
 

@@ -38,11 +38,6 @@ def redistribute(
         Where it is to be, as one of ours or of torch's; by default where it is. A mesh of ours
         that has the ids and the shape of the tensor's gives the plan its links.
 
-    Returns
-    -------
-    torch.distributed.tensor.DTensor
-        On torch's mesh of `device_mesh`.
-
     Raises
     ------
     LayoutError

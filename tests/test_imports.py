@@ -59,7 +59,6 @@ WITH_TENSORS = {
     "shardspec.operations.random_ops",
     "shardspec.operations.refusals",
     "shardspec.operations.tensor",
-    "shardspec.operations.unsupported",
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",
     "shardspec.profiling.measure",

@@ -19,12 +19,12 @@ _KNOWN: Final[tuple[list[int], ...]] = ([], [0], [1], [0, 1])
 
 
 def to_colossal(spec: SpecLike, mesh: DeviceMesh) -> dict[int, list[int]]:
-    """Return Colossal-AI's dict from dim to the mesh axes that cut it.
+    """Return Colossal-AI's dict from dim to the mesh axes that shard it.
 
     Raises
     ------
     LossyConversionError
-        If a dim is cut otherwise than as R, S0, S1 or S01, or a reduction is pending.
+        If a dim is sharded otherwise than as R, S0, S1 or S01, or a reduction is pending.
     AxisError
         If the mesh lacks an axis of the spec.
 
@@ -38,35 +38,25 @@ def to_colossal(spec: SpecLike, mesh: DeviceMesh) -> dict[int, list[int]]:
         raise LossyConversionError(
             f"spec {spec}: Colossal-AI has no pending reductions in a spec; finish them first"
         )
-    cuts = {d: [int(axis) for axis in axes] for d, axes in resolved.dim_partition_dict.items()}
-    for dim, axes in cuts.items():
+    by_dim = {d: [int(axis) for axis in axes] for d, axes in resolved.dim_partition_dict.items()}
+    for dim, axes in by_dim.items():
         if axes not in _KNOWN:
             raise LossyConversionError(
                 f"spec {spec}: Colossal-AI knows dims as R, S0, S1 and S01 only, and dim {dim} is "
-                f"cut over axes {axes}"
+                f"sharded over axes {axes}"
             )
-    return cuts
+    return by_dim
 
 
 def from_colossal(dim_partition_dict: Mapping[int, Sequence[int]], dims: int) -> ShardingSpec:
-    """Return the spec that Colossal-AI's dict describes.
+    """Return the spec that Colossal-AI's dict from dim to mesh axes, major first, describes.
 
-    Parameters
-    ----------
-    dim_partition_dict
-        Dim to mesh axes, the major one first.
-    dims
-        Dims of the tensor.
-
-    Raises
-    ------
-    AxisError
-        If a dim does not exist, or an axis is used twice.
+    A dim that does not exist, or an axis used twice, is an `AxisError`.
 
     Examples
     --------
     >>> str(from_colossal({0: [0, 1]}, 2))
     '[S01,R]'
     """
-    cuts: dict[int, list[Axis]] = {dim: list(axes) for dim, axes in dim_partition_dict.items()}
-    return ShardingSpec(dims, cuts)
+    by_dim: dict[int, list[Axis]] = {dim: list(axes) for dim, axes in dim_partition_dict.items()}
+    return ShardingSpec(dims, by_dim)

@@ -46,17 +46,8 @@ def from_chunks(
 ) -> Layout:
     """Return the layout whose devices hold these chunks.
 
-    Of several specs that say the same of this tensor, that with the fewest cuts is taken, then the
-    first in the order of the transition graph.
-
-    Parameters
-    ----------
-    chunks
-        The chunk of every device; where one is empty, its offsets mean nothing.
-    mesh
-        The devices.
-    global_shape, dtype
-        The tensor.
+    Of several specs that say the same of this tensor, that with the fewest sharded dims is taken,
+    then the first in the order of the transition graph. Offsets of an empty chunk mean nothing.
 
     Raises
     ------
@@ -64,7 +55,7 @@ def from_chunks(
         If a device of the mesh has no chunk or another one is named, or the mesh has so many axes
         that its specs cannot all be tried.
     LossyConversionError
-        If no spec cuts the tensor so.
+        If no spec shards the tensor so.
 
     Examples
     --------
@@ -80,7 +71,7 @@ def from_chunks(
     count = count_states(mesh.ndim, len(shape), 0)
     if count > _MOST_SPECS:
         raise LayoutError(f"mesh {mesh} has {count} specs for {len(shape)} dims, too many to try")
-    wanted = {
+    expected = {
         device: None
         if 0 in sizes
         else tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
@@ -89,11 +80,11 @@ def from_chunks(
     for state in space_of(mesh.ndim, len(shape), ()).states:
         layout = Layout(mesh, spec_of(state), shape, dtype)
         if all(
-            wanted[device] == (box if box_size(box) else None)
+            expected[device] == (box if box_size(box) else None)
             for device, box in ((device, layout.box(device)) for device in mesh.ids)
         ):
             return layout
     raise LossyConversionError(
-        f"no spec on mesh {mesh} cuts a tensor of shape {list(shape)} into these chunks: "
+        f"no spec on mesh {mesh} shards a tensor of shape {list(shape)} into these chunks: "
         f"{dict(list(chunks.items())[:4])}{' …' if len(chunks) > 4 else ''}"
     )

@@ -1,6 +1,6 @@
 """Specs as JAX's `PartitionSpec`, and back, without JAX.
 
-JAX cuts a dim by named axes, the major one first, as a spec does; so orders are kept. It refuses
+JAX shards a dim by named axes, the major one first, as a spec does; so orders are kept. It refuses
 sizes that do not divide, and knows one pending reduction, the sum (``unreduced``). See
 ``jax.sharding.PartitionSpec`` and ``NamedSharding.shard_shape`` in JAX 0.10.
 """
@@ -38,15 +38,6 @@ class _Device(Protocol):
     def id(self) -> int: ...
 
 
-class _Mesh(Protocol):
-    """JAX's Mesh."""
-
-    @property
-    def devices(self) -> NDArray[Any]: ...
-    @property
-    def axis_names(self) -> tuple[Any, ...]: ...
-
-
 class _NamedSharding(Protocol):
     """JAX's NamedSharding."""
 
@@ -76,14 +67,8 @@ def to_partition_spec(
 ) -> tuple[tuple[Entry, ...], frozenset[str]]:
     """Return the entries of JAX's PartitionSpec, and its unreduced axes.
 
-    ``PartitionSpec(*entries, unreduced=set(unreduced))`` makes it.
-
-    Parameters
-    ----------
-    spec, mesh
-        What to say, and the mesh it is for; its axes have names.
-    global_shape
-        The tensor's sizes, to find out whether JAX takes them; left out, they are not looked at.
+    ``PartitionSpec(*entries, unreduced=set(unreduced))`` makes it. Whether JAX takes the tensor's
+    sizes is looked at where these are given.
 
     Raises
     ------
@@ -108,22 +93,22 @@ def to_partition_spec(
             raise LossyConversionError(
                 f"spec {spec}: JAX has no pending {partial.op}, only sums; finish it first"
             )
-    cuts = [[int(axis) for axis in cut.axes] for cut in resolved.dim_specs]
+    by_dim = [[int(axis) for axis in dim_spec.axes] for dim_spec in resolved.dim_specs]
     if global_shape is not None:
-        if len(global_shape) != len(cuts):
+        if len(global_shape) != len(by_dim):
             raise LayoutError(
-                f"spec {spec} is for {len(cuts)} dims, but shape {tuple(global_shape)} has "
+                f"spec {spec} is for {len(by_dim)} dims, but shape {tuple(global_shape)} has "
                 f"{len(global_shape)}"
             )
-        for dim, (size, axes) in enumerate(zip(global_shape, cuts, strict=True)):
+        for dim, (size, axes) in enumerate(zip(global_shape, by_dim, strict=True)):
             parts = prod(mesh.shape[axis] for axis in axes)
             if size % parts:
                 raise LossyConversionError(
-                    f"JAX refuses to cut dim {dim} of size {size} into {parts} parts; pad it to "
+                    f"JAX refuses to split dim {dim} of size {size} into {parts} parts; pad it to "
                     f"{-(-size // parts) * parts}"
                 )
     entries: list[Entry] = []
-    for axes in cuts:
+    for axes in by_dim:
         named = tuple(names[axis] for axis in axes)
         entries.append(named if len(named) > 1 else named[0] if named else None)
     while entries and entries[-1] is None:
@@ -134,16 +119,10 @@ def to_partition_spec(
 def from_partition_spec(
     partition_spec: _PartitionSpec | Iterable[object], dims: int, *, unreduced: Iterable[str] = ()
 ) -> ShardingSpec:
-    """Return the spec that a PartitionSpec describes, its axes by name.
+    """Return the spec that a PartitionSpec of JAX, or its entries, describes, its axes by name.
 
-    Parameters
-    ----------
-    partition_spec
-        JAX's own, or its entries.
-    dims
-        Dims of the tensor; JAX leaves out those at the end that are whole.
-    unreduced
-        Axes over which a sum is pending, where these are not part of `partition_spec`.
+    JAX leaves out dims at the end that are replicated. `unreduced` are axes over which a sum is
+    pending, where these are not part of `partition_spec`.
 
     Raises
     ------
@@ -172,42 +151,29 @@ def from_partition_spec(
         entries = list(partition_spec)
     if len(entries) > dims:
         raise LayoutError(f"{len(entries)} entries {tuple(entries)} for a tensor of {dims} dims")
-    cuts: dict[int, list[Axis]] = {}
+    by_dim: dict[int, list[Axis]] = {}
     for dim, entry in enumerate(entries):
         match entry:
             case None | ():
                 pass
             case str(name):
-                cuts[dim] = [name]
+                by_dim[dim] = [name]
             case tuple(axes) if all(isinstance(name, str) for name in axes):
-                cuts[dim] = list(axes)
+                by_dim[dim] = list(axes)
             case _:
                 raise LossyConversionError(
                     f"entry {entry!r} of dim {dim} names no mesh axes; a spec says of every dim "
-                    "how it is cut"
+                    "how it is sharded"
                 )
     partial: dict[Axis, ReduceOp] = dict.fromkeys(sorted(pending), "sum")
-    return ShardingSpec(dims, cuts, partial=partial)
+    return ShardingSpec(dims, by_dim, partial=partial)
 
 
 def from_named_sharding(sharding: _NamedSharding, dims: int) -> tuple[DeviceMesh, ShardingSpec]:
     """Return the mesh and the spec that a NamedSharding of JAX describes; ids are JAX's own.
 
-    Parameters
-    ----------
-    sharding
-        JAX's, on a mesh that has devices.
-    dims
-        Dims of the tensor.
-
-    Raises
-    ------
-    LayoutError
-        If there are more entries than dims.
-    LossyConversionError
-        As for `from_partition_spec`.
-    MeshError
-        If an axis has a name that is no identifier.
+    Raises as `from_partition_spec` does, and `MeshError` if an axis has a name that is no
+    identifier.
 
     Examples
     --------
@@ -216,7 +182,7 @@ def from_named_sharding(sharding: _NamedSharding, dims: int) -> tuple[DeviceMesh
         mesh, spec = from_named_sharding(array.sharding, array.ndim)
         Layout(mesh, spec, array.shape, array.dtype.name).box(array.device.id)
     """
-    found: _Mesh = sharding.mesh
+    found = sharding.mesh
     ids = [int(device.id) for device in found.devices.flat]
     mesh = DeviceMesh(ids, found.devices.shape, axis_names=tuple(map(str, found.axis_names)))
     return mesh, resolve_axes(from_partition_spec(sharding.spec, dims), mesh)
@@ -225,14 +191,8 @@ def from_named_sharding(sharding: _NamedSharding, dims: int) -> tuple[DeviceMesh
 def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[D]) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return the array of devices and the names that JAX's Mesh is made of.
 
-    ``jax.sharding.Mesh(*to_jax_mesh(mesh, jax.devices()))`` makes it.
-
-    Parameters
-    ----------
-    mesh
-        Its axes have names.
-    devices
-        Of JAX, in any order; those whose ids the mesh has are taken.
+    ``jax.sharding.Mesh(*to_jax_mesh(mesh, jax.devices()))`` makes it. Of the devices, in any order,
+    those whose ids the mesh has are taken.
 
     Raises
     ------

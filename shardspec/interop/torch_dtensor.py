@@ -32,14 +32,7 @@ __all__ = ["in_our_words", "is_strided", "layout_of", "local_of", "torch_dtensor
 
 
 def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
-    """Return the layout of a torch DTensor.
-
-    Parameters
-    ----------
-    tensor
-        The tensor.
-    mesh
-        The mesh it is on, where that is known; else it is made of torch's.
+    """Return the layout of a torch DTensor; its mesh is made of torch's where it is not given.
 
     Raises
     ------
@@ -90,8 +83,8 @@ def local_of(tensor: TorchDTensor) -> torch.Tensor:
     local = tensor.to_local(grad_placements=_of_gradient(tensor.placements))
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    means = [p == Partial("avg") for p in tensor.placements]
-    return _with_gradient_times(local, _devices(tensor.device_mesh.shape, means))
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return _with_gradient_times(local, prod(size for size, p in sizes if p == Partial("avg")))
 
 
 def torch_dtensor(
@@ -99,14 +92,8 @@ def torch_dtensor(
 ) -> TorchDTensor:
     """Put this rank's shard into a torch DTensor: the same storage, and gradients flow back.
 
-    Parameters
-    ----------
-    shard
-        This rank's shard, or an empty tensor on a rank outside the mesh.
-    layout
-        What it follows.
-    torch_mesh
-        torch's mesh, where that is known; else it is found or made by the layout's mesh.
+    A rank outside the mesh gives an empty tensor. Where torch's mesh is not given, it is found or
+    made by the layout's.
 
     Raises
     ------
@@ -182,10 +169,6 @@ def _kept(placement: Placement, gradient: bool) -> bool:
     if type(placement) is Partial:
         return not gradient or placement.reduce_op in ("sum", "avg")
     return type(placement) in (Replicate, Shard)
-
-
-def _devices(shape: Sequence[int], chosen: Sequence[bool]) -> int:
-    return prod(size for size, yes in zip(shape, chosen, strict=True) if yes)
 
 
 def _with_gradient_times(tensor: torch.Tensor, factor: float) -> torch.Tensor:

@@ -27,17 +27,7 @@ def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["TorchPlacement", .
 
     Axes that split a dim in another order than from left to right become `_StridedShard`, as torch
     writes them. torch has every spec; where a dim does not divide evenly, it splits by the same
-    rule.
-
-    Parameters
-    ----------
-    spec, mesh
-        What to say, and the mesh it is for.
-
-    Raises
-    ------
-    AxisError
-        If the mesh lacks an axis of the spec.
+    rule. An axis that the mesh lacks is an `AxisError`.
 
     Examples
     --------
@@ -65,23 +55,8 @@ def to_shard_order(
 ) -> tuple[tuple["TorchPlacement", ...], dict[int, tuple[int, ...]]]:
     """Return torch's placements without strides, and the order that torch keeps beside them.
 
-    Parameters
-    ----------
-    spec, mesh
-        What to say, and the mesh it is for.
-
-    Returns
-    -------
-    placements
-        One per mesh axis.
-    shard_order
-        Per dim that is split the axes that do so, the major one first, as `from_placements` takes
-        them. ``DTensorSpec.shard_order`` has them as ``ShardOrderEntry(dim, axes)``.
-
-    Raises
-    ------
-    AxisError
-        If the mesh lacks an axis of the spec.
+    That is, per dim that is split, the axes that do so, the major one first, as `from_placements`
+    takes them. ``DTensorSpec.shard_order`` has them as ``ShardOrderEntry(dim, axes)``.
 
     Examples
     --------
@@ -95,8 +70,8 @@ def to_shard_order(
         Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
         for placement in to_placements(resolved, mesh)
     )
-    cuts = resolved.dim_partition_dict.items()
-    return placements, {dim: tuple(map(int, axes)) for dim, axes in cuts}
+    order = resolved.dim_partition_dict.items()
+    return placements, {dim: tuple(map(int, axes)) for dim, axes in order}
 
 
 def from_placements(
@@ -106,19 +81,10 @@ def from_placements(
     *,
     shard_order: Mapping[int, Sequence[int]] | None = None,
 ) -> ShardingSpec:
-    """Return the spec that torch's placements describe.
+    """Return the spec that torch's placements, one per mesh axis, describe.
 
-    Parameters
-    ----------
-    placements
-        One per mesh axis.
-    dims
-        Dims of the tensor.
-    mesh
-        What they are for; its axes in the order of the placements.
-    shard_order
-        Per dim the axes that split it, the major one first, where torch keeps the order beside the
-        placements (``DTensorSpec.shard_order``).
+    `shard_order` has per dim the axes that split it, the major one first, where torch keeps the
+    order beside the placements (``DTensorSpec.shard_order``).
 
     Raises
     ------

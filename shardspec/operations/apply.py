@@ -20,11 +20,12 @@ from shardspec.operations.random_ops import draws, same_numbers
 from shardspec.operations.refusals import (
     REFUSALS,
     ExplainedRefusals,
+    RefuseStridedViews,
+    check_gradient,
     goes_back,
     reads_values,
     refusal,
 )
-from shardspec.operations.unsupported import RefuseStridedViews, check_gradient
 from shardspec.shards import check_copies
 
 __all__ = ["Sharded", "apply"]
@@ -59,16 +60,9 @@ def apply(
     kind: type[T],
     wrap: Callable[[TorchDTensor, T], T],
 ) -> Any:  # noqa: ANN401
-    """Call a torch function, DTensors among its arguments and its results.
+    """Call a torch function, DTensors of class `kind` among its arguments, which may be nested.
 
-    Parameters
-    ----------
-    function, args, kwargs
-        What to call; arguments may be nested.
-    kind
-        The class of DTensors.
-    wrap
-        Makes one of torch's DTensor, on the mesh of another one.
+    `wrap` makes one of torch's DTensor, on the mesh of another one.
 
     Raises
     ------

@@ -48,29 +48,20 @@ def same_numbers(
 
     The seed is drawn on the first device of the mesh, from `generator` or torch's own for the CPU,
     which are afterwards where one number more leaves them, on every rank. The numbers depend on
-    mesh and spec, unlike those of `shardspec.rand`.
-
-    Parameters
-    ----------
-    layout
-        Of the tensor that numbers are drawn for.
-    communicator
-        Of its mesh; every rank takes part.
-    generator
-        From which numbers are drawn.
+    mesh and spec, unlike those of `shardspec.rand`. Every rank of the tensor's mesh takes part.
     """
     source = torch.default_generator if generator is None else generator
     own = int(torch.randint(2**48, (), generator=source))
-    held = communicator.addressable
-    seeds = communicator.gather(dict.fromkeys(held, own))
+    here = communicator.addressable
+    seeds = communicator.gather(dict.fromkeys(here, own))
     # torch's DTensor draws from its own generator whatever it is given.
     generators = {source, torch.default_generator}
     after = {each: each.get_state() for each in generators}
-    if held:
+    if here:
         mesh, place = layout.mesh, 0
-        coordinates = mesh.coordinates(held[0])
-        for cut in layout.spec.dim_specs:
-            for axis in map(int, cut.axes):
+        coordinates = mesh.coordinates(here[0])
+        for dim_spec in layout.spec.dim_specs:
+            for axis in map(int, dim_spec.axes):
                 place = place * mesh.shape[axis] + coordinates[axis]
         for each in generators:
             each.manual_seed(seeds[mesh.ids[0]] + place)

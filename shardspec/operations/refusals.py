@@ -1,11 +1,15 @@
-"""Where torch refuses an operation on some layouts: an error that says which it would take.
+"""Where torch refuses an operation on some layouts, or gets it wrong: an error with the remedy.
 
-Layouts are tried on meta tensors: only shapes and layouts are propagated, and nothing is sent.
+Layouts are tried on meta tensors: only shapes and layouts are propagated, and nothing is sent. What
+torch gets wrong was found by comparing torch 2.13 with one process, over layouts of a mesh of two
+axes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
+from math import inf
+from operator import ne
 from typing import Any, Final
 
 import torch
@@ -17,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from shardspec.comm.torch_mesh import from_torch
 from shardspec.errors import LayoutError, ShardSpecError
-from shardspec.interop.torch_dtensor import layout_of, torch_dtensor
+from shardspec.interop.torch_dtensor import is_strided, layout_of, torch_dtensor
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
@@ -25,6 +29,8 @@ from shardspec.mesh import Axis, DeviceMesh
 __all__ = [
     "REFUSALS",
     "ExplainedRefusals",
+    "RefuseStridedViews",
+    "check_gradient",
     "goes_back",
     "reads_values",
     "refusal",
@@ -65,9 +71,8 @@ class _Call:
         """Take a call apart."""
         leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, TorchDTensor)]
-        return cls(
-            function, leaves, structure, places, [layout_of(leaves[p], mesh) for p in places]
-        )
+        layouts = [layout_of(leaves[place], mesh) for place in places]
+        return cls(function, leaves, structure, places, layouts)
 
     def is_possible(self, layouts: Sequence[Layout]) -> bool:
         """Try it on tensors of these layouts."""
@@ -108,21 +113,12 @@ def refusal(
 ) -> LayoutError | None:
     """Return what to say where torch has refused an operation, or None where layouts are not why.
 
-    Parameters
-    ----------
-    name, function
-        What was called.
-    args, kwargs
-        Its arguments, DTensors as torch's.
-    mesh
-        The mesh that all of them are on.
-    error
-        What torch has raised.
+    DTensors among the arguments are torch's, all on one mesh; `error` is what torch has raised.
     """
     call = _Call.of(function, args, kwargs, mesh)
     given = call.layouts
-    whole = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
-    if not call.is_possible(whole):
+    replicated = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
+    if not call.is_possible(replicated):
         if isinstance(error, NotImplementedError):
             return LayoutError(
                 f"{name}: torch {torch.__version__} has no rule for it on DTensors, on any "
@@ -134,7 +130,7 @@ def refusal(
     accepted = (
         layouts for layouts in islice(_nearest(given), _MOST_TRIALS) if call.is_possible(layouts)
     )
-    found: list[Sequence[Layout]] = [*islice(accepted, _SHOWN)] or [whole]
+    found: list[Sequence[Layout]] = [*islice(accepted, _SHOWN)] or [replicated]
     return LayoutError(
         f"{name} is not possible on {_text(given)}: {_first_line(error)} It is on "
         f"{', '.join(map(_text, found))}; redistribute first"
@@ -150,43 +146,35 @@ def specs_on(mesh: DeviceMesh, dims: int) -> Iterator[ShardingSpec]:
     ['[R]', '[S1]', '[S0]', '[S01]']
     """
     for chosen in product(range(-1, dims), repeat=mesh.ndim):
-        cuts: dict[int, list[Axis]] = {}
+        axes: dict[int, list[Axis]] = {}
         for axis, dim in enumerate(chosen):
             if dim >= 0:
-                cuts.setdefault(dim, []).append(axis)
-        yield ShardingSpec(dims, cuts)
+                axes.setdefault(dim, []).append(axis)
+        yield ShardingSpec(dims, axes)
 
 
 def _nearest(given: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
     """Yield combinations of layouts, those that change the fewest axes first."""
-    choices = [
-        [layout, *(layout.with_spec(spec) for spec in specs_on(layout.mesh, layout.spec.dims))]
-        for layout in given
-    ]
-    distances = [
-        [_distance(layout, choice) for choice in options]
-        for layout, options in zip(given, choices, strict=True)
-    ]
-    furthest = sum(max(row) for row in distances)
-    for wanted in range(1, furthest + 1):
-        for picks in product(*(range(len(options)) for options in choices)):
-            steps = [row[pick] for row, pick in zip(distances, picks, strict=True)]
-            # A tensor that stays as it is stands first among its choices, once.
-            stays = all(step > 0 or pick == 0 for step, pick in zip(steps, picks, strict=True))
-            if stays and sum(steps) == wanted:
-                yield tuple(choices[place][pick] for place, pick in enumerate(picks))
+    choices = []  # of each tensor, by how many axes change
+    for layout in given:
+        by_distance: dict[int, list[Layout]] = {0: [layout]}
+        for spec in specs_on(layout.mesh, layout.spec.dims):
+            use, other = (_uses(each, layout.mesh.ndim) for each in (layout.spec, spec))
+            changed = sum(map(ne, use, other))
+            if changed:
+                by_distance.setdefault(changed, []).append(layout.with_spec(spec))
+        choices.append(by_distance)
+    for total in range(1, sum(map(max, choices)) + 1):
+        for distances in product(*choices):
+            if sum(distances) == total:
+                picked = zip(choices, distances, strict=True)
+                yield from product(*(options[distance] for options, distance in picked))
 
 
-def _distance(a: Layout, b: Layout) -> int:
-    return sum(_use(a.spec, axis) != _use(b.spec, axis) for axis in range(a.mesh.ndim))
-
-
-def _use(spec: ShardingSpec, axis: int) -> object:
-    """Return what an axis does: the dim it splits, the reduction pending over it, or None."""
-    for dim, axes in spec.dim_partition_dict.items():
-        if axis in axes:
-            return dim
-    return spec.partial.get(axis)
+def _uses(spec: ShardingSpec, axes: int) -> list[object]:
+    """Return what each axis does: the dim it splits, the reduction pending over it, or None."""
+    dims = {axis: dim for dim, found in spec.dim_partition_dict.items() for axis in found}
+    return [dims.get(axis, spec.partial.get(axis)) for axis in range(axes)]
 
 
 def _text(layouts: Sequence[Layout]) -> str:
@@ -195,8 +183,8 @@ def _text(layouts: Sequence[Layout]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    line = str(error).strip().split("\n")[0].rstrip(".")
-    return f"{line}."
+    line, _, _ = str(error).strip().partition("\n")
+    return f"{line.rstrip('.')}."
 
 
 _BACKWARD: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -258,12 +246,77 @@ def _explained(
     error: Exception,
 ) -> ShardSpecError | None:
     leaves = tree_leaves((tuple(args), dict(kwargs)))
-    cut = [leaf for leaf in leaves if isinstance(leaf, TorchDTensor)]
-    if isinstance(error, ShardSpecError) or len({tensor.device_mesh for tensor in cut}) != 1:
+    meshes = {leaf.device_mesh for leaf in leaves if isinstance(leaf, TorchDTensor)}
+    if isinstance(error, ShardSpecError) or len(meshes) != 1:
         return None
     try:
-        mesh = from_torch(cut[0].device_mesh)
+        mesh = from_torch(meshes.pop())
         name = f"{str(function).removeprefix('aten.').split('.')[0]} on the way back"
         return refusal(name, function, args, kwargs, mesh, error)
     except ShardSpecError:
         return None  # a layout that specs cannot say; torch's own error has to do
+
+
+_MEANS: Final = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
+_EXTREMES: Final = ("amax", "amin")
+_NORMS: Final = ("linalg_vector_norm", "norm")
+
+
+def check_gradient(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    """Raise `LayoutError` if the gradient of this call on DTensors would be wrong.
+
+    The gradient of a mean loss is divided by the size of the shard. That of a largest element is
+    shared out shard by shard, and where several axes split one dim, ranks may wait for each other.
+    """
+    remedy = None
+    if name in _MEANS and kwargs.get("reduction", "mean") == "mean":
+        remedy = "take .mean() of its result with reduction='none'"
+    elif name in _EXTREMES and len(args) < 2 and not kwargs.get("dim"):
+        remedy = f"name the dims, as in {name}((0, 1))"
+    elif name in _NORMS:
+        order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
+        if isinstance(order, float) and abs(order) == inf:
+            remedy = "use .abs().amax() or .abs().amin() with the dims named"
+    if remedy is not None:
+        raise LayoutError(
+            f"{name}: torch {torch.__version__} computes a wrong gradient of it on DTensors; "
+            f"{remedy}, or detach its arguments"
+        )
+
+
+_VIEWS: Final = (
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+)
+
+
+# torch leaves the methods of its class untyped.
+class RefuseStridedViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuse views of tensors that torch has as strided shards, as of S10.
+
+    Where a dim after the first is split in descending order of axes, torch flattens it into
+    another order than the tensor's, inside matrix products too. Sizes do not matter here, so that
+    all ranks refuse alike. `name` is that of the function that is called.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._name = name
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Do one operation, unless it is such a view."""
+        del types
+        if func in _VIEWS and isinstance(args[0], TorchDTensor) and is_strided(args[0]):
+            raise LayoutError(
+                f"{self._name}: it takes a view of a tensor of shape {tuple(args[0].shape)} whose "
+                "axes split a dim in descending order, as S10 does, and torch mixes up its parts; "
+                "redistribute to ascending order first, as to S01"
+            )
+        return func(*args, **(kwargs or {}))

@@ -87,10 +87,15 @@ def distribute_module(
         distribute_module(block, mesh, rules, inputs_as("[S(dp),R]"), outputs_as("[S(dp),R]"))
     """
     names = {name: tensor.dim() for name, _, _, tensor in _tensors(module)}
-    specs = _checked(match_rules(rules, names), device_mesh)
+    matched = match_rules(rules, names)
+    specs = {name: resolve_axes(spec, device_mesh) for name, spec in matched.items()}
     shared: dict[int, tuple[str, ShardingSpec]] = {}
     for name, _, _, tensor in _tensors(module):
         spec = specs.get(name, ShardingSpec(tensor.dim()))
+        if spec.partials:
+            raise LayoutError(
+                f"tensor {name!r} cannot be sharded as {spec}: a parameter has no reduction pending"
+            )
         other, first = shared.setdefault(id(tensor), (name, spec))
         if first != spec:
             raise LayoutError(
@@ -128,13 +133,13 @@ def inputs_as(spec: SpecLike) -> InputFn:
     DTensors are left as they are. A tensor may have more dims than the spec: further dims are
     replicated.
     """
-    wanted = ShardingSpec.of(spec)
+    target = ShardingSpec.of(spec)
 
     def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         def shard_of(value: object) -> object:
             if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor):
                 return value
-            return DTensor.from_local(value, mesh, _for_dims(wanted, value.dim())).to_torch()
+            return DTensor.from_local(value, mesh, _for_dims(target, value.dim())).to_torch()
 
         return tuple(map(shard_of, inputs))
 
@@ -146,7 +151,7 @@ def outputs_as(spec: SpecLike) -> OutputFn:
 
     The gradient that arrives at a shard is that of its box; see `shardspec.dtensor`.
     """
-    wanted = ShardingSpec.of(spec)
+    target = ShardingSpec.of(spec)
 
     def give(_: nn.Module, output: object, mesh: DeviceMesh) -> object:
         def shard_of(value: object) -> object:
@@ -154,7 +159,7 @@ def outputs_as(spec: SpecLike) -> OutputFn:
                 value = DTensor.from_torch(in_our_words(value), device_mesh=mesh)
             if not isinstance(value, DTensor):
                 return value
-            return value.redistribute(_for_dims(wanted, value.dim())).to_local()
+            return value.redistribute(_for_dims(target, value.dim())).to_local()
 
         return _mapped(shard_of, output)
 
@@ -216,23 +221,14 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Ten
                 yield f"{prefix}.{own_name}" if prefix else own_name, owner, own_name, tensor
 
 
-def _checked(specs: Mapping[str, ShardingSpec], mesh: DeviceMesh) -> dict[str, ShardingSpec]:
-    for name, spec in specs.items():
-        if spec.partials:
-            raise LayoutError(
-                f"tensor {name!r} cannot be sharded as {spec}: a parameter has no reduction pending"
-            )
-    return {name: resolve_axes(spec, mesh) for name, spec in specs.items()}
-
-
 def _matched_modules(
     module: nn.Module, outputs: Mapping[str, SpecLike], mesh: DeviceMesh
 ) -> list[tuple[nn.Module, ShardingSpec]]:
     """Return the submodules that patterns match; each pattern and each module once."""
-    by_dims = {pattern: ShardingSpec.of(spec) for pattern, spec in outputs.items()}
+    specs = {pattern: ShardingSpec.of(spec) for pattern, spec in outputs.items()}
     found: dict[str, ShardingSpec] = {}
-    for dims in {spec.dims for spec in by_dims.values()}:
-        rules = {pattern: spec for pattern, spec in by_dims.items() if spec.dims == dims}
+    for dims in {spec.dims for spec in specs.values()}:
+        rules = {pattern: spec for pattern, spec in specs.items() if spec.dims == dims}
         names = {name: dims for name, _ in module.named_modules() if name}
         for name, spec in match_rules(rules, names).items():
             if name in found:
@@ -248,11 +244,11 @@ def _matched_modules(
 def _sharded(
     tensor: torch.Tensor, mesh: DeviceMesh, spec: ShardingSpec | None, src_rank: int | None
 ) -> torch.Tensor:
-    wanted = ShardingSpec(tensor.dim()) if spec is None else spec
     if isinstance(tensor, TorchDTensor):
-        result = tensor.detach() if spec is None else redistribute(tensor.detach(), wanted, mesh)
+        result = tensor.detach() if spec is None else redistribute(tensor.detach(), spec, mesh)
     else:
-        result = DTensor(tensor.detach(), mesh, wanted, src_rank=src_rank).to_torch()
+        target = spec or ShardingSpec(tensor.dim())
+        result = DTensor(tensor.detach(), mesh, target, src_rank=src_rank).to_torch()
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(result, requires_grad=tensor.requires_grad)
     return result

@@ -1,6 +1,6 @@
 """Ready rules: which parameters the usual ways of sharding a model shard, and how.
 
-A set of rules is a plain dict from name pattern to spec, the same that saving, resharding and the
+A set of rules is a dict from name pattern to spec, the same that saving, resharding and the
 command line take. Sets for other tensors are joined by ``|``; `with_fsdp` adds an axis to one.
 Weights are those of `torch.nn.Linear`, output features first.
 """
@@ -143,8 +143,8 @@ def gpt2_rules(axis: Axis = "tp") -> Rules:
 def only_matching(rules: Mapping[str, SpecLike], module: nn.Module) -> Rules:
     """Return those of ready rules that match a tensor of a module.
 
-    A rule that matches nothing is an error elsewhere, since it is mostly a slip of the pen. Ready
-    rules speak of layers that not every model has.
+    A rule that matches nothing is an error elsewhere; ready rules name layers that not every model
+    has.
     """
     names = list(module.state_dict())
     return {
@@ -160,21 +160,8 @@ def with_fsdp(
     """Return rules that shard every parameter by one more axis, as FSDP does: dim 0, innermost.
 
     That is where torch's `fully_shard` leaves parameters that `rules` have sharded before. For HSDP
-    the other axis is not mentioned: parameters are replicated along it.
-
-    Parameters
-    ----------
-    module
-        Whose parameters.
-    axis
-        The axis to shard by.
-    rules
-        What shards them already.
-
-    Returns
-    -------
-    dict
-        One rule for each parameter with a dim, by its name.
+    the other axis is not mentioned: parameters are replicated along it. There is one rule for each
+    parameter with a dim, by its name.
 
     Examples
     --------

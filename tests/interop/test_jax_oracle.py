@@ -93,7 +93,7 @@ def test_every_layout_has_the_boxes_that_jax_gives_it(answers, mesh):
             if isinstance(answer, str):
                 refused += 1
                 assert answer == "IndivisibleError"
-                with pytest.raises(LossyConversionError, match="JAX refuses to cut dim"):
+                with pytest.raises(LossyConversionError, match="JAX refuses to split dim"):
                     to_partition_spec(spec, mesh, shape)
                 continue
             taken += 1

@@ -179,7 +179,7 @@ def test_chunks_there_and_back(shape):
 
 def test_chunks_that_no_spec_makes():
     mesh = DeviceMesh(range(2), (2,))
-    with pytest.raises(LossyConversionError, match="no spec on mesh 2 cuts"):
+    with pytest.raises(LossyConversionError, match="no spec on mesh 2 shards"):
         from_chunks({0: ((0,), (1,)), 1: ((1,), (3,))}, mesh, (4,), "f32")
     with pytest.raises(LayoutError, match=r"chunks of the devices \[0\] for a mesh"):
         from_chunks({0: ((0,), (4,))}, mesh, (4,), "f32")
