@@ -94,7 +94,8 @@ def distribute_module(
         spec = specs.get(name, ShardingSpec(tensor.dim()))
         if spec.partials:
             raise LayoutError(
-                f"tensor {name!r} cannot be sharded as {spec}: a parameter has no reduction pending"
+                f"tensor {name!r} cannot be sharded as {matched[name]}: a parameter has no "
+                "reduction pending"
             )
         other, first = shared.setdefault(id(tensor), (name, spec))
         if first != spec:
