@@ -3,9 +3,9 @@
 import pytest
 
 from shardspec.checkpoint.catalog import OpaqueValue
-from shardspec.checkpoint.torch_files.pickles import Global, Record
-from shardspec.checkpoint.torch_files.plain_values import plain_value
-from shardspec.checkpoint.torch_files.torch_values import TorchStorage, TorchTensor
+from shardspec.checkpoint.torch_files.torch_state import plain_value
+from shardspec.checkpoint.torch_files.torch_values import Complex, TorchStorage, TorchTensor
+from shardspec.checkpoint.torch_files.unpickler import mere_name, record_class
 
 TENSOR = TorchTensor("float32", (2, 3), (3, 1), 0, TorchStorage("0", "float32", 6))
 
@@ -35,9 +35,9 @@ def test_plain_values_stay(value):
     ("value", "text"),
     [
         (b"abc", "3 bytes"),
-        (1 + 2j, "(1+2j)"),
-        (Global("torch.float32"), "torch.float32"),
-        (Record("device", ("cuda",)), "<device>"),
+        (Complex("(1+2j)"), "(1+2j)"),
+        (mere_name("torch.float32"), "torch.float32"),
+        (record_class("device")("cuda"), "<device>"),
         (TENSOR, "tensor of shape [2, 3]"),
         (object(), "object"),
     ],

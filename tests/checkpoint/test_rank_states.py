@@ -3,7 +3,6 @@
 import os
 import shutil
 import struct
-from dataclasses import replace
 from math import prod
 from threading import enumerate as enumerate_threads
 
@@ -14,17 +13,17 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardspec.checkpoint.digests import crc32
+from shardspec.checkpoint.formats.rank_files import read_states
 from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.rank_states import RankState, RankStates
-from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
-from shardspec.checkpoint.torch_files.torch_lines import ENTRY
 from shardspec.checkpoint.torch_files.torch_state import read_torch_state
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.dist.processes import run_ranks
 
+LINE_BYTES = 46
+"""Of a line of a zip's directory, without its name."""
 WORLD = 6
 SIZES = {"w": (6, 6), "v": (12, 2), "u": (4, 3), "b": (6,)}
 PLACED = {
@@ -69,35 +68,31 @@ def paths_of(directory):
     return [directory / f"rank-{rank}.pt" for rank in range(WORLD)]
 
 
-def told(state, first):
-    """Return what a file says, tensors as saved by the rank that wrote it."""
-    tensors = {}
+def told(state):
+    """Return what a file says."""
     with SourceFile(state.path) as file:
-        for name, tensor in state.contents.tensors.items():
-            if isinstance(tensor, TorchDTensor) and tensor.rank == first.rank:
-                tensor = replace(tensor, rank=state.rank)
-            tensors[name] = tensor, state.contents.place(name, file, state.found)
-    return tensors, state.contents.extras
+        tensors = {
+            name: (tensor, state.contents.place(name, file, state.found))
+            for name, tensor in state.contents.tensors.items()
+        }
+    return tensors, state.extras
 
 
 # Slices of a mesh are of several kinds, and so are parts of several sizes: 2, 2, 0, 1, 1, 1.
-KINDS = {"alike": 3, "told": 6, "uneven": 6, "one": 1, "sizes": 3}
+KINDS = {"alike": 3, "told": 3, "uneven": 6, "one": 1, "sizes": 3}
 
 
 @pytest.mark.parametrize(("form", "kinds"), KINDS.items())
 def test_all_ranks_are_read_as_they_are_alone(saved, form, kinds):
-    states = RankStates()
-    read = list(states.read((path, rank) for rank, path in enumerate(paths_of(saved / form))))
-    firsts: dict[int, RankState] = {}
+    read = read_states((path, rank) for rank, path in enumerate(paths_of(saved / form)))
     for rank, state in enumerate(read):
-        first = firsts.setdefault(id(state.contents), state)
         alone = read_torch_state(state.path, rank=rank)
         tensors = {name: (at.tensor, at.place) for name, at in alone.tensors.items()}
-        assert told(state, first) == (tensors, alone.extras)
+        assert told(state) == (tensors, alone.extras)
         assert list(state.contents.tensors) == list(alone.tensors)
-    assert len(firsts) == kinds
+    assert len({id(state.contents) for state in read}) == kinds
     # Directories differ where records have other sizes.
-    directories = {id(state.found.lines) for state in read}
+    directories = {id(state.found.sizes) for state in read}
     assert len(directories) == (2 if form in ("sizes", "uneven") else 1)
 
 
@@ -107,12 +102,11 @@ def test_what_ranks_tell_of_themselves_is_kept(saved):
     assert open_checkpoint(saved / "told").extras == {"epoch": 3, "rank": by_rank}
 
 
-def outcome(states, path, first=None):
-    """Return what reading the file of rank 1 says, or how it is refused."""
+def outcome(path, *before):
+    """Return what reading the file of rank 1 says, or how it is refused; and whether it shares."""
     try:
-        [state] = states.read([(path, 1)])
-        alike = first is not None and state.contents is first.contents
-        return told(state, first if alike else state), alike
+        *firsts, state = read_states([*before, (path, 1)])
+        return told(state), any(state.contents is first.contents for first in firsts)
     except CheckpointError as error:
         return str(error), False
 
@@ -120,7 +114,7 @@ def outcome(states, path, first=None):
 def pickle_at(data):
     """Return where the pickle and its CRC-32 in the directory are."""
     line = data.index(b"PK\1\2")
-    assert data[line + ENTRY.size :].split(b"/")[1].startswith(b"data.pkl")
+    assert data[line + LINE_BYTES :].split(b"/")[1].startswith(b"data.pkl")
     size = struct.unpack_from("<L", data, line + 24)[0]
     names = struct.unpack_from("<2H", data, 26)
     return 30 + sum(names), size, line + 16
@@ -137,10 +131,8 @@ def test_every_byte_of_a_pickle(saved, tmp_path, change):
         struct.pack_into("<L", data, noted, crc32(data[start : start + size]))
         path.write_bytes(data)
         data[at] ^= change
-        states = RankStates()
-        due, _ = outcome(RankStates(), path)
-        [known] = states.read([(first, 0)])
-        found, shared = outcome(states, path, known)
+        due, _ = outcome(path)
+        found, shared = outcome(path, (first, 0))
         assert found == due, at - start
         alike += shared
     # Names of process groups, and what only torch reads of a mesh, make no difference.
@@ -156,10 +148,8 @@ def test_every_byte_of_a_directory(saved, tmp_path, change):
         data[at] ^= change
         path.write_bytes(data)
         data[at] ^= change
-        states = RankStates()
-        due, _ = outcome(RankStates(), path)
-        [known] = states.read([(first, 0)])
-        found, _ = outcome(states, path, known)
+        due, _ = outcome(path)
+        found, _ = outcome(path, (first, 0))
         assert found == due, at
         alike += not isinstance(due, str)
     assert alike > 0
@@ -262,7 +252,7 @@ def test_sizes_are_compared_with_the_directory_before_anything_is_read(saved, tm
     ckpt = shutil.copytree(saved / "one", tmp_path / "ckpt")
     path = ckpt / "rank-4.pt"
     data = bytearray(path.read_bytes())
-    line = data.index(b"rank-4/data/0", data.index(b"PK\1\2")) - ENTRY.size
+    line = data.index(b"rank-4/data/0", data.index(b"PK\1\2")) - LINE_BYTES
     assert struct.unpack_from("<2L", data, line + 20) == (24, 24)
     struct.pack_into("<2L", data, line + 20, 20, 20)
     path.write_bytes(data)
@@ -332,6 +322,6 @@ def test_what_was_opened_ahead_is_closed(saved, tmp_path, damaged):
     with pytest.raises(CheckpointError, match=f"^{path}: "):
         open_checkpoint(ckpt)
     for thread in enumerate_threads():
-        if thread.name == "shardspec-aside":
+        if thread.name.startswith("shardspec-prefetch"):
             thread.join(60)
     assert set(os.listdir("/proc/self/fd")) == before

@@ -13,7 +13,7 @@ from shardspec.checkpoint.torch_files.torch_dtensors import (
     read_dtensors,
 )
 from shardspec.checkpoint.torch_files.torch_values import TorchTensor
-from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
+from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
 from shardspec.errors import CheckpointError
 from tests.checkpoint.zips import handmade
 

@@ -9,7 +9,6 @@ import torch
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name, Outside, pickled
-from shardspec.checkpoint.torch_files.pickles import Record
 from shardspec.checkpoint.torch_files.torch_values import (
     TorchStorage,
     TorchTensor,
@@ -18,7 +17,8 @@ from shardspec.checkpoint.torch_files.torch_values import (
     sizes_of,
     tensor_place,
 )
-from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
+from shardspec.checkpoint.torch_files.unpickler import Record
+from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.test_dcp import DTYPES
 from tests.checkpoint.zips import handmade

@@ -7,7 +7,7 @@ import pytest
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.torch_values import read_torch, tensor_place
-from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
+from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
 from shardspec.errors import CheckpointError
 
 __all__ = ["Counted", "handmade", "read", "refused"]

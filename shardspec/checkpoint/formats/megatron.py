@@ -52,10 +52,14 @@ from shardspec.checkpoint.formats.names import (
 )
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.pickles import Allowed, Record, as_record
-from shardspec.checkpoint.torch_files.plain_values import plain_value
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
-from shardspec.checkpoint.torch_files.torch_state import StateTensor, TorchState, read_torch_state
+from shardspec.checkpoint.torch_files.torch_state import (
+    StateTensor,
+    TorchState,
+    plain_value,
+    read_torch_state,
+)
+from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 
@@ -65,8 +69,8 @@ _EXTRA: Final = "._extra_state"
 _MOST_TRACKER_BYTES: Final = 32
 _MODEL: Final = re.compile(r"(model\d{0,4})\.(.*)", re.DOTALL)
 
-_NAMES: Final[Allowed] = {
-    name: as_record(name)
+_NAMES: Final[Names] = {
+    name: record_class(name)
     for name in (
         "megatron.core.enums.ModelType",
         "megatron.core.enums.Fp8Recipe",

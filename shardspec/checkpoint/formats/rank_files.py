@@ -17,29 +17,52 @@ placements, and every copy is kept, to be compared. torch notes in each mesh whi
 so that swapped files are found out; where only plain tensors were saved, nothing depends on it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.formats.names import RANK_FILE, is_rank_file
-from shardspec.checkpoint.formats.rank_cuts import grouped
 from shardspec.checkpoint.formats.rank_tensors import (
     RankFilesCheckpoint,
-    others_of,
-    reach,
+    RankGroup,
+    RankState,
+    grouped,
     tensors_of,
 )
+from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.rank_states import RankStates
+from shardspec.checkpoint.torch_files.torch_dtensors import (
+    MeshMaker,
+    TorchDTensor,
+    device_mesh,
+    local_of,
+    read_dtensors,
+)
+from shardspec.checkpoint.torch_files.torch_state import (
+    ARGUMENT_NAMES,
+    TorchContents,
+    contents_of,
+    plain_value,
+)
+from shardspec.checkpoint.torch_files.torch_values import check_record
+from shardspec.checkpoint.torch_files.zip_files import TorchZip, read_torch_zip
 from shardspec.errors import CheckpointError
 from shardspec.text import counted
 
-__all__ = ["open_family", "open_rank_files"]
+__all__ = ["open_family", "open_rank_files", "read_states"]
 
 _PREFERRED: Final = "model"
 _SHOWN: Final = 8
+_MOST_KEPT_OF_ONE: Final = 4 << 20
+"""Bytes kept of a file in a store, as there are several at once."""
+_AHEAD: Final = 3
+"""Files of this machine that are opened while one is made sense of."""
+_MOST_MESHES: Final = 4096
+"""Meshes that are kept: the same few are in every file."""
 
 
 class _RankFile(NamedTuple):
@@ -107,11 +130,11 @@ def _open(
     files = sorted(families[family], key=lambda file: file.rank)
     world = _world(directory, files)
     paths = ((file_inside(directory, file.name, directory), file.rank) for file in files)
-    states = list(RankStates().read(paths))
+    states = read_states(paths)
     groups = grouped(states)
-    _check_all(directory, files, max(world, reach(groups)))
+    _check_all(directory, files, max(world, _reach(groups)))
     mesh, tensors = tensors_of(states, groups)
-    others = others_of(groups, len(states))
+    others = _others(states)
     for other, beside in families.items():
         if other != family:
             others[f"({beside[0].name})"] = OpaqueValue(
@@ -161,3 +184,108 @@ def _check_all(directory: Path, files: list[_RankFile], world: int) -> None:
             f"{directory}: the files of {len(ranks)} ranks are there, but {world} ranks saved; "
             f"missing: rank {', '.join(map(str, missing))}{more}; restore them"
         )
+
+
+# --- what the files hold
+
+
+class _Looked(NamedTuple):
+    """A file, open, and its directory."""
+
+    file: SourceFile
+    rank: int
+    found: TorchZip
+    data: bytes
+    """Its pickle."""
+
+
+def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
+    """Return what describes the state in files of `torch.save`, each with its rank; not their data.
+
+    Files that say the same of tensors share what is kept of that. What is read next is read while
+    what has been read is made sense of.
+
+    Raises
+    ------
+    CheckpointError
+        If a file is damaged, holds no dict, names what does not belong in a checkpoint, or has two
+        entries of one flat name.
+    """
+    files = list(files)
+    ahead = prefetch_depth(files[0][0], here=_AHEAD) if files else 0
+    make_mesh: MeshMaker = lru_cache(_MOST_MESHES)(device_mesh)
+    known: dict[tuple[object, ...], list[TorchContents]] = {}
+    zips: list[TorchZip] = []
+    fitting: set[tuple[int, int]] = set()
+    states: list[RankState] = []
+    with prefetch_map(files, _look, ahead, lambda looked: looked.file.close()) as looks:
+        for file, rank, found, data in looks:
+            with file:
+                value = read_dtensors(file, found, ARGUMENT_NAMES, rank, make_mesh, data)
+            contents, extras = contents_of(value, file.path)
+            contents = _shared(contents, known)
+            if not any(found.share(other) for other in zips):
+                zips.append(found)
+            if (id(contents), id(found.sizes)) not in fitting:
+                for tensor in contents.tensors.values():
+                    check_record(local_of(tensor), found)
+                fitting.add((id(contents), id(found.sizes)))
+            plain = {name: plain_value(one) for name, one in extras.items()}
+            states.append(RankState(file.path, rank, contents, plain, found))
+    return states
+
+
+def _look(of_rank: tuple[Path, int]) -> _Looked:
+    path, rank = of_rank
+    with ExitStack() as stack:
+        file = stack.enter_context(SourceFile(path))
+        if file.remote is not None:
+            file.remote.keep(_MOST_KEPT_OF_ONE)
+        found = read_torch_zip(file)
+        looked = _Looked(file, rank, found, found.pickle(file))
+        stack.pop_all()
+    return looked
+
+
+def _shared(
+    contents: TorchContents, known: dict[tuple[object, ...], list[TorchContents]]
+) -> TorchContents:
+    """Return the first of equal contents."""
+    held = contents.tensors.values()
+    meshes = frozenset(id(x.mesh) for x in held if isinstance(x, TorchDTensor))
+    # What differs in these is not compared one by one.
+    alike = known.setdefault((meshes, len(held), sum(local_of(x).storage.size for x in held)), [])
+    for other in alike:
+        if contents == other:
+            return other
+    alike.append(contents)
+    return contents
+
+
+def _reach(groups: Iterable[RankGroup]) -> int:
+    """Return how many ranks there are by the largest one that any file knows of."""
+    known = [0]
+    for contents, states in groups:
+        known += [state.rank for state in states]
+        held = contents.tensors.values()
+        meshes = {id(x.mesh): x.mesh for x in held if isinstance(x, TorchDTensor)}
+        known += [max(mesh.ids) for mesh in meshes.values()]
+    return max(known) + 1
+
+
+def _others(states: Sequence[RankState]) -> dict[str, object]:
+    """Return what is no tensor: a value that all ranks share, or else one per rank."""
+    found: dict[str, dict[int, object]] = {}
+    for state in states:
+        for name, value in state.extras.items():
+            found.setdefault(name, {})[state.rank] = value
+    others: dict[str, object] = {}
+    for name, by_rank in found.items():
+        first, *rest = by_rank.values()
+        # What is no number is not equal to itself.
+        alike = all(value == first or repr(value) == repr(first) for value in rest)
+        if len(by_rank) == len(states) and alike:
+            others[name] = first
+        else:
+            others[name] = {f"rank {rank}": by_rank[rank] for rank in sorted(by_rank)}
+    return others

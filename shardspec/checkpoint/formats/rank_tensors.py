@@ -1,11 +1,15 @@
-"""The tensors of a checkpoint with one file per rank, put together from what the ranks hold."""
+"""The tensors of a checkpoint with one file per rank, put together from what the ranks hold.
+
+All ranks have to agree on how a tensor is cut, and every one holds just the part that this gives
+it. Both are looked at once for tensors that are cut alike, and for ranks whose files say the same.
+"""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from shardspec.boxes import Box, box_size
+from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import (
     Catalog,
     FileBox,
@@ -13,23 +17,179 @@ from shardspec.checkpoint.catalog import (
     Outline,
     ReplicaKey,
     StoredBox,
+    StoredReduction,
     StoredTensor,
+    replica_key,
+    stored_reductions,
 )
 from shardspec.checkpoint.formats.names import RANK_FILES
-from shardspec.checkpoint.formats.rank_cuts import Cut, Cuts, Kind, RankGroup, grouped
 from shardspec.checkpoint.source_files import HeaderFiles, prefetch_depth, prefetch_map
-from shardspec.checkpoint.torch_files.plain_values import plain_value
-from shardspec.checkpoint.torch_files.rank_states import RankState
-from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
-from shardspec.checkpoint.torch_files.torch_state import local_of
+from shardspec.checkpoint.torch_files.torch_dtensors import (
+    ShardOrder,
+    TorchDTensor,
+    dtensor_spec,
+    local_of,
+)
+from shardspec.checkpoint.torch_files.torch_state import TorchContents
 from shardspec.checkpoint.torch_files.torch_values import TensorPlace, TorchTensor, row_major
+from shardspec.checkpoint.torch_files.zip_files import TorchZip
 from shardspec.dtypes import item_bytes
-from shardspec.errors import CheckpointError
+from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.layout.layout import Layout
+from shardspec.layout.placements import Placement
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.text import shown
 
-__all__ = ["RankFilesCheckpoint", "RankTensor", "others_of", "reach", "tensors_of"]
+__all__ = ["RankFilesCheckpoint", "RankGroup", "RankState", "RankTensor", "grouped", "tensors_of"]
+
+
+class RankState(NamedTuple):
+    """What the file of one rank holds."""
+
+    path: Path
+    rank: int
+    """As the name of the file says."""
+    contents: TorchContents
+    """One object for all files that say the same of tensors."""
+    extras: Mapping[str, object]
+    """What is no tensor, as plain values."""
+    found: TorchZip
+    """Where in the file it lies."""
+
+
+_Placed: TypeAlias = tuple[
+    DeviceMesh, tuple[Placement, ...], ShardOrder | None, tuple[int, ...], str
+]
+"""What the layout of a DTensor follows from."""
+
+
+class Kind(NamedTuple):
+    """What all ranks have to agree on about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: ShardingSpec | None
+    """None if it is a plain tensor."""
+    mesh_shape: tuple[int, ...]
+    pending: tuple[StoredReduction, ...]
+
+    def __str__(self) -> str:
+        how = "plain" if self.spec is None else f"{self.spec} on {list(self.mesh_shape)} devices"
+        return f"{self.dtype} of shape {list(self.shape)}, {how}"
+
+
+class Cut:
+    """How a tensor is cut, and what ranks hold of it; one for all that are cut alike.
+
+    Parameters
+    ----------
+    kind
+        What ranks agree on.
+    layout
+        None if it is a plain tensor.
+    """
+
+    __slots__ = ("_parts", "kind", "layout")
+
+    def __init__(self, kind: Kind, layout: Layout | None) -> None:
+        self.kind = kind
+        self.layout = layout
+        self._parts: dict[int, tuple[ReplicaKey, tuple[int, ...]]] = {}
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Where it lies; None if it is a plain tensor."""
+        return None if self.layout is None else self.layout.mesh
+
+    def part(self, rank: int) -> tuple[ReplicaKey, tuple[int, ...]]:
+        """Return what a rank holds, and its shape."""
+        found = self._parts.get(rank)
+        if found is None:
+            if self.layout is None:
+                part: ReplicaKey = tuple((0, size) for size in self.kind.shape), ()
+            else:
+                part = replica_key(self.layout, rank)
+            found = self._parts[rank] = part, box_shape(part[0])
+        return found
+
+
+class RankGroup(NamedTuple):
+    """Ranks that hold the same."""
+
+    contents: TorchContents
+    states: list[RankState]
+
+
+def grouped(states: Sequence[RankState]) -> list[RankGroup]:
+    """Return ranks by what they hold, in the order of the first of each."""
+    groups: dict[int, RankGroup] = {}
+    for state in states:
+        groups.setdefault(id(state.contents), RankGroup(state.contents, [])).states.append(state)
+    return list(groups.values())
+
+
+class Cuts:
+    """How tensors are cut, made and compared with what ranks hold once for those that are alike."""
+
+    def __init__(self) -> None:
+        self._plain: dict[tuple[tuple[int, ...], str], Cut] = {}
+        self._placed: dict[_Placed, Cut] = {}
+        self._right: set[tuple[Cut, tuple[int, ...], int]] = set()
+        """Cuts that give all ranks of a group a part of a shape."""
+
+    def of(self, name: str, group: RankGroup) -> Cut:
+        """Return how a tensor is cut, as ranks that hold the same say.
+
+        Raises
+        ------
+        CheckpointError
+            If they could not have saved that.
+        """
+        tensor, first = group.contents.tensors[name], group.states[0]
+        if isinstance(tensor, TorchTensor):
+            plain = tensor.shape, tensor.dtype
+            if plain not in self._plain:
+                self._plain[plain] = Cut(Kind(*plain, None, (), ()), None)
+            return self._plain[plain]
+        if tensor.rank not in (None, first.rank):
+            raise _elsewhere(first, name, f"rank {tensor.rank}")
+        mesh, shape, dtype = tensor.mesh, tensor.shape, tensor.local.dtype
+        key = mesh, tensor.placements, tensor.shard_order, shape, dtype
+        cut = self._placed.get(key)
+        if cut is None:
+            try:
+                layout = Layout(mesh, dtensor_spec(tensor), shape, dtype)
+                kind = Kind(shape, dtype, layout.spec, mesh.shape, stored_reductions(layout))
+            except ShardSpecError as error:
+                raise CheckpointError(f"{first.path}: tensor {name!r}: {error}") from None
+            cut = self._placed[key] = Cut(kind, layout)
+        of = cut, tensor.local.shape, id(group.contents)
+        if of not in self._right:
+            for state in group.states:
+                _check_part(state, name, tensor, cut)
+            self._right.add(of)
+        return cut
+
+
+def _check_part(state: RankState, name: str, tensor: TorchDTensor, cut: Cut) -> None:
+    """Make sure that a rank could have saved what its file holds of a tensor."""
+    if state.rank not in tensor.mesh:
+        raise _elsewhere(state, name, f"ranks {shown(list(tensor.mesh.ids))}")
+    _, shape = cut.part(state.rank)
+    if shape != tensor.local.shape:
+        raise CheckpointError(
+            f"{state.path}: rank {state.rank} holds a part of shape {list(tensor.local.shape)} of "
+            f"tensor {name!r}, but of shape {list(tensor.shape)} under {cut.kind.spec} on "
+            f"{list(cut.kind.mesh_shape)} devices it has {list(shape)}; the file contradicts itself"
+        )
+
+
+def _elsewhere(state: RankState, name: str, wrote: str) -> CheckpointError:
+    return CheckpointError(
+        f"{state.path}: tensor {name!r} was saved by {wrote}, not by rank {state.rank} as the name "
+        "of the file says; the file belongs elsewhere, restore its name"
+    )
 
 
 class RankTensor(NamedTuple):
@@ -157,7 +317,7 @@ class _Directories:
         """Of each kind: those that have the same contents at the same places are of one."""
         self._kind_of: list[int] = []
         for state in states:
-            alike = id(state.contents), id(state.found.lines)
+            alike = id(state.contents), id(state.found.sizes)
             if alike not in kinds:
                 kinds[alike] = len(kinds)
                 self._first.append(state)
@@ -189,17 +349,6 @@ def _fills(tensor: TorchTensor) -> bool:
     return num_bytes == storage.size * item_bytes(storage.dtype) and row_major(
         tensor.shape, tensor.strides
     )
-
-
-def reach(groups: Iterable[RankGroup]) -> int:
-    """Return how many ranks there are by the largest one that any file knows of."""
-    known = [0]
-    for contents, states in groups:
-        known += [state.rank for state in states]
-        held = contents.tensors.values()
-        meshes = {id(x.mesh): x.mesh for x in held if isinstance(x, TorchDTensor)}
-        known += [max(mesh.ids) for mesh in meshes.values()]
-    return max(known) + 1
 
 
 def tensors_of(
@@ -280,22 +429,3 @@ def _spec_on(
         if 0 not in shape
     }
     return spec if held == wanted else None
-
-
-def others_of(groups: Sequence[RankGroup], world: int) -> dict[str, object]:
-    """Return what is no tensor: a value that all ranks share, or else one per rank."""
-    found: dict[str, dict[int, object]] = {}
-    for contents, states in groups:
-        for name, value in contents.extras.items():
-            plain = plain_value(value)
-            found.setdefault(name, {}).update((state.rank, plain) for state in states)
-    others: dict[str, object] = {}
-    for name, by_rank in found.items():
-        first, *rest = by_rank.values()
-        # What is no number is not equal to itself.
-        alike = all(value == first or repr(value) == repr(first) for value in rest)
-        if len(by_rank) == world and alike:
-            others[name] = first
-        else:
-            others[name] = {f"rank {rank}": by_rank[rank] for rank in sorted(by_rank)}
-    return others

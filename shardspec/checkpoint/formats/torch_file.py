@@ -11,8 +11,11 @@ from pathlib import Path
 from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
 from shardspec.checkpoint.formats.names import BIN_INDEX, BIN_NAME, TORCH_FILE
 from shardspec.checkpoint.formats.safetensors import by_file, check_listed
-from shardspec.checkpoint.torch_files.plain_values import plain_value
-from shardspec.checkpoint.torch_files.torch_state import TorchState, read_torch_state
+from shardspec.checkpoint.torch_files.torch_state import (
+    TorchState,
+    plain_value,
+    read_torch_state,
+)
 from shardspec.errors import CheckpointError
 
 __all__ = [

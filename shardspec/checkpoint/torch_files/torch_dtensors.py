@@ -7,23 +7,22 @@ as one such layout per axis. All are read. Source: ``torch/distributed/device_me
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Final, Never, TypeAlias
+from typing import Final, NamedTuple, Never, TypeAlias
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.pickle_values import Trace
-from shardspec.checkpoint.torch_files.pickles import Allowed, Builder, Global, Record
 from shardspec.checkpoint.torch_files.torch_values import (
     TORCH_NAMES,
     TorchTensor,
-    read_torch,
+    read_torch_pickle,
     sizes_of,
     tensor_place,
 )
-from shardspec.checkpoint.torch_files.torch_zip import TorchZip
+from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, made_by
+from shardspec.checkpoint.torch_files.zip_files import TorchZip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.placements import Pending, Placement, Split, Whole, spec_of_placements
@@ -31,12 +30,12 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
-    "DTensorReader",
     "MeshMaker",
     "ShardOrder",
     "TorchDTensor",
     "device_mesh",
     "dtensor_spec",
+    "local_of",
     "read_dtensors",
 ]
 
@@ -50,11 +49,12 @@ MeshMaker: TypeAlias = Callable[
 _MOST_DEVICES: Final = 1 << 20
 _MOST_NESTED: Final = 256
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
-_WRAPPER: Final = "torch._utils._rebuild_wrapper_subclass"
+_WRAPPER: Final = TORCH_NAMES["torch._utils._rebuild_wrapper_subclass"]
+_PLAIN: Final = TORCH_NAMES["torch.Tensor"]
+_WHOLE: Final = Whole()
 
 
-@dataclass(frozen=True, slots=True)
-class TorchDTensor:
+class TorchDTensor(NamedTuple):
     """A DTensor as one rank saved it."""
 
     local: TorchTensor
@@ -67,7 +67,7 @@ class TorchDTensor:
     shard_order: ShardOrder | None
     """Where torch says so."""
     rank: int | None = None
-    """The rank that saved it, where its mesh says so."""
+    """The rank that saved it, where its mesh says so and it is not the one it was read for."""
 
 
 def dtensor_spec(dtensor: TorchDTensor) -> ShardingSpec:
@@ -86,36 +86,9 @@ def dtensor_spec(dtensor: TorchDTensor) -> ShardingSpec:
     )
 
 
-def read_dtensors(
-    file: SourceFile, found: TorchZip, more: Allowed | None = None, rank: int | None = None
-) -> object:
-    """Read what `torch.save` wrote, with a `TorchDTensor` where each DTensor was.
-
-    Parameters
-    ----------
-    file, found, more
-        As for `shardspec.checkpoint.torch_files.torch_values.read_torch`.
-    rank
-        The rank that wrote it, if known: versions of torch up to 2.10 need it to tell which slice
-        of a mesh a DTensor was on.
-
-    Raises
-    ------
-    CheckpointError
-        As for `read_torch`; and if a mesh or a placement is of a kind that is not known.
-
-    Examples
-    --------
-    >>> import tempfile, torch
-    >>> from pathlib import Path
-    >>> from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
-    >>> path = Path(tempfile.mkdtemp()) / "x.pt"
-    >>> torch.save({"w": torch.ones(2, 3)}, path)
-    >>> with SourceFile(path) as file:
-    ...     read_dtensors(file, read_torch_zip(file))["w"].shape
-    (2, 3)
-    """
-    return read_torch(file, found, DTensorReader(file, found, rank).names(more))
+def local_of(tensor: "TorchTensor | TorchDTensor") -> TorchTensor:
+    """Return what a file holds of a tensor."""
+    return tensor.local if isinstance(tensor, TorchDTensor) else tensor
 
 
 def device_mesh(
@@ -129,57 +102,77 @@ def _refuse(problem: str) -> Never:
     raise ValueError(problem)
 
 
-class DTensorReader:
-    """Builds DTensors of one file; a mesh that many of them share is built once.
+def read_dtensors(
+    file: SourceFile,
+    found: TorchZip,
+    more: Names | None = None,
+    rank: int | None = None,
+    make_mesh: "MeshMaker" = device_mesh,
+    data: bytes | None = None,
+) -> object:
+    """Read what `torch.save` wrote, with a `TorchDTensor` where each DTensor was.
 
     Parameters
     ----------
-    file, found, rank
-        As for `read_dtensors`.
-    trace
-        What is noted of the pickle on the way.
+    file, found, more
+        As for `shardspec.checkpoint.torch_files.torch_values.read_torch`.
+    rank
+        The rank that wrote it, if known: versions of torch up to 2.10 need it to tell which slice
+        of a mesh a DTensor was on.
     make_mesh
         Makes a mesh of ids, sizes and perhaps names of axes.
+    data
+        The pickle, where it has been read.
+
+    Raises
+    ------
+    CheckpointError
+        As for `read_torch`; and if a mesh or a placement is of a kind that is not known.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
+    >>> path = Path(tempfile.mkdtemp()) / "x.pt"
+    >>> torch.save({"w": torch.ones(2, 3)}, path)
+    >>> with SourceFile(path) as file:
+    ...     read_dtensors(file, read_torch_zip(file))["w"].shape
+    (2, 3)
     """
+    reader = _Reader(file, found, rank, make_mesh)
+    names = {**(more or {}), _FROM_TYPE: made_by(_FROM_TYPE, reader.from_type)}
+    data = found.pickle(file) if data is None else data
+    return read_torch_pickle(data, found.what, names)
+
+
+class _Reader:
+    """Builds DTensors of one file; a mesh that many of them share is built once."""
 
     def __init__(
-        self,
-        file: SourceFile,
-        found: TorchZip,
-        rank: int | None,
-        trace: Trace | None = None,
-        make_mesh: MeshMaker | None = None,
+        self, file: SourceFile, found: TorchZip, rank: int | None, make_mesh: "MeshMaker"
     ) -> None:
         self._file = file
         self._found = found
         self._rank = rank
-        self.meshes: dict[Record, tuple[DeviceMesh, int | None]] = {}
+        self._meshes: dict[Record, tuple[DeviceMesh, int | None]] = {}
         """Every mesh that a DTensor was on, and who saved it, where it says so."""
-        self._trace = trace
-        self._make_mesh = make_mesh or device_mesh
-        self.settled = 0
-        """Where in the pickle the last of them was read, if it is traced."""
+        self._make_mesh = make_mesh
 
-    def names(self, more: Allowed | None = None) -> Allowed:
-        """Return `more` and the name that makes a DTensor, for `read_torch`."""
-        return {**(more or {}), _FROM_TYPE: self.from_type}
-
-    def from_type(self, args: tuple[object, ...]) -> object:
+    def from_type(self, function: object, kind: object, inner: object, state: object) -> object:
         """Build what ``_rebuild_from_type_v2`` would: a DTensor, or a tensor with attributes."""
-        function, kind, inner, state = args
         if not (
             isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)
         ):
             _refuse("it takes two names, arguments and a state")
-        if function.name != _WRAPPER:
-            if kind.name != "torch.Tensor":
+        if function is not _WRAPPER:
+            if kind is not _PLAIN:
                 _refuse(f"{kind.name} is no plain tensor")
-            builder: Builder | None = TORCH_NAMES[function.name]
-            return builder(inner) if builder else _refuse(f"{function.name} is no function")
+            return function(*inner)
         members = _members(state)
         spec, local = members.get("_spec"), members.get("_local_tensor")
         if (
-            not kind.name.endswith(".DTensor")
+            kind.name != "DTensor"
             or not isinstance(spec, Record)
             or spec.name != "DTensorSpec"
             or not isinstance(local, TorchTensor)
@@ -193,19 +186,18 @@ class DTensorReader:
             or not isinstance(placements, tuple | list)
         ):
             _refuse("the spec of a DTensor lacks its mesh or its placements")
-        if mesh not in self.meshes:
+        if mesh not in self._meshes:
             found = self._mesh(mesh)
-            self.meshes[mesh] = found, _writer(mesh, found)
-            if self._trace is not None:
-                self.settled = self._trace.last_end
+            writer = _writer(mesh, found)
+            self._meshes[mesh] = found, None if writer == self._rank else writer
         order = spec.get("shard_order")
         return TorchDTensor(
             local,
             shape,
-            self.meshes[mesh][0],
+            self._meshes[mesh][0],
             tuple(map(_placement, placements)),
             None if order is None else _shard_order(order),
-            self.meshes[mesh][1],
+            self._meshes[mesh][1],
         )
 
     def _mesh(self, mesh: Record) -> DeviceMesh:
@@ -311,17 +303,23 @@ def _members(state: object) -> Mapping[object, object]:
     return found
 
 
+@lru_cache(_MOST_NESTED)
+def _split(dim: int, factor: int) -> Split:
+    """Return one object for all placements that are alike, which are then compared at once."""
+    return Split(dim, factor)
+
+
 def _placement(value: object) -> Placement:
     if not isinstance(value, Record):
         _refuse(f"a placement is a {type(value).__name__}")
     match value.name:
         case "Replicate":
-            return Whole()
+            return _WHOLE
         case "Shard" | "_StridedShard":
             dim = value.get("dim")
             factor = 1 if value.name == "Shard" else value.get("split_factor")
             if isinstance(dim, int) and isinstance(factor, int):
-                return Split(dim, factor)
+                return _split(dim, factor)
         case "Partial" | "_Partial":
             match value.get("reduce_op"):
                 case "sum" | "avg" | "min" | "max" as op:

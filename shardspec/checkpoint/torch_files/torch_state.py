@@ -7,15 +7,22 @@ torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
+from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.pickles import Allowed, as_record
-from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor, read_dtensors
-from shardspec.checkpoint.torch_files.torch_values import TensorPlace, TorchTensor, tensor_place
-from shardspec.checkpoint.torch_files.torch_zip import TorchZip, read_torch_zip
+from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor, local_of, read_dtensors
+from shardspec.checkpoint.torch_files.torch_values import (
+    Complex,
+    TensorPlace,
+    TorchTensor,
+    tensor_place,
+)
+from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class
+from shardspec.checkpoint.torch_files.zip_files import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -26,17 +33,20 @@ __all__ = [
     "TorchState",
     "contents_of",
     "flatten_state",
-    "local_of",
+    "plain_value",
     "read_torch_state",
 ]
 
 Flat: TypeAlias = dict[str, object]
+_T = TypeVar("_T")
 
 _MOST_PARTS: Final = 4 << 20
 _MOST_DEPTH: Final = 64
+_MOST_PLAIN_PARTS: Final = 100_000
+_MOST_PLAIN_DEPTH: Final = 100
 
-ARGUMENT_NAMES: Final[Allowed] = {
-    name: as_record(name)
+ARGUMENT_NAMES: Final[Names] = {
+    name: record_class(name)
     for name in (
         *("argparse.Namespace", "types.SimpleNamespace"),
         *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.Path", "pathlib._local.PosixPath"),
@@ -65,11 +75,9 @@ class StateTensor(NamedTuple):
 
 
 class TorchContents(NamedTuple):
-    """What one file says that it holds, wherever it lies."""
+    """The tensors that one file says that it holds, wherever they lie."""
 
     tensors: Mapping[str, TorchTensor | TorchDTensor]
-    extras: Mapping[str, object]
-    """What is no tensor, as the pickle has it."""
     beside: frozenset[str]
     """Tensors that look into parts of storages, but for the first of each storage.
 
@@ -99,7 +107,7 @@ class TorchState(NamedTuple):
 
 
 def read_torch_state(
-    path: Path, *, rank: int | None = None, more: Allowed | None = None
+    path: Path, *, rank: int | None = None, more: Names | None = None
 ) -> TorchState:
     """Read what describes the state in a file of `torch.save`; not its data.
 
@@ -130,20 +138,15 @@ def read_torch_state(
     with SourceFile(path) as file:
         found = read_torch_zip(file)
         value = read_dtensors(file, found, {**ARGUMENT_NAMES, **(more or {})}, rank)
-        contents = contents_of(value, path)
+        contents, extras = contents_of(value, path)
         tensors = {
             name: StateTensor(tensor, contents.place(name, file, found))
             for name, tensor in contents.tensors.items()
         }
-    return TorchState(path, tensors, contents.extras)
+    return TorchState(path, tensors, extras)
 
 
-def local_of(tensor: TorchTensor | TorchDTensor) -> TorchTensor:
-    """Return what a file holds of a tensor."""
-    return tensor.local if isinstance(tensor, TorchDTensor) else tensor
-
-
-def contents_of(value: object, path: Path) -> TorchContents:
+def contents_of(value: object, path: Path) -> tuple[TorchContents, Flat]:
     """Return the tensors and other entries of what `torch.save` wrote.
 
     Raises
@@ -171,7 +174,7 @@ def contents_of(value: object, path: Path) -> TorchContents:
             if storage.key in seen:
                 beside.add(name)
             seen.add(storage.key)
-    return TorchContents(tensors, others, frozenset(beside))
+    return TorchContents(tensors, frozenset(beside)), others
 
 
 def flatten_state(state: Mapping[object, object], path: Path) -> Flat:
@@ -210,7 +213,9 @@ class _Flattening:
     def add(self, name: str, value: object, depth: int) -> None:
         self._count(depth)
         parts: Iterable[tuple[object, object]] | None = None
-        if isinstance(value, dict) and (value or not name):
+        if isinstance(value, TorchTensor | TorchDTensor):
+            pass
+        elif isinstance(value, dict) and (value or not name):
             parts = value.items()
         elif isinstance(value, list | tuple) and self._holds_tensors(value, depth):
             parts = enumerate(value)
@@ -243,3 +248,74 @@ class _Flattening:
                 f"{self._path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves "
                 "without end; save a plain state dict"
             )
+
+
+def plain_value(value: object) -> object:
+    """Return a value of a pickle as None, numbers, texts, lists, tuples and dicts.
+
+    Parameters
+    ----------
+    value
+        What was read of a pickle; it may hold itself, or one part a great many times.
+
+    Returns
+    -------
+    object
+        The value, with an `OpaqueValue` in place of every part of another kind, or for all
+        of it where it has very many parts.
+
+    Examples
+    --------
+    >>> from shardspec.checkpoint.torch_files.unpickler import mere_name
+    >>> plain_value({"lr": (0.1, None), 0: mere_name("torch.float32")})
+    {'lr': (0.1, None), 0: OpaqueValue(text='torch.float32')}
+    """
+    try:
+        return _Plain().of(value, 0)
+    except _TooManyError:
+        return OpaqueValue(f"a {type(value).__name__} of many or deeply nested parts")
+
+
+class _TooManyError(Exception):
+    pass
+
+
+class _Plain:
+    """Copies a value, counting its parts."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_PLAIN_PARTS
+
+    def of(self, value: object, depth: int) -> object:
+        if depth > _MOST_PLAIN_DEPTH:
+            raise _TooManyError
+        match value:
+            case TorchTensor() | TorchDTensor():
+                return OpaqueValue(f"tensor of shape {list(value.shape)}")
+            case Complex():
+                return OpaqueValue(str(value))
+            case None | bool() | int() | float() | str():
+                return value
+            case list():
+                return [self.of(item, depth + 1) for item in self._counted(value)]
+            case tuple():
+                return tuple(self.of(item, depth + 1) for item in self._counted(value))
+            case dict():
+                return {
+                    self.of(key, depth + 1): self.of(item, depth + 1)
+                    for key, item in self._counted(value.items())
+                }
+            case bytes():
+                return OpaqueValue(f"{len(value)} bytes")
+            case Global():
+                return OpaqueValue(value.name)
+            case Record():
+                return OpaqueValue(f"<{value.name}>")
+        return OpaqueValue(type(value).__name__)
+
+    def _counted(self, items: Iterable[_T]) -> list[_T]:
+        some = list(islice(items, self._left + 1))
+        self._left -= len(some)
+        if self._left < 0:
+            raise _TooManyError
+        return some

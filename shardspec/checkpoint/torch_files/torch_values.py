@@ -5,22 +5,28 @@ nothing is imported or called. Source: ``torch/_utils.py`` (``_rebuild_*``), ``t
 ``torch/serialization.py`` (``persistent_id``), ``torch/distributed/tensor``; torch 2.4 to 2.13.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Final, NamedTuple, Never
 
 from shardspec.checkpoint.catalog import Digest
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.pickle_machine import RefusedError, run_head
-from shardspec.checkpoint.torch_files.pickle_values import Halfway, Trace
-from shardspec.checkpoint.torch_files.pickles import Allowed, Builder, Global, as_record, unpickle
-from shardspec.checkpoint.torch_files.torch_zip import TorchZip
+from shardspec.checkpoint.torch_files.unpickler import (
+    Global,
+    Names,
+    StateDict,
+    made_by,
+    mere_name,
+    record_class,
+    unpickle,
+)
+from shardspec.checkpoint.torch_files.zip_files import TorchZip
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
 
 __all__ = [
     "TORCH_NAMES",
+    "Complex",
     "TensorPlace",
     "TorchStorage",
     "TorchTensor",
@@ -28,7 +34,6 @@ __all__ = [
     "read_torch",
     "read_torch_pickle",
     "row_major",
-    "run_torch_head",
     "sizes_of",
     "tensor_place",
 ]
@@ -37,8 +42,7 @@ _MOST_DIMS: Final = 64
 _MOST_SIZE: Final = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class TorchStorage:
+class TorchStorage(NamedTuple):
     """A storage: a record of bytes that tensors look into."""
 
     key: str
@@ -49,8 +53,7 @@ class TorchStorage:
     """Its elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchTensor:
+class TorchTensor(NamedTuple):
     """A tensor: how it looks into a storage. Nothing of its bytes has been read."""
 
     dtype: str
@@ -61,6 +64,12 @@ class TorchTensor:
     start: int
     """Elements of the storage before the first."""
     storage: TorchStorage
+
+
+class Complex(str):
+    """A complex number, written; its hash cannot be chosen, as that of a number could."""
+
+    __slots__ = ()
 
 
 class TensorPlace(NamedTuple):
@@ -146,7 +155,7 @@ def check_record(tensor: TorchTensor, found: TorchZip) -> None:
         )
 
 
-def read_torch(file: SourceFile, found: TorchZip, more: Allowed | None = None) -> object:
+def read_torch(file: SourceFile, found: TorchZip, more: Names | None = None) -> object:
     """Read what `torch.save` wrote, without torch, without running it, and without its tensors.
 
     Parameters
@@ -173,7 +182,7 @@ def read_torch(file: SourceFile, found: TorchZip, more: Allowed | None = None) -
     --------
     >>> import tempfile, torch
     >>> from pathlib import Path
-    >>> from shardspec.checkpoint.torch_files.torch_zip import read_torch_zip
+    >>> from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
     >>> path = Path(tempfile.mkdtemp()) / "x.pt"
     >>> torch.save({"w": torch.ones(2, 3), "step": 7}, path)
     >>> with SourceFile(path) as file:
@@ -186,53 +195,10 @@ def read_torch(file: SourceFile, found: TorchZip, more: Allowed | None = None) -
     return read_torch_pickle(found.pickle(file), found.what, more)
 
 
-def read_torch_pickle(
-    data: bytes, what: str, more: Allowed | None = None, trace: Trace | None = None
-) -> object:
-    """Read the pickle of what `torch.save` wrote; what it says depends on nothing else.
-
-    Parameters
-    ----------
-    data
-        The pickle, by `TorchZip.pickle`.
-    what
-        For errors: the file.
-    more
-        As for `read_torch`.
-    trace
-        As for `unpickle`.
-
-    Raises
-    ------
-    CheckpointError
-        As `read_torch`.
-    """
-    return unpickle(data, _allowed(more), what, "pickle", _storage, trace=trace)
-
-
-def run_torch_head(data: bytes, end: int, more: Allowed | None = None) -> Halfway | None:
-    """Run the pickle of what `torch.save` wrote up to a place; None if that cannot be done.
-
-    Parameters
-    ----------
-    data, more
-        As for `read_torch_pickle`.
-    end
-        A place between two instructions.
-
-    Raises
-    ------
-    CheckpointError
-        If it takes something of the file that is damaged.
-    """
-    try:
-        return run_head(data, end, _allowed(more), _storage)
-    except (RefusedError, IndexError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _allowed(more: Allowed | None) -> Allowed:
-    return TORCH_NAMES if more is None else {**TORCH_NAMES, **more}
+def read_torch_pickle(data: bytes, what: str, more: Names | None = None) -> object:
+    """Read the pickle of what `torch.save` wrote, by `TorchZip.pickle`; as `read_torch`."""
+    names = TORCH_NAMES if more is None else {**TORCH_NAMES, **more}
+    return unpickle(data, names, what, "pickle", _storage)
 
 
 # --- what the names on the list make
@@ -278,7 +244,7 @@ def _storage(value: object) -> TorchStorage:
 
 
 def _tensor(
-    storage: object, start: object, shape: object, strides: object, dtype: str | None
+    storage: object, start: object, shape: object, strides: object, dtype: str | None = None
 ) -> TorchTensor:
     if not isinstance(storage, TorchStorage):
         raise ValueError("a tensor needs a storage")
@@ -296,72 +262,66 @@ def _plain_metadata(metadata: object) -> None:
         )
 
 
-def _rebuild_v2(args: tuple[object, ...]) -> TorchTensor:
-    storage, start, shape, strides, _, _, *rest = args
-    _plain_metadata(rest[0] if rest else None)
-    return _tensor(storage, start, shape, strides, None)
+def _rebuild(storage: object, start: object, shape: object, strides: object) -> TorchTensor:
+    return _tensor(storage, start, shape, strides)
 
 
-def _rebuild_v3(args: tuple[object, ...]) -> TorchTensor:
-    storage, start, shape, strides, _, _, dtype, *rest = args
-    _plain_metadata(rest[0] if rest else None)
+def _rebuild_v2(
+    storage: object, start: object, shape: object, strides: object, *more: object
+) -> TorchTensor:
+    _, _, *metadata = more
+    _plain_metadata(metadata[0] if metadata else None)
+    return _tensor(storage, start, shape, strides)
+
+
+def _rebuild_v3(
+    storage: object, start: object, shape: object, strides: object, *more: object
+) -> TorchTensor:
+    _, _, dtype, *metadata = more
+    _plain_metadata(metadata[0] if metadata else None)
     return _tensor(storage, start, shape, strides, _dtype_of(dtype))
 
 
-def _rebuild(args: tuple[object, ...]) -> TorchTensor:
-    storage, start, shape, strides = args
-    return _tensor(storage, start, shape, strides, None)
-
-
-def _first(args: tuple[object, ...]) -> object:
+def _first(value: object, *_: object) -> object:
     """Return what is wrapped: a parameter is its tensor."""
-    return args[0]
+    return value
 
 
-def _size(args: tuple[object, ...]) -> tuple[int, ...]:
-    return sizes_of(args[0] if args else ())
+def _size(value: object = ()) -> tuple[int, ...]:
+    return sizes_of(value)
 
 
-def _ordered_dict(args: tuple[object, ...]) -> dict[object, object]:
-    if not args or args == ([],):
-        return {}
+def _dict(*args: object) -> StateDict:
+    """Return an ordered or default dict, which is empty when it is made, or a counter."""
+    match args:
+        case ({} as counts,):
+            return StateDict(counts)
+        case () | ([],) | (None,) | (Global(),):
+            return StateDict()
     raise ValueError("it is made of pairs, which torch does not write")
 
 
-def _default_dict(_: tuple[object, ...]) -> dict[object, object]:
-    return {}
-
-
-def _counter(args: tuple[object, ...]) -> dict[object, object]:
-    (counts,) = args or ({},)
-    if not isinstance(counts, dict):
-        raise ValueError("it is made of a dict of counts")
-    return counts
-
-
-def _encoded(args: tuple[object, ...]) -> bytes:
+def _encoded(text: object, encoding: object = "latin1") -> bytes:
     """Return bytes as protocol 2 writes them: as text, one character a byte."""
-    text, *rest = args
-    if not isinstance(text, str) or rest not in ([], ["latin1"]):
+    if not isinstance(text, str) or encoding != "latin1":
         raise ValueError("bytes are written as text in latin1")
     return text.encode("latin1")
 
 
-def _complex(args: tuple[object, ...]) -> complex:
-    real, imag = args
+def _complex(real: object, imag: object) -> "Complex":
     if not isinstance(real, float) or not isinstance(imag, float):
         raise ValueError("a complex number is made of two numbers")
-    return complex(real, imag)
+    return Complex(str(complex(real, imag)))
 
 
-def _sharded(_: tuple[object, ...]) -> Never:
+def _sharded(*_: object) -> Never:
     raise ValueError(
         "a ShardedTensor, which FSDP1 makes without a device mesh, is read from torch DCP only; "
         "save with torch.distributed.checkpoint, or give FSDP a device_mesh"
     )
 
 
-_STORAGES: Final[Mapping[str, str]] = {
+_STORAGES: Final[dict[str, str]] = {
     **{
         f"torch.{kind}Storage": dtype
         for kind, dtype in {
@@ -406,30 +366,23 @@ _FACTORIES: Final = tuple(
 )
 """What a defaultdict may be said to make."""
 
-_CALLS: Final[Mapping[str, Builder]] = {
+_HOMES: Final = ("builtins", "__builtin__")
+_FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "torch._utils._rebuild_tensor": _rebuild,
     "torch._utils._rebuild_tensor_v2": _rebuild_v2,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
     "torch._utils._rebuild_parameter": _first,
     "torch._utils._rebuild_parameter_with_state": _first,
     "torch.Size": _size,
-    "torch.device": as_record("torch.device"),
-    "torch.serialization._get_layout": as_record("torch.layout"),
-    "collections.OrderedDict": _ordered_dict,
-    "collections.defaultdict": _default_dict,
-    "collections.Counter": _counter,
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": _dict,
+    "collections.Counter": _dict,
     "_codecs.encode": _encoded,
-    **{
-        f"torch.distributed._shard.sharded_tensor.{kind}": _sharded
-        for kind in ("api.ShardedTensor", "shard.Shard")
-    },
-    **{
-        f"{home}.{kind}": as_record(kind)
-        for home in ("builtins", "__builtin__")
-        for kind in ("set", "frozenset", "bytearray", "range", "xrange", "slice")
-    },
-    **{f"{home}.complex": _complex for home in ("builtins", "__builtin__")},
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": _sharded,
+    "torch.distributed._shard.sharded_tensor.shard.Shard": _sharded,
+    **{f"{home}.complex": _complex for home in _HOMES},
 }
+_PLAIN_KINDS: Final = ("set", "frozenset", "bytearray", "range", "xrange", "slice")
 
 _DTENSOR_PLACES: Final = (
     "torch.distributed.tensor",
@@ -446,18 +399,29 @@ _DTENSOR_KINDS: Final = (
     *("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "DeviceMesh", "_MeshLayout"),
     *("_FlatLayout", "Shard", "_StridedShard", "Replicate", "Partial", "_Partial"),
 )
-_KEPT: Final[Mapping[str, Builder]] = {
-    "torch._tensor._rebuild_from_type_v2": as_record("from_type"),
-    "torch._utils._rebuild_wrapper_subclass": as_record("wrapper"),
-    **{f"{home}.{kind}": as_record(kind) for home in _DTENSOR_PLACES for kind in _DTENSOR_KINDS},
+_KEPT: Final[Names] = {
+    "torch.device": record_class("torch.device"),
+    "torch.serialization._get_layout": record_class("torch.layout"),
+    "torch._tensor._rebuild_from_type_v2": record_class("from_type"),
+    "torch._utils._rebuild_wrapper_subclass": record_class("wrapper"),
+    **{
+        f"{home}.{kind.name}": kind
+        for homes, kinds in ((_HOMES, _PLAIN_KINDS), (_DTENSOR_PLACES, _DTENSOR_KINDS))
+        for kind in map(record_class, kinds)
+        for home in homes
+    },
 }
-"""Parts of DTensors, under every path at which a version of torch had them."""
+"""Parts of DTensors, under every path at which a version of torch had them, and plain objects."""
 
-TORCH_NAMES: Final[Allowed] = {
-    **dict.fromkeys(
-        (*_STORAGES, *_STRANGE_STORAGES, *_DTYPES, "torch.strided", "torch.Tensor", *_FACTORIES)
-    ),
-    **_CALLS,
+TORCH_NAMES: Final[Names] = {
+    **{
+        name: mere_name(name)
+        for name in (
+            *(*_STORAGES, *_STRANGE_STORAGES, *_DTYPES, "torch.strided", "torch.Tensor"),
+            *_FACTORIES,
+        )
+    },
+    **{name: made_by(name, function) for name, function in _FUNCTIONS.items()},
     **_KEPT,
 }
 """Every name that may stand in what torch writes for tensors, DTensors and plain values."""

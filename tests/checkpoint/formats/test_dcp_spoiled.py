@@ -169,7 +169,7 @@ def other_without_place(metadata):
 
 def negative_offset(metadata):
     moved(metadata, "m.a", offset=-1)
-    return ".metadata: lists a place that is none; it is damaged"
+    return ".metadata: the metadata lists a place that is none; it is damaged"
 
 
 def huge_offset(metadata):
@@ -245,7 +245,7 @@ def long_file_name(metadata):
 
 def half_a_character(metadata):
     moved(metadata, "m.a", relative_path="\ud800")
-    return ".metadata: lists a place that is none; it is damaged"
+    return ".metadata: the metadata lists a place that is none; it is damaged"
 
 
 def half_a_character_as_name(metadata):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name, Outside, Pairs, pickled
-from shardspec.checkpoint.torch_files.pickles import unpickle
+from shardspec.checkpoint.torch_files.unpickler import unpickle
 from shardspec.errors import CheckpointError
 
 plain = st.one_of(
