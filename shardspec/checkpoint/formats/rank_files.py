@@ -19,7 +19,6 @@ so that swapped files are found out; where only plain tensors were saved, nothin
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -36,9 +35,8 @@ from shardspec.checkpoint.formats.rank_tensors import (
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.torch_dtensors import (
-    MeshMaker,
+    AlikeFiles,
     TorchDTensor,
-    device_mesh,
     local_of,
     read_dtensors,
 )
@@ -61,8 +59,6 @@ _MOST_KEPT_OF_ONE: Final = 4 << 20
 """Bytes kept of a file in a store, as there are several at once."""
 _AHEAD: Final = 3
 """Files of this machine that are opened while one is made sense of."""
-_MOST_MESHES: Final = 4096
-"""Meshes that are kept: the same few are in every file."""
 
 
 class _RankFile(NamedTuple):
@@ -213,7 +209,7 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
     """
     files = list(files)
     ahead = prefetch_depth(files[0][0], here=_AHEAD) if files else 0
-    make_mesh: MeshMaker = lru_cache(_MOST_MESHES)(device_mesh)
+    alike = AlikeFiles()
     known: dict[tuple[object, ...], list[TorchContents]] = {}
     zips: list[TorchZip] = []
     fitting: set[tuple[int, int]] = set()
@@ -221,7 +217,7 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
     with prefetch_map(files, _look, ahead, lambda looked: looked.file.close()) as looks:
         for file, rank, found, data in looks:
             with file:
-                value = read_dtensors(file, found, ARGUMENT_NAMES, rank, make_mesh, data)
+                value = read_dtensors(file, found, ARGUMENT_NAMES, rank, alike, data)
             contents, extras = contents_of(value, file.path)
             contents = _shared(contents, known)
             if not any(found.share(other) for other in zips):

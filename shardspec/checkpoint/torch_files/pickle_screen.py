@@ -7,16 +7,21 @@ one by one each time. Source: Lib/pickletools.py of CPython, which describes eve
 """
 
 import re
+import struct
+from collections.abc import Iterator
 from functools import cache
+from pickletools import genops
 from typing import Final
 
-__all__ = ["MOST_PICKLE_BYTES", "RefusedError", "screen"]
+__all__ = ["MOST_PICKLE_BYTES", "AlikeScreen", "RefusedError", "screen"]
 
 MOST_PICKLE_BYTES: Final = 256 << 20
 """Of some two million chunks of tensors; more would fill the memory."""
 _FREE_BYTES: Final = 48 << 20
 _BYTES_A_BYTE: Final = 20
 """What a pickle may take of memory for each of its bytes, beyond what is free."""
+_MOST_KNOWN: Final = 8
+_MOST_KNOWN_BYTES: Final = 8 << 20
 _MOST_MARKS: Final = 10_000
 _MOST_INT_BYTES: Final = 64
 _MOST_ALIKE: Final = 10_000
@@ -25,6 +30,9 @@ _MOST_KEY_PARTS: Final = 66
 _FULL: Final = 255
 """Parts of a tuple that has at least as many."""
 _MOST_NAME_BYTES: Final = 512
+_NUMBER: Final = struct.Struct("<L").unpack_from
+_NEW: Final = b")\x81"
+"""What makes an object without arguments, of a class that stands before."""
 _TRUNCATED: Final = "ends too early; it is truncated"
 
 _WIDTHS: Final = [0] * 256
@@ -32,6 +40,8 @@ _WIDTHS: Final = [0] * 256
 for _codes, _width in ((b"N\x88\x89)]}\x8f", 1), (b"K", 2), (b"M", 3), (b"J", 5), (b"G", 9)):
     for _code in _codes:
         _WIDTHS[_code] = _width
+_FREE: Final = {"K": 1, "M": 1, "J": 1, "X": 5, "\x8c": 2}
+"""Bytes of instructions before what makes no difference to other ones."""
 _COUNTED: Final = {0x8C: 1, ord("X"): 4, 0x8D: 8, ord("C"): 1, ord("B"): 4, 0x8A: 1, 0x8B: 4}
 """Bytes of the length that stands before a text or number."""
 _COSTS: Final = {b"}\x8f": 232, b"]t\x85\x86\x87R\x81Q": 72}
@@ -66,8 +76,12 @@ def screen(data: bytes) -> None:
             f"makes larger objects than {len(data)} bytes of a real one would; it is made to fill "
             "the memory"
         )
-    if not _follow(data, in_runs=True):
-        _follow(data, in_runs=False)
+    try:
+        # Protocols from 4 on have what runs are known by.
+        if data[1] < 4 or not _follow(data, in_runs=True):
+            _follow(data, in_runs=False)
+    except struct.error:
+        raise RefusedError(_TRUNCATED) from None
 
 
 def _follow(data: bytes, *, in_runs: bool) -> bool:
@@ -80,37 +94,50 @@ def _follow(data: bytes, *, in_runs: bool) -> bool:
     widths = _WIDTHS
     stack, memo = bytearray(), bytearray()
     marks: list[int] = []
-    push, at, alike = stack.append, 2, 0
+    push, number_it, number = stack.append, memo.append, _NUMBER
+    at = 2
+    alike = 0
+    run = None
     while True:
+        if run is not None:
+            end = run.end()
+            stack += b"\1" * data.count(b")\x81\x94", at, end)
+            memo += bytes((_MOST_KEY_PARTS,)) * data.count(b"\x94", at, end)
+            at, run = end, None
         code = data[at]
         width = widths[code]
         if width:
             push(1)
             at += width
+        elif code == 0x72 or code == 0x71:  # LONG_BINPUT, BINPUT
+            if code == 0x72:
+                (place,) = number(data, at + 1)
+                at += 5
+            else:
+                place = data[at + 1]
+                at += 2
+            if place == len(memo):
+                number_it(stack[-1])
+            elif place < len(memo):
+                memo[place] = stack[-1]
+            else:
+                # Writers number from 0 without gaps; the unpickler makes room up to the number.
+                raise RefusedError(f"numbers an object {place} after {len(memo)} of them")
+        elif code == 0x68:  # BINGET
+            run = runs(data, at) if runs and data[at + 2 : at + 4] == _NEW else None
+            if run is None:
+                push(memo[data[at + 1]])
+                at += 2
+        elif code == 0x6A:  # LONG_BINGET
+            run = runs(data, at) if runs and data[at + 5 : at + 7] == _NEW else None
+            if run is None:
+                push(memo[number(data, at + 1)[0]])
+                at += 5
         elif code == 0x94:  # MEMOIZE
             if stack[-1] > _MOST_KEY_PARTS and runs:
                 return False
-            memo.append(stack[-1])
+            number_it(stack[-1])
             at += 1
-        elif code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
-            width = 2 if code == 0x68 else 5
-            run = runs(data, at) if runs and data[at + width : at + width + 2] == b")\x81" else None
-            if run is None:
-                push(memo[int.from_bytes(data[at + 1 : at + width], "little")])
-                at += width
-            else:
-                end = run.end()
-                stack += b"\1" * data.count(b")\x81\x94", at, end)
-                memo += bytes((_MOST_KEY_PARTS,)) * data.count(b"\x94", at, end)
-                at = end
-        elif code == 0x71 or code == 0x72:  # BINPUT, LONG_BINPUT
-            width = 2 if code == 0x71 else 5
-            place = int.from_bytes(data[at + 1 : at + width], "little")
-            # Writers number from 0 without gaps; the unpickler makes room up to the number.
-            if place > len(memo):
-                raise RefusedError(f"numbers an object {place} after {len(memo)} of them")
-            memo[place : place + 1] = stack[-1:]
-            at += width
         elif 0x85 <= code <= 0x87 or code == 0x74:  # TUPLE1 to TUPLE3, TUPLE
             first = marks.pop() if code == 0x74 else len(stack) - (code - 0x84)
             parts = min(1 + sum(stack[first:]), _FULL)
@@ -188,6 +215,36 @@ def _follow(data: bytes, *, in_runs: bool) -> bool:
                 f"uses instruction {bytes((code,))!r} at byte {at}, which no checkpoint needs; "
                 "nothing of it was run"
             )
+
+
+class AlikeScreen:
+    """Screens pickles of which many are alike but for some numbers, as those of ranks are."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[bytes, bytearray]] = []
+        """Pickles that passed, and where a byte may be any other one."""
+
+    def __call__(self, data: bytes) -> None:
+        """Refuse a pickle, as `screen` does."""
+        for known, free in self._known:
+            if len(known) == len(data) and all(free[at] for at in _differences(known, data)):
+                return
+        screen(data)
+        if len(self._known) < _MOST_KNOWN and len(data) < _MOST_KNOWN_BYTES:
+            free, last, start = bytearray(len(data)), "", 0
+            for code, _, found in genops(data):
+                at = found or 0
+                if last in _FREE:
+                    free[start + _FREE[last] : at] = b"\1" * (at - start - _FREE[last])
+                last, start = code.code, at
+            self._known.append((data, free))
+
+
+def _differences(one: bytes, other: bytes) -> Iterator[int]:
+    """Return where two pickles of one length differ."""
+    differs = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
+    found = re.finditer(rb"[^\0]", differs.to_bytes(len(one), "little"), re.DOTALL)
+    return (match.start() for match in found)
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Never, TypeAlias
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.torch_files.pickle_screen import AlikeScreen
 from shardspec.checkpoint.torch_files.torch_values import (
     TORCH_NAMES,
     TorchTensor,
@@ -30,10 +31,9 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
-    "MeshMaker",
+    "AlikeFiles",
     "ShardOrder",
     "TorchDTensor",
-    "device_mesh",
     "dtensor_spec",
     "local_of",
     "read_dtensors",
@@ -42,12 +42,13 @@ __all__ = [
 ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """Per dim the axes that split it, the major one first."""
 
-MeshMaker: TypeAlias = Callable[
+_MeshMaker: TypeAlias = Callable[
     [tuple[int, ...], tuple[int, ...], tuple[str, ...] | None], DeviceMesh
 ]
 
 _MOST_DEVICES: Final = 1 << 20
 _MOST_NESTED: Final = 256
+_MOST_MESHES: Final = 4096
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _WRAPPER: Final = TORCH_NAMES["torch._utils._rebuild_wrapper_subclass"]
 _PLAIN: Final = TORCH_NAMES["torch.Tensor"]
@@ -91,11 +92,19 @@ def local_of(tensor: "TorchTensor | TorchDTensor") -> TorchTensor:
     return tensor.local if isinstance(tensor, TorchDTensor) else tensor
 
 
-def device_mesh(
-    ids: tuple[int, ...], shape: tuple[int, ...], axis_names: tuple[str, ...] | None
-) -> DeviceMesh:
-    """Return a mesh; raises what `DeviceMesh` does."""
-    return DeviceMesh(ids, shape, axis_names=axis_names)
+class AlikeFiles:
+    """What files of one checkpoint share while they are read: meshes, and what was screened."""
+
+    def __init__(self) -> None:
+        self.screen = AlikeScreen()
+
+        @lru_cache(_MOST_MESHES)
+        def make_mesh(
+            ids: tuple[int, ...], shape: tuple[int, ...], axis_names: tuple[str, ...] | None
+        ) -> DeviceMesh:
+            return DeviceMesh(ids, shape, axis_names=axis_names)
+
+        self.make_mesh: _MeshMaker = make_mesh
 
 
 def _refuse(problem: str) -> Never:
@@ -107,7 +116,7 @@ def read_dtensors(
     found: TorchZip,
     more: Names | None = None,
     rank: int | None = None,
-    make_mesh: "MeshMaker" = device_mesh,
+    alike: "AlikeFiles | None" = None,
     data: bytes | None = None,
 ) -> object:
     """Read what `torch.save` wrote, with a `TorchDTensor` where each DTensor was.
@@ -119,8 +128,8 @@ def read_dtensors(
     rank
         The rank that wrote it, if known: versions of torch up to 2.10 need it to tell which slice
         of a mesh a DTensor was on.
-    make_mesh
-        Makes a mesh of ids, sizes and perhaps names of axes.
+    alike
+        What is known of files that may be alike.
     data
         The pickle, where it has been read.
 
@@ -140,17 +149,18 @@ def read_dtensors(
     ...     read_dtensors(file, read_torch_zip(file))["w"].shape
     (2, 3)
     """
-    reader = _Reader(file, found, rank, make_mesh)
+    alike = alike or AlikeFiles()
+    reader = _Reader(file, found, rank, alike.make_mesh)
     names = {**(more or {}), _FROM_TYPE: made_by(_FROM_TYPE, reader.from_type)}
     data = found.pickle(file) if data is None else data
-    return read_torch_pickle(data, found.what, names)
+    return read_torch_pickle(data, found.what, names, alike.screen)
 
 
 class _Reader:
     """Builds DTensors of one file; a mesh that many of them share is built once."""
 
     def __init__(
-        self, file: SourceFile, found: TorchZip, rank: int | None, make_mesh: "MeshMaker"
+        self, file: SourceFile, found: TorchZip, rank: int | None, make_mesh: _MeshMaker
     ) -> None:
         self._file = file
         self._found = found

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, Never
 
 from shardspec.checkpoint.catalog import Digest
 from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.torch_files.pickle_screen import screen
 from shardspec.checkpoint.torch_files.unpickler import (
     Global,
     Names,
@@ -195,10 +196,15 @@ def read_torch(file: SourceFile, found: TorchZip, more: Names | None = None) -> 
     return read_torch_pickle(found.pickle(file), found.what, more)
 
 
-def read_torch_pickle(data: bytes, what: str, more: Names | None = None) -> object:
+def read_torch_pickle(
+    data: bytes,
+    what: str,
+    more: Names | None = None,
+    screened: Callable[[bytes], None] = screen,
+) -> object:
     """Read the pickle of what `torch.save` wrote, by `TorchZip.pickle`; as `read_torch`."""
     names = TORCH_NAMES if more is None else {**TORCH_NAMES, **more}
-    return unpickle(data, names, what, "pickle", _storage)
+    return unpickle(data, names, what, "pickle", _storage, screened)
 
 
 # --- what the names on the list make

@@ -189,6 +189,7 @@ def unpickle(
     path: Path | str,
     what: str,
     persistent: Callable[[object], object] = _no_storage,
+    screened: Callable[[bytes], None] = screen,
 ) -> object:
     """Return the value that a pickle describes, made of inert parts.
 
@@ -202,6 +203,8 @@ def unpickle(
         For errors: where it comes from, and what it is (``"metadata"``).
     persistent
         Called for every reference to something outside the pickle.
+    screened
+        Refuses what would hurt.
 
     Returns
     -------
@@ -227,7 +230,7 @@ posix.getcwd, which does not belong in a checkpoint; nothing of it was run. If y
 writer, save it again as a state dict of tensors and plain values
     """
     try:
-        screen(data)
+        screened(data)
         with _no_garbage_collection():
             return _Unpickler(data, names, persistent).load()
     except _UnlistedError as error:
