@@ -437,11 +437,13 @@ def finish_file(job: Execution, staged: Staged, file: OutputFile, crcs: Sequence
             os.fsync(fd)
         except OSError as error:
             raise CheckpointError(f"{job.path}: cannot be written: {reason(error)}") from None
+        room = memoryview(bytearray(WRITE_BYTES))
         for one in chain(file.raw, trailer):
-            part = memoryview(bytearray(len(one.data)))
-            _read_back(fd, part, one.offset, job.path)
-            if part != one.data:
-                raise different(job.path, "a header", crc32(part), crc32(one.data))
+            for at in range(0, len(one.data), WRITE_BYTES):
+                due = memoryview(one.data)[at : at + WRITE_BYTES]
+                _read_back(fd, found := room[: len(due)], one.offset + at, job.path)
+                if found != due:
+                    raise different(job.path, "a header", crc32(found), crc32(due))
     finally:
         os.close(fd)
     return digest_of_file(file, trailer, crcs) if job.digested else 0

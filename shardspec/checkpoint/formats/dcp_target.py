@@ -87,10 +87,15 @@ def _metadata(
     values: Sequence[tuple[object, object]],
 ) -> Made:
     """Return what `.metadata` says; its items are made as they are written."""
-    boxes_of: dict[str, list[Box]] = {tensor.name: [] for tensor in tensors}
+    # Most tensors of a merged checkpoint have one box, and a tuple is half a list.
+    boxes_of: dict[str, tuple[Box, ...] | list[Box]] = {tensor.name: () for tensor in tensors}
     for file in files:
         for extent in file.extents:
-            boxes_of[extent.tensor.name].append(extent.box)
+            boxes = boxes_of[extent.tensor.name]
+            if isinstance(boxes, list):
+                boxes.append(extent.box)
+            else:
+                boxes_of[extent.tensor.name] = [*boxes, extent.box] if boxes else (extent.box,)
 
     def stored() -> Iterator[tuple[object, object]]:
         numbers: Counter[str] = Counter()

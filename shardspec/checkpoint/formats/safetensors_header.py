@@ -203,29 +203,35 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     (96, 120)
     """
     ordered = sorted(slots, key=lambda slot: (_RANK[to_safetensors(slot.dtype)], slot.name))
-    table: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    # Entry by entry: one table of all would take five times the memory of its text.
+    text = bytearray(b"{")
     sizes = []
     end = 0
-    for slot in ordered:
-        if slot.name == _METADATA:
-            raise CheckpointError(
-                f"a tensor cannot be named {_METADATA!r}: the safetensors format keeps that name "
-                "for itself; rename the tensor"
-            )
-        sizes.append(prod(slot.shape) * item_bytes(slot.dtype))
-        table[slot.name] = {
-            "dtype": to_safetensors(slot.dtype),
-            "shape": _packed(slot),
-            "data_offsets": [end, end + sizes[-1]],
-        }
-        end += sizes[-1]
     try:
-        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        if metadata:
+            text += _member(_METADATA, dict(metadata))
+        for slot in ordered:
+            if slot.name == _METADATA:
+                raise CheckpointError(
+                    f"a tensor cannot be named {_METADATA!r}: the safetensors format keeps that "
+                    "name for itself; rename the tensor"
+                )
+            sizes.append(prod(slot.shape) * item_bytes(slot.dtype))
+            entry = {
+                "dtype": to_safetensors(slot.dtype),
+                "shape": _packed(slot),
+                "data_offsets": [end, end + sizes[-1]],
+            }
+            if len(text) > 1:
+                text += b","
+            text += _member(slot.name, entry)
+            end += sizes[-1]
     except UnicodeEncodeError as error:
         raise CheckpointError(
             f"a tensor name holds {error.object[error.start]!r}, which UTF-8 cannot express; "
             "rename the tensor"
         ) from None
+    text += b"}"
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -237,4 +243,11 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     for slot, size in zip(ordered, sizes, strict=True):
         entries.append(HeaderEntry(slot.name, slot.dtype, slot.shape, at, size))
         at += size
-    return len(text).to_bytes(8, "little") + text, Header(tuple(entries), dict(metadata), at)
+    return b"".join((len(text).to_bytes(8, "little"), text)), Header(
+        tuple(entries), dict(metadata), at
+    )
+
+
+def _member(name: str, value: object) -> bytes:
+    """Return one member of a JSON object."""
+    return json.dumps({name: value}, ensure_ascii=False, separators=(",", ":"))[1:-1].encode()

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
+from typing import Final
 
 from shardspec.errors import CheckpointError
 
@@ -94,22 +95,24 @@ def _put(value: object, out: Callable[[bytes], object], known: dict[object, int]
         case str() | Name():
             number = known.get(value)
             if number is not None:
-                out(b"j" + struct.pack("<I", number))
+                out(_numbered(b"h", b"j", number))
                 return
             if isinstance(value, Name):
                 out(b"c" + _utf8(value.module) + b"\n" + _utf8(value.name) + b"\n")
             else:
                 data = _utf8(value)
                 out(b"X" + struct.pack("<I", len(data)) + data)
-            out(b"r" + struct.pack("<I", len(known)))
+            out(_numbered(b"q", b"r", len(known)))
             known[value] = len(known)
         case bytes():
             # Python writes them so where the protocol has none of its own.
             text = value.decode("latin-1")
             _put(Call(Name("_codecs", "encode"), (text, "latin1")), out, known)
         case tuple() | list():
-            # The mark of a list follows the list.
-            start, end = (b"(", b"t") if isinstance(value, tuple) else (b"](", b"e")
+            # The mark of a list follows the list; short tuples need none.
+            start, end = (b"](", b"e")
+            if isinstance(value, tuple):
+                start, end = _SHORT_TUPLES.get(len(value), (b"(", b"t"))
             out(start)
             for item in value:
                 _put(item, out, known)
@@ -141,7 +144,18 @@ def _put(value: object, out: Callable[[bytes], object], known: dict[object, int]
             )
 
 
+_SHORT_TUPLES: Final = {0: (b")", b""), 1: (b"", b"\x85"), 2: (b"", b"\x86"), 3: (b"", b"\x87")}
+
+
+def _numbered(short: bytes, long: bytes, number: int) -> bytes:
+    return short + bytes((number,)) if number < 256 else long + struct.pack("<I", number)
+
+
 def _int(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K" + bytes((value,))
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
     if -(1 << 31) <= value < 1 << 31:
         return b"J" + struct.pack("<i", value)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
