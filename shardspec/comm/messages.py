@@ -11,10 +11,7 @@ threads convert at once would be mixed up.
 """
 
 import re
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Final, Protocol, TypeAlias
 
@@ -40,8 +37,8 @@ __all__ = [
 
 STAGED_BYTES: Final = 16 << 20
 """The most that lies in buffers at once on the CPU, up to 32 peers; with more, half a MiB for each.
-Four times the bytes of a round elsewhere."""
-_ROUND_BYTES: Final = {"cpu": STAGED_BYTES // 4}
+Twice the bytes of a round elsewhere."""
+_ROUND_BYTES: Final = {"cpu": STAGED_BYTES // 2}
 """What a device sends to all its peers in one round, and what it receives, by its type."""
 _ROUND_BYTES_ELSEWHERE: Final = 64 << 20
 """Links between accelerators want longer messages."""
@@ -156,48 +153,57 @@ class Messages:
 
     def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Fill the result with what comes in, and send what others want; see `Transport`."""
-        rounds = _Rounds(schedule, shard, self._tag)
-        incoming = [
-            (part.peer, part.box) for part in schedule.incoming if part.peer != schedule.device
-        ]
-        for sends, receives in rounds.boxes(incoming):
-            arriving: Addressed = []
-            late: list[Callable[[], object]] = []
-            for peer, box in receives:
-                place = result[slices_within(box, schedule.after)]
-                if place.is_contiguous():
-                    arriving.append((peer, place))
-                else:
-                    arriving.append((peer, rounds.buffer(place)))
-                    late.append(partial(place.copy_, arriving[-1][1]))
-            rounds.post(sends, arriving, late)
         copy_own_part(schedule, shard, result)
-        rounds.finish()
+        rounds = _Rounds(schedule, shard)
+        incoming = [(p.peer, p.box) for p in schedule.incoming if p.peer != schedule.device]
+        for sends, receives in rounds.boxes(incoming):
+            places = [result[slices_within(box, schedule.after)] for _, box in receives]
+            arriving = [p if p.is_contiguous() else rounds.buffer(p) for p in places]
+            peers = [peer for peer, _ in receives]
+            self._talk(schedule, shard, rounds, sends, list(zip(peers, arriving, strict=True)))
+            for place, tensor in zip(places, arriving, strict=True):
+                if place is not tensor:
+                    place.copy_(tensor)
 
     def reduce(
         self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
     ) -> None:
         """Fill the result with what the addends of all members come to; see `Transport`."""
-        rounds = _Rounds(schedule, shard, self._tag)
+        me, rounds = schedule.device, _Rounds(schedule, shard)
+        shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         # This device's own addend is among those that come in, so it counts where it is alone too.
         for sends, parts in rounds.boxes([(part.peer, part.box) for part in schedule.incoming]):
-            arriving: Addressed = []
-            late: list[Callable[[], object]] = []
-            if parts:
-                box = parts[0][1]  # of every member the same
+            boxes = [box for _, box in parts][:1]  # of every member the same
+            own = [shard[slices_within(box, schedule.before)] for box in boxes]
+            addends = {peer: rounds.buffer(own[0]) for peer, _ in parts if peer != me or shares}
+            arriving = [(peer, addend) for peer, addend in addends.items() if peer != me]
+            self._talk(schedule, shard, rounds, sends, arriving)
+            for box, addend in zip(boxes, own, strict=True):
+                # The result may take the place of this device's addend, maybe not the first.
+                addends[me] = addends[me].copy_(addend) if shares else addend
                 place = result[slices_within(box, schedule.after)]
-                own = shard[slices_within(box, schedule.before)]
-                if place.data_ptr() == own.data_ptr():
-                    # The result takes the place of this device's addend, maybe not the first.
-                    own = rounds.buffer(place).copy_(own)
-                addends = {
-                    peer: own if peer == schedule.device else rounds.buffer(place)
-                    for peer, _ in parts
-                }
-                arriving = [item for item in addends.items() if item[0] != schedule.device]
-                late = [partial(combine_into, place, list(addends.values()), op)]
-            rounds.post(sends, arriving, late)
-        rounds.finish()
+                combine_into(place, [addends[peer] for peer, _ in parts], op)
+
+    def _talk(
+        self,
+        schedule: TransferSchedule,
+        shard: torch.Tensor,
+        rounds: "_Rounds",
+        sends: Boxes,
+        arriving: Addressed,
+    ) -> None:
+        """Send some boxes of the shard, and receive what arrives at once."""
+        leaving = []
+        for peer, box in sends:
+            part = shard[slices_within(box, schedule.before)]
+            leaving.append(
+                (peer, part if part.is_contiguous() else rounds.buffer(part).copy_(part))
+            )
+        try:
+            for work in _start(leaving, arriving, self._tag + 1):
+                work.wait()
+        except RuntimeError as error:  # DistBackendError and the other errors of torch are such
+            raise _failed(schedule, error) from error
 
     def exchange(self, content: bytes, lengths: Mapping[int, int], device: str) -> dict[int, bytes]:
         """Send bytes to some ranks, and return so many of each; all of them call this at once.
@@ -221,71 +227,32 @@ class Messages:
 
 
 class _Rounds:
-    """Chunks on their way, one round after the other, and the buffers that these share."""
+    """Chunks, one for each box in a round, and the memory that all rounds pass through."""
 
-    def __init__(self, schedule: TransferSchedule, shard: torch.Tensor, tag: int) -> None:
-        self._schedule, self._shard, self._tag = schedule, shard, tag + 1
-        boxes = [box for _, box in schedule.outgoing] + [part.box for part in schedule.incoming]
+    def __init__(self, schedule: TransferSchedule, shard: torch.Tensor) -> None:
         round_bytes = _ROUND_BYTES.get(shard.device.type, _ROUND_BYTES_ELSEWHERE)
         share = max(round_bytes // max(1, len(schedule.members) - 1), _LEAST_BYTES)
-        self._most = share // shard.element_size()
-        self._buffer_size = min(self._most, max(map(box_size, boxes), default=0))
-        self._under_way: deque[Callable[[], None]] = deque()
-        self._free: list[torch.Tensor] = []
-        self._taken: list[torch.Tensor] = []
+        self._outgoing, self._most = schedule.outgoing, share // shard.element_size()
+        boxes = [box for _, box in schedule.outgoing] + [part.box for part in schedule.incoming]
+        self._memory = shard.new_empty(sum(min(self._most, box_size(box)) for box in boxes))
+        self._used = 0
 
     def boxes(self, incoming: Boxes) -> Iterator[tuple[Boxes, Boxes]]:
-        """Yield what is sent and received round by round, while at most one is under way."""
+        """Yield what is sent and received round by round."""
         sends, receives = (
             zip_longest(
                 *([(peer, part) for part in chunks(box, self._most)] for peer, box in boxes)
             )
-            for boxes in (self._schedule.outgoing, incoming)
+            for boxes in (self._outgoing, incoming)
         )
         for sent, received in zip_longest(sends, receives, fillvalue=()):
-            if len(self._under_way) > 1:
-                self._under_way.popleft()()
+            self._used = 0
             yield [part for part in sent if part], [part for part in received if part]
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous buffer shaped as a chunk, for the round that is posted next."""
-        flat = self._free.pop() if self._free else self._shard.new_empty(self._buffer_size)
-        self._taken.append(flat)
-        return flat[: like.numel()].view(like.shape)
-
-    def post(self, sends: Boxes, receives: Addressed, late: Sequence[Callable[[], object]]) -> None:
-        """Start a round; parts of the shard that are not contiguous are sent from a copy.
-
-        `late` is done once all chunks are here.
-        """
-        leaving = []
-        for peer, box in sends:
-            part = self._shard[slices_within(box, self._schedule.before)]
-            leaving.append((peer, part if part.is_contiguous() else self.buffer(part).copy_(part)))
-        with _failing(self._schedule):
-            works = _start(leaving, receives, self._tag)
-        # With the tensors that leave, so that they are there until they have gone.
-        self._under_way.append(partial(self._finish, works, late, self._taken, leaving))
-        self._taken = []
-
-    def finish(self) -> None:
-        """Wait for all rounds."""
-        while self._under_way:
-            self._under_way.popleft()()
-
-    def _finish(
-        self,
-        works: Sequence[dist.Work],
-        late: Sequence[Callable[[], object]],
-        taken: Sequence[torch.Tensor],
-        _leaving: Addressed,
-    ) -> None:
-        with _failing(self._schedule):
-            for work in works:
-                work.wait()
-        for act in late:
-            act()
-        self._free += taken
+        """Return contiguous memory for a tensor, good for this round."""
+        start, self._used = self._used, self._used + like.numel()
+        return self._memory[start : self._used].view(like.shape)
 
 
 def _start(sends: Addressed, receives: Addressed, tag: int) -> list[dist.Work]:
@@ -301,16 +268,12 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-@contextmanager
-def _failing(schedule: TransferSchedule) -> Iterator[None]:
-    """Turn what `torch.distributed` raises into a `CommunicatorError`."""
-    try:
-        yield
-    except RuntimeError as error:  # DistBackendError and the other errors of torch are such
-        raise CommunicatorError(
-            f"{schedule.step} with {ranks_text(schedule.peers)} failed: {_cause(error)}; the job "
-            "cannot go on, see what these ranks say"
-        ) from error
+def _failed(schedule: TransferSchedule, error: RuntimeError) -> CommunicatorError:
+    """Name the step and its ranks where `torch.distributed` has raised an error."""
+    return CommunicatorError(
+        f"{schedule.step} with {ranks_text(schedule.peers)} failed: {_cause(error)}; the job "
+        "cannot go on, see what these ranks say"
+    )
 
 
 def _cause(error: RuntimeError) -> str:
@@ -334,15 +297,13 @@ class Collectives:
 
     def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
         """Fill the result with what comes in; see `Transport`."""
-        with _failing(schedule):
-            _ALL_GATHER(result.view(-1), shard.contiguous().view(-1), group=self._group)
+        self._call(schedule, _ALL_GATHER, result.view(-1), shard.contiguous().view(-1))
 
     def reduce(
         self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
     ) -> None:
         """Fill the result with the sum or mean of the addends; see `Transport`."""
-        with _failing(schedule):
-            _REDUCE_SCATTER(result.view(-1), shard.contiguous().view(-1), group=self._group)
+        self._call(schedule, _REDUCE_SCATTER, result.view(-1), shard.contiguous().view(-1))
         if op == "avg":
             result /= len(schedule.members)
 
@@ -351,9 +312,16 @@ class Collectives:
     ) -> torch.Tensor:
         """Return the sum or mean of the addends."""
         result = shard.clone(memory_format=torch.contiguous_format)
-        with _failing(schedule):
-            dist.all_reduce(result, group=self._group)
+        self._call(schedule, dist.all_reduce, result)
         return result.div_(len(schedule.members)) if op == "avg" else result
+
+    def _call(
+        self, schedule: TransferSchedule, function: Callable[..., object], *tensors: torch.Tensor
+    ) -> None:
+        try:
+            function(*tensors, group=self._group)
+        except RuntimeError as error:  # DistBackendError and the other errors of torch are such
+            raise _failed(schedule, error) from error
 
 
 def fits(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
