@@ -320,8 +320,8 @@ def kind_of(step: Step) -> str | None:
 
     Examples
     --------
-    >>> kind_of(AllGather(0, (1,))), kind_of(Slice(0, (1,)))
-    ('all-gather', None)
+    >>> kind_of(AllGather(0, (1,)))
+    'all-gather'
     """
     return _COLLECTIVES.get(type(step))
 
