@@ -46,8 +46,8 @@ _ROUNDING: Final = 1e-12
 _FEW_STATES: Final = 400
 """Up to so many states prices are small enough to keep those of many tensors."""
 
-_MOST_WORK: Final = 1e8
-"""Pairs of specs times pairs of devices up to which every permute and exchange is priced."""
+_MOST_WORK: Final = 1e7
+"""Pairs of specs times devices up to which every permute and exchange is priced."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,7 @@ def prices_of(
     mesh_shape, pending, global_shape, dtype, model
         The tensor, the mesh, its links, and what is pending at the source.
     most_work
-        Pairs of specs times pairs of devices up to which permute and exchange are priced too.
+        Pairs of specs times devices up to which permute and exchange are priced too.
     """
     states = count_states(len(mesh_shape), len(global_shape), len(pending))
     priced = _few_prices if states <= _FEW_STATES else _many_prices
@@ -249,8 +249,7 @@ def _routed(
     even = is_symmetric(global_shape, mesh_shape)
     rows = _count_rows(plain, alike_axes(mesh_shape, model)) if even else count
     geometry = geometry_of(mesh_shape)
-    work = rows * count * geometry.differ.size
-    if work > most_work or len(geometry.rows) < prod(mesh_shape):
+    if rows * count * prod(mesh_shape) > most_work or len(geometry.rows) < prod(mesh_shape):
         return None
     permute = np.full((count, count), np.inf)
     if even:

@@ -11,7 +11,7 @@ Every price here is the largest of a few lines ``fixed + slope * elements``, kep
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import combinations, product
 from math import prod
 from typing import TypeAlias
@@ -43,8 +43,6 @@ _MOST_PAIRS = 1 << 20
 _ALL = slice(None)
 _AT_ONCE = 1 << 15
 """Devices that are looked at together."""
-_MOST_KEPT = 1 << 21
-"""Shares of all pairs of lists and devices up to which they are worked out once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,8 @@ class Overlaps:
     def __init__(self, geometry: Geometry, lists: Sequence[tuple[int, ...]], size: int) -> None:
         bounds = [geometry.intervals(axes, size) for axes in lists]
         self._lo, self._hi = (np.stack(ends) for ends in zip(*bounds, strict=True))
-        self._rows = geometry.rows
+        self._geometry, self._lists = geometry, list(lists)
+        self._sums: dict[int, tuple[Floats, Floats]] = {}
         self.largest: Floats = (self._hi - self._lo).max(axis=1).astype(np.float64)
         known: dict[object, int] = {}
         parts = []
@@ -205,29 +204,46 @@ class Overlaps:
             key = (ways, np.unique(starts[starts < ends]).tobytes())
             parts.append(known.setdefault(key, len(known)))
         self.parts: Ints = np.array(parts, dtype=np.int64)
-        self._shares: Floats | None = None
-        every = np.arange(len(lists))
-        if len(lists) ** 2 * geometry.differ.size <= _MOST_KEPT:
-            self._shares = self.share(every[:, None], every[None, :])
 
-    def share(self, a: Ints, b: Ints, some: slice = _ALL) -> Floats:
-        """Return what row devices under lists `a` share with some devices under lists `b`.
+    def sums(self, varying: int) -> tuple[Floats, Floats]:
+        """Return what a device shares with those that differ from it on some axes at most.
+
+        Parameters
+        ----------
+        varying
+            Bits of these axes.
 
         Returns
         -------
-        array (…, rows, devices)
-            Lengths; lists are those given, broadcast.
+        lengths, parts : arrays (lists, lists, rows)
+            Under the first list, summed over all parts that these axes make of it, with the row
+            device's own part under the second list; and how many such parts are not empty.
         """
-        if self._shares is not None:
-            return self._shares[a, b][..., some]
-        hi = np.minimum(self._hi[a][..., self._rows, None], self._hi[b][..., None, some])
-        hi -= np.maximum(self._lo[a][..., self._rows, None], self._lo[b][..., None, some])
-        lengths: Floats = np.maximum(hi, 0, out=hi).astype(np.float64)
-        return lengths
+        if varying not in self._sums:
+            found = [self._sums_of(place, varying) for place in range(len(self._lists))]
+            lengths, parts = (np.stack(each) for each in zip(*found, strict=True))
+            self._sums[varying] = lengths, parts
+        return self._sums[varying]
+
+    def _sums_of(self, place: int, varying: int) -> tuple[Floats, Floats]:
+        mesh_shape, rows = self._geometry.mesh_shape, self._geometry.rows
+        along = [axis for axis in self._lists[place] if varying >> axis & 1]
+        strides = [prod(mesh_shape[axis + 1 :]) for axis in along]
+        sizes = [mesh_shape[axis] for axis in along]
+        others = rows.copy()
+        for axis, stride in zip(along, strides, strict=True):
+            others -= self._geometry.coordinates[rows, axis] * stride
+        steps = np.indices(sizes).reshape(len(sizes), prod(sizes)).T @ np.array(strides, dtype=int)
+        peers = others[:, None] + steps
+        lengths = np.minimum(self._hi[:, rows, None], self._hi[place][peers])
+        lengths -= np.maximum(self._lo[:, rows, None], self._lo[place][peers])
+        np.maximum(lengths, 0, out=lengths)
+        return lengths.sum(axis=-1).astype(np.float64), (lengths > 0).sum(axis=-1).astype(float)
 
     def same(self, a: Ints, b: Ints, some: slice = _ALL) -> Bools:
         """Return likewise where the two intervals are equal and not empty."""
-        lo, hi = self._lo[a][..., self._rows, None], self._hi[a][..., self._rows, None]
+        rows = self._geometry.rows
+        lo, hi = self._lo[a][..., rows, None], self._hi[a][..., rows, None]
         same: Bools = lo == self._lo[b][..., None, some]
         same &= hi == self._hi[b][..., None, some]
         same &= lo < hi
@@ -277,70 +293,116 @@ def routed_prices(
         Bits of the axes that cut nothing, of the source and then of each target: devices that
         differ only on these hold the same.
     """
-    by_bits = geometry.by_bits(model)
-    # Of many combinations of axes few differ in latency and rate.
-    kinds, kind_of = np.unique(by_bits[0] + 1j * by_bits[1], return_inverse=True)
-    bus = model.link_model == "shared-bus"
+    exchange = _exchange_lines(geometry, model, overlaps, source, targets, uncut)
     alike = (targets != source).any(axis=-1)
     for dim, table in enumerate(overlaps):
         alike &= table.parts[targets[:, dim]] == table.parts[source[dim]]
     permutable = np.flatnonzero(alike)
-    devices, rows = len(geometry.coordinates), len(geometry.rows)
-    weights = np.zeros((4, len(targets), rows))
-    counts = np.zeros((2, len(targets), rows))
-    moved = np.zeros(len(targets))
+    permute = _permute_lines(
+        geometry, model, overlaps, source, targets[permutable], uncut[[0, *(permutable + 1)]]
+    )
+    return RoutedPrices(exchange, permute, permutable)
+
+
+def _exchange_lines(
+    geometry: Geometry,
+    model: CostModel,
+    overlaps: Sequence[Overlaps],
+    source: Ints,
+    targets: Ints,
+    uncut: Ints,
+) -> Lines:
+    """Price exchanges, from what devices get over the cheapest axes alone, then over more.
+
+    Who differs from a device on some axes at most holds a product of parts, one per dim; so what it
+    gets from all of them is a product of sums over one dim each.
+    """
+    all_axes = (1 << len(geometry.mesh_shape)) - 1
+    cut = all_axes & ~int(uncut[0])
+
+    @cache
+    def reached(varying: int) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return bytes and peers of receiving, then of sending, its own part included."""
+        received, senders, sent, receivers = np.ones((4, len(targets), len(geometry.rows)))
+        for dim, table in enumerate(overlaps):
+            for both, sums in zip((received, senders), table.sums(varying), strict=True):
+                both *= sums[source[dim]][targets[:, dim]]
+            for both, sums in zip((sent, receivers), table.sums(varying & cut), strict=True):
+                both *= sums[targets[:, dim], source[dim]]
+        # Axes that cut nothing any more: all along these want the same.
+        free = np.ones((len(targets), 1))
+        for axis, devices in enumerate(geometry.mesh_shape):
+            free[(uncut[1:] & varying & cut) >> axis & 1 == 1] *= devices
+        return received, senders, sent * free, receivers * free
+
+    fixed, slope = np.zeros((2, 2, len(targets), len(geometry.rows)))
+    of_axes = [model.slowest([axis]) for axis in range(len(geometry.mesh_shape))]
     slowest = np.zeros((2, len(targets)))
-    used = np.zeros((len(permutable), len(kinds)), dtype=bool)
-    wants, stays = np.zeros((2, len(permutable), rows), dtype=bool)
-    # Sums over all devices, so many at a time that large meshes fit into memory.
+    for which in range(2):
+        costs = [cost[which] for cost in of_axes]
+        before = reached(0)
+        for cost in sorted(set(costs)):
+            now = reached(sum(1 << axis for axis, other in enumerate(costs) if other <= cost))
+            more = [a - b for a, b in zip(now, before, strict=True)]
+            if which:
+                slope += cost * np.stack(more[::2])
+            else:
+                fixed += cost * np.stack(more[1::2])
+            slowest[which] = np.where(more[0].any(axis=-1), cost, slowest[which])
+            before = now
+    if model.link_model == "shared-bus":
+        # The busiest device's messages, and everyone's bytes.
+        own, everything = reached(0), reached(all_axes)
+        messages = np.maximum(everything[1] - own[1], everything[3] - own[3]).max(axis=-1)
+        scale = prod(geometry.mesh_shape) / len(geometry.rows)
+        moved = (everything[0] - own[0]).sum(axis=-1) * scale
+        fixed, slope = (messages * slowest[0])[:, None], (moved * slowest[1])[:, None]
+    else:
+        fixed, slope = (np.concatenate(list(each), axis=-1) for each in (fixed, slope))
+    if model.start_s:
+        fixed = fixed + model.start_s * (slope > 0).any(axis=-1, keepdims=True)
+    return Lines(fixed, slope)
+
+
+def _permute_lines(
+    geometry: Geometry,
+    model: CostModel,
+    overlaps: Sequence[Overlaps],
+    source: Ints,
+    targets: Ints,
+    uncut: Ints,
+) -> Lines:
+    """Price permutes to targets that hold the same boxes as often as the source."""
+    by_bits = geometry.by_bits(model)
+    # Of many combinations of axes few differ in latency and rate.
+    kinds, kind_of = np.unique(by_bits[0] + 1j * by_bits[1], return_inverse=True)
+    devices, rows = len(geometry.coordinates), len(geometry.rows)
+    used = np.zeros((len(targets), len(kinds)), dtype=bool)
+    wants, stays = np.zeros((2, len(targets), rows), dtype=bool)
+    # So many devices at a time that large meshes fit into memory.
     for first in range(0, devices, _AT_ONCE):
         some = slice(first, first + _AT_ONCE)
         differ = geometry.differ[:, some]
         served, away = (differ & uncut[0]) == 0, differ != 0  # by the nearest holder
-        received, sent = np.empty((2, len(targets), *differ.shape))
-        received[:] = sent[:] = served & away
-        for dim, table in enumerate(overlaps):
-            received *= table.share(targets[:, dim], source[dim], some)
-            sent *= table.share(source[dim], targets[:, dim], some)
-        alpha, beta = (table[differ] for table in by_bits)
-        if bus:
-            counts += [(received > 0).sum(axis=-1), (sent > 0).sum(axis=-1)]
-            moved += received.sum(axis=(1, 2))
-            costs = [((received > 0) * cost).max(axis=(1, 2)) for cost in (alpha, beta)]
-            np.maximum(slowest, costs, out=slowest)
-        else:
-            moves = ((received > 0, alpha), (sent > 0, alpha), (received, beta), (sent, beta))
-            weights += [np.einsum("trc,rc->tr", amounts, cost) for amounts, cost in moves]
-        wanted = np.ones((len(permutable), *differ.shape), dtype=bool)
+        wanted = np.ones((len(targets), *differ.shape), dtype=bool)
         held = np.ones_like(wanted)
         for dim, table in enumerate(overlaps):
-            wanted &= table.same(targets[permutable, dim], source[dim], some)
-            held &= table.same(source[dim], targets[permutable, dim], some)
+            wanted &= table.same(targets[:, dim], source[dim], some)
+            held &= table.same(source[dim], targets[:, dim], some)
         wanted &= served
-        held &= (differ & uncut[1:][permutable][:, None, None]) == 0
+        held &= (differ & uncut[1:][:, None, None]) == 0
         wants |= wanted.any(axis=-1)
         stays |= (wanted & ~away).any(axis=-1)
         held |= wanted
         crossed = kind_of[differ]
         for kind in range(len(kinds)):
             used[:, kind] |= (held & (crossed == kind)).any(axis=(1, 2))
-    if bus:
-        # The busiest device's messages, and everyone's bytes.
-        messages = counts.max(axis=(0, 2))
-        exchange = Lines(
-            (messages * slowest[0])[:, None], (moved * (devices / rows) * slowest[1])[:, None]
-        )
-    else:
-        exchange = Lines(np.concatenate(weights[:2], axis=-1), np.concatenate(weights[2:], axis=-1))
-    if model.start_s:
-        moving_any = exchange.slope.any(axis=-1, keepdims=True)
-        exchange = Lines(exchange.fixed + model.start_s * moving_any, exchange.slope)
     fixed, slope = (np.where(used, cost, 0.0) for cost in (kinds.real, kinds.imag))
-    if bus:
+    if model.link_model == "shared-bus":
         # A shard that is empty does not travel, and one that is there already stays.
         moving = (wants & ~stays).mean(axis=-1) * devices
         fixed = fixed.max(axis=-1, keepdims=True)
         slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
     fixed = fixed + model.start_s * (wants & ~stays).any(axis=-1, keepdims=True)
     largest = float(np.prod([o.largest[a] for o, a in zip(overlaps, source, strict=True)]))
-    return RoutedPrices(exchange, Lines(fixed, slope * largest), permutable)
+    return Lines(fixed, slope * largest)

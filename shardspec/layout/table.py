@@ -42,8 +42,8 @@ _UNREADABLE = (
 )
 """What numpy and zipfile raise for damaged files, each for a damage of its own."""
 
-_MOST_WORK = 2e9
-"""As `shardspec.layout.pricing` counts it: some ten seconds."""
+_MOST_WORK = 3e8
+"""As `shardspec.layout.pricing` counts it: about a minute."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -186,3 +186,19 @@ def test_orbits_are_permutations_of_alike_axes_too():
         assert stands_for[other] == stands_for[state]
         assert relabelled[state][state] == stands_for[state]
         assert sorted(relabelled[state]) == list(range(len(space.states)))
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape"), [((2, 4, 2, 4), (64, 128, 192, 64)), ((8, 8, 8), (513, 4096, 100))]
+)
+def test_large_meshes_have_tables(mesh_shape, shape):
+    """Dims that divide evenly, and dims that do not; what a plan says is in the table."""
+    mesh = DeviceMesh(range(prod(mesh_shape)), mesh_shape)
+    model = CostModel(mesh_shape, (SLOW, *[FAST] * (len(mesh_shape) - 1)))
+    table = LayoutConverter(model).cost_table(mesh, shape, "bf16")
+    assert len(table.labels) == count_states(len(mesh_shape), len(shape), 0)
+    generator = np.random.default_rng(7)
+    for row, column in generator.integers(0, len(table.labels), (12, 2)):
+        layout = Layout(mesh, table.labels[row], shape, "bf16")
+        plan = LayoutConverter(model).plan(layout, table.labels[column])
+        assert table.seconds[row, column] == pytest.approx(plan.cost_seconds, rel=1e-9, abs=2e-11)
