@@ -369,13 +369,7 @@ class DcpCheckpoint(Catalog):
 
     @property
     def extras(self) -> Mapping[str, object]:
-        """Entries that are no tensors; read when they are first asked for.
-
-        Raises
-        ------
-        CheckpointError
-            If the bytes of one are damaged.
-        """
+        """Entries that are no tensors; read when they are first asked for."""
         if self._others is None:
             self._others = {
                 name: self._other(name, place) for name, place in self._metadata.extras.items()
@@ -383,13 +377,7 @@ class DcpCheckpoint(Catalog):
         return self._others
 
     def outline(self, name: str) -> Outline[FileBox]:
-        """Return a tensor by the metadata alone.
-
-        Raises
-        ------
-        CheckpointError
-            If it is of a dtype that is not supported.
-        """
+        """Return a tensor by the metadata alone."""
         entry = self._metadata.tensors[name]
         boxes = tuple(
             FileBox(box, (), self._ranks[place.file], self._files[place.file])
@@ -398,13 +386,7 @@ class DcpCheckpoint(Catalog):
         return Outline(name, entry.shape, self._dtype(name, entry), None, (), boxes)
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor; the headers of its chunks are read, and checked against the metadata.
-
-        Raises
-        ------
-        CheckpointError
-            If a chunk is damaged, or is not what the metadata says.
-        """
+        """Return a tensor; the headers of its chunks are read, and checked against the metadata."""
         return self._tensors(name)
 
     def origin(self, name: str) -> Hashable:

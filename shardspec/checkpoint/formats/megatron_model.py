@@ -44,13 +44,7 @@ class Rules:
     """Whether the files are so old that query_key_value is not sorted by heads."""
 
     def find(self, name: str, path: Path) -> CutRule:
-        """Return the rule of a tensor.
-
-        Raises
-        ------
-        CheckpointError
-            If there is none, or several.
-        """
+        """Return the rule of a tensor."""
         try:
             rule = find_rule(self.own, name)
             if rule is None and self.old_qkv and _FUSED_QKV.fullmatch(name):
@@ -77,25 +71,7 @@ class Rules:
 
 
 def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTensor]:
-    """Return the tensors of the whole model.
-
-    Parameters
-    ----------
-    chunks
-        In the order of their layers.
-    rules
-        Asked only where there is more than one tensor parallel rank.
-
-    Returns
-    -------
-    dict
-        Tensors by global name; their specs have axis 0 for the tensor parallel ranks.
-
-    Raises
-    ------
-    CheckpointError
-        If ranks or stages contradict each other, or a tensor has no rule.
-    """
+    """Return the tensors of the whole model."""
     tensors: dict[str, StoredTensor] = {}
     layers_before: dict[str, int] = {}
     for chunk in chunks:

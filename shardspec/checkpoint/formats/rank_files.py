@@ -90,14 +90,7 @@ def open_rank_files(directory: Path) -> RankFilesCheckpoint:
 
 
 def open_family(path: Path) -> RankFilesCheckpoint:
-    """Read the files of all ranks of the family that one of them belongs to.
-
-    Raises
-    ------
-    CheckpointError
-        If the file of a rank is missing or damaged, if files contradict each other or their own
-        names, or if they name what does not belong in a checkpoint.
-    """
+    """Read the files of all ranks of the family that one of them belongs to."""
     file = _parse(path.name)
     assert file is not None, "is_rank_file is asked first"
     return _open(path.parent, file.family, _families(path.parent))
@@ -200,12 +193,6 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
 
     Files that say the same of tensors share what is kept of that. What is read next is read while
     what has been read is made sense of.
-
-    Raises
-    ------
-    CheckpointError
-        If a file is damaged, holds no dict, names what does not belong in a checkpoint, or has two
-        entries of one flat name.
     """
     files = list(files)
     ahead = prefetch_depth(files[0][0], here=_AHEAD) if files else 0

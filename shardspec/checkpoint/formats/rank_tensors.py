@@ -80,15 +80,7 @@ class Kind(NamedTuple):
 
 
 class Cut:
-    """How a tensor is cut, and what ranks hold of it; one for all that are cut alike.
-
-    Parameters
-    ----------
-    kind
-        What ranks agree on.
-    layout
-        None if it is a plain tensor.
-    """
+    """How a tensor is cut, and what ranks hold of it; one for all that are cut alike."""
 
     __slots__ = ("_parts", "kind", "layout")
 
@@ -139,13 +131,7 @@ class Cuts:
         """Cuts that give all ranks of a group a part of a shape."""
 
     def of(self, name: str, group: RankGroup) -> Cut:
-        """Return how a tensor is cut, as ranks that hold the same say.
-
-        Raises
-        ------
-        CheckpointError
-            If they could not have saved that.
-        """
+        """Return how a tensor is cut, as ranks that hold the same say."""
         tensor, first = group.contents.tensors[name], group.states[0]
         if isinstance(tensor, TorchTensor):
             plain = tensor.shape, tensor.dtype
@@ -242,13 +228,7 @@ class RankFilesCheckpoint(Catalog):
         return Outline(name, kind.shape, kind.dtype, spec, kind.pending, boxes)
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor; what torch puts around its bytes in every file is read and checked.
-
-        Raises
-        ------
-        CheckpointError
-            If that is damaged.
-        """
+        """Return a tensor; what torch puts around its bytes in every file is read and checked."""
         return self._tensors(name)
 
     def _look_up(self, name: str) -> StoredTensor:

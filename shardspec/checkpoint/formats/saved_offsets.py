@@ -22,20 +22,7 @@ _KNOWN_VERSION: Final = "1.0"
 
 
 def saved_offsets(path: Path, header: Header) -> Mapping[str, tuple[int, ...]] | None:
-    """Return per tensor of a file its first index in the whole tensor; None if none are noted.
-
-    Parameters
-    ----------
-    path
-        For errors.
-    header
-        The header of the file.
-
-    Raises
-    ------
-    CheckpointError
-        If the note is damaged, of another version, or about other tensors than the file holds.
-    """
+    """Return per tensor of a file its first index in the whole tensor; None if none are noted."""
     text = header.metadata.get(_INFO)
     if text is None:
         return None

@@ -39,13 +39,7 @@ def open_torch_file(path: Path) -> ListedCatalog:
 
 
 def open_bin_directory(directory: Path) -> ListedCatalog:
-    """Read the index of a directory, or its one ``pytorch_model.bin``.
-
-    Raises
-    ------
-    CheckpointError
-        As `open_bin_index` and `open_torch_file`.
-    """
+    """Read the index of a directory, or its one ``pytorch_model.bin``."""
     index = directory / BIN_INDEX
     return open_bin_index(index) if index.exists() else open_torch_file(directory / BIN_NAME)
 

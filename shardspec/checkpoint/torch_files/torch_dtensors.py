@@ -72,19 +72,9 @@ class TorchDTensor(NamedTuple):
 
 
 def dtensor_spec(dtensor: TorchDTensor) -> ShardingSpec:
-    """Return the spec of a DTensor, axes by number.
-
-    Raises
-    ------
-    LayoutError
-        If its placements do not fit its mesh and shape.
-    AxisError
-        If reductions are pending whose result depends on which comes first.
-    """
-    order = None if dtensor.shard_order is None else dict(dtensor.shard_order)
-    return spec_of_placements(
-        dtensor.placements, len(dtensor.shape), dtensor.mesh.shape, order or None
-    )
+    """Return the spec of a DTensor, axes by number."""
+    order = dict(dtensor.shard_order or ()) or None
+    return spec_of_placements(dtensor.placements, len(dtensor.shape), dtensor.mesh.shape, order)
 
 
 def local_of(tensor: "TorchTensor | TorchDTensor") -> TorchTensor:
@@ -132,22 +122,6 @@ def read_dtensors(
         What is known of files that may be alike.
     data
         The pickle, where it has been read.
-
-    Raises
-    ------
-    CheckpointError
-        As for `read_torch`; and if a mesh or a placement is of a kind that is not known.
-
-    Examples
-    --------
-    >>> import tempfile, torch
-    >>> from pathlib import Path
-    >>> from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
-    >>> path = Path(tempfile.mkdtemp()) / "x.pt"
-    >>> torch.save({"w": torch.ones(2, 3)}, path)
-    >>> with SourceFile(path) as file:
-    ...     read_dtensors(file, read_torch_zip(file))["w"].shape
-    (2, 3)
     """
     alike = alike or AlikeFiles()
     reader = _Reader(file, found, rank, alike.make_mesh)
@@ -171,52 +145,38 @@ class _Reader:
 
     def from_type(self, function: object, kind: object, inner: object, state: object) -> object:
         """Build what ``_rebuild_from_type_v2`` would: a DTensor, or a tensor with attributes."""
-        if not (
-            isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)
-        ):
-            _refuse("it takes two names, arguments and a state")
+        match function, kind, inner:
+            case Global(), Global(), tuple():
+                pass
+            case _:
+                _refuse("it takes two names, arguments and a state")
         if function is not _WRAPPER:
-            if kind is not _PLAIN:
-                _refuse(f"{kind.name} is no plain tensor")
-            return function(*inner)
+            return function(*inner) if kind is _PLAIN else _refuse(f"{kind.name} is no tensor")
         members = _members(state)
-        spec, local = members.get("_spec"), members.get("_local_tensor")
-        if (
-            kind.name != "DTensor"
-            or not isinstance(spec, Record)
-            or spec.name != "DTensorSpec"
-            or not isinstance(local, TorchTensor)
-        ):
-            _refuse(f"a {kind.name} is no DTensor with a local tensor and a spec")
+        match kind.name, members.get("_spec"), members.get("_local_tensor"):
+            case "DTensor", Record(name="DTensorSpec") as spec, TorchTensor() as local:
+                pass
+            case _:
+                _refuse(f"a {kind.name} is no DTensor with a local tensor and a spec")
         shape = sizes_of(inner[2])
-        mesh, placements = spec.get("mesh"), spec.get("placements")
-        if (
-            not isinstance(mesh, Record)
-            or mesh.name != "DeviceMesh"
-            or not isinstance(placements, tuple | list)
-        ):
-            _refuse("the spec of a DTensor lacks its mesh or its placements")
+        match spec.get("mesh"), spec.get("placements"):
+            case Record(name="DeviceMesh") as mesh, (tuple() | list()) as placements:
+                pass
+            case _:
+                _refuse("the spec of a DTensor lacks its mesh or its placements")
         if mesh not in self._meshes:
             found = self._mesh(mesh)
             writer = _writer(mesh, found)
             self._meshes[mesh] = found, None if writer == self._rank else writer
-        order = spec.get("shard_order")
-        return TorchDTensor(
-            local,
-            shape,
-            self._meshes[mesh][0],
-            tuple(map(_placement, placements)),
-            None if order is None else _shard_order(order),
-            self._meshes[mesh][1],
-        )
+        on, saver = self._meshes[mesh]
+        order = _shard_order(spec.get("shard_order"))
+        return TorchDTensor(local, shape, on, tuple(map(_placement, placements)), order, saver)
 
     def _mesh(self, mesh: Record) -> DeviceMesh:
         names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names")
-        if names is not None and not (
-            isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
-        ):
+        axis_names = tuple(names) if isinstance(names, tuple | list) else None
+        if any(not isinstance(name, str) for name in axis_names or (names or "",)):
             _refuse("the names of a mesh are no texts")
-        axis_names = None if names is None else tuple(str(name) for name in names)
         tensor = mesh.get("mesh")
         if isinstance(tensor, TorchTensor):
             return self._make_mesh(tuple(self._numbers(tensor)), tensor.shape, axis_names)
@@ -224,19 +184,13 @@ class _Reader:
         if not isinstance(ids, tuple):
             ids = mesh.get("_rank_map")
             ids = tuple(self._numbers(ids)) if isinstance(ids, TorchTensor) else None
-        if (
-            ids is None
-            or not isinstance(layout, Record)
-            or not all(type(id_) is int for id_ in ids)
-        ):
+        if not (ids and isinstance(layout, Record) and set(map(type, ids)) == {int}):
             _refuse("a mesh lacks its ids; its version of torch is not known")
         axes = [_offsets(*axis, len(ids)) for axis in _axes(layout)]
         shape = tuple(map(len, axes))
         if prod(shape) > len(ids):
             _refuse(f"a mesh of shape {shape} has {len(ids)} ids")
-        base = 0
-        if prod(shape) < len(ids):
-            base = self._base(mesh, ids, axes)
+        base = self._base(mesh, ids, axes) if prod(shape) < len(ids) else 0
         places = [base + sum(offsets) for offsets in product(*axes)]
         if min(places) < 0 or max(places) >= len(ids):
             _refuse(f"a mesh of shape {shape} reaches past its {len(ids)} ids")
@@ -342,7 +296,9 @@ def _placement(value: object) -> Placement:
     )
 
 
-def _shard_order(value: object) -> ShardOrder:
+def _shard_order(value: object) -> ShardOrder | None:
+    if value is None:
+        return None
     order = []
     for entry in value if isinstance(value, tuple | list) else _refuse("a shard order"):
         if isinstance(entry, Record) and entry.name == "ShardOrderEntry":

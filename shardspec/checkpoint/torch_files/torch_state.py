@@ -86,13 +86,7 @@ class TorchContents(NamedTuple):
     """
 
     def place(self, name: str, file: SourceFile, found: TorchZip) -> TensorPlace:
-        """Return where the bytes of a tensor lie, or those of its local part.
-
-        Raises
-        ------
-        CheckpointError
-            As by `tensor_place`.
-        """
+        """Return where the bytes of a tensor lie, or those of its local part."""
         place = tensor_place(local_of(self.tensors[name]), file, found)
         return place._replace(digest=None) if name in self.beside else place
 
@@ -147,13 +141,7 @@ def read_torch_state(
 
 
 def contents_of(value: object, path: Path) -> tuple[TorchContents, Flat]:
-    """Return the tensors and other entries of what `torch.save` wrote.
-
-    Raises
-    ------
-    CheckpointError
-        If it is no dict, or has two entries of one flat name.
-    """
+    """Return the tensors and other entries of what `torch.save` wrote."""
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{path}: holds a {type(value).__name__}, not a dict of tensors; save a state dict"
@@ -179,18 +167,6 @@ def contents_of(value: object, path: Path) -> tuple[TorchContents, Flat]:
 
 def flatten_state(state: Mapping[object, object], path: Path) -> Flat:
     """Return every part of nested dicts by its flat name.
-
-    Parameters
-    ----------
-    state
-        Out of a pickle; it may hold itself.
-    path
-        For errors.
-
-    Raises
-    ------
-    CheckpointError
-        If two parts have one name, or it nests without end.
 
     Examples
     --------
@@ -252,17 +228,6 @@ class _Flattening:
 
 def plain_value(value: object) -> object:
     """Return a value of a pickle as None, numbers, texts, lists, tuples and dicts.
-
-    Parameters
-    ----------
-    value
-        What was read of a pickle; it may hold itself, or one part a great many times.
-
-    Returns
-    -------
-    object
-        The value, with an `OpaqueValue` in place of every part of another kind, or for all
-        of it where it has very many parts.
 
     Examples
     --------

@@ -102,22 +102,7 @@ def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> TensorPlace:
-    """Return where a tensor's bytes lie; the header of its record is read and checked.
-
-    Parameters
-    ----------
-    tensor
-        One of the tensors of the value that `read_torch` returned.
-    file
-        The file, open.
-    found
-        Its directory.
-
-    Raises
-    ------
-    CheckpointError
-        If the record is missing, is not as long as the pickle says, or the tensor reaches past it.
-    """
+    """Return where a tensor's bytes lie; the header of its record is read and checked."""
     check_record(tensor, found)
     record = found.record(file, tensor.storage.key)
     size = item_bytes(tensor.dtype)
@@ -130,13 +115,7 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> Tens
 
 
 def check_record(tensor: TorchTensor, found: TorchZip) -> None:
-    """Compare what the pickle says of a tensor with what the directory does; nothing is read.
-
-    Raises
-    ------
-    CheckpointError
-        If the record is missing, is not as long as the pickle says, or the tensor reaches past it.
-    """
+    """Compare what the pickle says of a tensor with what the directory does; nothing is read."""
     storage = tensor.storage
     num_bytes = found.num_bytes(storage.key)
     if num_bytes != storage.size * item_bytes(storage.dtype):
@@ -159,39 +138,14 @@ def check_record(tensor: TorchTensor, found: TorchZip) -> None:
 def read_torch(file: SourceFile, found: TorchZip, more: Names | None = None) -> object:
     """Read what `torch.save` wrote, without torch, without running it, and without its tensors.
 
+    A `TorchTensor` stands where each tensor was, a `Record` where each DTensor was.
+
     Parameters
     ----------
-    file
-        The file, open.
-    found
-        Its directory, by `read_torch_zip`.
+    file, found
+        The file, open, and its directory, by `read_torch_zip`.
     more
         Names beyond `TORCH_NAMES` that may stand in it, or other meanings of those.
-
-    Returns
-    -------
-    object
-        Plain values, lists, tuples and dicts, with a `TorchTensor` where each tensor was. A DTensor
-        is a `Record`; `shardspec.checkpoint.torch_files.torch_dtensors` understands those.
-
-    Raises
-    ------
-    CheckpointError
-        If the pickle is damaged, or names what is not on the list.
-
-    Examples
-    --------
-    >>> import tempfile, torch
-    >>> from pathlib import Path
-    >>> from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
-    >>> path = Path(tempfile.mkdtemp()) / "x.pt"
-    >>> torch.save({"w": torch.ones(2, 3), "step": 7}, path)
-    >>> with SourceFile(path) as file:
-    ...     found = read_torch_zip(file)
-    ...     state = read_torch(file, found)
-    ...     place = tensor_place(state["w"], file, found)
-    >>> state["step"], state["w"].shape, state["w"].dtype, place.strides, place.digest.num_bytes
-    (7, (2, 3), 'float32', None, 24)
     """
     return read_torch_pickle(found.pickle(file), found.what, more)
 
@@ -210,14 +164,8 @@ def read_torch_pickle(
 # --- what the names on the list make
 
 
-def sizes_of(value: object) -> tuple[int, ...]:
-    """Return a tuple or list of whole numbers from 0.
-
-    Raises
-    ------
-    ValueError
-        If it is anything else.
-    """
+def sizes_of(value: object = ()) -> tuple[int, ...]:
+    """Return a tuple or list of whole numbers from 0."""
     if isinstance(value, (tuple, list)) and len(value) <= _MOST_DIMS:
         for size in value:
             if type(size) is not int or not 0 <= size <= _MOST_SIZE:
@@ -249,52 +197,37 @@ def _storage(value: object) -> TorchStorage:
     raise ValueError("it refers to something that is no storage")
 
 
-def _tensor(
-    storage: object, start: object, shape: object, strides: object, dtype: str | None = None
+def _rebuild(
+    storage: object,
+    start: object,
+    shape: object,
+    strides: object,
+    _requires_grad: object = None,
+    _hooks: object = None,
+    metadata: object = None,
+    dtype: str | None = None,
 ) -> TorchTensor:
+    """Make a tensor, as ``_rebuild_tensor`` and its second version would."""
     if not isinstance(storage, TorchStorage):
         raise ValueError("a tensor needs a storage")
     sizes, steps = sizes_of(shape), sizes_of(strides)
     if len(sizes) != len(steps) or type(start) is not int or not 0 <= start <= _MOST_SIZE:
         raise ValueError("a tensor needs a stride for every dim and a place in its storage")
-    return TorchTensor(dtype or storage.dtype, sizes, steps, start, storage)
-
-
-def _plain_metadata(metadata: object) -> None:
-    """Refuse a tensor whose bytes are not its values."""
     if metadata and (not isinstance(metadata, dict) or any(metadata.values())):
         raise ValueError(
             "it is a view that conjugates or negates; save tensor.resolve_conj().resolve_neg()"
         )
+    return TorchTensor(dtype or storage.dtype, sizes, steps, start, storage)
 
 
-def _rebuild(storage: object, start: object, shape: object, strides: object) -> TorchTensor:
-    return _tensor(storage, start, shape, strides)
-
-
-def _rebuild_v2(
-    storage: object, start: object, shape: object, strides: object, *more: object
-) -> TorchTensor:
-    _, _, *metadata = more
-    _plain_metadata(metadata[0] if metadata else None)
-    return _tensor(storage, start, shape, strides)
-
-
-def _rebuild_v3(
-    storage: object, start: object, shape: object, strides: object, *more: object
-) -> TorchTensor:
-    _, _, dtype, *metadata = more
-    _plain_metadata(metadata[0] if metadata else None)
-    return _tensor(storage, start, shape, strides, _dtype_of(dtype))
+def _rebuild_v3(*args: object) -> TorchTensor:
+    storage, start, shape, strides, *_, dtype, metadata = (*args, None)[:8]
+    return _rebuild(storage, start, shape, strides, None, None, metadata, _dtype_of(dtype))
 
 
 def _first(value: object, *_: object) -> object:
     """Return what is wrapped: a parameter is its tensor."""
     return value
-
-
-def _size(value: object = ()) -> tuple[int, ...]:
-    return sizes_of(value)
 
 
 def _dict(*args: object) -> StateDict:
@@ -327,59 +260,49 @@ def _sharded(*_: object) -> Never:
     )
 
 
-_STORAGES: Final[dict[str, str]] = {
-    **{
-        f"torch.{kind}Storage": dtype
-        for kind, dtype in {
-            "Byte": "uint8",
-            "Double": "float64",
-            "Float": "float32",
-            "Half": "float16",
-            "Long": "int64",
-            "Int": "int32",
-            "Short": "int16",
-            "Char": "int8",
-            "Bool": "bool",
-            "BFloat16": "bfloat16",
-            "ComplexFloat": "complex64",
-        }.items()
-    },
-    # Its size is in bytes, and the tensor has a dtype of its own.
-    "torch.storage.UntypedStorage": "uint8",
-    "torch.UntypedStorage": "uint8",
+_STORAGES: Final[Mapping[str, str]] = {
+    f"torch.{kind}Storage": dtype
+    for kind, dtype in (
+        *(("Byte", "uint8"), ("Double", "float64"), ("Float", "float32"), ("Half", "float16")),
+        *(("Long", "int64"), ("Int", "int32"), ("Short", "int16"), ("Char", "int8")),
+        *(("Bool", "bool"), ("BFloat16", "bfloat16"), ("ComplexFloat", "complex64")),
+        # Its size is in bytes, and the tensor has a dtype of its own.
+        *(("Untyped", "uint8"), ("storage.Untyped", "uint8")),
+    )
 }
 """Names that stand only in references to storages, and what their elements are."""
 
-_STRANGE_STORAGES: Final = tuple(
-    f"torch.{kind}Storage"
-    for kind in ("ComplexDouble", "QUInt8", "QInt8", "QInt32", "QUInt4x2", "QUInt2x4")
-)
-
-_DTYPES: Final = tuple(
-    f"torch.{name}"
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-        *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-        *("complex32", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64"),
-        *("uint8", "uint16", "uint32", "uint64"),
-    )
-)
-
-_FACTORIES: Final = tuple(
-    f"{home}.{kind}"
-    for home in ("builtins", "__builtin__")
-    for kind in ("list", "dict", "int", "long", "float", "str", "unicode", "bool", "tuple")
-)
-"""What a defaultdict may be said to make."""
-
 _HOMES: Final = ("builtins", "__builtin__")
+_NAMED: Final = (
+    *_STORAGES,
+    *("torch.strided", "torch.Tensor"),
+    *(
+        f"torch.{kind}Storage"
+        for kind in ("ComplexDouble", "QUInt8", "QInt8", "QInt32", "QUInt4x2", "QUInt2x4")
+    ),
+    *(
+        f"torch.{dtype}"
+        for dtype in (
+            *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+            *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+            *("complex32", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64"),
+            *("uint8", "uint16", "uint32", "uint64"),
+        )
+    ),
+    # What a defaultdict may be said to make.
+    *(
+        f"{home}.{kind}"
+        for home in _HOMES
+        for kind in ("list", "dict", "int", "long", "float", "str", "unicode", "bool", "tuple")
+    ),
+)
 _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "torch._utils._rebuild_tensor": _rebuild,
-    "torch._utils._rebuild_tensor_v2": _rebuild_v2,
+    "torch._utils._rebuild_tensor_v2": _rebuild,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
     "torch._utils._rebuild_parameter": _first,
     "torch._utils._rebuild_parameter_with_state": _first,
-    "torch.Size": _size,
+    "torch.Size": sizes_of,
     "collections.OrderedDict": _dict,
     "collections.defaultdict": _dict,
     "collections.Counter": _dict,
@@ -388,46 +311,35 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "torch.distributed._shard.sharded_tensor.shard.Shard": _sharded,
     **{f"{home}.complex": _complex for home in _HOMES},
 }
-_PLAIN_KINDS: Final = ("set", "frozenset", "bytearray", "range", "xrange", "slice")
-
-_DTENSOR_PLACES: Final = (
-    "torch.distributed.tensor",
-    "torch.distributed.tensor._api",
-    "torch.distributed.tensor.placement_types",
-    "torch.distributed.tensor._dtensor_spec",
-    "torch.distributed.device_mesh",
-    "torch.distributed._mesh_layout",
+_DTENSOR_HOMES: Final = (
+    *("torch.distributed.device_mesh", "torch.distributed._mesh_layout"),
+    *("torch.distributed.tensor", "torch.distributed.tensor._api"),
+    *(
+        f"torch.distributed.{home}.{module}"
+        for home in ("tensor", "_tensor")
+        for module in ("placement_types", "_dtensor_spec")
+    ),
     "torch.distributed._tensor.api",
-    "torch.distributed._tensor.placement_types",
-    "torch.distributed._tensor._dtensor_spec",
 )
-_DTENSOR_KINDS: Final = (
-    *("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "DeviceMesh", "_MeshLayout"),
-    *("_FlatLayout", "Shard", "_StridedShard", "Replicate", "Partial", "_Partial"),
+"""Every path at which a version of torch had parts of DTensors."""
+_KINDS: Final = (
+    (_HOMES, ("set", "frozenset", "bytearray", "range", "xrange", "slice")),
+    (_DTENSOR_HOMES, ("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "DeviceMesh")),
+    (_DTENSOR_HOMES, ("_MeshLayout", "_FlatLayout", "Shard", "_StridedShard")),
+    (_DTENSOR_HOMES, ("Replicate", "Partial", "_Partial")),
+    (("torch",), ("device",)),
+    (("torch.serialization",), ("_get_layout",)),
+    (("torch._tensor",), ("_rebuild_from_type_v2",)),
+    (("torch._utils",), ("_rebuild_wrapper_subclass",)),
 )
-_KEPT: Final[Names] = {
-    "torch.device": record_class("torch.device"),
-    "torch.serialization._get_layout": record_class("torch.layout"),
-    "torch._tensor._rebuild_from_type_v2": record_class("from_type"),
-    "torch._utils._rebuild_wrapper_subclass": record_class("wrapper"),
+TORCH_NAMES: Final[Names] = {
+    **{name: mere_name(name) for name in _NAMED},
+    **{name: made_by(name, function) for name, function in _FUNCTIONS.items()},
     **{
         f"{home}.{kind.name}": kind
-        for homes, kinds in ((_HOMES, _PLAIN_KINDS), (_DTENSOR_PLACES, _DTENSOR_KINDS))
+        for homes, kinds in _KINDS
         for kind in map(record_class, kinds)
         for home in homes
     },
-}
-"""Parts of DTensors, under every path at which a version of torch had them, and plain objects."""
-
-TORCH_NAMES: Final[Names] = {
-    **{
-        name: mere_name(name)
-        for name in (
-            *(*_STORAGES, *_STRANGE_STORAGES, *_DTYPES, "torch.strided", "torch.Tensor"),
-            *_FACTORIES,
-        )
-    },
-    **{name: made_by(name, function) for name, function in _FUNCTIONS.items()},
-    **_KEPT,
 }
 """Every name that may stand in what torch writes for tensors, DTensors and plain values."""

@@ -84,13 +84,7 @@ class TorchZip:
         return tuple(name[5:] for name in self.places if name.startswith("data/"))
 
     def num_bytes(self, key: str) -> int:
-        """Return the bytes of a storage, which is known without reading anything.
-
-        Raises
-        ------
-        CheckpointError
-            If there is no such storage; so do the functions below.
-        """
+        """Return the bytes of a storage, which is known without reading anything."""
         return self.sizes[self.place(key)]
 
     def place(self, key: str) -> int:
@@ -103,13 +97,7 @@ class TorchZip:
         return start, start + _LOCAL.size + len(self._full(f"data/{key}"))
 
     def record(self, file: SourceFile, key: str) -> TorchRecord:
-        """Return where a storage lies; its own header is read and compared with the directory.
-
-        Raises
-        ------
-        CheckpointError
-            Also if the two disagree.
-        """
+        """Return where a storage lies; its own header is read and compared with the directory."""
         first, end = self.header(key)
         place = self.place(key)
         start = self._start(f"data/{key}", file.read(first, end - first))
@@ -117,13 +105,7 @@ class TorchZip:
         return TorchRecord(start, size, value if value or not size else None)
 
     def pickle(self, file: SourceFile) -> bytes:
-        """Return the bytes of its pickle, compared with their CRC-32.
-
-        Raises
-        ------
-        CheckpointError
-            If it is damaged, or too large to be a description of tensors.
-        """
+        """Return the bytes of its pickle, compared with their CRC-32."""
         size = self.sizes[self._place("data.pkl")]
         if size > MOST_PICKLE_BYTES:
             raise CheckpointError(
@@ -183,13 +165,7 @@ class TorchZip:
         return data
 
     def check(self, file: SourceFile) -> None:
-        """Refuse what is written by torch, but is no state of tensors that can be read here.
-
-        Raises
-        ------
-        CheckpointError
-            If it is a program (TorchScript), or from a machine with the other order of bytes.
-        """
+        """Refuse what is written by torch, but is no state of tensors that can be read here."""
         if "constants.pkl" in self.places:
             raise CheckpointError(
                 f"{self.what}: is a TorchScript program, not a checkpoint; save the state dict of "
