@@ -194,7 +194,7 @@ def test_wrong_records(path, change, message):
 def test_a_name_twice(path):
     with pytest.warns(UserWarning, match="Duplicate name"):
         data = rezipped(replaced("data/1", (None, None), (None, None)))
-    assert "a record is there twice; the file is damaged" in refused(path, data)
+    assert "record b'archive/data/1' is there twice; the file is damaged" in refused(path, data)
 
 
 # --- files of other kinds

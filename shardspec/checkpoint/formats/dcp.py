@@ -395,10 +395,6 @@ class DcpCheckpoint(Catalog):
             (place.file, place.offset, box) for box, place in self._metadata.tensors[name].chunks
         )
 
-    def copies_agree(self, name: str) -> bool:  # noqa: ARG002
-        """Say no: the metadata has no digests."""
-        return False
-
     def _dtype(self, name: str, entry: _Entry) -> str:
         try:
             return dtype_name(entry.dtype)

@@ -24,10 +24,11 @@ format has no mark of a save); changed bytes (it has no digests).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Final
 
-from shardspec.boxes import Box
+from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor, box_text
 from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, find_index, is_data_file
 from shardspec.checkpoint.formats.safetensors import (
@@ -86,9 +87,7 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
     whole = _whole_tensors(directory, names)
     if whole is not None:
         _compare(tensors, whole)
-    elif ranks is None:
-        raise CheckpointError(f"{directory}: {_unsure(shards)}")
-    if ranks is not None:
+    if whole is None or ranks is not None:
         _check_ranks(directory, shards, ranks)
     if whole is None:
         _check_grid(directory, shards)
@@ -138,17 +137,11 @@ def _read(shards: list[_Shard]) -> dict[str, StoredTensor]:
                         "right file"
                     )
                 found[box] = StoredBox(box, (), shard.number - 1, shard.path, entry.offset)
-    return {
-        name: StoredTensor(
-            name,
-            shape,
-            dtype,
-            None,
-            (),
-            tuple(b for b in boxes[name].values() if all(lo < hi for lo, hi in b.box)),
-        )
-        for name, (shape, dtype, _) in reach.items()
-    }
+    tensors = {}
+    for name, (shape, dtype, _) in reach.items():
+        held = tuple(box for box in boxes[name].values() if box_size(box.box))
+        tensors[name] = StoredTensor(name, shape, dtype, None, (), held)
+    return tensors
 
 
 def _header(path: Path) -> tuple[Header, Mapping[str, tuple[int, ...]]]:
@@ -195,46 +188,38 @@ def _compare(tensors: Mapping[str, StoredTensor], whole: Mapping[str, StoredTens
             )
 
 
-def _numbers(shards: list[_Shard]) -> list[int]:
-    return sorted({shard.number for shard in shards})
-
-
-def _unsure(shards: list[_Shard]) -> str:
-    """Return what cannot be excluded."""
-    numbers = _numbers(shards)
-    known = set(numbers)
-    gap = next((n for n in range(1, numbers[-1]) if n not in known), None)
-    if gap is not None:
-        return (
-            f"shard {gap} is missing; restore it, or if that rank had nothing to write, say how "
-            f"many ranks had: --ranks {len(numbers)} (ranks={len(numbers)})"
+def _check_ranks(directory: Path, shards: list[_Shard], ranks: int | None) -> None:
+    """Compare the ranks that are there with how many there were; refuse if nobody says that."""
+    known = {shard.number for shard in shards}
+    count, last = len(known), max(known)
+    missing = next((n for n in range(1, max(ranks or 0, last) + 1) if n not in known), None)
+    option = f"--ranks {count} (ranks={count})"
+    if ranks is None and missing is not None:
+        raise CheckpointError(
+            f"{directory}: shard {missing} is missing; restore it, or if that rank had nothing to "
+            f"write, say how many ranks had: {option}"
         )
-    return (
-        f"the last shard here is {numbers[-1]}, and neither a whole shape nor the number of ranks "
-        "stands in the files, so that later ones may be missing without a trace; if there were "
-        f"none, say so: --ranks {len(numbers)} (ranks={len(numbers)})"
-    )
-
-
-def _check_ranks(directory: Path, shards: list[_Shard], ranks: int) -> None:
-    numbers = _numbers(shards)
-    if len(numbers) != ranks:
-        known = set(numbers)
-        missing = next((n for n in range(1, max(ranks, numbers[-1]) + 1) if n not in known), None)
+    if ranks is None:
+        raise CheckpointError(
+            f"{directory}: the last shard here is {last}, and neither a whole shape nor the number "
+            "of ranks stands in the files, so that later ones may be missing without a trace; if "
+            f"there were none, say so: {option}"
+        )
+    if count != ranks:
         hint = "" if missing is None else f"; shard {missing} is not there"
         raise CheckpointError(
-            f"{directory}: holds shards of {len(numbers)} ranks, but {ranks} are said to have "
-            f"written some{hint}; restore what is missing or correct the number"
+            f"{directory}: holds shards of {count} ranks, but {ranks} are said to have written "
+            f"some{hint}; restore what is missing or correct the number"
         )
 
 
 def _check_grid(directory: Path, shards: list[_Shard]) -> None:
     found = {(shard.number, shard.model) for shard in shards}
-    for number in _numbers(shards):
-        for model in range(1, shards[0].models + 1):
-            if (number, model) not in found:
-                name = f"shard-{number:05}-model-{model:05}-of-{shards[0].models:05}.safetensors"
-                raise CheckpointError(
-                    f"{directory}: {name} is missing; restore it, or put the merged files of "
-                    "the same save above a folder 'sharded' to show that there was none"
-                )
+    due = product(sorted({number for number, _ in found}), range(1, shards[0].models + 1))
+    for number, model in due:
+        if (number, model) not in found:
+            name = f"shard-{number:05}-model-{model:05}-of-{shards[0].models:05}.safetensors"
+            raise CheckpointError(
+                f"{directory}: {name} is missing; restore it, or put the merged files of the same "
+                "save above a folder 'sharded' to show that there was none"
+            )

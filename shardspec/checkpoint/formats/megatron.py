@@ -27,6 +27,7 @@ Ranks are numbered stage by stage, without the data parallel ones between them, 
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,25 +73,20 @@ _MODEL: Final = re.compile(r"(model\d{0,4})\.(.*)", re.DOTALL)
 _NAMES: Final[Names] = {
     name: record_class(name)
     for name in (
-        "megatron.core.enums.ModelType",
-        "megatron.core.enums.Fp8Recipe",
-        "megatron.core.enums.Fp4Recipe",
-        "megatron.core.transformer.enums.AttnBackend",
-        "megatron.core.transformer.enums.AttnMaskType",
-        "megatron.core.transformer.enums.AttnType",
-        "megatron.core.transformer.enums.LayerType",
-        "megatron.core.transformer.enums.ModelType",
+        *(f"megatron.core.enums.{kind}" for kind in ("ModelType", "Fp8Recipe", "Fp4Recipe")),
+        *(
+            f"megatron.core.transformer.enums.{kind}"
+            for kind in ("AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType")
+        ),
         "megatron.core.transformer.enums.CudaGraphScope",
-        "megatron.core.rerun_state_machine.RerunDiagnostic",
-        "megatron.core.rerun_state_machine.RerunMode",
-        "megatron.core.rerun_state_machine.RerunState",
-        "megatron.legacy.model.enums.ModelType",
-        "megatron.model.enums.ModelType",
+        *(
+            f"megatron.core.rerun_state_machine.Rerun{kind}"
+            for kind in ("Diagnostic", "Mode", "State")
+        ),
+        *("megatron.legacy.model.enums.ModelType", "megatron.model.enums.ModelType"),
         "megatron.model.enums.AttnMaskType",
-        "megatron.model.enums.PositionEmbeddingType",
-        "megatron.enums.PositionEmbeddingType",
-        "signal.Signals",
-        "_io.BytesIO",
+        *("megatron.model.enums.PositionEmbeddingType", "megatron.enums.PositionEmbeddingType"),
+        *("signal.Signals", "_io.BytesIO"),
     )
 }
 """What arguments and states of Megatron hold besides; records stand for them, nothing is made."""
@@ -302,11 +298,8 @@ def _check_arguments(
                     f"{file.state.path}: was saved with {name} {said}, but {count} {plural} are "
                     "there; restore what is missing (expert parallel checkpoints cannot be read)"
                 )
-    told = all(
-        files[0].number(name) is not None
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    )
-    if not told and ranks is None:
+    told = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline"))
+    if ranks is None and None in map(files[0].number, told):
         raise CheckpointError(
             f"{files[0].state.path}: does not say how many ranks there were (it has no args), so "
             "that later ones may be missing without a trace; if there were none, say so: --ranks "
@@ -343,12 +336,8 @@ def _check_order(files: list[_File]) -> bool:
 
 def _check_copies(files: list[_File], tensors: Mapping[str, StoredTensor]) -> None:
     """Check that no two files hold the same parts of a model, by the digests of torch's zips."""
-    cut = {
-        stored.path
-        for tensor in tensors.values()
-        for stored in tensor.boxes
-        if box_shape(stored.box) != tensor.shape
-    }
+    boxes = ((tensor.shape, stored) for tensor in tensors.values() for stored in tensor.boxes)
+    cut = {stored.path for shape, stored in boxes if box_shape(stored.box) != shape}
     seen: dict[frozenset[tuple[str, tuple[int, ...], int]], _File] = {}
     for file in files:
         held = [
@@ -368,18 +357,18 @@ def _check_copies(files: list[_File], tensors: Mapping[str, StoredTensor]) -> No
 def _check_layers(place: Path, file: _File, tensors: Mapping[str, StoredTensor]) -> None:
     """Compare the layers of the one stack of a decoder with what the run was told."""
     due = file.number("num_layers")
-    stacks: dict[str, set[str]] = {}
-    for name in tensors:
-        prefix, layers, rest = name.partition(".layers.")
-        if layers and prefix.split(".")[-1] in ("decoder", "encoder", "transformer"):
-            stacks.setdefault(prefix, set()).add(rest.partition(".")[0])
-    if due is not None and len(stacks) == 1:
-        (found,) = map(len, stacks.values())
-        if found != due:
-            raise CheckpointError(
-                f"{place}: the stages hold {found} layers in all, but the run had num_layers "
-                f"{due}; the files are not of one save"
-            )
+    parts = (name.partition(".layers.") for name in tensors)
+    layers = {
+        (stack, rest.partition(".")[0])
+        for stack, found, rest in parts
+        if found and stack.split(".")[-1] in ("decoder", "encoder", "transformer")
+    }
+    alone = len({stack for stack, _ in layers}) == 1
+    if due is not None and alone and len(layers) != due:
+        raise CheckpointError(
+            f"{place}: the stages hold {len(layers)} layers in all, but the run had num_layers "
+            f"{due}; the files are not of one save"
+        )
 
 
 def _rules(rules: Mapping[str, object] | Path | str | None, file: _File) -> Rules:
@@ -404,22 +393,18 @@ def _rules(rules: Mapping[str, object] | Path | str | None, file: _File) -> Rule
 
 def _others(files: list[_File]) -> dict[str, object]:
     """Return what is no tensor of the model; what ranks hold of their own is counted."""
-    others: dict[str, object] = {}
-    counts: dict[str, int] = {}
-    for file in files:
-        for name in (*file.state.tensors, *file.state.extras):
-            if _MODEL.fullmatch(name) is None:
-                counts[name.partition(".")[0]] = counts.get(name.partition(".")[0], 0) + 1
-            elif name.endswith(_EXTRA):
-                counts[_EXTRA[1:]] = counts.get(_EXTRA[1:], 0) + 1
+    counts = Counter(
+        _EXTRA[1:] if _MODEL.fullmatch(name) else name.partition(".")[0]
+        for file in files
+        for name in (*file.state.tensors, *file.state.extras)
+        if name.endswith(_EXTRA) or not _MODEL.fullmatch(name)
+    )
     first = files[0].state.extras
+    others: dict[str, object] = {}
     for key, count in counts.items():
         value = first.get(key)
-        if isinstance(value, Record):
-            others[key] = plain_value(value.state)
-        elif key in first:
-            others[key] = plain_value(value)
-        else:
+        others[key] = plain_value(value.state if isinstance(value, Record) else value)
+        if key not in first:
             others[key] = OpaqueValue(
                 f"{count} entries in the files of {len(files)} ranks, not read"
             )

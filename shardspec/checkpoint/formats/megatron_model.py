@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -94,17 +95,14 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
 
 
 def _check_names(chunk: Chunk) -> None:
-    first = chunk.tensors[0]
-    for path, held in zip(chunk.paths, chunk.tensors, strict=True):
-        for lacking, has, other in (
-            (first.keys() - held.keys(), chunk.paths[0], path),
-            (held.keys() - first.keys(), path, chunk.paths[0]),
-        ):
-            if lacking:
-                raise CheckpointError(
-                    f"{other}: lacks tensor {min(lacking)!r}, which {has} holds; the files are not "
-                    "of one save"
-                )
+    sides = tuple(zip(chunk.paths, chunk.tensors, strict=True))
+    for (has, held), (other, lacks) in (*product(sides, sides[:1]), *product(sides[:1], sides)):
+        lacking = held.keys() - lacks.keys()
+        if lacking:
+            raise CheckpointError(
+                f"{other}: lacks tensor {min(lacking)!r}, which {has} holds; the files are not "
+                "of one save"
+            )
 
 
 def _count_layers(chunk: Chunk) -> dict[str, int]:
@@ -143,10 +141,8 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
                 f"{chunk.paths[0]}, but {other.local.dtype} of {list(other.local.shape)} in "
                 f"{path}; the files are not of one save"
             )
-    if len(held) == 1:
-        rule = CutRule(ShardingSpec(len(first.shape), {}))
-    else:
-        rule = rules.find(name, chunk.paths[0])
+    alone = CutRule(ShardingSpec(len(first.shape), {}))
+    rule = alone if len(held) == 1 else rules.find(name, chunk.paths[0])
     if rule.spec.dims != len(first.shape):
         raise CheckpointError(
             f"tensor {name!r}: its rule {rule} is for {rule.spec.dims} dims, but it has "
@@ -179,12 +175,9 @@ def _boxes(
     shape, place = held.local.shape, held.place
     path, ranks = chunk.paths[rank], len(chunk.paths)
     whole = tuple((0, size) for size in shape)
+    writer = chunk.first_rank + rank
     if cut is None:
-        return [
-            StoredBox(
-                whole, (), chunk.first_rank + rank, path, place.offset, place.digest, place.strides
-            )
-        ]
+        return [StoredBox(whole, (), writer, path, place.offset, place.digest, place.strides)]
     size = item_bytes(held.local.dtype)
     strides = place.strides
     if strides is None:
@@ -198,16 +191,7 @@ def _boxes(
         length = part * unit
         lo = before * ranks + rank * length
         box: Box = (*whole[:cut], (lo, lo + length), *whole[cut + 1 :])
-        boxes.append(
-            StoredBox(
-                box,
-                (),
-                chunk.first_rank + rank,
-                path,
-                place.offset + before * strides[cut],
-                place.digest,
-                strides if apart else place.strides,
-            )
-        )
+        start, steps = place.offset + before * strides[cut], strides if apart else place.strides
+        boxes.append(StoredBox(box, (), writer, path, start, place.digest, steps))
         before += length
     return boxes

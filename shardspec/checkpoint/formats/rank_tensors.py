@@ -4,7 +4,7 @@ All ranks have to agree on how a tensor is cut, and every one holds just the par
 it. Both are looked at once for tensors that are cut alike, and for ranks whose files say the same.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -82,26 +82,21 @@ class Kind(NamedTuple):
 class Cut:
     """How a tensor is cut, and what ranks hold of it; one for all that are cut alike."""
 
-    __slots__ = ("_parts", "kind", "layout")
+    __slots__ = ("_parts", "kind", "layout", "mesh")
 
     def __init__(self, kind: Kind, layout: Layout | None) -> None:
         self.kind = kind
         self.layout = layout
+        """None if it is a plain tensor, as is the mesh."""
+        self.mesh = None if layout is None else layout.mesh
         self._parts: dict[int, tuple[ReplicaKey, tuple[int, ...]]] = {}
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """Where it lies; None if it is a plain tensor."""
-        return None if self.layout is None else self.layout.mesh
 
     def part(self, rank: int) -> tuple[ReplicaKey, tuple[int, ...]]:
         """Return what a rank holds, and its shape."""
         found = self._parts.get(rank)
         if found is None:
-            if self.layout is None:
-                part: ReplicaKey = tuple((0, size) for size in self.kind.shape), ()
-            else:
-                part = replica_key(self.layout, rank)
+            whole = tuple((0, size) for size in self.kind.shape), ()
+            part = whole if self.layout is None else replica_key(self.layout, rank)
             found = self._parts[rank] = part, box_shape(part[0])
         return found
 
@@ -210,7 +205,6 @@ class RankFilesCheckpoint(Catalog):
         place = {id(group.contents): at for at, group in enumerate(self._groups)}
         self._places = [place[id(state.contents)] for state in states]
         """For every rank, which of the cuts of a tensor is its."""
-        self._directories = _Directories(states)
         self._boxes: dict[Sequence[Cut], tuple[FileBox, ...]] = {}
         self._copies: dict[Sequence[Cut], list[list[int]]] = {}
         self._glances = HeaderFiles()
@@ -239,8 +233,6 @@ class RankFilesCheckpoint(Catalog):
         kind, spec, cuts = self._described[name]
         # Of what holds nothing, too, it is looked at what is around it.
         ahead = prefetch_depth(self._directory)
-        if ahead and all(self._is_held(name, state) for state in self._states):
-            ahead = 0
         boxes = []
         with prefetch_map(self._states, look, ahead) as places:
             for state, cut, place in zip(self._states, self._places, places, strict=True):
@@ -249,12 +241,6 @@ class RankFilesCheckpoint(Catalog):
                     where = state.rank, state.path, place.offset
                     boxes.append(StoredBox(box, addend, *where, place.digest, place.strides))
         return StoredTensor(name, kind.shape, kind.dtype, spec, kind.pending, tuple(boxes))
-
-    def _is_held(self, name: str, state: RankState) -> bool:
-        """Return whether the header of a tensor in a store has been read with one before it."""
-        key = local_of(state.contents.tensors[name]).storage.key
-        with self._glances.file(state.path) as file:
-            return file.remote is not None and file.remote.holds(*state.found.header(key))
 
     def origin(self, name: str) -> Hashable:
         """Return where in storages the ranks have it."""
@@ -265,10 +251,30 @@ class RankFilesCheckpoint(Catalog):
 
     def copies_agree(self, name: str) -> bool:
         """Say whether all that hold the same part note the same CRC-32 for it."""
-        cuts = self._described[name].cuts
+        places: dict[tuple[int, int], int] = {}
+        noted: list[int] = []
+        for state in self._states:
+            alike = id(state.contents), id(state.found.places)
+            if alike not in places:
+                local = local_of(state.contents.tensors[name])
+                if not _fills(local):
+                    return False
+                places[alike] = state.found.place(local.storage.key)
+            noted.append(state.found.crcs[places[alike]])
+        # Where torch was told not to take it there is a 0.
+        return all(
+            noted[first] != 0 and all(noted[other] == noted[first] for other in others)
+            for first, *others in self._copies_of(self._described[name].cuts)
+        )
+
+    def _copies_of(self, cuts: tuple[Cut, ...]) -> list[list[int]]:
+        """Return ranks, by their places, that hold the same part, for each part that several do."""
         if cuts not in self._copies:
-            self._copies[cuts] = _copies(self._held(cuts))
-        return self._directories.agree(name, self._copies[cuts])
+            by_part: dict[ReplicaKey, list[int]] = {}
+            for at, part in self._held(cuts):
+                by_part.setdefault(part, []).append(at)
+            self._copies[cuts] = [holders for holders in by_part.values() if len(holders) > 1]
+        return self._copies[cuts]
 
     def _held(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, ReplicaKey]]:
         """Return what ranks, by their places, hold of a tensor; not those that hold nothing."""
@@ -278,46 +284,6 @@ class RankFilesCheckpoint(Catalog):
             part, shape = cuts[place].part(state.rank)
             if 0 not in shape:
                 yield at, part
-
-
-def _copies(held: Iterable[tuple[int, ReplicaKey]]) -> list[list[int]]:
-    """Return those that hold the same part, for each part that several do."""
-    by_part: dict[ReplicaKey, list[int]] = {}
-    for at, part in held:
-        by_part.setdefault(part, []).append(at)
-    return [holders for holders in by_part.values() if len(holders) > 1]
-
-
-class _Directories:
-    """The directories of all files, as columns of digests."""
-
-    def __init__(self, states: Sequence[RankState]) -> None:
-        kinds: dict[tuple[int, int], int] = {}
-        self._first: list[RankState] = []
-        """Of each kind: those that have the same contents at the same places are of one."""
-        self._kind_of: list[int] = []
-        for state in states:
-            alike = id(state.contents), id(state.found.sizes)
-            if alike not in kinds:
-                kinds[alike] = len(kinds)
-                self._first.append(state)
-            self._kind_of.append(kinds[alike])
-        self._crcs = [state.found.crcs for state in states]
-
-    def agree(self, name: str, copies: Iterable[Sequence[int]]) -> bool:
-        """Say whether files note one CRC-32 for a tensor, for each of some groups of files."""
-        places = []
-        for state in self._first:
-            local = local_of(state.contents.tensors[name])
-            if not _fills(local):
-                return False
-            places.append(state.found.place(local.storage.key))
-        noted = [crcs[places[kind]] for crcs, kind in zip(self._crcs, self._kind_of, strict=True)]
-        # Where torch was told not to take it there is a 0.
-        return all(
-            noted[first] != 0 and all(noted[other] == noted[first] for other in others)
-            for first, *others in copies
-        )
 
 
 def _fills(tensor: TorchTensor) -> bool:
@@ -357,15 +323,14 @@ def tensors_of(
                 )
     mesh_of = {found: _common_mesh(found) for found in of_all.values()}
     mesh = next((m for m in mesh_of.values() if m is not None and m.size == len(states)), None)
-    specs: dict[tuple[Cut, ...], ShardingSpec | None] = {}
-    tensors = {}
-    for name, found in of_all.items():
-        if found not in specs:
-            # A spec counts axes, so that it says nothing beside another mesh, such as a slice.
-            on_it = mesh_of[found] == mesh
-            specs[found] = found[0].kind.spec if on_it else _spec_on(mesh, found, groups)
-        tensors[name] = RankTensor(found[0].kind, specs[found], found)
-    return mesh, tensors
+    # A spec counts axes, so that it says nothing beside another mesh, such as a slice.
+    specs = {
+        found: found[0].kind.spec if on == mesh else _spec_on(mesh, found, groups)
+        for found, on in mesh_of.items()
+    }
+    return mesh, {
+        name: RankTensor(found[0].kind, specs[found], found) for name, found in of_all.items()
+    }
 
 
 def _common_mesh(found: Sequence[Cut]) -> DeviceMesh | None:

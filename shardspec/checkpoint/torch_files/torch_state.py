@@ -52,10 +52,8 @@ ARGUMENT_NAMES: Final[Names] = {
         *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.Path", "pathlib._local.PosixPath"),
         *("datetime.datetime", "datetime.timedelta"),
         *("numpy.ndarray", "numpy.dtype"),
-        "numpy.core.multiarray._reconstruct",
-        "numpy._core.multiarray._reconstruct",
-        "numpy.core.multiarray.scalar",
-        "numpy._core.multiarray.scalar",
+        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+        *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
     )
 }
 """What trainers put beside tensors: arguments, paths, times, numpy's random state. None of it is
@@ -210,11 +208,9 @@ class _Flattening:
         self._count(depth)
         if isinstance(value, TorchTensor | TorchDTensor):
             return True
-        parts: Iterable[object] = ()
-        if isinstance(value, dict):
-            parts = value.values()
-        elif isinstance(value, list | tuple):
-            parts = value
+        parts = value.values() if isinstance(value, dict) else value
+        if not isinstance(parts, Iterable) or isinstance(parts, str | bytes):
+            return False
         return any(self._holds_tensors(part, depth + 1) for part in parts)
 
     def _count(self, depth: int) -> None:

@@ -9,7 +9,7 @@ Source: PKWARE's APPNOTE.TXT 6.3.10, and ``caffe2/serialize/inline_container.cc`
 import io
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
@@ -38,10 +38,9 @@ _OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
 
 
 class TorchRecord(NamedTuple):
-    """A record of the zip: one storage."""
+    """A record of the zip: where one storage lies in the file."""
 
     offset: int
-    """Position of its first byte in the file."""
     num_bytes: int
     crc32: int | None
     """Of all its bytes; None where torch was told not to take it."""
@@ -56,17 +55,18 @@ class TorchZip:
 
     __slots__ = ("_archive", "_end", "crcs", "headers", "places", "sizes", "what")
 
-    def __init__(self, what: str, archive: bytes, infos: Sequence[ZipInfo], names: Iterable[str],
-                 offset: int, end: int) -> None:  # fmt: skip
+    def __init__(
+        self, what: str, archive: bytes, infos: Mapping[str, ZipInfo], offset: int, end: int
+    ) -> None:
         self.what = what
         self._archive = archive
-        self._end = end
-        self.places: Mapping[str, int] = {name: at for at, name in enumerate(names)}
+        self._end = offset + end
+        self.places: Mapping[str, int] = {name: at for at, name in enumerate(infos)}
         """Name without the archive's to its place in the columns."""
-        self.headers = array("Q", [offset + info.header_offset for info in infos])
+        self.headers = array("Q", [offset + info.header_offset for info in infos.values()])
         """Positions of their own headers in the file."""
-        self.sizes = array("Q", [info.file_size for info in infos])
-        self.crcs = array("I", [info.CRC for info in infos])
+        self.sizes = array("Q", [info.file_size for info in infos.values()])
+        self.crcs = array("I", [info.CRC for info in infos.values()])
 
     def share(self, other: "TorchZip") -> bool:
         """Keep the columns of another file, where they are equal, rather than its own."""
@@ -91,17 +91,11 @@ class TorchZip:
         """Return the place of a storage in the columns."""
         return self._place(f"data/{key}")
 
-    def header(self, key: str) -> tuple[int, int]:
-        """Return where in the file the own header of a storage starts and ends."""
-        start = self.headers[self.place(key)]
-        return start, start + _LOCAL.size + len(self._full(f"data/{key}"))
-
     def record(self, file: SourceFile, key: str) -> TorchRecord:
         """Return where a storage lies; its own header is read and compared with the directory."""
-        first, end = self.header(key)
-        place = self.place(key)
-        start = self._start(f"data/{key}", file.read(first, end - first))
-        size, value = self.sizes[place], self.crcs[place]
+        place, name = self.place(key), f"data/{key}"
+        head = file.read(self.headers[place], _LOCAL.size + len(self._full(name)))
+        start, size, value = self._start(name, head), self.sizes[place], self.crcs[place]
         return TorchRecord(start, size, value if value or not size else None)
 
     def pickle(self, file: SourceFile) -> bytes:
@@ -270,28 +264,23 @@ def read_torch_zip(
 
 def _no_zip(head: bytes) -> str:
     """Say what a file is that does not end as a zip of torch does."""
+    again = "load it with torch.load and save it again"
     if head.startswith(b"PK\3\4"):
         return "does not end as torch.save ends a file; it was cut short, restore it"
     if head.startswith(_OLD):
-        return (
-            "is in the format that torch wrote before version 1.6; load it with torch.load and "
-            "save it again"
-        )
+        return f"is in the format that torch wrote before version 1.6; {again}"
     if head[257:262] == b"ustar":
-        return (
-            "is in the tar format that torch wrote before version 0.2; load it with torch.load and "
-            "save it again"
-        )
-    return "is nothing that torch.save writes (it starts with " + (
-        f"{head[:4]!r}); check the file" if head else "nothing: it is empty); check the file"
-    )
+        return f"is in the tar format that torch wrote before version 0.2; {again}"
+    starts = repr(head[:4]) if head else "nothing: it is empty"
+    return f"is nothing that torch.save writes (it starts with {starts}); check the file"
 
 
 def _checked(what: str, infos: list[ZipInfo], offset: int, end: int) -> TorchZip:
     """Return the columns once no two records share a byte or a name."""
     infos.sort(key=lambda info: info.header_offset)
     limits = [info.header_offset for info in infos[1:]]
-    archive, names = _name(infos[0]).partition(b"/")[0], []
+    archive = _name(infos[0]).partition(b"/")[0]
+    named: dict[str, ZipInfo] = {}
     for info, limit in zip(infos, (*limits, end), strict=True):
         name, size = _name(info), info.file_size
         if info.compress_type != ZIP_STORED:
@@ -313,10 +302,9 @@ def _checked(what: str, infos: list[ZipInfo], offset: int, end: int) -> TorchZip
                 "is damaged"
             )
         # Back to the same bytes, whatever they are.
-        names.append(inner.decode("utf-8", "surrogateescape"))
-    if len(set(names)) < len(names):
-        raise CheckpointError("a record is there twice; the file is damaged")
-    return TorchZip(what, archive, infos, names, offset, offset + end)
+        if named.setdefault(inner.decode("utf-8", "surrogateescape"), info) is not info:
+            raise CheckpointError(f"record {name!r:.100} is there twice; the file is damaged")
+    return TorchZip(what, archive, named, offset, end)
 
 
 def _name(info: ZipInfo) -> bytes:
