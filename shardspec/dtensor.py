@@ -269,8 +269,8 @@ class DTensor(TensorLike):
         return DTensor.from_shards, (shards, self.layout, self.communicator)
 
     def __repr__(self) -> str:
-        held = ", ".join(map(str, self.communicator.addressable)) or "none"
-        return f"DTensor({self.layout}; holds the shards of devices {held})"
+        devices = ", ".join(map(str, self.communicator.addressable)) or "none"
+        return f"DTensor({self.layout}; holds the shards of devices {devices})"
 
     def to_local(
         self, physical_id: int | None = None, *, grad_spec: SpecLike | None = None

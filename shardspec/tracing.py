@@ -207,12 +207,12 @@ def _devices_text(devices: Sequence[int]) -> str:
 
 def log_from_environment() -> None:
     """Write the log to standard error where ``SHARDSPEC_LOG`` names a level."""
-    wanted = os.environ.get("SHARDSPEC_LOG", "").lower()
-    if not wanted or LOGGER.handlers:
+    level = os.environ.get("SHARDSPEC_LOG", "").lower()
+    if not level or LOGGER.handlers:
         return
-    if wanted not in _LEVELS:
-        raise ShardSpecError(f"SHARDSPEC_LOG={wanted}: use one of {', '.join(_LEVELS)}")
+    if level not in _LEVELS:
+        raise ShardSpecError(f"SHARDSPEC_LOG={level}: use one of {', '.join(_LEVELS)}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("shardspec %(levelname)s %(message)s"))
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(_LEVELS[wanted])
+    LOGGER.setLevel(_LEVELS[level])

@@ -103,22 +103,22 @@ def _cut(word: str) -> str:
     return word if len(word) <= 2 * half else f"{word[:half]} ... {word[-half:]}"
 
 
-def check_agreement(told: Mapping[int, Note]) -> str:
+def check_agreement(notes: Mapping[int, Note]) -> str:
     """Return where the shards are, if all ranks are about to do the same.
 
     Parameters
     ----------
-    told
-        The notes of all ranks of a mesh, in the order of its ids.
+    notes
+        Of all ranks of a mesh, in the order of its ids.
 
     Raises
     ------
     CommunicatorError
         If a rank says something else, naming it, both conversions and the first difference.
     """
-    first = next(iter(told))
-    mine = told[first]
-    for peer, note in told.items():
+    first = next(iter(notes))
+    mine = notes[first]
+    for peer, note in notes.items():
         same = note.content == mine.content or mine.kind == "value"  # values may differ
         if (note.kind, note.ids) != (mine.kind, mine.ids) or not same:
             raise CommunicatorError(f"{_difference(first, mine, peer, note)}; {ORDER_RULE}")
@@ -126,7 +126,7 @@ def check_agreement(told: Mapping[int, Note]) -> str:
             raise CommunicatorError(
                 f"rank {peer} {note}, but rank {first} is at number {mine.number}; {ORDER_RULE}"
             )
-    holders = {note.device: rank for rank, note in told.items() if note.device}
+    holders = {note.device: rank for rank, note in notes.items() if note.device}
     if len(holders) > 1:
         said = ", ".join(f"rank {rank} on {device}" for device, rank in holders.items())
         raise CommunicatorError(

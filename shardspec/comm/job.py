@@ -1,4 +1,4 @@
-"""What belongs to a running job: its lanes, communicators and groups, and torch's meshes of it."""
+"""What belongs to a running job: channels, communicators, groups, and torch's meshes of it."""
 
 import atexit
 import threading
@@ -19,15 +19,15 @@ from shardspec.comm.messages import Messages
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["Job", "Lane", "check_members", "current_job"]
+__all__ = ["Channel", "Job", "check_members", "current_job"]
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class Channel:
     """What one thread's conversions go through, apart from those of other threads.
 
-    The main threads of all ranks have one lane for all meshes, so that ranks which take up two
-    meshes in another order are noticed. Any other thread has the lane of its mesh.
+    The main threads of all ranks have one channel for all meshes, so that ranks which take up two
+    meshes in another order are noticed. Any other thread has the channel of its mesh.
     """
 
     tag: int
@@ -39,7 +39,7 @@ class Lane:
     numbers: Counter[int] = field(default_factory=Counter)
     """How many notes have been told, by the checksum of the ranks."""
     busy: threading.RLock = field(default_factory=threading.RLock)
-    """Held while a thread is in the lane."""
+    """Held while a thread is in the channel."""
 
     def exchange(
         self, mine: Note, peers: Sequence[int], device: str, timeout_s: float
@@ -59,7 +59,7 @@ class Lane:
             lengths = dict.fromkeys(peers, NOTE_BYTES)
             records = Messages(self.tag).exchange(packed.ljust(NOTE_BYTES), lengths, device)
             return {peer: Note.unpack(record) for peer, record in records.items()}
-        told: dict[int, Note] = {}
+        notes: dict[int, Note] = {}
         silent: dict[int, str] = {}
         for peer in peers:
             try:
@@ -70,15 +70,15 @@ class Lane:
             try:
                 # Once one is missing it is only looked at who else is.
                 data = self.links[peer].receive(0.0 if silent else deadline)
-                told[peer] = mine if data == packed else Note.unpack(data)
+                notes[peer] = mine if data == packed else Note.unpack(data)
             except CommunicatorError as error:
                 silent[peer] = str(error)
         if silent:
-            self.hang_up()
+            self.close()
             raise Unanswered(silent, next(iter(silent.values())))
-        return told
+        return notes
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Close all links, so that nobody waits for this rank."""
         for link in self.links.values():
             link.close()
@@ -96,7 +96,7 @@ class Job:
     """By mesh without links and device type."""
     meshes: dict[TorchMesh, DeviceMesh] = field(default_factory=dict)
     """The mesh that a torch mesh was made of."""
-    lane: Lane = field(default_factory=lambda: Lane(tag=2 * 0x5AD))
+    channel: Channel = field(default_factory=lambda: Channel(tag=2 * 0x5AD))
     """Of the main thread, for all meshes."""
     making: threading.RLock = field(default_factory=threading.RLock)
     """Held while a communicator is made."""

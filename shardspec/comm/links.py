@@ -127,7 +127,7 @@ class Listener:
         if self._socket is not None:
             self._socket.close()
 
-    def connect(self, me: int, others: Mapping[int, Address], deadline: float) -> dict[int, Link]:
+    def connect(self, me: int, peers: Mapping[int, Address], deadline: float) -> dict[int, Link]:
         """Make a link to each of some ranks of this host, all of which call this too.
 
         Raises
@@ -135,8 +135,8 @@ class Listener:
         CommunicatorError
             If one of them does not come until the deadline, on the clock `time.monotonic`.
         """
-        links = {peer: _call(peer, at) for peer, at in others.items() if peer < me}
-        waiting = {other.pid: peer for peer, other in others.items() if peer > me}
+        links = {peer: _call(peer, at) for peer, at in peers.items() if peer < me}
+        waiting = {other.pid: peer for peer, other in peers.items() if peer > me}
         while waiting:
             assert self._socket is not None, "a process without a socket reaches nobody"
             self._socket.settimeout(max(1e-6, deadline - time.monotonic()))

@@ -32,7 +32,7 @@ __all__ = [
     "Transport",
     "all_reduce",
     "copy_own_part",
-    "fits",
+    "has_collective",
 ]
 
 STAGED_BYTES: Final = 16 << 20
@@ -159,8 +159,8 @@ class Messages:
         for sends, receives in rounds.boxes(incoming):
             places = [result[slices_within(box, schedule.after)] for _, box in receives]
             arriving = [p if p.is_contiguous() else rounds.buffer(p) for p in places]
-            peers = [peer for peer, _ in receives]
-            self._talk(schedule, shard, rounds, sends, list(zip(peers, arriving, strict=True)))
+            addressed = [(peer, t) for (peer, _), t in zip(receives, arriving, strict=True)]
+            self._exchange_chunks(schedule, shard, rounds, sends, addressed)
             for place, tensor in zip(places, arriving, strict=True):
                 if place is not tensor:
                     place.copy_(tensor)
@@ -177,14 +177,14 @@ class Messages:
             own = [shard[slices_within(box, schedule.before)] for box in boxes]
             addends = {peer: rounds.buffer(own[0]) for peer, _ in parts if peer != me or shares}
             arriving = [(peer, addend) for peer, addend in addends.items() if peer != me]
-            self._talk(schedule, shard, rounds, sends, arriving)
+            self._exchange_chunks(schedule, shard, rounds, sends, arriving)
             for box, addend in zip(boxes, own, strict=True):
                 # The result may take the place of this device's addend, maybe not the first.
                 addends[me] = addends[me].copy_(addend) if shares else addend
                 place = result[slices_within(box, schedule.after)]
                 combine_into(place, [addends[peer] for peer, _ in parts], op)
 
-    def _talk(
+    def _exchange_chunks(
         self,
         schedule: TransferSchedule,
         shard: torch.Tensor,
@@ -284,7 +284,7 @@ def _cause(error: RuntimeError) -> str:
 
 
 class Collectives:
-    """Moves boxes by all-gather and reduce-scatter, in steps that fit; a `Transport`.
+    """Moves boxes by all-gather and reduce-scatter, in steps that have one; a `Transport`.
 
     Parameters
     ----------
@@ -324,7 +324,7 @@ class Collectives:
             raise _failed(schedule, error) from error
 
 
-def fits(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
+def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
     """Say whether a collective of the backend does a step; all members say the same.
 
     Examples
@@ -335,7 +335,7 @@ def fits(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
     >>> for shape in ((6, 5), (7, 5)):
     ...     rows = Layout(DeviceMesh(range(2), (2,)), "[S0,R]", shape, "float32")
     ...     full, step = rows.with_spec("[R,R]"), AllGather(0, (0,))
-    ...     fits(schedule_for(step, rows.mesh, 1, rows.box, full.box), torch.float32)
+    ...     has_collective(schedule_for(step, rows.mesh, 1, rows.box, full.box), torch.float32)
     True
     False
     """

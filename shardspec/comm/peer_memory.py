@@ -136,10 +136,10 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def readable(others: Mapping[int, Address]) -> frozenset[int]:
+def readable(addresses: Mapping[int, Address]) -> frozenset[int]:
     """Return which of some processes can be read, by reading what each says to have somewhere."""
     found = set()
-    for peer, other in others.items():
+    for peer, other in addresses.items():
         got, size = ctypes.create_string_buffer(len(other.content)), (len(other.content),)
         target = Region(ctypes.addressof(got), size, (1,), 1)
         with suppress(OSError):

@@ -29,9 +29,9 @@ from shardspec.comm.agreement import (
     ranks_text,
 )
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.job import Lane, check_members, current_job
+from shardspec.comm.job import Channel, check_members, current_job
 from shardspec.comm.links import Listener
-from shardspec.comm.messages import Collectives, Messages, all_reduce, fits
+from shardspec.comm.messages import Collectives, Messages, all_reduce, has_collective
 from shardspec.comm.peer_memory import PeerMemory, readable
 from shardspec.comm.results import checked, empty_hugepages
 from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
@@ -88,9 +88,9 @@ class ProcessGroupCommunicator:
         self._note_device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
         self._timeout_s = _timeout_s() if self._note_device == "cpu" else 0.0
         self._may_read_peers = reads_peers
-        self._joined: dict[Lane, PeerMemory | None] = {}
+        self._joined: dict[Channel, PeerMemory | None] = {}
         name = f"{mesh.ids} {mesh.shape}".encode()
-        self._lane = Lane(tag=1 << 30 | zlib.crc32(name) >> 3 << 1)
+        self._channel = Channel(tag=1 << 30 | zlib.crc32(name) >> 3 << 1)
         if mesh.size == dist.get_world_size():
             for axis in range(mesh.ndim):
                 for members in mesh.groups([axis]):
@@ -161,12 +161,12 @@ class ProcessGroupCommunicator:
         if shard.is_meta:
             return {self._rank: shard.new_empty(box_shape(after(self._rank)))}
         home = shard.device
-        with self._own_lane(home.type) as lane:
+        with self._own_channel(home.type) as channel:
             if f"{home.type}:gloo" in dist.get_backend_config():
                 shard = shard.cpu()  # gloo sends and reads memory of the host alone
-            self._join(lane)  # whatever the step: here all ranks of the mesh are together
+            self._join(channel)  # whatever the step: here all ranks of the mesh are together
             schedule = schedule_for(step, self._mesh, self._rank, before, after)
-            transport = self._transport(lane, schedule, shard)
+            transport = self._transport(channel, schedule, shard)
             if isinstance(step, AllReduce):
                 if isinstance(transport, Collectives):
                     return {self._rank: transport.all_reduce(schedule, shard, step.op)}
@@ -180,12 +180,14 @@ class ProcessGroupCommunicator:
         return {self._rank: result.to(home)}
 
     def _transport(
-        self, lane: Lane, schedule: TransferSchedule, shard: torch.Tensor
+        self, channel: Channel, schedule: TransferSchedule, shard: torch.Tensor
     ) -> PeerMemory | Messages | Collectives:
         if shard.device.type == "cpu":
-            return self._joined[lane] or Messages(lane.tag)
+            return self._joined[channel] or Messages(channel.tag)
         group = self._job.group(schedule.members)
-        return Collectives(group) if group and fits(schedule, shard.dtype) else Messages(lane.tag)
+        if group and has_collective(schedule, shard.dtype):
+            return Collectives(group)
+        return Messages(channel.tag)
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of another mesh of this job; see `of`."""
@@ -197,32 +199,32 @@ class ProcessGroupCommunicator:
         if not self.addressable:
             yield device
             return
-        with self._own_lane(device) as lane:
+        with self._own_channel(device) as channel:
             try:
-                agreed, _ = self._tell(lane, "conversion", content, device)
+                agreed, _ = self._exchange_notes(channel, "conversion", content, device)
             except Unanswered as error:
-                mine = Note("conversion", 0, lane.numbers[self._ids] - 1, content=content)
+                mine = Note("conversion", 0, channel.numbers[self._ids] - 1, content=content)
                 raise CommunicatorError(
                     f"{ranks_text(error.peers)} did not say what to convert: {error.why}; rank "
                     f"{self._rank} {mine}; {ORDER_RULE}"
                 ) from error.__cause__
-            self._join(lane)
+            self._join(channel)
             yield agreed
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Collect one value per device; see `Communicator.gather`."""
         if not self.addressable:
             return {}
-        with self._own_lane("") as lane:
-            return self._gather(lane, values[self._rank])
+        with self._own_channel("") as channel:
+            return self._gather(channel, values[self._rank])
 
     @contextmanager
-    def _own_lane(self, device: str) -> Iterator[Lane]:
-        """Take the lane of this thread, in which no other thread is."""
+    def _own_channel(self, device: str) -> Iterator[Channel]:
+        """Take the channel of this thread, in which no other thread is."""
         main = threading.current_thread() is threading.main_thread()
-        lane = self._job.lane if main else self._lane
+        channel = self._job.channel if main else self._channel
         with ExitStack() as stack:
-            for lock in (lane.busy, *([self._job.accelerator] if device == "cuda" else [])):
+            for lock in (channel.busy, *([self._job.accelerator] if device == "cuda" else [])):
                 if not lock.acquire(blocking=False):
                     raise CommunicatorError(
                         f"another thread is converting {device or 'cpu'} tensors on mesh "
@@ -231,28 +233,28 @@ class ProcessGroupCommunicator:
                         "or let one wait"
                     )
                 stack.callback(lock.release)
-            yield lane
+            yield channel
 
-    def _tell(
-        self, lane: Lane, kind: str, content: bytes, device: str
+    def _exchange_notes(
+        self, channel: Channel, kind: str, content: bytes, device: str
     ) -> tuple[str, dict[int, Note]]:
         """Tell all ranks of the mesh a note; return where shards are, and all notes by rank."""
-        mine = Note(kind, self._ids, lane.numbers[self._ids], device, len(content), content)
-        told = lane.exchange(mine, self._peers, self._note_device, self._timeout_s)
-        told[self._rank] = mine
+        mine = Note(kind, self._ids, channel.numbers[self._ids], device, len(content), content)
+        notes = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
+        notes[self._rank] = mine
         try:
-            return check_agreement({peer: told[peer] for peer in self._mesh.ids}), told
+            return check_agreement({peer: notes[peer] for peer in self._mesh.ids}), notes
         except CommunicatorError:
-            if any(note.ids != self._ids for note in told.values()):
-                lane.hang_up()  # others of the mesh would wait for those that are elsewhere
+            if any(note.ids != self._ids for note in notes.values()):
+                channel.close()  # others of the mesh would wait for those that are elsewhere
             raise
 
-    def _gather(self, lane: Lane, mine: T) -> dict[int, T]:
+    def _gather(self, channel: Channel, mine: T) -> dict[int, T]:
         content = pickle.dumps(mine)
         try:
-            _, notes = self._tell(lane, "value", content, "")
+            _, notes = self._exchange_notes(channel, "value", content, "")
             lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
-            rest = Messages(lane.tag).exchange(content[NOTE_ROOM:], lengths, self._note_device)
+            rest = Messages(channel.tag).exchange(content[NOTE_ROOM:], lengths, self._note_device)
         except Unanswered as error:
             raise CommunicatorError(
                 f"gathering a value of every rank with {ranks_text(self._peers)} failed: "
@@ -262,26 +264,26 @@ class ProcessGroupCommunicator:
         found[self._rank] = mine
         return {peer: found[peer] for peer in self._mesh.ids}
 
-    def _join(self, lane: Lane) -> None:
+    def _join(self, channel: Channel) -> None:
         """Link the ranks of the mesh if they share a host; every rank of it is here."""
-        if lane in self._joined:
+        if channel in self._joined:
             return
         memory = None
         if self._peers and self._note_device == "cpu":
             with Listener(is_read=self._may_read_peers) as listener:
-                found = self._gather(lane, listener.address)
-                if {address.host for address in found.values()} == {listener.address.host or None}:
-                    missing = {peer: found[peer] for peer in self._peers if peer not in lane.links}
+                near = self._gather(channel, listener.address)
+                host = near.pop(self._rank).host
+                if host and all(address.host == host for address in near.values()):
+                    new = {peer: at for peer, at in near.items() if peer not in channel.links}
                     deadline = time.monotonic() + self._timeout_s
-                    lane.links.update(listener.connect(self._rank, missing, deadline))
-                    lane.linked.add(self._ids)
-                    others = {peer: found[peer] for peer in self._peers}
-                    reads_all = len(readable(others)) == len(others)
+                    channel.links |= listener.connect(self._rank, new, deadline)
+                    channel.linked.add(self._ids)
+                    reads_all = len(readable(near)) == len(near)
                     # Only after this may the content go that others have looked for.
-                    if all(self._gather(lane, reads_all).values()):
-                        links = {peer: lane.links[peer] for peer in self._peers}
+                    if all(self._gather(channel, reads_all).values()):
+                        links = {peer: channel.links[peer] for peer in near}
                         memory = PeerMemory(links, self._timeout_s)
-        self._joined[lane] = memory
+        self._joined[channel] = memory
 
 
 def communicator_of(mesh: DeviceMesh) -> Communicator:

@@ -103,8 +103,8 @@ def exchange_routes(
         for cell, piece in zip(product(*overlapping), product(*shared), strict=True):
             holder = device
             if cell != own:
-                holder, *others = holders[cell]
-                if others:
+                holder = holders[cell][0]
+                if len(holders[cell]) > 1:
                     holder = min(holders[cell], key=lambda src: (distance(src, device), sent[src]))
                 sent[holder] += box_size(piece)
             moves.append(Transfer(holder, device, piece))

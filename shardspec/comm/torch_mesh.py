@@ -190,9 +190,9 @@ def group_of(mesh: DeviceMesh, axis: Axis | None = None) -> dist.ProcessGroup:
 
 def device_type_of(mesh: DeviceMesh) -> str:
     """Return the device type that torch's mesh of this one has been made for, or ``"cpu"``."""
-    plain = _without_links(mesh)
+    without = _without_links(mesh)
     known = current_job().torch_meshes if dist.is_initialized() else {}
-    return next((device_type for made, device_type in known if made == plain), "cpu")
+    return next((device_type for made, device_type in known if made == without), "cpu")
 
 
 def _rank_in(mesh: DeviceMesh, what: str) -> int:
@@ -264,12 +264,12 @@ def _adopt(job: Job, mesh: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> N
 def _slice_in_torch(job: Job, mesh: DeviceMesh, device_type: str) -> TorchMesh | None:
     """Return torch's slice of torch's mesh of a larger mesh that this one is a slice of."""
     rank = dist.get_rank()
-    plain = _without_links(mesh)
+    without = _without_links(mesh)
     for root in list(job.communicators):
         names, own = root.axis_names or (), mesh.axis_names or ()
         axes = [names.index(name) for name in own if name in names]
         larger = own and len(axes) == len(own) < len(names) and axes == sorted(axes)
-        if larger and rank in root and plain == _without_links(root.slice_with(rank, axes)):
+        if larger and rank in root and without == _without_links(root.slice_with(rank, axes)):
             return to_torch(root, device_type)[own]
     return None
 

@@ -1,7 +1,7 @@
 """Specs in the language of Shardy, the partitioner of MLIR and JAX, as text.
 
-``#sdy.sharding<@mesh, [{"x"}, {}]>``: per dim the axes that cut it, the major one first; axes over
-which a sum is pending are unreduced. See "Sharding Representation" in Shardy's documentation.
+``#sdy.sharding<@mesh, [{"x"}, {}]>``: per dim the axes that shard it, the major one first; axes
+over which a sum is pending are unreduced. See "Sharding Representation" in Shardy's documentation.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def shardy_text(spec: SpecLike, mesh: DeviceMesh) -> str:
             raise LossyConversionError(
                 f"spec {spec}: Shardy has no pending {partial.op}, only sums; finish it first"
             )
-    dims = ", ".join(_names(mesh, map(int, cut.axes)) for cut in resolved.dim_specs)
+    dims = ", ".join(_names(mesh, map(int, dim_spec.axes)) for dim_spec in resolved.dim_specs)
     pending = _names(mesh, (int(partial.axis) for partial in resolved.partials))
     unreduced = f", unreduced={pending}" if resolved.partials else ""
     return f"#sdy.sharding<@mesh, [{dims}]{unreduced}>"

@@ -189,8 +189,8 @@ def _check_plain(name: str, leaf: torch.Tensor, first: Sharded, torch_mesh: Torc
             "or replicate it first, by distribute_tensor"
         )
     else:
-        held = dict.fromkeys(first.communicator.addressable, leaf)
-        check_copies(first.communicator, held, f"{name}: a plain tensor without dims")
+        copies = dict.fromkeys(first.communicator.addressable, leaf)
+        check_copies(first.communicator, copies, f"{name}: a plain tensor without dims")
 
 
 def _writes(function: Callable[..., Any], kwargs: Mapping[str, object]) -> bool:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardspec import DeviceMesh
 from shardspec.boxes import box_shape
-from shardspec.comm.messages import Collectives, fits
+from shardspec.comm.messages import Collectives, has_collective
 from shardspec.comm.routes import schedule_for
 from shardspec.comm.steps import AllReduce, ReduceScatter
 from shardspec.layout.layout import Layout
@@ -57,7 +57,7 @@ def _run(rank: int) -> tuple[dict[tuple[bool, str], int], list[str]]:
         for move in (move for layout in layouts for move in collectives(layout)):
             step, before, after = move.step, move.before, move.after
             schedule = schedule_for(step, mesh, rank, before.box, after.box)
-            if not fits(schedule, torch.float32):
+            if not has_collective(schedule, torch.float32):
                 continue
             done[mesh is ORDERED, type(step).__name__] += 1
             stack = stack_of(before)
