@@ -45,7 +45,7 @@ class LinkPreset:
     Examples
     --------
     >>> str(PRESETS["ib-ndr-per-gpu"].link(4))
-    'ib-ndr-per-gpu: 14 µs, 48 GB/s'
+    'ib-ndr-per-gpu: 22.4 µs, 48 GB/s'
     """
 
     name: str
@@ -81,7 +81,7 @@ class LinkPreset:
         Examples
         --------
         >>> str(PRESETS["h100-nvswitch"].link(16))
-        'h100-nvswitch beyond its 8 devices: 3.4 µs, 362 GB/s'
+        'h100-nvswitch beyond its 8 devices: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s'
         """
         most = self.devices[1]
         beyond = most is not None and devices is not None and devices > most
@@ -131,7 +131,7 @@ def link_preset(name: str, devices: int | None = None) -> Link:
     Examples
     --------
     >>> str(link_preset("b200-nvswitch"))
-    'b200-nvswitch: 3.4 µs, 682 GB/s'
+    'b200-nvswitch: curves of 2, 4, 8 devices, else 27.5 µs, 322 GB/s'
     """
     if name not in PRESETS:
         raise MeshError(f"no link preset {name!r}; known: {', '.join(PRESETS)}")
