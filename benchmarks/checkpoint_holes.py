@@ -19,7 +19,7 @@ from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.digests import crc32, crc32_combine
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
-from shardspec.checkpoint.targets import OutputTensor, assign_boxes
+from shardspec.checkpoint.targets import OutputTensor, Write, assign_boxes
 from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.interop.torch_placements import to_placements
 
@@ -84,8 +84,12 @@ def write_holes(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
     crcs = {
         file.name: [digests[extent.num_bytes] for extent in file.extents] for file in target.files
     }
-    for name, data in target.last(crcs):
-        (at / name).write_bytes(data)
+
+    def put(name: str, fill: Callable[[Write], object]) -> None:
+        with (at / name).open("wb") as out:
+            fill(out.write)
+
+    target.last(crcs, put)
 
 
 def write_dcp(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:

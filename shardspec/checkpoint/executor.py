@@ -33,7 +33,7 @@ from shardspec.checkpoint.directories import reserve
 from shardspec.checkpoint.read_boxes import Buffers, read_box
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.store import RemotePath, reason
-from shardspec.checkpoint.targets import Extent, OutputFile, RawBytes, Target
+from shardspec.checkpoint.targets import Extent, OutputFile, RawBytes, Target, Write
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
 
@@ -42,6 +42,7 @@ __all__ = [
     "CopiedTensor",
     "Execution",
     "Findings",
+    "Pieces",
     "Staged",
     "copy_to_disk",
     "different",
@@ -51,6 +52,7 @@ __all__ = [
     "tensor_text",
     "wanted_stretches",
     "write_all",
+    "write_list",
 ]
 
 WRITE_BYTES: Final = 128 << 10
@@ -433,10 +435,7 @@ def finish_file(job: Execution, staged: Staged, file: OutputFile, crcs: Sequence
         trailer = () if file.trailer is None else file.trailer(crcs)
         for one in chain(file.raw, trailer):
             write_all(fd, memoryview(one.data), one.offset, job.path)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            raise CheckpointError(f"{job.path}: cannot be written: {reason(error)}") from None
+        _flush(fd, job.path)
         room = memoryview(bytearray(WRITE_BYTES))
         for one in chain(file.raw, trailer):
             for at in range(0, len(one.data), WRITE_BYTES):
@@ -447,6 +446,63 @@ def finish_file(job: Execution, staged: Staged, file: OutputFile, crcs: Sequence
     finally:
         os.close(fd)
     return digest_of_file(file, trailer, crcs) if job.digested else 0
+
+
+class Pieces:
+    """Pieces of a file, put together to blocks: how many bytes, and their CRC-32.
+
+    Parameters
+    ----------
+    write_block
+        Writes a block behind those before.
+    """
+
+    def __init__(self, write_block: Callable[[memoryview], object]) -> None:
+        self._write_block = write_block
+        self._waiting = bytearray()
+        self.num_bytes = 0
+        self.crc32 = 0
+
+    def write(self, data: bytes) -> None:
+        """Write on."""
+        self._waiting += data
+        if len(self._waiting) >= BLOCK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        block, self._waiting = self._waiting, bytearray()
+        self.crc32 = crc32(block, self.crc32)
+        self._write_block(memoryview(block))
+        self.num_bytes += len(block)
+
+
+def write_list(staged: Staged, name: str, fill: Callable[[Write], object]) -> tuple[str, int, int]:
+    """Write a file that says what the others are; return its name, bytes and CRC-32."""
+    staged.create(name, 0)
+    fd = staged.open(name)
+    try:
+        pieces = Pieces(lambda block: write_all(fd, block, pieces.num_bytes, staged.path))
+        fill(pieces.write)
+        pieces.flush()
+        _flush(fd, staged.path)
+        found, room = 0, memoryview(bytearray(WRITE_BYTES))
+        for at in range(0, pieces.num_bytes, WRITE_BYTES):
+            part = room[: min(WRITE_BYTES, pieces.num_bytes - at)]
+            _read_back(fd, part, at, staged.path)
+            found = crc32(part, found)
+    finally:
+        os.close(fd)
+    if found != pieces.crc32:
+        raise different(staged.path, name, found, pieces.crc32)
+    return name, pieces.num_bytes, pieces.crc32
+
+
+def _flush(fd: int, path: Path) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
 
 
 def digest_of_file(file: OutputFile, trailer: Sequence[RawBytes], crcs: Sequence[int]) -> int:

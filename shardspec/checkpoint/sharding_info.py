@@ -3,7 +3,7 @@
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar, overload
@@ -45,6 +45,7 @@ __all__ = [
     "FileEntry",
     "ShardingInfo",
     "format_info",
+    "info_lines",
     "parse_info",
     "read_info",
 ]
@@ -174,38 +175,58 @@ def format_info(info: ShardingInfo) -> str:
     }
     <BLANKLINE>
     """
-    mesh = {"ids": info.mesh.ids, "shape": info.mesh.shape, "axis_names": info.mesh.axis_names}
-    tensors = []
-    for name, layout in info.tensors.items():
-        dtype, spec = to_safetensors(layout.dtype), str(layout.spec)
-        stated = {"shape": layout.global_shape, "dtype": dtype, "spec": spec}
-        tensors.append(f"  {_dump(name)}: {_dump(stated)}")
-    files = []
-    for file in info.files:
+    return "".join(
+        info_lines(info.save, info.mesh, info.tensors, info.files, info.values, info.paths)
+    )
+
+
+def info_lines(
+    save: str,
+    mesh: DeviceMesh,
+    tensors: Mapping[str, Layout],
+    files: Iterable[FileEntry],
+    values: Mapping[str, object] = MappingProxyType({}),
+    paths: Mapping[str, KeyPath] = MappingProxyType({}),
+) -> Iterator[str]:
+    """Yield the text of `format_info` in pieces; the parameters are the members of the info."""
+    stated = {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names}
+    yield f'{{\n"format": {_dump(_FORMAT)},\n"version": {VERSION},\n"save": {_dump(save)},\n'
+    yield f'"mesh": {_dump(stated)},\n"tensors": {{'
+    yield from _lines((f"  {_dump(name)}: {_tensor_json(at)}" for name, at in tensors.items()), "")
+    yield '},\n"files": ['
+    separator = "\n"
+    for file in files:
         head = _dump({"name": file.name, "rank": file.rank, "bytes": file.num_bytes})
-        boxes = [f"    {_dump(entry.tensor)}: {_dump(_box_json(entry))}" for entry in file.boxes]
-        files.append(f'  {head[:-1]}, "boxes": {{{_lines(boxes, "  ")}}}}}')
-    members = [
-        f'"format": {_dump(_FORMAT)}',
-        f'"version": {VERSION}',
-        f'"save": {_dump(info.save)}',
-        f'"mesh": {_dump(mesh)}',
-        f'"tensors": {{{_lines(tensors, "")}}}',
-        f'"files": [{_lines(files, "")}]',
-    ]
+        yield f'{separator}  {head[:-1]}, "boxes": {{'
+        boxes = (f"    {_dump(entry.tensor)}: {_dump(_box_json(entry))}" for entry in file.boxes)
+        yield from _lines(boxes, "  ")
+        yield "}}"
+        separator = ",\n"
+    yield "]" if separator == "\n" else "\n]"
     for key, encoded in (
-        ("values", {name: encode_value(value, name) for name, value in info.values.items()}),
-        ("paths", {name: encode_path(path) for name, path in info.paths.items()}),
+        ("values", {name: encode_value(value, name) for name, value in values.items()}),
+        ("paths", {name: encode_path(path) for name, path in paths.items()}),
     ):
         if encoded:
-            entries = [f"  {_dump(name)}: {_dump(value)}" for name, value in encoded.items()]
-            members.append(f'"{key}": {{{_lines(entries, "")}}}')
-    return f"{{{_lines(members, '')}}}\n"
+            yield f',\n"{key}": {{'
+            yield from _lines((f"  {_dump(n)}: {_dump(value)}" for n, value in encoded.items()), "")
+            yield "}"
+    yield "\n}\n"
 
 
-def _lines(items: list[str], indent: str) -> str:
+def _tensor_json(layout: Layout) -> str:
+    dtype, spec = to_safetensors(layout.dtype), str(layout.spec)
+    return _dump({"shape": layout.global_shape, "dtype": dtype, "spec": spec})
+
+
+def _lines(items: Iterable[str], indent: str) -> Iterator[str]:
     """Put each item on a line of its own between brackets that stand at `indent`."""
-    return "\n" + ",\n".join(items) + "\n" + indent if items else ""
+    separator = "\n"
+    for item in items:
+        yield separator + item
+        separator = ",\n"
+    if separator != "\n":
+        yield "\n" + indent
 
 
 def _dump(value: object) -> str:

@@ -6,7 +6,7 @@ for all of them.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol, TypeAlias, overload
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import ReplicaKey, replica_holders
@@ -20,9 +20,11 @@ __all__ = [
     "MadeBytes",
     "OutputFile",
     "OutputTensor",
+    "Put",
     "RawBytes",
     "Target",
     "Trailer",
+    "Write",
     "assign_boxes",
     "whole_box",
 ]
@@ -129,10 +131,11 @@ class OutputFile(NamedTuple):
         """Bytes that are no tensor's."""
         return self.num_bytes - sum(extent.num_bytes for extent in self.extents)
 
-    @classmethod
-    def of_bytes(cls, name: str, data: bytes) -> "OutputFile":
-        """Return a file that holds no tensor."""
-        return cls(name, len(data), (RawBytes(0, data),), ())
+
+Write: TypeAlias = Callable[[bytes], object]
+"""Writes on where it stopped."""
+Put: TypeAlias = Callable[[str, Callable[[Write], object]], None]
+"""Makes a file of a name, and has it written piece by piece."""
 
 
 class Target(NamedTuple):
@@ -140,8 +143,8 @@ class Target(NamedTuple):
 
     files: tuple[OutputFile, ...]
     directory: bool
-    last: Callable[[Mapping[str, Sequence[int]]], Sequence[tuple[str, bytes]]] | None = None
-    """Makes, from the CRC-32 of every extent by file, the small files that say what is in it."""
+    last: Callable[[Mapping[str, Sequence[int]], "Put"], None] | None = None
+    """Writes, given the CRC-32 of every extent by file, the files that say what is in it."""
     digested: bool = False
     """Whether the form needs the CRC-32 of every extent."""
     carried: frozenset[str] = frozenset()

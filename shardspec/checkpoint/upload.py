@@ -20,6 +20,7 @@ from shardspec.checkpoint.directories import exists
 from shardspec.checkpoint.executor import (
     CopiedTensor,
     Execution,
+    Pieces,
     different,
     digest_of_file,
     run_in_threads,
@@ -29,7 +30,7 @@ from shardspec.checkpoint.executor import (
 from shardspec.checkpoint.read_boxes import Buffers
 from shardspec.checkpoint.source_files import AHEAD_BYTES, OpenFiles, SourceFile
 from shardspec.checkpoint.store import RemotePath, store_errors
-from shardspec.checkpoint.targets import RawBytes, Target
+from shardspec.checkpoint.targets import Put, RawBytes, Target, Write
 from shardspec.errors import CheckpointError
 
 __all__ = ["BESIDE_SUFFIX", "RemoteStaging", "Upload", "copy_to_store"]
@@ -47,7 +48,7 @@ class Upload:
     path
         Its name.
     num_bytes
-        Its size.
+        Its size, as far as it is known: large ones come in larger parts.
     overwrite
         Whether a file of that name is replaced.
 
@@ -182,26 +183,37 @@ class RemoteStaging:
             return final
         return final.with_name(f".{final.name}.{self.token}{BESIDE_SUFFIX}")
 
-    def publish(self, files: Sequence[str], last: Mapping[str, bytes]) -> None:
+    def publish(
+        self, files: Sequence[str], write_last: Callable[[Put], None]
+    ) -> list[tuple[str, int, int]]:
         """Move what lies beside to where it belongs, and remove what is left of the old.
 
         Parameters
         ----------
         files
             All files but those that say what the others are; they were uploaded.
-        last
-            Those, by name; they are uploaded now.
+        write_last
+            Writes those; they are uploaded now.
+
+        Returns
+        -------
+        list
+            Name, bytes and CRC-32 of those.
         """
         moved = [name for name in files if name in self.there]
-        for name, data in last.items():
+        last: dict[str, tuple[str, int, int]] = {}
+
+        def put(name: str, fill: Callable[[Write], object]) -> None:
             place = self.place(name, beside=bool(moved))
-            with Upload(place, len(data), overwrite=self.overwrite) as upload:
-                upload.write(data)
+            with Upload(place, 0, overwrite=self.overwrite) as upload:
+                pieces = Pieces(upload.write)
+                fill(pieces.write)
+                pieces.flush()
             self.made.append(place)
-            with SourceFile(place) as file:
-                if file.num_bytes != len(data) or file.read(0, len(data)) != data:
-                    found = file.read(0, file.num_bytes)
-                    raise different(self.path, name, crc32(found), crc32(data))
+            _check_again(place, [(0, pieces.num_bytes, pieces.crc32, name)], self.path)
+            last[name] = name, pieces.num_bytes, pieces.crc32
+
+        write_last(put)
         if self.directory and moved:
             # Old and new ones side by side could be taken for one checkpoint.
             self._remove(
@@ -217,6 +229,7 @@ class RemoteStaging:
                 self.place(name, beside=True).replace(self.final(name))
         if self.directory:
             self._remove(self.old - {*files, *last})
+        return list(last.values())
 
     def _remove(self, names: Iterable[str]) -> None:
         """Remove files, first those that say what the others are."""

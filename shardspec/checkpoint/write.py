@@ -15,15 +15,22 @@ from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.coordinate import Alone, Member, Progress, together
 from shardspec.checkpoint.copy_plan import plan_copies, plan_files
 from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
-from shardspec.checkpoint.digests import crc32, crc32_combine
+from shardspec.checkpoint.digests import crc32_combine
 from shardspec.checkpoint.directories import sync_directory
-from shardspec.checkpoint.executor import Execution, Findings, Staged, copy_to_disk, finish_file
+from shardspec.checkpoint.executor import (
+    Execution,
+    Findings,
+    Staged,
+    copy_to_disk,
+    finish_file,
+    write_list,
+)
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA_NAME
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
-from shardspec.checkpoint.targets import OutputFile, OutputTensor, Target
+from shardspec.checkpoint.targets import OutputTensor, Put, Target
 from shardspec.checkpoint.tiling import MemoizedByBoxes, check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -190,10 +197,7 @@ def _to_disk(
             job.advance(file.other_bytes)
         job.source.check_unchanged()
         # What lists the others is written once they are on the disk.
-        for name, data in _last(job).items():
-            staged.create(name, len(data))
-            finish_file(job, staged, OutputFile.of_bytes(name, data), ())
-            written.append((name, len(data), crc32(data)))
+        _last(job, lambda name, fill: written.append(write_list(staged, name, fill)))
         if staged.directory:
             sync_directory(place)
     workers.say("written", written)
@@ -246,9 +250,7 @@ def _to_store(
         _join(job, workers)
         crcs = {name: crc for said in workers.gather("files") for name, crc in _dict(said).items()}
         written: _Written = [(f.name, f.num_bytes, crcs[f.name]) for f in target.files]
-        last = _last(job)
-        written += [(name, len(data), crc32(data)) for name, data in last.items()]
-        staging.publish([file.name for file in target.files], last)
+        written += staging.publish([file.name for file in target.files], partial(_last, job))
     except BaseException:
         names = {name for said in workers.said("files") for name in _dict(said)}
         staging.made.extend(map(staging.place, names))
@@ -264,11 +266,11 @@ def _join(job: Execution, workers: Alone) -> None:
     job.join([Findings(*_list(said)) for said in workers.gather("findings")])
 
 
-def _last(job: Execution) -> Mapping[str, bytes]:
-    if job.target.last is None:
-        return {}
-    files = zip(job.target.files, job.crcs, strict=True)
-    return dict(job.target.last({file.name: crcs for file, crcs in files}))
+def _last(job: Execution, put: Put) -> None:
+    """Write what lists the other files."""
+    if job.target.last is not None:
+        files = zip(job.target.files, job.crcs, strict=True)
+        job.target.last({file.name: crcs for file, crcs in files}, put)
 
 
 def _heard(workers: Alone) -> _Written:

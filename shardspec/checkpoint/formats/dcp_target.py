@@ -18,6 +18,7 @@ from shardspec.checkpoint.targets import (
     MadeBytes,
     OutputFile,
     OutputTensor,
+    Put,
     RawBytes,
     Target,
     assign_boxes,
@@ -28,7 +29,7 @@ from shardspec.checkpoint.torch_files.pickle_writer import (
     Name,
     Pairs,
     check_text,
-    pickled,
+    pickle_into,
 )
 from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.dtypes import item_bytes
@@ -74,8 +75,9 @@ def dcp_target(
         if file.num_bytes:
             files.append(file.planned())
 
-    def last(_: Mapping[str, Sequence[int]]) -> Sequence[tuple[str, bytes]]:
-        return [(METADATA_NAME, pickled(_metadata(tensors, files, list(others), values)))]
+    def last(_: Mapping[str, Sequence[int]], put: Put) -> None:
+        metadata = _metadata(tensors, files, list(others), values)
+        put(METADATA_NAME, lambda write: pickle_into(metadata, write))
 
     return Target(tuple(files), directory=True, last=last, digested=True)
 

@@ -30,9 +30,10 @@ from shardspec.checkpoint.formats.safetensors_header import (
 )
 from shardspec.checkpoint.sharding_info import (
     SAVE_KEY,
+    BoxColumns,
     FileEntry,
     ShardingInfo,
-    format_info,
+    info_lines,
     read_info,
 )
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
@@ -40,10 +41,13 @@ from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.targets import (
     Extent,
+    MadeBytes,
     OutputFile,
     OutputTensor,
+    Put,
     RawBytes,
     Target,
+    Write,
     assign_boxes,
 )
 from shardspec.dtypes import item_bytes
@@ -261,33 +265,51 @@ def sharded_target(
     """
     save = save or os.urandom(8).hex()
     by_name = {tensor.name: tensor for tensor in tensors}
+    ranks: list[int] = []
     files: list[OutputFile] = []
-    stated: list[FileEntry] = []
+
+    def head_of(extents: Sequence[Extent], rank: int) -> tuple[bytes, Header]:
+        slots = (TensorSlot(e.tensor.name, e.tensor.dtype, box_shape(e.box)) for e in extents)
+        return encode_header(slots, shard_metadata(save, rank))
+
+    def made(extents: Sequence[Extent], rank: int) -> Sequence[RawBytes]:
+        # Made each time that it is asked for: all of them take much memory.
+        return MadeBytes(1, lambda _: RawBytes(0, head_of(extents, rank)[0]))
+
     for rank, boxes in assign_boxes(mesh, layouts).items():
         if not boxes:
             continue
         box_of = {entry.tensor: entry.box for entry in boxes}
-        head, header = encode_header(
-            (TensorSlot(n, layouts[n].dtype, box_shape(box)) for n, box in box_of.items()),
-            shard_metadata(save, rank),
-        )
-        name = f"shard-{rank:05d}-{save}.safetensors"
-        slots = tuple(
+        unplaced = [Extent(by_name[name], box, 0) for name, box in box_of.items()]
+        _, header = head_of(unplaced, rank)
+        extents = tuple(
             Extent(by_name[entry.name], box_of[entry.name], entry.offset)
             for entry in header.entries
         )
-        files.append(OutputFile(name, header.file_bytes, (RawBytes(0, head),), slots))
-        # The info lists the boxes of a file in the order of their names.
-        stated.append(FileEntry(name, rank, header.file_bytes, tuple(boxes)))
+        ranks.append(rank)
+        name = f"shard-{rank:05d}-{save}.safetensors"
+        files.append(OutputFile(name, header.file_bytes, made(extents, rank), extents))
 
-    def last(crcs: Mapping[str, Sequence[int]]) -> Sequence[tuple[str, bytes]]:
-        entries = []
-        for file, entry in zip(files, stated, strict=True):
-            slots = zip(file.extents, crcs[file.name], strict=True)
-            crc_of = {extent.tensor.name: crc for extent, crc in slots}
-            digested = (box._replace(crc32=crc_of[box.tensor]) for box in entry.boxes)
-            entries.append(entry._replace(boxes=tuple(digested)))
-        info = ShardingInfo(save, mesh, dict(sorted(layouts.items())), tuple(entries))
-        return [(INFO_NAME, format_info(info).encode())]
+    def last(crcs: Mapping[str, Sequence[int]], put: Put) -> None:
+        def entry(rank: int, file: OutputFile) -> FileEntry:
+            boxes = BoxColumns()
+            # The info lists the boxes of a file in the order of their names.
+            pairs = sorted(zip(file.extents, crcs[file.name], strict=True), key=_by_name)
+            for extent, crc in pairs:
+                boxes.add(extent.tensor.name, (extent.box, ()), crc)
+            return FileEntry(file.name, rank, file.num_bytes, boxes)
+
+        entries = (entry(rank, file) for rank, file in zip(ranks, files, strict=True))
+        lines = info_lines(save, mesh, dict(sorted(layouts.items())), entries)
+
+        def fill(write: Write) -> None:
+            for line in lines:
+                write(line.encode())
+
+        put(INFO_NAME, fill)
 
     return Target(tuple(files), directory=True, last=last, digested=True)
+
+
+def _by_name(pair: tuple[Extent, int]) -> str:
+    return pair[0].tensor.name

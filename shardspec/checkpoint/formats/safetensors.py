@@ -37,6 +37,7 @@ from shardspec.checkpoint.targets import (
     Extent,
     OutputFile,
     OutputTensor,
+    Put,
     RawBytes,
     Target,
     whole_box,
@@ -284,16 +285,18 @@ def huggingface_target(tensors: Sequence[OutputTensor], max_shard_bytes: int) ->
     names = [
         f"model-{place:05d}-of-{len(shards):05d}.safetensors" for place in range(1, len(shards) + 1)
     ]
-    index = {
-        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
-        "weight_map": {
-            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
-        },
-    }
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
 
-    def last(_: Mapping[str, Sequence[int]]) -> Sequence[tuple[str, bytes]]:
-        return [(INDEX_NAME, text.encode())]
+    def last(_: Mapping[str, Sequence[int]], put: Put) -> None:
+        index = {
+            "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
+            "weight_map": {
+                tensor.name: name
+                for name, shard in zip(names, shards, strict=True)
+                for tensor in shard
+            },
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        put(INDEX_NAME, lambda write: write(text.encode()))
 
     files = (one_file(name, shard) for name, shard in zip(names, shards, strict=True))
     return Target(tuple(files), directory=True, last=last)

@@ -12,7 +12,7 @@ from typing import Final
 
 from shardspec.errors import CheckpointError
 
-__all__ = ["Call", "Made", "Name", "Outside", "Pairs", "check_text", "pickled"]
+__all__ = ["Call", "Made", "Name", "Outside", "Pairs", "check_text", "pickle_into", "pickled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,15 @@ def pickled(value: object) -> bytes:
     {'a': [1, -2.5, None], ('b', 1180591620717411303424): []}
     """
     out = BytesIO()
-    out.write(b"\x80\x02")
-    _put(value, out.write, {})
-    out.write(b".")
-    # Unlike a bytearray, it gives away what it holds without a copy.
+    pickle_into(value, out.write)
     return out.getvalue()
+
+
+def pickle_into(value: object, write: Callable[[bytes], object]) -> None:
+    """Write a value piece by piece, as `pickled` does."""
+    write(b"\x80\x02")
+    _put(value, write, {})
+    write(b".")
 
 
 def _put(value: object, out: Callable[[bytes], object], known: dict[object, int]) -> None:
