@@ -15,8 +15,7 @@ from shardspec.comm.steps import AllGather, AllToAll, Exchange, ReduceScatter
 from shardspec.errors import ShardSpecError
 from shardspec.tracing import log_from_environment
 
-LINKS = {"mesh_alpha": (1e-6, 1e-6), "mesh_beta": (1e-11, 1e-11)}
-MESH = DeviceMesh(range(6), (2, 3), axis_names=("dp", "tp"), **LINKS)
+MESH = DeviceMesh(range(6), (2, 3), None, (1e-6,) * 2, (1e-11,) * 2, axis_names=("dp", "tp"))
 
 
 def halves():
