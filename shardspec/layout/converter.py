@@ -4,16 +4,18 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import inf, prod
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Line
-from shardspec.comm.steps import AllReduce, Exchange, Permute, Slice, Step
+from shardspec.comm.steps import AllReduce, Exchange, Permute, ReduceOp, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.alternatives import cheapest_plans
+from shardspec.layout.batch import pair_costs
 from shardspec.layout.cross_search import Move, path_between_meshes
 from shardspec.layout.graph import Cuts, State, TransitionGraph, spec_of, state_of
 from shardspec.layout.layout import Layout, SpecLike
@@ -159,8 +161,42 @@ class LayoutConverter:
             self._seconds[source, target] = seconds
             return seconds
 
-    def cost_table(self, mesh: DeviceMesh, global_shape: Sequence[int], dtype: object) -> CostTable:
-        """Return the seconds of every conversion of a tensor with nothing pending, as one array.
+    def costs(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> npt.NDArray[Any]:
+        """Return the modelled seconds from each source to the target beside it.
+
+        Parameters
+        ----------
+        sources, targets
+            Equally many layouts, of any tensors and meshes; millions where they are a few objects
+            in many places, for each distinct pair is priced once.
+
+        Returns
+        -------
+        array (pairs)
+
+        Raises
+        ------
+        LayoutError
+            If there are not as many sources as targets, or a pair cannot be converted.
+
+        Examples
+        --------
+        >>> from shardspec import DeviceMesh
+        >>> whole = Layout(DeviceMesh(range(4), (4,)), "[R,R]", (64, 64), "f32")
+        >>> LayoutConverter().costs([whole] * 3, [whole, whole.with_spec("[S0,R]"), whole])
+        array([0., 0., 0.])
+        """
+        return pair_costs(sources, targets, self._model_of, self.cost)
+
+    def cost_table(
+        self,
+        mesh: DeviceMesh,
+        global_shape: Sequence[int],
+        dtype: object,
+        *,
+        partial: Sequence[ReduceOp] = (),
+    ) -> CostTable:
+        """Return what every conversion of a tensor costs, as arrays.
 
         Parameters
         ----------
@@ -168,6 +204,9 @@ class LayoutConverter:
             The devices.
         global_shape, dtype
             The tensor.
+        partial
+            A kind of reduction that may be pending along any axes, as ``("sum",)``; by default
+            nothing is pending.
 
         Raises
         ------
@@ -180,10 +219,10 @@ class LayoutConverter:
         >>> table = LayoutConverter().cost_table(DeviceMesh(range(4), (2, 2)), (64, 64), "f32")
         >>> table.seconds.shape, table.labels[:3]
         ((11, 11), ('[R,R]', '[R,S0]', '[R,S1]'))
-        >>> table.cost("[R,R]", "[S01,R]")
-        0.0
+        >>> table.cost("[R,R]", "[S01,R]"), table.local_bytes[table.index("[S01,R]")]
+        (0.0, np.int64(4096))
         """
-        return cost_table(mesh, tuple(global_shape), dtype, self._model_of(mesh))
+        return cost_table(mesh, tuple(global_shape), dtype, self._model_of(mesh), partial)
 
     def _model_of(self, mesh: DeviceMesh) -> CostModel:
         return _fitting(self.cost_model, mesh)

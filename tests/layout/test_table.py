@@ -68,9 +68,96 @@ def test_it_is_saved_and_loaded(tmp_path):
     table.save(tmp_path / "table.npz")
     again = CostTable.load(tmp_path / "table.npz")
     assert again.labels == table.labels
-    assert np.array_equal(again.seconds, table.seconds)
+    for name in ("seconds", "bytes_received", "peak_bytes", "local_bytes"):
+        assert np.array_equal(getattr(again, name), getattr(table, name))
     assert (again.mesh_shape, again.global_shape, again.dtype) == ((2, 2), (64, 32), "bfloat16")
     assert again.cost("[S0,R]", "[R,S0]") == table.cost("S0,R", "R,S0") > 0
+
+
+@pytest.mark.parametrize("shape", [(600, 36), (7, 5)])
+def test_bytes_are_those_of_the_plans_and_sums_may_be_pending(shape, tmp_path):
+    """Every pair, against the plan: seconds, bytes received, peak; inf where there is none."""
+    mesh = DeviceMesh(range(6), (2, 3), axis_names=("dp", "tp"))
+    converter = LayoutConverter(CostModel(mesh.shape, (SLOW, FAST)))
+    made = converter.cost_table(mesh, shape, "bf16", partial=("sum",))
+    made.save(tmp_path / "table.npz")
+    table = CostTable.load(tmp_path / "table.npz")
+    assert len(table.labels) == count_states(2, 2, 2) == 18
+    assert table.axis_names == ("dp", "tp")
+    assert table.index("[S(dp),R|P(tp)]") == table.index("[S0,R|P1]")
+    assert table.labels[table.index("S1,S(dp)")] == "[S1,S0]"
+    impossible = 0
+    for row, source in enumerate(table.labels):
+        layout = Layout(mesh, source, shape, "bf16")
+        assert table.local_bytes[row] == layout.max_local_bytes
+        for column, target in enumerate(table.labels):
+            numbers = table.seconds[row, column], table.bytes_received[row, column]
+            goal = layout.with_spec(target)
+            if set(goal.spec.partials) <= set(layout.spec.partials):
+                plan = converter.plan(layout, goal)
+                assert numbers[0] == pytest.approx(plan.cost_seconds, rel=1e-9, abs=2e-11)
+                assert numbers[1] == plan.bytes_received
+                # Of slices along two dims either may come first.
+                assert table.peak_bytes[row, column] == pytest.approx(plan.peak_bytes, rel=0.35)
+                if len(plan.communicating) == len(plan.steps):
+                    assert table.peak_bytes[row, column] == plan.peak_bytes
+            else:
+                assert (*numbers, table.peak_bytes[row, column]) == (np.inf, -1, -1)
+                impossible += 1
+    assert impossible > 50
+
+
+def test_one_kind_of_sum_at_a_time():
+    mesh = DeviceMesh(range(4), (4,))
+    wrong: list[Any] = [("sum", "max"), "sum"]
+    for partial in wrong:
+        with pytest.raises(LayoutError, match=r"give partial=\('sum',\)$"):
+            LayoutConverter().cost_table(mesh, (8,), "f32", partial=partial)
+    table = LayoutConverter().cost_table(mesh, (8,), "f32")
+    with pytest.raises(LayoutError, match=r"spec \[R\|P0\] is not in the table of 2 layouts"):
+        table.index("[R|P0]")
+
+
+def test_a_table_that_does_not_fit_says_how_much_it_would_take():
+    mesh = DeviceMesh(range(32), (2,) * 5)
+    with pytest.raises(LayoutError, match=r"it would take 28.37 GiB; ask for single costs"):
+        LayoutConverter().cost_table(mesh, (64,) * 4, "f32")
+
+
+def test_many_pairs_at_once():
+    """Of several tensors and meshes, pending ones too; each as if it were asked for alone."""
+    first = DeviceMesh(range(6), (2, 3))
+    second = DeviceMesh(range(6), (6,))
+    ends = [
+        (Layout(mesh, source, shape, "bf16"), Layout(mesh, target, shape, "bf16"))
+        for mesh, shape, pairs in (
+            (first, (600, 36), (("[S0,R]", "[R,S01]"), ("[R,R|P0]", "[S1,S0]"))),
+            (first, (7, 5), (("[S01,R]", "[R,R]"), ("[R,R|P01]", "[R,S0|P1]"))),
+            (second, (7, 5), (("[R,R]", "[S0,R]"), ("[R,S0]", "[S0,R]"))),
+        )
+        for source, target in pairs
+    ]
+    across = ends[2][0], Layout(second, "[S0,R]", (7, 5), "bf16")
+    pairs = [
+        *ends,
+        across,
+        *ends[::-1],
+        *((a.with_spec(a.spec), b.with_spec(b.spec)) for a, b in ends),
+    ]
+    converter = LayoutConverter()
+    found = converter.costs(*zip(*pairs, strict=True))
+    assert found == pytest.approx([converter.cost(*pair) for pair in pairs], rel=1e-9, abs=2e-11)
+    assert converter.costs([], []).shape == (0,)
+
+
+def test_pairs_that_are_none():
+    a, b = (Layout(DeviceMesh(range(2), (2,)), "[R]", shape, "f32") for shape in ((8,), (9,)))
+    with pytest.raises(LayoutError, match="2 sources for 1 targets; give pairs"):
+        LayoutConverter().costs([a, a], [a])
+    with pytest.raises(LayoutError, match=r"^edge 1 is between .*one shape and dtype$"):
+        LayoutConverter().costs([a, a, b], [a, b, b])
+    with pytest.raises(LayoutError, match="a conversion only finishes reductions"):
+        LayoutConverter().costs([a], [a.with_spec("[R|P0]")])
 
 
 def test_saving_replaces_in_one_go_and_leaves_nothing_behind(tmp_path):
