@@ -31,6 +31,8 @@ from shardspec.checkpoint.formats.names import (
     find_megatron,
     is_data_file,
     is_rank_file,
+    part_of_several,
+    part_text,
 )
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, Snapshot, as_path, reason
@@ -212,6 +214,10 @@ def _find(place: Path) -> _Found:
     known = format_of_names(names)
     if known is not None:
         return _Found(place, known.name, known.takes, known.reader, place, known.nested)
+    for name in sorted(names):
+        part = part_of_several(name, lambda: names)
+        if part is not None:
+            raise CheckpointError(f"{place}: {name} is {part_text(part)}")
     hint = _nearby(place, names)
     if hint is not None:
         raise CheckpointError(f"{place}: is no checkpoint itself, but {hint}")

@@ -4,7 +4,7 @@ This stands apart from the modules that read them, of which only the one that is
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "MEGATRON_TRACKER",
     "METADATA_NAME",
     "NATIVE",
+    "PARTS",
     "RANK_FILE",
     "RANK_FILES",
     "SAFETENSORS",
@@ -33,6 +34,8 @@ __all__ = [
     "find_megatron",
     "is_data_file",
     "is_rank_file",
+    "part_of_several",
+    "part_text",
 ]
 
 NATIVE: Final = "shardspec"
@@ -102,3 +105,49 @@ def is_rank_file(name: str) -> bool:
 def is_data_file(name: str) -> bool:
     """Say whether a file name is that of a finished safetensors file."""
     return name.endswith(".safetensors") and not name.startswith(".")
+
+
+PARTS: Final = {
+    "DeepSpeed ZeRO": (
+        re.compile(
+            r"(?:(?:bf16|fp16)_)?(?:zero_pp_rank_\d+|(?:layer_\d+_)?expert_\d+)"
+            r"_mp_rank_\d+_(?:model|optim)_states\.pt"
+        ),
+        "the script that it leaves beside the checkpoint: python zero_to_fp32.py RUN OUTPUT",
+    ),
+    "DeepSpeed's tensor parallel": (
+        re.compile(r"mp_rank_(\d+)_model_states\.pt"),
+        "python -m deepspeed.checkpoint.ds_to_universal --input_folder RUN --output_folder OUTPUT",
+    ),
+    "Meta's model parallel": (
+        re.compile(r"consolidated\.(\d\d)\.pth"),
+        "python -m transformers.models.llama.convert_llama_weights_to_hf --input_dir FOLDER "
+        "--output_dir OUTPUT",
+    ),
+}
+"""Formats with a file a rank that are not read here: the names of these files, with a number where
+one may be alone, and what puts them together."""
+
+
+def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | None:
+    """Say which of `PARTS` a file is one of, by its name and those beside it; None if of none.
+
+    Examples
+    --------
+    >>> part_of_several("consolidated.00.pth", lambda: ["consolidated.00.pth"]) is None
+    True
+    >>> part_of_several("consolidated.01.pth", lambda: ["consolidated.01.pth"])
+    "Meta's model parallel"
+    """
+    for kind, (pattern, _) in PARTS.items():
+        match = pattern.fullmatch(name)
+        if match is not None:
+            alone = match.groups() and not int(match[1])
+            if not alone or sum(pattern.fullmatch(other) is not None for other in beside()) > 1:
+                return kind
+    return None
+
+
+def part_text(kind: str) -> str:
+    """Write what a file of one of `PARTS` is, for errors."""
+    return f"what one of several {kind} ranks has saved; put them together with {PARTS[kind][1]}"

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
-from shardspec.checkpoint.formats.names import BIN_INDEX, BIN_NAME, TORCH_FILE
+from shardspec.checkpoint.formats.names import (
+    BIN_INDEX,
+    BIN_NAME,
+    TORCH_FILE,
+    part_of_several,
+    part_text,
+)
 from shardspec.checkpoint.formats.safetensors import by_file, check_listed
 from shardspec.checkpoint.torch_files.torch_state import (
     TorchState,
@@ -33,9 +39,36 @@ def open_torch_file(path: Path) -> ListedCatalog:
     CheckpointError
         If it is damaged, names what does not belong in a checkpoint, or holds a part of a tensor.
     """
+    _check_alone(
+        path, part_of_several(path.name, lambda: [at.name for at in path.parent.iterdir()])
+    )
     state = read_torch_state(path)
+    _check_alone(path, _part_by_content(state))
     others = {name: plain_value(value) for name, value in state.extras.items()}
     return ListedCatalog(TORCH_FILE, path, _whole(state), (path,), None, others)
+
+
+def _check_alone(path: Path, kind: str | None) -> None:
+    if kind is not None:
+        raise CheckpointError(f"{path}: is {part_text(kind)}")
+
+
+def _part_by_content(state: TorchState) -> str | None:
+    """Say which kind of part of a checkpoint a file is, if what it holds shows that it is one."""
+    shapes = state.extras.get("param_shapes")
+    for group in shapes if isinstance(shapes, list) else ():
+        for name, shape in group.items() if isinstance(group, dict) else ():
+            found = state.tensors.get(f"module.{name}")
+            if found is not None and found.local.shape != shape:
+                return "DeepSpeed ZeRO"
+    ranks = state.extras.get("mp_world_size")
+    if "ds_version" in state.extras and isinstance(ranks, int) and ranks > 1:
+        return "DeepSpeed's tensor parallel"
+    # Meta cuts along its second dim what is square.
+    square = state.tensors.get("layers.0.attention.wo.weight")
+    shape = (0, 0) if square is None else square.local.shape
+    few = len(shape) == 2 and 0 < shape[1] < shape[0] and shape[0] % shape[1] == 0
+    return "Meta's model parallel" if few and "rope.freqs" in state.tensors else None
 
 
 def open_bin_directory(directory: Path) -> ListedCatalog:

@@ -112,6 +112,70 @@ def test_a_model_in_one_storage_is_checked_once(tmp_path):
     assert all("CRC-32" in flaw for flaw in report.flaws)
 
 
+ZERO = "several DeepSpeed ZeRO ranks has saved; put them together with the script that it leaves "
+TENSOR_PARALLEL = "several DeepSpeed's tensor parallel ranks has saved; put them together with "
+META = "several Meta's model parallel ranks has saved; put them together with python "
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("zero_pp_rank_0_mp_rank_00_model_states.pt",), ZERO),
+        (("zero_pp_rank_3_mp_rank_00_model_states.pt",), ZERO),
+        (("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",), ZERO),
+        (("layer_3_expert_0_mp_rank_00_model_states.pt",), ZERO),
+        (("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), TENSOR_PARALLEL),
+        (("mp_rank_01_model_states.pt",), TENSOR_PARALLEL),
+        (("consolidated.00.pth", "consolidated.01.pth"), META),
+        (("consolidated.07.pth",), META),
+    ],
+)
+def test_one_file_of_several_is_told_by_its_name_and_those_beside_it(tmp_path, names, told):
+    for name in names:
+        torch.save(MODEL, tmp_path / name)
+    for name in names:
+        assert f"{tmp_path / name}: is what one of {told}" in refused(tmp_path / name)
+    assert f"{tmp_path}: {names[0]} is what one of {told}" in refused(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "consolidated.00.pth"])
+def test_one_file_that_is_alone_is_read(tmp_path, name):
+    torch.save(MODEL, tmp_path / name)
+    assert_same(read_whole(tmp_path / name), MODEL)
+
+
+def of_meta(ranks):
+    weight = torch.zeros(8, 8 // ranks)
+    return {"layers.0.attention.wo.weight": weight, "rope.freqs": torch.zeros(2)}
+
+
+def of_deepspeed(size, ranks=1):
+    shapes = [{"w": torch.Size((3, 2))}, {"v": torch.Size(())}]
+    module = {"w": torch.zeros(size), "v": torch.zeros(())}
+    return {"module": module, "param_shapes": shapes, "ds_version": "0.19", "mp_world_size": ranks}
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (of_deepspeed((0,)), ZERO),
+        (of_deepspeed((3, 2)), None),
+        (of_deepspeed((3, 2), 2), TENSOR_PARALLEL),
+        (of_meta(1), None),
+        (of_meta(2), META),
+    ],
+)
+def test_one_file_of_several_is_told_by_what_it_holds(tmp_path, state, told):
+    """Whatever it is called."""
+    path = tmp_path / "model.pt"
+    torch.save(state, path)
+    if told is None:
+        assert open_checkpoint(path).names
+    else:
+        assert f"{path}: is what one of {told}" in refused(path)
+
+
 def test_a_file_cut_short(tmp_path):
     path = tmp_path / "model.pt"
     torch.save(MODEL, path)
