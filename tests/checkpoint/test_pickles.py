@@ -387,6 +387,40 @@ def test_tuples_behind_many_objects():
     assert "large or nested tuples" in refused(raw(body, 4))
 
 
+@pytest.mark.parametrize("put", [b"q\0", b"r\0\0\0\0", b"\x94"])
+def test_wide_tuples_as_keys_within_objects_that_are_alike(put):
+    wide = b"(" + b"K\1" * 1000 + b"t" + put
+    kind = b"ca\nThing\n\x94"
+    objects = b"h\1)\x81\x94}\x94(h\0K\1h\0Nub" * 50
+    assert "large or nested tuples" in refused(raw(b"](" + wide + kind + objects + b"e", 4))
+
+
+STATES = {
+    "attributes for a name": b"ca\nnamed\n}X\4\0\0\0nameK\7sb",
+    "slots for a name": b"ca\nnamed\nN}X\4\0\0\0nameK\7s\x86b",
+    "attributes for a class": b"ca\nThing\n}X\4\0\0\0nameK\7sb",
+    "slots for a class": b"ca\nThing\nN}X\4\0\0\0nameK\7s\x86b",
+    "attributes for a function": b"ca\nfirst\n}X\7\0\0\0__new__K\7sb",
+    "slots for a function": b"ca\nfirst\nN}X\7\0\0\0__new__K\7s\x86b",
+    "an item of a name": b"ca\nnamed\nK\1K\2s",
+    "a name made an object": b"ca\nnamed\n)\x81",
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_names_cannot_be_changed(case):
+    before = {name: dict(vars(kind)) for name, kind in LISTED.items()}
+    refused(raw(STATES[case]))
+    assert {name: dict(vars(kind)) for name, kind in LISTED.items()} == before
+
+
+def test_attributes_of_dicts_are_left_out():
+    slots = b"N}X\1\0\0\0aK\7s\x86b"
+    found = read(raw(b"ccollections\nOrderedDict\n)R" + slots))
+    assert found == {}
+    assert not hasattr(found, "a")
+
+
 # --- bombs: small pickles of large values
 
 LIMITED = """

@@ -284,5 +284,16 @@ def test_calls_that_make_no_sense(path, value, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "state", [b"}X\5\0\0\0shapeK\7s", b"N}X\5\0\0\0shapeK\7s\x86", b"(K\1K\2K\3K\4K\5t"]
+)
+def test_a_tensor_is_given_no_state(path, state):
+    """What was checked cannot be changed afterwards."""
+    data = pickled(tensor(storage(), 0, (2,), (1,)))[:-1] + state + b"b."
+    path.write_bytes(handmade([(b"x/data.pkl", data), (b"x/data/0", bytes(24))]))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read(path)
+
+
 def test_sizes_are_tuples():
     assert sizes_of([2, 0]) == (2, 0)

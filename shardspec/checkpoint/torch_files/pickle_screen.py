@@ -116,6 +116,8 @@ def _follow(data: bytes, *, in_runs: bool) -> bool:
             else:
                 place = data[at + 1]
                 at += 2
+            if runs and stack[-1] > _MOST_KEY_PARTS:
+                return False
             if place == len(memo):
                 number_it(stack[-1])
             elif place < len(memo):
@@ -134,7 +136,7 @@ def _follow(data: bytes, *, in_runs: bool) -> bool:
                 push(memo[number(data, at + 1)[0]])
                 at += 5
         elif code == 0x94:  # MEMOIZE
-            if stack[-1] > _MOST_KEY_PARTS and runs:
+            if runs and stack[-1] > _MOST_KEY_PARTS:
                 return False
             number_it(stack[-1])
             at += 1

@@ -70,6 +70,10 @@ class TorchDTensor(NamedTuple):
     rank: int | None = None
     """The rank that saved it, where its mesh says so and it is not the one it was read for."""
 
+    def __hash__(self) -> int:
+        # A mesh may have very many ids.
+        return id(self)
+
 
 def dtensor_spec(dtensor: TorchDTensor) -> ShardingSpec:
     """Return the spec of a DTensor, axes by number."""
