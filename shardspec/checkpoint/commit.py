@@ -318,14 +318,14 @@ class _Stage:
                 )
             self._check_named()
             return
-        aside = self._name
+        old_name = self._name
         if not renameat2(self._parent, self._name, self._path.name, EXCHANGE, self._path):
             # Between these two, neither stands under the name; both are complete on the disk.
-            aside = f"{self._name}-old"
-            for one, other in ((self._path.name, aside), (self._name, self._path.name)):
+            old_name = f"{self._name}-old"
+            for one, other in ((self._path.name, old_name), (self._name, self._path.name)):
                 os.rename(one, other, src_dir_fd=self._parent, dst_dir_fd=self._parent)
         self._check_named()
-        self._keep_others(aside, replaced)
+        self._keep_others(old_name, replaced)
 
     def _check_named(self) -> None:
         if not is_same(self._parent, self._path.name, self._fd):
@@ -357,10 +357,10 @@ class _Stage:
         with suppress(OSError):
             os.fsync(self._fd)
 
-    def _keep_others(self, aside: str, replaced: Collection[str]) -> None:
+    def _keep_others(self, old_name: str, replaced: Collection[str]) -> None:
         """Move to the new directory what was none of the old checkpoint, and remove the rest."""
         new = set(os.listdir(self._fd))
-        old = os.open(aside, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
+        old = os.open(old_name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
         try:
             for _ in range(10):
                 for name in os.listdir(old):
@@ -371,13 +371,13 @@ class _Stage:
                         raise CheckpointError(
                             f"{self._path}: is written, but the old directory had a directory "
                             f"{name!r} where it now has a file; it is kept in "
-                            f"{self._path.with_name(aside)}"
+                            f"{self._path.with_name(old_name)}"
                         )
                     else:
                         os.rename(name, name, src_dir_fd=old, dst_dir_fd=self._fd)
                 # What somebody puts there by its descriptor meanwhile is kept too.
                 with suppress(OSError):
-                    os.rmdir(aside, dir_fd=self._parent)
+                    os.rmdir(old_name, dir_fd=self._parent)
                     return
         finally:
             os.close(old)

@@ -4,7 +4,6 @@ Threads take copies from one list, tensor by tensor, so that a stored box is rea
 whatever files it goes to. A store is given each file from its start to its end instead.
 """
 
-import heapq
 import os
 from array import array
 from collections import OrderedDict
@@ -16,9 +15,8 @@ from itertools import chain
 from pathlib import Path
 from threading import Event, Lock
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from shardspec.checkpoint.cast_counts import CastCounts
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.copy_plan import (
@@ -28,36 +26,29 @@ from shardspec.checkpoint.copy_plan import (
     plan_copies,
     stretches,
 )
-from shardspec.checkpoint.digests import Checks, crc32, crc32_combine, crc_text
-from shardspec.checkpoint.directories import reserve
+from shardspec.checkpoint.digests import Checks, crc32, crc32_combine
+from shardspec.checkpoint.output_files import Staged, different, read_back, write_all
 from shardspec.checkpoint.read_boxes import Buffers, read_box
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
-from shardspec.checkpoint.store import RemotePath, reason
-from shardspec.checkpoint.targets import Extent, OutputFile, RawBytes, Target, Write
+from shardspec.checkpoint.targets import Extent, Target
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from shardspec.checkpoint.numeric import CastLosses
+
 __all__ = [
     "Cancelled",
+    "CastCounts",
     "CopiedTensor",
     "Execution",
     "Findings",
-    "Pieces",
-    "Staged",
     "copy_to_disk",
-    "different",
-    "digest_of_file",
-    "finish_file",
     "run_in_threads",
     "tensor_text",
     "wanted_stretches",
-    "write_all",
-    "write_list",
 ]
 
-WRITE_BYTES: Final = 128 << 10
-"""Bytes written to a disk by one call, as `cat` does. Linux makes the pages of its cache no larger
-than what one call brings: small ones are more work, and large ones can be slow to come by."""
 _OPEN_OUTPUTS: Final = 128
 
 
@@ -73,6 +64,38 @@ class Findings(NamedTuple):
     unjudged: list[tuple[str, int, int, int, int]]
     """Tensor, number of its box, position, bytes and CRC-32 of what was read of boxes that no
     process has read whole."""
+
+
+class CastCounts:
+    """Adds up the losses of a run.
+
+    Parameters
+    ----------
+    strict
+        Whether any loss is an error.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._lock = Lock()
+        self.losses: CastLosses | None = None
+        """Of all blocks that were cast so far; None if there was none."""
+
+    def add(self, name: str, losses: "CastLosses") -> None:
+        """Count what a block lost.
+
+        Raises
+        ------
+        CheckpointError
+            If that is not allowed.
+        """
+        if self._strict and losses:
+            raise CheckpointError(
+                f"{name}: the cast would not keep its numbers: {losses}; choose another dtype, or "
+                "allow for it without --strict-cast (strict_cast=False)"
+            )
+        with self._lock:
+            self.losses = losses if self.losses is None else self.losses + losses
 
 
 @dataclass(slots=True)
@@ -170,41 +193,6 @@ class Execution:
         with OpenFiles() as files:
             for _, of_tensor in checks.values():
                 of_tensor.finish(files)
-
-
-class Staged(NamedTuple):
-    """An output that is begun: a file, or a directory of files."""
-
-    place: Path
-    """Where, by its descriptor."""
-    path: Path
-    """Its final name, for errors."""
-    directory: bool
-
-    def create(self, name: str, num_bytes: int) -> None:
-        """Make a file of a size: a disk that has no room for it shows before any is written."""
-        try:
-            fd = self._open(name, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW if self.directory else 0)
-            try:
-                reserve(fd, num_bytes)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: cannot be written: {reason(error)} ({num_bytes} bytes are needed); "
-                "make room or write elsewhere"
-            ) from None
-
-    def open(self, name: str) -> int:
-        """Open a file that was made; return its descriptor."""
-        try:
-            return self._open(name, os.O_NOFOLLOW if self.directory else 0)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be written: {reason(error)}") from None
-
-    def _open(self, name: str, flags: int) -> int:
-        place = self.place / name if self.directory else self.place
-        return os.open(place, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
 
 
 class CopiedTensor:
@@ -306,7 +294,7 @@ def copy_to_disk(job: Execution, staged: Staged, threads: int) -> None:
                     write_all(fd, data, offset, job.path)
                     if job.reread:
                         room = buffers.scratch[: len(data)]
-                        _read_back(fd, room, offset, job.path)
+                        read_back(fd, room, offset, job.path)
                         if (found := crc32(room)) != known:
                             extent = job.target.files[copy.file].extents[copy.extent]
                             raise different(job.path, tensor_text(extent), found, known)
@@ -355,29 +343,6 @@ class _Outputs:
             os.close(fd)
 
 
-def _read_back(fd: int, room: memoryview, offset: int, path: Path) -> None:
-    done = 0
-    while done < len(room):
-        try:
-            count = os.preadv(fd, [room[done:]], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read again: {reason(error)}") from None
-        if not count:
-            raise CheckpointError(f"{path}: was cut short while it was written; nothing was kept")
-        done += count
-
-
-def different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
-    """Return the error that says that what was written is not what is there."""
-    why = "the memory of this machine, or what it is stored on, is at fault"
-    if isinstance(path, RemotePath):
-        why = "the store gives back something else than was sent, or another run has written there"
-    return CheckpointError(
-        f"{path}: {name} was read back differently: its CRC-32 is {crc_text(found)} instead of "
-        f"{crc_text(expected)}; {why}; nothing was kept"
-    )
-
-
 def run_in_threads(work: Sequence[Callable[[], None]], failed: Event) -> None:
     """Do pieces of work at the same time, one a thread; the first that fails stops the others."""
     if len(work) == 1:
@@ -410,116 +375,3 @@ def run_in_threads(work: Sequence[Callable[[], None]], failed: Event) -> None:
         finally:
             # Otherwise an error and its traceback hold each other, and buffers with them.
             del cause, errors, futures
-
-
-def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
-    """Write bytes at a place in a file.
-
-    Raises
-    ------
-    CheckpointError
-        If the system refuses, as when the disk is full.
-    """
-    done, end = 0, len(data)
-    while done < end:
-        try:
-            done += os.pwrite(fd, data[done : done + WRITE_BYTES], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
-
-
-def finish_file(job: Execution, staged: Staged, file: OutputFile, crcs: Sequence[int]) -> int:
-    """Write and check what is no tensor's, flush a file, and return the CRC-32 of all of it."""
-    fd = staged.open(file.name)
-    try:
-        trailer = () if file.trailer is None else file.trailer(crcs)
-        for one in chain(file.raw, trailer):
-            write_all(fd, memoryview(one.data), one.offset, job.path)
-        _flush(fd, job.path)
-        room = memoryview(bytearray(WRITE_BYTES))
-        for one in chain(file.raw, trailer):
-            for at in range(0, len(one.data), WRITE_BYTES):
-                due = memoryview(one.data)[at : at + WRITE_BYTES]
-                _read_back(fd, found := room[: len(due)], one.offset + at, job.path)
-                if found != due:
-                    raise different(job.path, "a header", crc32(found), crc32(due))
-    finally:
-        os.close(fd)
-    return digest_of_file(file, trailer, crcs) if job.digested else 0
-
-
-class Pieces:
-    """Pieces of a file, put together to blocks: how many bytes, and their CRC-32.
-
-    Parameters
-    ----------
-    write_block
-        Writes a block behind those before.
-    """
-
-    def __init__(self, write_block: Callable[[memoryview], object]) -> None:
-        self._write_block = write_block
-        self._waiting = bytearray()
-        self.num_bytes = 0
-        self.crc32 = 0
-
-    def write(self, data: bytes) -> None:
-        """Write on."""
-        self._waiting += data
-        if len(self._waiting) >= BLOCK_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what waits."""
-        block, self._waiting = self._waiting, bytearray()
-        self.crc32 = crc32(block, self.crc32)
-        self._write_block(memoryview(block))
-        self.num_bytes += len(block)
-
-
-def write_list(staged: Staged, name: str, fill: Callable[[Write], object]) -> tuple[str, int, int]:
-    """Write a file that says what the others are; return its name, bytes and CRC-32."""
-    staged.create(name, 0)
-    fd = staged.open(name)
-    try:
-        pieces = Pieces(lambda block: write_all(fd, block, pieces.num_bytes, staged.path))
-        fill(pieces.write)
-        pieces.flush()
-        _flush(fd, staged.path)
-        found, room = 0, memoryview(bytearray(WRITE_BYTES))
-        for at in range(0, pieces.num_bytes, WRITE_BYTES):
-            part = room[: min(WRITE_BYTES, pieces.num_bytes - at)]
-            _read_back(fd, part, at, staged.path)
-            found = crc32(part, found)
-    finally:
-        os.close(fd)
-    if found != pieces.crc32:
-        raise different(staged.path, name, found, pieces.crc32)
-    return name, pieces.num_bytes, pieces.crc32
-
-
-def _flush(fd: int, path: Path) -> None:
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
-
-
-def digest_of_file(file: OutputFile, trailer: Sequence[RawBytes], crcs: Sequence[int]) -> int:
-    """Return the CRC-32 of a file made of raw bytes and extents, with zeros between them."""
-    # All are in ascending order, and there can be very many.
-    raw = (
-        ((one.offset, len(one.data), crc32(one.data)) for one in several)
-        for several in (file.raw, trailer)
-    )
-    extents = (
-        (extent.offset, extent.num_bytes, crc)
-        for extent, crc in zip(file.extents, crcs, strict=True)
-    )
-    value = at = 0
-    for offset, num_bytes, crc in heapq.merge(*raw, extents):
-        if offset > at:
-            value = crc32(bytes(offset - at), value)
-        value = int(crc32_combine(value, crc, num_bytes))
-        at = offset + num_bytes
-    return value

@@ -18,7 +18,6 @@ from shardspec.boxes import box_shape
 from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.directories import DirectoryLock
-from shardspec.checkpoint.executor import write_all
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
 from shardspec.checkpoint.formats.safetensors_header import (
@@ -27,6 +26,7 @@ from shardspec.checkpoint.formats.safetensors_header import (
     encode_header,
     read_header,
 )
+from shardspec.checkpoint.output_files import write_all
 from shardspec.checkpoint.rank_state import (
     Described,
     Replicas,

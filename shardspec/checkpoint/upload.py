@@ -20,13 +20,11 @@ from shardspec.checkpoint.directories import exists
 from shardspec.checkpoint.executor import (
     CopiedTensor,
     Execution,
-    Pieces,
-    different,
-    digest_of_file,
     run_in_threads,
     tensor_text,
     wanted_stretches,
 )
+from shardspec.checkpoint.output_files import Pieces, different, digest_of_file
 from shardspec.checkpoint.read_boxes import Buffers
 from shardspec.checkpoint.source_files import AHEAD_BYTES, OpenFiles, SourceFile
 from shardspec.checkpoint.store import RemotePath, store_errors

@@ -8,7 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.cast_counts import CastCounts
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.commit import joined_output, real_path, staged_output
 from shardspec.checkpoint.compare import check_replicas
@@ -17,16 +16,10 @@ from shardspec.checkpoint.copy_plan import plan_copies, plan_files
 from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
 from shardspec.checkpoint.digests import crc32_combine
 from shardspec.checkpoint.directories import sync_directory
-from shardspec.checkpoint.executor import (
-    Execution,
-    Findings,
-    Staged,
-    copy_to_disk,
-    finish_file,
-    write_list,
-)
+from shardspec.checkpoint.executor import CastCounts, Execution, Findings, copy_to_disk
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA_NAME
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.output_files import Staged, finish_file, write_list
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
@@ -193,7 +186,9 @@ def _to_disk(
         copy_to_disk(job, staged, options.threads)
         _join(job, workers)
         for file, crcs in zip(files, job.crcs, strict=True):
-            written.append((file.name, file.num_bytes, finish_file(job, staged, file, crcs)))
+            written.append(
+                (file.name, file.num_bytes, finish_file(staged, file, crcs, digested=job.digested))
+            )
             job.advance(file.other_bytes)
         job.source.check_unchanged()
         # What lists the others is written once they are on the disk.

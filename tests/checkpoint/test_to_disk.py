@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shardspec.checkpoint.executor import write_all
+from shardspec.checkpoint.output_files import write_all
 from shardspec.errors import CheckpointError
 
 MIB = bytes(range(256)) * 4096
