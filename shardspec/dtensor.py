@@ -133,13 +133,8 @@ class DTensor(TensorLike):
     ) -> "DTensor":
         """Make a DTensor of torch's: the same storage, and gradients flow back.
 
-        Parameters
-        ----------
-        tensor
-            torch's DTensor. A rank outside its mesh gets a tensor without shards.
-        device_mesh
-            The mesh it is on, where that has links or names that torch's mesh lacks; by default
-            `DeviceMesh.from_torch` of torch's.
+        A rank outside the mesh gets a tensor without shards. `device_mesh` is the mesh it is on,
+        where that has links or names that torch's mesh lacks.
 
         Raises
         ------

@@ -234,8 +234,8 @@ class _Rounds:
         share = max(round_bytes // max(1, len(schedule.members) - 1), _LEAST_BYTES)
         self._outgoing, self._most = schedule.outgoing, share // shard.element_size()
         boxes = [box for _, box in schedule.outgoing] + [part.box for part in schedule.incoming]
-        self._memory = shard.new_empty(sum(min(self._most, box_size(box)) for box in boxes))
-        self._used = 0
+        self._size, self._used = sum(min(self._most, box_size(box)) for box in boxes), 0
+        self._shard, self._memory = shard, shard.new_empty(0)
 
     def boxes(self, incoming: Boxes) -> Iterator[tuple[Boxes, Boxes]]:
         """Yield what is sent and received round by round."""
@@ -251,6 +251,8 @@ class _Rounds:
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Return contiguous memory for a tensor, good for this round."""
+        if not self._memory.numel():
+            self._memory = self._shard.new_empty(self._size)
         start, self._used = self._used, self._used + like.numel()
         return self._memory[start : self._used].view(like.shape)
 

@@ -162,13 +162,13 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
 
 @lru_cache(maxsize=4096)
 def _kept_of(placements: tuple[Placement, ...], gradient: bool) -> tuple[bool, ...]:
-    return tuple(_kept(placement, gradient) for placement in placements)
-
-
-def _kept(placement: Placement, gradient: bool) -> bool:
-    if type(placement) is Partial:
-        return not gradient or placement.reduce_op in ("sum", "avg")
-    return type(placement) in (Replicate, Shard)
+    """Say of each placement whether a spec has it, and a gradient passes it where it has to."""
+    return tuple(
+        not gradient or p.reduce_op in ("sum", "avg")
+        if type(p) is Partial
+        else type(p) in (Replicate, Shard)
+        for p in placements
+    )
 
 
 def _with_gradient_times(tensor: torch.Tensor, factor: float) -> torch.Tensor:

@@ -19,11 +19,11 @@ from shardspec.mesh import DeviceMesh
 from shardspec.operations.random_ops import draws, same_numbers
 from shardspec.operations.refusals import (
     REFUSALS,
+    Call,
     ExplainedRefusals,
     RefuseStridedViews,
     check_gradient,
     goes_back,
-    reads_values,
     refusal,
 )
 from shardspec.shards import check_copies
@@ -106,7 +106,7 @@ def apply(
     except ShardSpecError:
         raise
     except REFUSALS as error:
-        found = refusal(name, function, torch_args, torch_kwargs, mesh, error)
+        found = refusal(name, Call.of(function, torch_args, torch_kwargs, mesh), error)
         if found is None:
             raise
         raise found from None
@@ -122,12 +122,12 @@ def apply(
 
     if isinstance(result, TorchDTensor):
         return ours(result)
-    if any(isinstance(leaf, int | float | complex) for leaf in tree_leaves(result)) and (
-        reads_values(function, torch_args, torch_kwargs, mesh)
-    ):
-        # torch would read this rank's shard, or its addend.
-        global_args, global_kwargs = tree_map(_gathered, (torch_args, torch_kwargs))
-        return function(*global_args, **global_kwargs)
+    if any(isinstance(leaf, int | float | complex) for leaf in tree_leaves(result)):
+        call = Call.of(function, torch_args, torch_kwargs, mesh)
+        if not call.is_possible(call.layouts):
+            # It reads values. torch would read this rank's shard, or its addend.
+            global_args, global_kwargs = tree_map(_gathered, (torch_args, torch_kwargs))
+            return function(*global_args, **global_kwargs)
     return tree_map(ours, result)
 
 

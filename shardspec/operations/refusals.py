@@ -28,11 +28,11 @@ from shardspec.mesh import Axis, DeviceMesh
 
 __all__ = [
     "REFUSALS",
+    "Call",
     "ExplainedRefusals",
     "RefuseStridedViews",
     "check_gradient",
     "goes_back",
-    "reads_values",
     "refusal",
     "specs_on",
 ]
@@ -48,8 +48,8 @@ _FAILURES: Final = (*REFUSALS, IndexError, KeyError)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """A function and its arguments, to be tried on other layouts, without data."""
+class Call:
+    """A function and its arguments, DTensors of torch on one mesh, to be tried without data."""
 
     function: Callable[..., Any]
     leaves: list[Any]
@@ -67,7 +67,7 @@ class _Call:
         args: Sequence[object],
         kwargs: Mapping[str, object],
         mesh: DeviceMesh,
-    ) -> "_Call":
+    ) -> "Call":
         """Take a call apart."""
         leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, TorchDTensor)]
@@ -75,7 +75,7 @@ class _Call:
         return cls(function, leaves, structure, places, layouts)
 
     def is_possible(self, layouts: Sequence[Layout]) -> bool:
-        """Try it on tensors of these layouts."""
+        """Try it on meta tensors of these layouts; it fails too if it reads values."""
         # Of this rank: where a dim is sharded, views are of other shapes on other ranks.
         rank, tried = dist.get_rank(), list(self.leaves)
         for place, layout in zip(self.places, layouts, strict=True):
@@ -92,30 +92,8 @@ class _Call:
         return True
 
 
-def reads_values(
-    function: Callable[..., Any],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    mesh: DeviceMesh,
-) -> bool:
-    """Say whether a result depends on values: on meta tensors it fails."""
-    call = _Call.of(function, args, kwargs, mesh)
-    return not call.is_possible(call.layouts)
-
-
-def refusal(
-    name: str,
-    function: Callable[..., Any],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    mesh: DeviceMesh,
-    error: Exception,
-) -> LayoutError | None:
-    """Return what to say where torch has refused an operation, or None where layouts are not why.
-
-    DTensors among the arguments are torch's, all on one mesh; `error` is what torch has raised.
-    """
-    call = _Call.of(function, args, kwargs, mesh)
+def refusal(name: str, call: Call, error: Exception) -> LayoutError | None:
+    """Return what to say where torch has refused a call, or None where layouts are not why."""
     given = call.layouts
     replicated = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
     if not call.is_possible(replicated):
@@ -252,7 +230,7 @@ def _explained(
     try:
         mesh = from_torch(meshes.pop())
         name = f"{str(function).removeprefix('aten.').split('.')[0]} on the way back"
-        return refusal(name, function, args, kwargs, mesh, error)
+        return refusal(name, Call.of(function, args, kwargs, mesh), error)
     except ShardSpecError:
         return None  # a layout that specs cannot say; torch's own error has to do
 
