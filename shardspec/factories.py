@@ -135,12 +135,24 @@ def full(size: int | Sequence[int], fill_value: complex, **options: Unpack[Optio
 
 
 def zeros(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
-    """Return a tensor of zeros; see `empty`."""
+    """Return a tensor of zeros; see `empty`.
+
+    Examples
+    --------
+    >>> zeros(2, 3, device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[R,S0]")
+    DTensor([R,S0] of [2, 3] float32 on 2; holds the shards of devices 0, 1)
+    """
     return _target(size, **options).made(lambda _, shard: shard.zero_())
 
 
 def ones(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
-    """Return a tensor of ones; see `empty`."""
+    """Return a tensor of ones; see `empty`.
+
+    Examples
+    --------
+    >>> ones((3,), device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[S0]").to_global()
+    tensor([1., 1., 1.])
+    """
     return _target(size, **options).made(lambda _, shard: shard.fill_(1))
 
 
@@ -209,7 +221,14 @@ def randn(
     generator: torch.Generator | None = None,
     **options: Unpack[Options],
 ) -> DTensor:
-    """Return normal random numbers of mean 0 and variance 1; see `rand`."""
+    """Return normal random numbers of mean 0 and variance 1; see `rand`.
+
+    Examples
+    --------
+    >>> mesh = DeviceMesh(range(2), (2,))
+    >>> randn(7, 5, device_mesh=mesh, sharding_spec="[R,S0]", device="meta").to_local(1)
+    tensor(..., device='meta', size=(7, 2))
+    """
     return _random(_target(size, **options), normal, generator)
 
 
