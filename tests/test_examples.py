@@ -29,6 +29,7 @@ JOBS = {
         EXAMPLES / "tensor_parallel_mlp.py",
         EXAMPLES / "hsdp.py",
         EXAMPLES / "real_processes.py",
+        EXAMPLES / "auto_parallel.py",
         EXAMPLES / "train_save_merge.py",
     ),
     6: (EXAMPLES / "other_meshes.py", EXAMPLES / "weight_sync.py"),
@@ -79,7 +80,7 @@ def squeezed(text):
 def test_all_examples_are_tried_here():
     tried = Path(__file__).read_text("utf-8")
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 12
+    assert len(names) == 13
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 
@@ -150,6 +151,42 @@ OTHER_MESHES = (
     # 48 × 18 of float32.
     "[S0,R] on 2x2 → [R,S0] on 2 of devices 4 to 5: a device receives at most 3456 bytes\n"
 )
+
+
+def auto_parallel_plans(output):
+    """Return the bytes of weights and the seconds, predicted first, of each of the three plans."""
+    found = re.findall(
+        r"^(.*): ([\d.]+ \S+) predicted, weights take (\d+) MiB(?:, ([\d.]+ \S+) measured)?$",
+        output,
+        re.MULTILINE,
+    )
+    units = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+    def seconds(text):
+        return float(text.split()[0]) * units[text.split()[1]] if text else None
+
+    plans = {n: (int(held), seconds(told), seconds(taken)) for n, told, held, taken in found}
+    assert list(plans) == ["solver", "Megatron by hand", "data parallel"]
+    return plans
+
+
+def test_auto_parallel(tmp_path):
+    output = run(EXAMPLES / "auto_parallel.py", cwd=tmp_path)
+    assert output.startswith("25 operators, 32 edges\n  input_1              data, data ")
+    plans = auto_parallel_plans(output)
+    solver, *by_hand = (seconds for _, seconds, _ in plans.values())
+    assert all(solver < 0.95 * other for other in by_hand)
+    # Of 24 MiB with gradients and moments half the layers' weights are cut in two, or all.
+    assert [held for held, _, _ in plans.values()] == [16, 12, 24]
+
+
+def test_auto_parallel_in_a_job(printed):
+    plans = auto_parallel_plans(printed("auto_parallel.py", 4))
+    solver, *by_hand = plans.values()
+    for held, predicted, measured in by_hand:
+        assert solver[1] <= predicted * 1.01
+        assert 12 <= held <= 24
+        assert measured > 0
 
 
 def test_weight_sync(printed):
