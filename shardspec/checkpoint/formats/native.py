@@ -276,12 +276,13 @@ def sharded_target(
         # Made each time that it is asked for: all of them take much memory.
         return MadeBytes(1, lambda _: RawBytes(0, head_of(extents, rank)[0]))
 
-    for rank, boxes in assign_boxes(mesh, layouts).items():
-        if not boxes:
+    assigned = assign_boxes(mesh, layouts)
+    for rank in mesh.ids:
+        # Let go of one by one: together they take as much memory as what is made of them.
+        box_of = {entry.tensor: entry.box for entry in assigned.pop(rank)}
+        if not box_of:
             continue
-        box_of = {entry.tensor: entry.box for entry in boxes}
-        unplaced = [Extent(by_name[name], box, 0) for name, box in box_of.items()]
-        _, header = head_of(unplaced, rank)
+        _, header = head_of([Extent(by_name[name], box, 0) for name, box in box_of.items()], rank)
         extents = tuple(
             Extent(by_name[entry.name], box_of[entry.name], entry.offset)
             for entry in header.entries
