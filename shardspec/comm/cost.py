@@ -30,7 +30,7 @@ rate, the devices of a node sharing the step's bytes among their ports.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import ceil, prod
+from math import ceil, isfinite, prod
 from typing import TYPE_CHECKING, Final
 
 from shardspec.comm.curves import KINDS, Band, Curve, Line, Link, curve_between, share, whole
@@ -66,7 +66,7 @@ class CostModel:
     mesh_shape
         Devices along each axis.
     links
-        One link per axis.
+        One link per axis; numbers that are finite and not negative, else `MeshError`.
     link_model
         ``"ring"``: every group has links of its own. ``"shared-bus"``: all devices share one bus,
         and a step costs the bytes that all of them receive together.
@@ -84,6 +84,21 @@ class CostModel:
     links: tuple[Link, ...]
     link_model: LinkModel = "ring"
     measured: tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.links) != len(self.mesh_shape):
+            raise MeshError(
+                f"{len(self.links)} links for the {len(self.mesh_shape)} axes of a mesh of shape "
+                f"{self.mesh_shape}; give one per axis"
+            )
+        for axis, link in enumerate(self.links):
+            numbers = link.latency_s, link.seconds_per_byte, link.start_s
+            if not all(isfinite(number) and number >= 0 for number in numbers):
+                raise MeshError(
+                    f"the link of axis {axis} has latency {link.latency_s} s, "
+                    f"{link.seconds_per_byte} s a byte and start {link.start_s} s; give finite "
+                    "numbers, none negative"
+                )
 
     def __hash__(self) -> int:
         return hash((self.mesh_shape, self.links, self.link_model, len(self.measured)))

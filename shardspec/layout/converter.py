@@ -1,7 +1,7 @@
 """The cheapest chain of steps from one layout to another."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from math import inf, prod
 from typing import Any, Final, TypeAlias, TypeVar
@@ -338,7 +338,16 @@ def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) 
     whole.sort(key=lambda dim: -source.global_shape[dim])
     dims += whole[: max(0, _MOST_DIMS - len(dims))]
     space = TransitionGraph(source.mesh.ndim, tuple(axes), tuple(sorted(dims)))
-    size = _LocalBytes(source)
+
+    @cache
+    def held(cuts: Cuts) -> int:
+        """Return the bytes of the largest shard."""
+        sides = []
+        for side, cut in zip(source.global_shape, cuts, strict=True):
+            for axis in cut:
+                side = -(-side // source.mesh.shape[axis])
+            sides.append(side)
+        return prod(sides) * item_bytes(source.dtype)
 
     # Steps of one kind along the same axes cost the same, in whatever order these arrive.
     known: dict[tuple[type[Step], frozenset[int]], tuple[Line, ...]] = {}
@@ -347,8 +356,8 @@ def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) 
         key = type(step), frozenset(step.axes)
         if key not in known:
             known[key] = model.lines(step)
-        held = size(state[0])
-        return min(fixed + held * per_byte for fixed, per_byte in known[key]) + TIE_SECONDS
+        num_bytes = held(state[0])
+        return min(fixed + num_bytes * per_byte for fixed, per_byte in known[key]) + TIE_SECONDS
 
     return cheapest_path(space, start, goal, price, bound, _MOST_EDGES) or sure
 
@@ -394,22 +403,3 @@ def _with_slices_joined(path: list[tuple[Step, T]]) -> list[tuple[Step, T]]:
         else:
             joined.append((step, state))
     return joined
-
-
-class _LocalBytes:
-    """Bytes of the largest shard under some cuts, kept for the length of one search."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._known: dict[Cuts, int] = {}
-
-    def __call__(self, cuts: Cuts) -> int:
-        if cuts not in self._known:
-            shape = self._layout.mesh.shape
-            sides = []
-            for size, cut in zip(self._layout.global_shape, cuts, strict=True):
-                for axis in cut:
-                    size = -(-size // shape[axis])
-                sides.append(size)
-            self._known[cuts] = prod(sides) * item_bytes(self._layout.dtype)
-        return self._known[cuts]

@@ -1,10 +1,9 @@
 """What permute and exchange cost: priced from the boxes of every device on both sides.
 
 A device that lacks bytes gets them from the nearest holder, the one with the same coordinates on
-all axes that do not cut the source; so who sends what to whom follows from the two cuts alone. Per
-device and link the seconds are ``alpha + bytes * beta``; the busiest device, sending or receiving,
-sets the price of an exchange, and the slowest link used that of a permute. On a shared bus the
-bytes of all devices add up instead.
+all axes that do not cut the source. Per device and link the seconds are ``alpha + bytes * beta``;
+the busiest device, sending or receiving, sets the price of an exchange, and the slowest link used
+that of a permute. On a shared bus the bytes of all devices add up instead.
 
 Every price here is the largest of a few lines ``fixed + slope * elements``, kept as two arrays.
 """

@@ -4,6 +4,7 @@ import pytest
 
 from shardspec.comm.cost import DEFAULT_LINK, CostModel, Link, bytes_received
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
+from shardspec.errors import MeshError
 from shardspec.layout.graph import TransitionGraph, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -111,3 +112,16 @@ def test_links_in_words():
     assert str(DEFAULT_LINK) == (
         "assumed h100-nvswitch: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s"
     )
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1e-9])
+def test_links_that_are_none(number):
+    with pytest.raises(MeshError, match=r"^the link of axis 1 has latency .* none negative$"):
+        CostModel((2, 2), (FAST, Link(number, 0.0)))
+    with pytest.raises(MeshError, match=r"^the link of axis 0 has latency .* none negative$"):
+        CostModel((2, 2), (Link(0.0, number), FAST))
+    for links in ((FAST,), (FAST,) * 3, ()):
+        with pytest.raises(
+            MeshError, match=r"^\d links for the 2 axes of a mesh of shape \(2, 2\)"
+        ):
+            CostModel((2, 2), links)
