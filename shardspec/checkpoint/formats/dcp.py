@@ -34,6 +34,7 @@ from shardspec.checkpoint.formats.names import (
 )
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
+from shardspec.checkpoint.torch_files.pickle_screen import MOST_PICKLE_BYTES, RefusedError
 from shardspec.checkpoint.torch_files.torch_dtensors import read_dtensors
 from shardspec.checkpoint.torch_files.torch_state import plain_value
 from shardspec.checkpoint.torch_files.torch_values import (
@@ -44,11 +45,9 @@ from shardspec.checkpoint.torch_files.torch_values import (
     tensor_place,
 )
 from shardspec.checkpoint.torch_files.unpickler import (
-    MOST_PICKLE_BYTES,
     Global,
     Names,
     Record,
-    RefusedError,
     UnlistedNameError,
     made_by,
     record_class,
@@ -77,12 +76,8 @@ class _Place(NamedTuple):
     num_bytes: int
 
 
-class _Chunk(NamedTuple):
-    """A part of a tensor."""
-
-    box: Box
-    """Which part; never empty."""
-    place: _Place
+_Chunk: TypeAlias = tuple[Box, _Place]
+"""Which part of a tensor it is, never an empty one, and where it lies."""
 
 
 class _Entry(NamedTuple):
@@ -96,16 +91,6 @@ class _Entry(NamedTuple):
     """Those that hold any element, no two alike."""
     repeated: bool
     """Whether one was listed more often, as older versions do where they keep replicas."""
-
-
-class _Metadata(NamedTuple):
-    """What the metadata says."""
-
-    tensors: Mapping[str, _Entry]
-    extras: Mapping[str, _Place]
-    """Entries that are no tensors."""
-    paths: Mapping[str, tuple[str | int, ...]]
-    """Where in nested dicts and lists an entry was, where that is known."""
 
 
 # --- the three kinds of objects of which the metadata has one a chunk
@@ -158,14 +143,15 @@ _OLD_HOME: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _MEMORY_FORMAT: Final = record_class("memory format")
 
 
-def _member(kind: object, name: object) -> Record:
+def _member(*args: object) -> Record:
     """Stand for a memory format, as Python 3.11.0 to 3.11.3 pickle the members of an enum."""
-    if kind is not _MEMORY_FORMAT or not isinstance(name, str):
-        raise ValueError(
-            "only a memory format is taken from its class by name; nothing of it was run. If you "
-            "trust its writer, save it again as a state dict of tensors and plain values"
-        )
-    return Record(name)
+    match args:
+        case kind, str() as name if kind is _MEMORY_FORMAT:
+            return Record(name)
+    raise ValueError(
+        "only a memory format is taken from its class by name; nothing of it was run. If you trust "
+        "its writer, save it again as a state dict of tensors and plain values"
+    )
 
 
 _NAMES: Final[Names] = {
@@ -207,24 +193,16 @@ def _read_root(path: Path) -> Record:
             raise CheckpointError(
                 f"{path}: has {file.num_bytes} bytes, past the limit of {MOST_PICKLE_BYTES}"
             )
-        data = file.read(0, file.num_bytes)
-    root = unpickle(data, _NAMES, path, "metadata")
+        root = unpickle(file.read(0, file.num_bytes), _NAMES, path, "metadata")
     if not isinstance(root, Record) or root.name != "Metadata":
         raise CheckpointError(f"{path}: is no metadata of a torch distributed checkpoint")
     return root
 
 
-def _read_metadata(path: Path) -> tuple[_Metadata, dict[str, list[_Place]]]:
-    """Read and check the metadata; also return every place that is listed, by file."""
-    root = _read_root(path)
-    listed, storage = root.get("state_dict_metadata"), root.get("storage_data")
-    if not isinstance(listed, dict) or not isinstance(storage, dict):
-        raise CheckpointError(f"{path}: lacks its list of entries or of files; it is damaged")
-    paths = _paths(root.get("planner_data"))
-    places = _places(storage, path)
-    by_file: dict[str, list[_Place]] = {}
-    for place in places.values():
-        by_file.setdefault(place.file, []).append(place)
+def _entries(
+    listed: dict[object, object], places: _Places, path: Path
+) -> tuple[dict[str, _Entry], dict[str, _Place]]:
+    """Return the tensors, and where other entries lie."""
     tensors: dict[str, _Entry] = {}
     others: dict[str, _Place] = {}
     known: _Boxes = {}
@@ -234,14 +212,13 @@ def _read_metadata(path: Path) -> tuple[_Metadata, dict[str, list[_Place]]]:
         if entry.name == "tensor":
             tensors[name] = _entry(name, entry, places, path, known)
             entry.state = None
-        elif entry.name == "bytes":
-            found = places.get((name, None))
-            if found is None:
-                raise CheckpointError(f"{path}: says of no file that it holds entry {name!r}")
-            others[name] = found
-        else:
+        elif entry.name != "bytes":
             raise CheckpointError(f"{path}: entry {name!r} is of no known kind; it is damaged")
-    return _Metadata(tensors, others, paths), by_file
+        elif (name, None) not in places:
+            raise CheckpointError(f"{path}: says of no file that it holds entry {name!r}")
+        else:
+            others[name] = places[name, None]
+    return tensors, others
 
 
 def _is_utf8(name: str) -> bool:
@@ -314,7 +291,7 @@ def _entry(name: str, entry: Record, places: _Places, path: Path, known: _Boxes)
         raise CheckpointError(
             f"{path}: tensor {name!r}: {error}; the metadata contradicts itself, save again"
         ) from None
-    return _Entry(dtype.name, shape, tuple(_Chunk(*one) for one in boxes.items()), repeated)
+    return _Entry(dtype.name, shape, tuple(boxes.items()), repeated)
 
 
 def _item_bytes(dtype: str) -> int:
@@ -349,36 +326,43 @@ def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
 class DcpCheckpoint(Catalog):
     """A `Catalog` over a directory of torch's; made by `open_dcp`."""
 
-    def __init__(self, directory: Path, metadata: _Metadata, files: Mapping[str, Path]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        entries: Mapping[str, _Entry],
+        others: Mapping[str, _Place],
+        paths: Mapping[str, tuple[str | int, ...]],
+        files: Mapping[str, Path],
+    ) -> None:
         # Names inside nested dicts and lists are joined by dots.
-        super().__init__(
-            DCP, directory, metadata.tensors, (directory / METADATA_NAME, *files.values())
-        )
-        self._directory = directory
-        self._metadata = metadata
+        super().__init__(DCP, directory, entries, (directory / METADATA_NAME, *files.values()))
+        self._entries = entries
+        self._other_places = others
+        self.paths = paths
+        """Where in nested dicts and lists an entry was, where the metadata says so."""
         self._files = files
-        self._ranks = _ranks(files)
+        # A file is its rank's, as its name says, or else of its place among the files.
+        matches = {name: DCP_OF_A_RANK.fullmatch(name) for name in files}
+        self._ranks = {
+            name: at if match is None else int(match[1])
+            for at, (name, match) in enumerate(matches.items())
+        }
         self._tensors = LazyTensorCache(self._look_up)
         self._meant: dict[bytes, TorchTensor] = {}
         self._others: dict[str, object] | None = None
-
-    @property
-    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
-        """Where in nested dicts and lists an entry was, where the metadata says so."""
-        return self._metadata.paths
 
     @property
     def extras(self) -> Mapping[str, object]:
         """Entries that are no tensors; read when they are first asked for."""
         if self._others is None:
             self._others = {
-                name: self._other(name, place) for name, place in self._metadata.extras.items()
+                name: self._other(name, place) for name, place in self._other_places.items()
             }
         return self._others
 
     def outline(self, name: str) -> Outline[FileBox]:
         """Return a tensor by the metadata alone."""
-        entry = self._metadata.tensors[name]
+        entry = self._entries[name]
         boxes = tuple(
             FileBox(box, (), self._ranks[place.file], self._files[place.file])
             for box, place in entry.chunks
@@ -391,24 +375,23 @@ class DcpCheckpoint(Catalog):
 
     def origin(self, name: str) -> Hashable:
         """Return where its chunks lie, by the metadata."""
-        return frozenset(
-            (place.file, place.offset, box) for box, place in self._metadata.tensors[name].chunks
-        )
+        chunks = self._entries[name].chunks
+        return frozenset((place.file, place.offset, box) for box, place in chunks)
 
     def _dtype(self, name: str, entry: _Entry) -> str:
         try:
             return dtype_name(entry.dtype)
         except DTypeError:
             raise CheckpointError(
-                f"{self._directory}: tensor {name!r} is of dtype {entry.dtype}, which is not "
+                f"{self.directory}: tensor {name!r} is of dtype {entry.dtype}, which is not "
                 "supported; cast it before saving, or leave it out"
             ) from None
 
     def _look_up(self, name: str) -> StoredTensor:
-        entry = self._metadata.tensors[name]
+        entry = self._entries[name]
         dtype = self._dtype(name, entry)
         look = partial(self._box, name, dtype)
-        with prefetch_map(entry.chunks, look, prefetch_depth(self._directory)) as boxes:
+        with prefetch_map(entry.chunks, look, prefetch_depth(self.directory)) as boxes:
             return StoredTensor(name, entry.shape, dtype, None, (), tuple(boxes))
 
     def _box(self, name: str, dtype: str, chunk: _Chunk) -> StoredBox:
@@ -475,22 +458,21 @@ def open_dcp(directory: Path) -> DcpCheckpoint:
                 else "which is written last; the save did not finish"
             )
         )
-    metadata, places = _read_metadata(path)
-    files = {name: file_inside(directory, name, path) for name in sorted(places)}
+    root = _read_root(path)
+    listed, storage = root.get("state_dict_metadata"), root.get("storage_data")
+    if not isinstance(listed, dict) or not isinstance(storage, dict):
+        raise CheckpointError(f"{path}: lacks its list of entries or of files; it is damaged")
+    places = _places(storage, path)
+    tensors, others = _entries(listed, places, path)
+    by_file: dict[str, list[_Place]] = {}
+    for place in places.values():
+        by_file.setdefault(place.file, []).append(place)
+    files = {name: file_inside(directory, name, path) for name in sorted(by_file)}
     # Of replicas, which older versions can be told to keep, only one place is listed.
-    exact = not any(entry.repeated for entry in metadata.tensors.values())
-    for name, listed in places.items():
-        _check_file(files[name], listed, exact=exact)
-    return DcpCheckpoint(directory, metadata, files)
-
-
-def _ranks(files: Mapping[str, Path]) -> dict[str, int]:
-    """Return the rank that wrote each file, as its name says; else its place among the files."""
-    ranks = {}
-    for place, name in enumerate(files):
-        match = DCP_OF_A_RANK.fullmatch(name)
-        ranks[name] = place if match is None else int(match[1])
-    return ranks
+    exact = not any(entry.repeated for entry in tensors.values())
+    for name, inside in by_file.items():
+        _check_file(files[name], inside, exact=exact)
+    return DcpCheckpoint(directory, tensors, others, _paths(root.get("planner_data")), files)
 
 
 def _check_file(path: Path, places: list[_Place], *, exact: bool) -> None:

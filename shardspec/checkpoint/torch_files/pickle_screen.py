@@ -56,12 +56,7 @@ class RefusedError(Exception):
 def screen(data: bytes) -> None:
     """Refuse a pickle that takes much time or memory, or uses what no checkpoint needs.
 
-    Raises
-    ------
-    RefusedError
-        If it does.
-    IndexError
-        If it ends too early, or takes away what is not there.
+    Raises `IndexError` if it ends too early, or takes away what is not there.
     """
     if len(data) > MOST_PICKLE_BYTES:
         raise RefusedError(f"has {len(data)} bytes, past the limit of {MOST_PICKLE_BYTES}")
@@ -125,16 +120,12 @@ def _follow(data: bytes, *, in_runs: bool) -> bool:
             else:
                 # Writers number from 0 without gaps; the unpickler makes room up to the number.
                 raise RefusedError(f"numbers an object {place} after {len(memo)} of them")
-        elif code == 0x68:  # BINGET
-            run = runs(data, at) if runs and data[at + 2 : at + 4] == _NEW else None
+        elif code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
+            width = 2 if code == 0x68 else 5
+            run = runs(data, at) if runs and data[at + width : at + width + 2] == _NEW else None
             if run is None:
-                push(memo[data[at + 1]])
-                at += 2
-        elif code == 0x6A:  # LONG_BINGET
-            run = runs(data, at) if runs and data[at + 5 : at + 7] == _NEW else None
-            if run is None:
-                push(memo[number(data, at + 1)[0]])
-                at += 5
+                push(memo[data[at + 1] if code == 0x68 else number(data, at + 1)[0]])
+                at += width
         elif code == 0x94:  # MEMOIZE
             if runs and stack[-1] > _MOST_KEY_PARTS:
                 return False
@@ -155,9 +146,6 @@ def _follow(data: bytes, *, in_runs: bool) -> bool:
             parts = stack.pop()
             stack[-1] = max(parts - 1, 1)
             at += 1
-        elif code == 0x62:  # BUILD
-            stack.pop()
-            at += 1
         elif code == 0x73 or code == 0x75 or code == 0x90 or code == 0x91:
             # SETITEM, SETITEMS, ADDITEMS, FROZENSET
             first = len(stack) - 2 if code == 0x73 else marks.pop()
@@ -172,7 +160,7 @@ def _follow(data: bytes, *, in_runs: bool) -> bool:
             if code == 0x91:
                 push(1)
             at += 1
-        elif code == 0x61:  # APPEND
+        elif code == 0x61 or code == 0x62:  # APPEND, BUILD
             stack.pop()
             at += 1
         elif code == 0x65:  # APPENDS

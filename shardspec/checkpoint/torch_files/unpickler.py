@@ -12,24 +12,17 @@ a state, and have no attributes that could be set.
 import gc
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Never, Self, TypeAlias
 
-from shardspec.checkpoint.torch_files.pickle_screen import (
-    MOST_PICKLE_BYTES,
-    RefusedError,
-    screen,
-)
+from shardspec.checkpoint.torch_files.pickle_screen import RefusedError, screen
 from shardspec.errors import CheckpointError
 
 __all__ = [
-    "MOST_PICKLE_BYTES",
     "Global",
     "Names",
     "Record",
-    "RefusedError",
     "StateDict",
     "UnlistedNameError",
     "made_by",
@@ -140,17 +133,10 @@ def mere_name(name: str) -> Global:
     return Global(name, (), {"__new__": refuse})
 
 
-def shown(value: object) -> str:
-    """Write a value shortly; what nests is named only, for it may hold itself many times over."""
-    if isinstance(value, str | bytes):
-        return repr(value[:60])
-    if value is None or isinstance(value, Global | int | float):
-        return repr(value)[:200]
-    return f"a {type(value).__name__}"
-
-
 def _no_storage(value: object) -> Never:
-    raise RefusedError(f"refers to {shown(value)}, outside of itself; it is damaged")
+    # What nests is named only, for it may hold itself many times over.
+    shown = repr(value)[:60] if isinstance(value, str | int) else f"a {type(value).__name__}"
+    raise RefusedError(f"refers to {shown}, outside of itself; it is damaged")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -195,28 +181,14 @@ def unpickle(
 
     Parameters
     ----------
-    data
-        The pickle.
-    names
-        The names that may stand in it.
+    data, names
+        The pickle, and the names that may stand in it: `UnlistedNameError` if it has another one.
     path, what
         For errors: where it comes from, and what it is (``"metadata"``).
     persistent
         Called for every reference to something outside the pickle.
     screened
         Refuses what would hurt.
-
-    Returns
-    -------
-    object
-        Plain values, lists, tuples and dicts, `Global`, `Record`, and what names make.
-
-    Raises
-    ------
-    UnlistedNameError
-        If the pickle names anything else.
-    CheckpointError
-        If it uses an instruction that no checkpoint needs, is damaged, or would fill the memory.
 
     Examples
     --------
@@ -229,10 +201,12 @@ def unpickle(
 posix.getcwd, which does not belong in a checkpoint; nothing of it was run. If you trust its \
 writer, save it again as a state dict of tensors and plain values
     """
+    collects = gc.isenabled()
     try:
         screened(data)
-        with _no_garbage_collection():
-            return _Unpickler(data, names, persistent).load()
+        # The collector would go over millions of new objects, of which all are in use.
+        gc.disable()
+        return _Unpickler(data, names, persistent).load()
     except _UnlistedError as error:
         raise UnlistedNameError(f"{path}: the {what} {error}") from None
     except RefusedError as error:
@@ -243,20 +217,9 @@ writer, save it again as a state dict of tensors and plain values
         problem = "holds text that is not UTF-8; it is damaged"
     except _DAMAGED as error:
         told = str(error) or type(error).__name__
-        problem = (
-            f"cannot be read ({told if told.isprintable() else ascii(told):.200}); it is damaged"
-        )
-    raise CheckpointError(f"{path}: the {what} {problem}")
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from going over millions of new objects, of which all are in use."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
+        told = told if told.isprintable() else ascii(told)
+        problem = f"cannot be read ({told:.200}); it is damaged"
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
+    raise CheckpointError(f"{path}: the {what} {problem}")
