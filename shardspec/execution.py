@@ -14,7 +14,7 @@ from shardspec.comm.agreement import description
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step, backward
 from shardspec.layout.cross import common_mesh
-from shardspec.layout.layout import Layout
+from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.move_cost import step_bytes, step_seconds
 from shardspec.layout.plan import ConversionPlan
 from shardspec.tracing import StepRecord, log_from_environment, observers, report
@@ -165,6 +165,8 @@ def run_step(
     device: str,
 ) -> dict[int, torch.Tensor]:
     """Carry out one step, between two meshes too, of shards on one kind of device."""
+    if not (before.spec.is_plain and after.spec.is_plain):
+        return _run_by_parts(step, communicator, shards, before, after, device)
     if before.mesh == after.mesh:
         return communicator.on(before.mesh).run(step, shards, before.box, after.box)
     if _same_boxes(before, after):
@@ -184,6 +186,56 @@ def run_step(
         rank: results[rank].view(after.local_shape(rank))
         for rank in communicator.on(after.mesh).addressable
     }
+
+
+def _run_by_parts(
+    step: Step,
+    communicator: Communicator,
+    shards: Mapping[int, torch.Tensor],
+    before: Layout,
+    after: Layout,
+    device: str,
+) -> dict[int, torch.Tensor]:
+    """Carry out a step part by part: of each part every device holds one box."""
+    across = communicator.on(common_mesh(before.mesh, after.mesh))
+    dtype = getattr(torch, before.dtype)
+    results = {
+        rank: torch.empty(after.local_shape(rank), dtype=dtype, device=device or None)
+        for rank in communicator.on(after.mesh).addressable
+    }
+    for held, wanted in _cells(before, after):
+        given = {
+            rank: shards[rank][held.cell.index(rank)].contiguous()
+            if rank in shards
+            else torch.empty([0] * len(before.global_shape), dtype=dtype, device=device or None)
+            for rank in across.addressable
+        }
+        moved = across.run(step, given, held.box, wanted.box)
+        for rank, result in results.items():
+            result[wanted.cell.index(rank)] = moved[rank]
+    return results
+
+
+@lru_cache(maxsize=1024)
+def _cells(before: Layout, after: Layout) -> list[tuple["_CellOnBoth", "_CellOnBoth"]]:
+    """Return what both layouts say of each cell, as objects that are found again."""
+    return [
+        (_CellOnBoth(LayoutCell(before, cell)), _CellOnBoth(LayoutCell(after, cell)))
+        for cell in cells_of(before, after)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _CellOnBoth:
+    """A cell of a layout seen from the devices of two meshes."""
+
+    cell: LayoutCell
+
+    def box(self, device: int) -> Box:
+        """Return the box that a device holds, empty outside the layout's mesh."""
+        if device not in self.cell.layout.mesh:
+            return tuple((hi, hi) for _, hi in self.cell.cell)
+        return self.cell.box(device)
 
 
 @lru_cache(maxsize=4096)

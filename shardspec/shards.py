@@ -27,6 +27,7 @@ __all__ = [
     "check_shards",
     "facts_of",
     "index_of",
+    "shard_of",
     "shards_of",
 ]
 
@@ -43,6 +44,14 @@ def facts_of(shard: torch.Tensor) -> Facts:
 def index_of(layout: Layout, device: int) -> tuple[slice, ...]:
     """Return the index that selects a device's box from the global tensor."""
     return tuple(slice(lo, hi) for lo, hi in layout.box(device))
+
+
+def shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor:
+    """Return a contiguous copy of what a device holds of a global tensor."""
+    for dim, side in enumerate(layout.intervals(device)):
+        pieces = [tensor.narrow(dim, lo, hi - lo) for lo, hi in side]
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:
@@ -69,7 +78,8 @@ def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -
                 f"{spec.dims} dims"
             )
     return tuple(
-        sum(facts[device][0][dim] for device in mesh.group(first, dim_spec.axes))
+        sum(part.size for part in dim_spec.parts)
+        or sum(facts[device][0][dim] for device in mesh.group(first, dim_spec.axes))
         for dim, dim_spec in enumerate(spec.dim_specs)
     )
 
@@ -114,15 +124,14 @@ def shards_of(
     if src_rank is None or len(here) in (0, len(ids)):
         if src_rank is None:
             check_copies(communicator, dict.fromkeys(here, tensor), f"the tensor for {layout}")
-        return {
-            device: tensor[index_of(layout, device)].clone(memory_format=torch.contiguous_format)
-            for device in here
-        }
+        return {device: shard_of(tensor, layout, device) for device in here}
     (device,), source = here, _all_at(layout, ids[src_rank])
     full = tensor if tensor.dim() else tensor.view(1)
     given = full if device in source.mesh else full.new_empty([0] * full.dim())
     target = layout if tensor.dim() else Layout(layout.mesh, "[R]", (1,), layout.dtype)
-    sent = _without_copies(target) if tensor.nbytes >= _SENT_ONCE_BYTES else target
+    sent = target
+    if tensor.nbytes >= _SENT_ONCE_BYTES or not target.spec.is_plain:
+        sent = _without_copies(target)
     content = _described(layout, src_rank, tensor.requires_grad)
     with communicator.conversion(content, tensor.device.type):
         exchange = Exchange(tuple(range(layout.mesh.ndim)))
@@ -154,6 +163,7 @@ _SENT_ONCE_BYTES: Final = 1 << 20
 def _without_copies(layout: Layout) -> Layout:
     """Return a layout that shards the longest dim further, by the axes that shard none."""
     spec, shape = layout.spec, layout.global_shape
+    spec = ShardingSpec(spec.dims, spec.dim_partition_dict)
     unused = [axis for axis in range(layout.mesh.ndim) if axis not in spec.axes]
     dim = max(range(len(shape)), key=layout.local_shape(layout.mesh.ids[0]).__getitem__)
     return layout.with_spec(spec.with_dims({dim: [*spec.dim_specs[dim].axes, *unused]}))

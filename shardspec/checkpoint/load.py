@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardspec.boxes import Box, box_shape, box_size
+from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.copy_plan import stretches
 from shardspec.checkpoint.digests import Checks
@@ -18,7 +18,7 @@ from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError
-from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.layout import Layout, LayoutCell, SpecLike
 from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
@@ -273,9 +273,8 @@ def _as_saved(tensor: Outline[FileBox], saved: DeviceMesh | None, mesh: DeviceMe
     def renamed(axis: Axis) -> Axis:
         return saved.axis_label(saved.axis(axis)) if by_name else axis
 
-    cuts = {dim: [renamed(axis) for axis in axes] for dim, axes in spec.dim_partition_dict.items()}
     try:
-        return Layout(mesh, ShardingSpec(spec.dims, cuts), tensor.shape, tensor.dtype)
+        return Layout(mesh, spec.with_axes(renamed), tensor.shape, tensor.dtype)
     except AxisError as error:
         raise LayoutError(
             f"tensor {tensor.name!r} was saved as {spec} on mesh {saved}: {error}; give a rule "
@@ -315,19 +314,24 @@ def _read(
         for name, layout in layouts.items():
             tensor = source.tensor(names[name])
             check_tiling(tensor)
-            read: dict[Box, torch.Tensor] = {}
+            read: dict[tuple[Box, ...], torch.Tensor] = {}
             shards: dict[int, torch.Tensor] = {}
             for device in communicator.addressable:
-                box = layout.box(device)
-                shard = torch.empty(box_shape(box), dtype=getattr(torch, tensor.dtype))
+                boxes = tuple(layout.local_boxes(device))
+                shape, dtype = layout.local_shape(device), getattr(torch, tensor.dtype)
+                shard = torch.empty(shape, dtype=dtype)
                 if into is not None:
                     shard = into[name][device].detach()
-                if box in read:
-                    if shard is not read[box]:
-                        shard.copy_(read[box])
+                if boxes in read:
+                    if shard is not read[boxes]:
+                        shard.copy_(read[boxes])
                 else:
-                    _fill(shard, tensor, box, files, buffers)
-                    read[box] = shard
+                    for box in boxes:
+                        room = shard
+                        if len(boxes) > 1:
+                            room = shard[LayoutCell(layout, box).index(device)]
+                        _fill(room, tensor, box, files, buffers)
+                    read[boxes] = shard
                 shards[device] = shard
             if into is None:
                 loaded[name] = DTensor.from_shards(shards, layout, communicator)
@@ -343,7 +347,7 @@ def _stretches(
 ) -> Iterator[FileStretch]:
     """Return what will be read, as far as it is known and in its order."""
     for name, layout in layouts.items():
-        for box in dict.fromkeys(map(layout.box, devices)):
+        for box in dict.fromkeys(box for device in devices for box in layout.local_boxes(device)):
             yield from stretches(source.tensor(names[name]), box)
 
 

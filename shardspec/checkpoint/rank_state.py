@@ -198,6 +198,7 @@ def _on_larger(layout: Layout, mesh: DeviceMesh) -> Layout | None:
         if mesh.coordinates(device) != tuple(place):
             return None
     spec = layout.spec
+    spec.check_plain("a checkpoint that each rank saves by itself")
     cuts = {
         dim: [axes[int(axis)] for axis in by if axis in axes]
         for dim, by in spec.dim_partition_dict.items()

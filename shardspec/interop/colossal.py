@@ -34,6 +34,7 @@ def to_colossal(spec: SpecLike, mesh: DeviceMesh) -> dict[int, list[int]]:
     {0: [0, 1]}
     """
     resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+    resolved.check_plain("Colossal-AI")
     if resolved.partials:
         raise LossyConversionError(
             f"spec {spec}: Colossal-AI has no pending reductions in a spec; finish them first"

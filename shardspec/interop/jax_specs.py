@@ -93,6 +93,7 @@ def to_partition_spec(
             raise LossyConversionError(
                 f"spec {spec}: JAX has no pending {partial.op}, only sums; finish it first"
             )
+    resolved.check_plain("JAX")
     by_dim = [[int(axis) for axis in dim_spec.axes] for dim_spec in resolved.dim_specs]
     if global_shape is not None:
         if len(global_shape) != len(by_dim):

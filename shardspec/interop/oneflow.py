@@ -31,6 +31,7 @@ def sbp_text(spec: SpecLike, mesh: DeviceMesh) -> str:
     ('(S(0),B)', '(S(0),P)')
     """
     resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+    resolved.check_plain("OneFlow")
     for dim, axes in resolved.dim_partition_dict.items():
         if axes != sorted(axes, key=int):
             raise LossyConversionError(

@@ -35,6 +35,7 @@ def shardy_text(spec: SpecLike, mesh: DeviceMesh) -> str:
     '#sdy.sharding<@mesh, [{"x"}, {}], unreduced={"y"}>'
     """
     resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+    resolved.check_plain("Shardy")
     for partial in resolved.partials:
         if partial.op != "sum":
             raise LossyConversionError(

@@ -78,7 +78,8 @@ def cheapest_plans(
     """
     if count < 1:
         raise LayoutError(f"cannot list {count} plans; ask for at least 1")
-    if count == 1 or best.source == best.target:
+    plain = best.source.spec.is_plain and best.target.spec.is_plain
+    if count == 1 or best.source == best.target or not plain:
         return (best,)
     source, mesh = best.source, best.source.mesh
     if best.target.mesh != mesh:

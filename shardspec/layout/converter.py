@@ -20,7 +20,7 @@ from shardspec.layout.cross_search import Move, path_between_meshes
 from shardspec.layout.graph import Cuts, State, TransitionGraph, spec_of, state_of
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.move_cost import pair_prices, step_seconds
-from shardspec.layout.naive import naive_moves
+from shardspec.layout.naive import finishing_moves, naive_moves
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.pricing import TIE_SECONDS, changed_axes, prices_of
 from shardspec.layout.search import cheapest_path, least_peaks, shortest_walk
@@ -264,6 +264,8 @@ def _check_same_tensor(source: Layout, target: Layout) -> None:
 def _cheapest_plan(
     source: Layout, target: Layout, model: CostModel, max_bytes: int | None
 ) -> ConversionPlan:
+    if not (source.spec.is_plain and target.spec.is_plain):
+        return _plan_by_exchange(source, target, (model, None), max_bytes)
     start, goal = state_of(source.spec), state_of(target.spec)
     states = count_states(source.mesh.ndim, source.spec.dims, len(start[1]))
     if states <= MAX_STATES:
@@ -284,6 +286,9 @@ def _cheapest_plan(
 def _plan_between_meshes(
     source: Layout, target: Layout, models: tuple[CostModel, CostModel], max_bytes: int | None
 ) -> ConversionPlan:
+    if not (source.spec.is_plain and target.spec.is_plain):
+        return _plan_by_exchange(source, target, models, max_bytes)
+
     def on_one_mesh(start: Layout, end: Layout) -> list[Move]:
         plan = _cheapest_plan(start, end, models[0], max_bytes)
         return list(zip(plan.steps, plan.layouts[1:], strict=True))
@@ -292,6 +297,28 @@ def _plan_between_meshes(
     path = _with_slices_joined(path)
     layouts = (source, *(layout for _, layout in path))
     return ConversionPlan(tuple(step for step, _ in path), layouts, *models)
+
+
+def _plan_by_exchange(
+    source: Layout,
+    target: Layout,
+    models: tuple[CostModel, CostModel | None],
+    max_bytes: int | None,
+) -> ConversionPlan:
+    """Finish reductions and exchange the rest: how parts and blocks convert."""
+    moves: list[tuple[Step, Layout]] = list(finishing_moves(source, target.spec))
+    last = moves[-1][1] if moves else source
+    if last != target:
+        axes = range(source.mesh.ndim) if source.mesh == target.mesh else ()
+        moves.append((Exchange(tuple(axes)), target))
+    steps, layouts = [step for step, _ in moves], [layout for _, layout in moves]
+    plan = ConversionPlan(tuple(steps), (source, *layouts), *models)
+    if max_bytes is not None and plan.peak_bytes > max_bytes:
+        raise LayoutError(
+            f"no plan from {source.spec} to {target.spec} holds at most {max_bytes} bytes on every "
+            f"device; the least that one needs is {plan.peak_bytes}"
+        )
+    return plan
 
 
 _Path: TypeAlias = list[tuple[Step, State]]

@@ -18,7 +18,7 @@ from shardspec.comm.cost import CostModel, Link
 from shardspec.comm.routes import Transfer, distance_on, exchange_routes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
-from shardspec.layout.layout import Layout
+from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
@@ -88,7 +88,7 @@ def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: Cost
 
 
 def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
-    """Return the modelled seconds of the exchange between two layouts on different meshes.
+    """Return the modelled seconds of an exchange between two layouts, part by part.
 
     Parameters
     ----------
@@ -104,8 +104,12 @@ def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     >>> exchange_seconds(before, after, CostModel((4,), (Link(1.0, 0.5),)))
     6.0
     """
-    mesh = common_mesh(before.mesh, after.mesh)
-    return boxes_seconds(before.boxes(), after.boxes(), mesh, model, item_bytes(before.dtype))
+    mesh, item = common_mesh(before.mesh, after.mesh), item_bytes(before.dtype)
+    ends = [
+        (LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes())
+        for cell in cells_of(before, after)
+    ]
+    return sum(boxes_seconds(*boxes, mesh, model, item) for boxes in ends)
 
 
 def boxes_seconds(
@@ -199,9 +203,12 @@ def received_bytes(before: Layout, after: Layout) -> int:
     >>> received_bytes(Layout(left, "[S0]", (8,), "int8"), Layout(right, "[S0]", (8,), "int8"))
     4
     """
-    held, wanted = before.boxes(), after.boxes()
-    lacking = (box_size(box) - _overlap(held, device, box) for device, box in wanted.items())
-    return max(lacking) * item_bytes(before.dtype)
+    lacking: dict[int, int] = dict.fromkeys(after.mesh.ids, 0)
+    for cell in cells_of(before, after):
+        held, wanted = LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes()
+        for device, box in wanted.items():
+            lacking[device] += box_size(box) - _overlap(held, device, box)
+    return max(lacking.values()) * item_bytes(before.dtype)
 
 
 def _overlap(held: Mapping[int, Box], device: int, wanted: Box) -> int:
@@ -220,7 +227,10 @@ def held_bytes(before: Layout, after: Layout) -> int:
     >>> held_bytes(Layout(left, "[S0]", (8,), "int8"), Layout(right, "[R]", (8,), "int8"))
     8
     """
-    return most_held(before.boxes(), after.boxes()) * item_bytes(before.dtype)
+    return max(
+        sum(prod(layout.local_shape(d)) for layout in (before, after) if d in layout.mesh)
+        for d in {*before.mesh.ids, *after.mesh.ids}
+    ) * item_bytes(before.dtype)
 
 
 def most_held(held: Mapping[int, Box], wanted: Mapping[int, Box]) -> int:

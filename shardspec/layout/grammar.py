@@ -3,12 +3,14 @@ r"""The text form of a sharding spec, read by recursive descent.
 ::
 
     layout  := "[" dim {"," dim} ["|" partial {"," partial}] "]"
-    dim     := "R" | "S" axes
+    dim     := "R" | "S" axes ["{" part {"," part} "}"] ["*" INT]
+    part    := INT ["/" INT]
     axes    := DIGIT+ | "(" (INT | NAME) {"," (INT | NAME)} ")"
     partial := "P" ["sum" | "avg" | "min" | "max" | "prod"] axes
 
 Brackets and blanks are optional on input. Bare digits are always one axis each; axis ten is
-``S(10)``. A scalar is ``[]``.
+``S(10)``. A scalar is ``[]``. Parts in braces are cut each by itself, ``1024/2`` into two shares
+that neighbouring devices have copies of; ``*128`` cuts at multiples of 128 only.
 """
 
 from typing import Final, TypeAlias, get_args
@@ -19,20 +21,26 @@ from shardspec.mesh import Axis
 
 __all__ = ["parse_spec"]
 
-Parsed: TypeAlias = tuple[list[list[Axis]], dict[Axis, ReduceOp]]
+ParsedDim: TypeAlias = tuple[list[Axis], list[tuple[int, int]], int]
+"""Axes, sizes and shares of parts, and the block."""
+Parsed: TypeAlias = tuple[list[ParsedDim], dict[Axis, ReduceOp]]
 
 _DIGITS: Final = "0123456789"
 _MOST_DIGITS: Final = 9
 """Of an axis number: no mesh has more axes."""
+_MOST_SIZE_DIGITS: Final = 18
+"""Of the size of a part: no tensor is longer."""
 
 
 def parse_spec(text: str) -> Parsed:
-    """Return the axes of every dim, and what is pending; see `ShardingSpec.parse`.
+    """Return how every dim is cut, and what is pending; see `ShardingSpec.parse`.
 
     Examples
     --------
     >>> parse_spec("[S10,R|P(dp)]")
-    ([[1, 0], []], {'dp': 'sum'})
+    ([([1, 0], [], 1), ([], [], 1)], {'dp': 'sum'})
+    >>> parse_spec("[S0{8,2/1}*2]")
+    ([([0], [(8, 0), (2, 1)], 2)], {})
     """
     return _Parser(text).spec()
 
@@ -46,7 +54,7 @@ class _Parser:
 
     def spec(self) -> Parsed:
         bracketed = self._take("[")
-        dims: list[list[Axis]] = []
+        dims: list[ParsedDim] = []
         partial: dict[Axis, ReduceOp] = {}
         if self._peek() not in ("]", "|") or not bracketed:
             dims.append(self._dim())
@@ -64,12 +72,34 @@ class _Parser:
             )
         return dims, partial
 
-    def _dim(self) -> list[Axis]:
+    def _dim(self) -> ParsedDim:
         if self._take("R"):
-            return []
-        if self._take("S"):
-            return [axis for axis, _ in self._axes("S")]
-        raise self._error("expected R or S and its axes")
+            return [], [], 1
+        if not self._take("S"):
+            raise self._error("expected R or S and its axes")
+        axes = [axis for axis, _ in self._axes("S")]
+        parts: list[tuple[int, int]] = []
+        if self._take("{"):
+            parts.append(self._part())
+            while self._take(","):
+                parts.append(self._part())
+            if not self._take("}"):
+                raise self._error("expected ',' or '}'")
+        return axes, parts, self._size("the size of a block") if self._take("*") else 1
+
+    def _part(self) -> tuple[int, int]:
+        size = self._size("the size of a part")
+        return size, self._size("a number of shares") if self._take("/") else 0
+
+    def _size(self, what: str) -> int:
+        self._peek()
+        start = self._at
+        while self._text[self._at : self._at + 1] in tuple(_DIGITS):
+            self._at += 1
+        word = self._text[start : self._at]
+        if not word.isdecimal() or len(word) > _MOST_SIZE_DIGITS or not int(word):
+            raise self._error(f"expected {what}: a whole number from 1", start)
+        return int(word)
 
     def _partial(self, pending: dict[Axis, ReduceOp]) -> None:
         if not self._take("P"):

@@ -60,6 +60,7 @@ def state_of(spec: ShardingSpec) -> State:
     >>> state_of(ShardingSpec.parse("[S10,R|P2]"))
     (((1, 0), ()), ((2, 'sum'),))
     """
+    spec.check_plain("the transition graph")
     cuts = tuple(tuple(_number(axis) for axis in cut.axes) for cut in spec.dim_specs)
     return cuts, tuple(sorted((_number(p.axis), p.op) for p in spec.partials))
 

@@ -2,20 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, TypeAlias
 
-from shardspec.boxes import Box, box_shape, box_size, split_interval
-from shardspec.comm.steps import ReduceOp
+from shardspec.boxes import Box, box_size, split_interval
 from shardspec.device_ids import whole_number
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
-from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import Axis, DeviceMesh
+from shardspec.layout.spec import DimSpec, Part, ShardingSpec
+from shardspec.mesh import DeviceMesh
 from shardspec.text import shown
 
-__all__ = ["Layout", "SpecLike", "resolve_axes"]
+__all__ = ["Layout", "LayoutCell", "SpecLike", "cells_of", "resolve_axes"]
 
 SpecLike: TypeAlias = ShardingSpec | str
 
@@ -40,14 +40,7 @@ def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
     if all(isinstance(axis, int) and 0 <= axis < mesh.ndim for axis in axes):
         return spec
     try:
-        cuts = {d: [mesh.axis(a) for a in axes] for d, axes in spec.dim_partition_dict.items()}
-        pending: dict[Axis, ReduceOp] = {}
-        for partial in spec.partials:
-            axis = mesh.axis(partial.axis)
-            if axis in pending:
-                raise AxisError(f"axis {partial.axis} is pending twice, by name and by number")
-            pending[axis] = partial.op
-        return ShardingSpec(spec.dims, cuts, partial=pending)
+        return spec.with_axes(mesh.axis)
     except AxisError as error:
         raise AxisError(f"spec {spec}: {error}") from None
 
@@ -125,6 +118,8 @@ class Layout:
                 f"spec {spec} is for {_dims(resolved.dims)}, but the tensor of shape {shape} has "
                 f"{_dims(len(shape))}"
             )
+        for dim, (size, cut) in enumerate(zip(shape, resolved.dim_specs, strict=True)):
+            _check_parts(spec, dim, cut, size, prod(mesh.shape[int(axis)] for axis in cut.axes))
         name = dtype_name(dtype)
         for partial in resolved.partials:
             _check_reducible(partial.op, name)
@@ -150,15 +145,50 @@ class Layout:
         MeshError
             If the device is not in the mesh.
         """
+        sides = self.intervals(physical_id)
+        if any(len(side) > 1 for side in sides):
+            raise LayoutError(
+                f"under {self.spec} device {physical_id} holds several boxes of the tensor, one a "
+                "part; this takes tensors with one box on each device: redistribute to "
+                f"{ShardingSpec(self.spec.dims, self.spec.dim_partition_dict)} first"
+            )
+        return tuple(side[0] for side in sides)
+
+    def intervals(self, physical_id: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return per dim the indices that a device holds: intervals in order, one for each part.
+
+        Neighbouring intervals are one; a device that has nothing of a dim has ``(size, size)``.
+
+        Examples
+        --------
+        >>> mesh = DeviceMesh(range(2), (2,))
+        >>> Layout(mesh, "[S0{4,2/1}]", (6,), "int8").intervals(0)
+        (((0, 2), (4, 6)),)
+        """
         at = self.mesh.coordinates(physical_id)
-        sides = []
+        found: list[tuple[tuple[int, int], ...]] = []
         for size, cut in zip(self.global_shape, self.spec.dim_specs, strict=True):
-            lo, hi = 0, size
-            for axis in cut.axes:
-                assert isinstance(axis, int), "axes are resolved when the layout is made"
-                lo, hi = split_interval(lo, hi, self.mesh.shape[axis], at[axis])
-            sides.append((lo, hi) if lo < hi else (size, size))
-        return tuple(sides)
+            axes = [int(axis) for axis in cut.axes]
+            splits = [(self.mesh.shape[axis], at[axis]) for axis in axes]
+            if cut.is_plain:
+                lo, hi = 0, size
+                for count, index in splits:
+                    lo, hi = split_interval(lo, hi, count, index)
+                found.append(((lo, hi),) if lo < hi else ((size, size),))
+                continue
+            found.append(_part_intervals(cut, size, splits))
+        return tuple(found)
+
+    def local_boxes(self, physical_id: int) -> list[Box]:
+        """Return the parts of the global tensor that a device holds, in the order of its shard.
+
+        Examples
+        --------
+        >>> mesh = DeviceMesh(range(2), (2,))
+        >>> Layout(mesh, "[S0{4,2},R]", (6, 3), "int8").local_boxes(1)
+        [((2, 4), (0, 3)), ((5, 6), (0, 3))]
+        """
+        return list(product(*self.intervals(physical_id)))
 
     def boxes(self) -> dict[int, Box]:
         """Return the box of every device, by physical id.
@@ -172,7 +202,7 @@ class Layout:
 
     def local_shape(self, physical_id: int) -> tuple[int, ...]:
         """Return the shape of a device's shard."""
-        return box_shape(self.box(physical_id))
+        return tuple(sum(hi - lo for lo, hi in side) for side in self.intervals(physical_id))
 
     @property
     def labelled_spec(self) -> ShardingSpec:
@@ -187,16 +217,12 @@ class Layout:
         if self.mesh.axis_names is None:
             return self.spec
         names = self.mesh.axis_names
-        cuts = {
-            d: [names[int(a)] for a in axes] for d, axes in self.spec.dim_partition_dict.items()
-        }
-        pending: dict[Axis, ReduceOp] = {names[int(p.axis)]: p.op for p in self.spec.partials}
-        return ShardingSpec(self.spec.dims, cuts, partial=pending)
+        return self.spec.with_axes(lambda axis: names[int(axis)])
 
     @property
     def max_local_bytes(self) -> int:
         """Bytes of the largest shard: the one at coordinates zero, by the rule of the cuts."""
-        return prod(box_shape(self.box(self.mesh.ids[0]))) * item_bytes(self.dtype)
+        return prod(self.local_shape(self.mesh.ids[0])) * item_bytes(self.dtype)
 
     @property
     def global_bytes(self) -> int:
@@ -229,10 +255,12 @@ class Layout:
         """Return who holds what, to be drawn as text, SVG or HTML."""
         cells: dict[Box, list[int]] = {}
         idle = []
-        for device, box in self.boxes().items():
-            if box_size(box):
+        parts = [LayoutCell(self, cell) for cell in cells_of(self)]
+        for device in self.mesh.ids:
+            held = [box for box in (part.box(device) for part in parts) if box_size(box)]
+            for box in held:
                 cells.setdefault(box, []).append(device)
-            else:
+            if not held:
                 idle.append(device)
         notes = [f"nothing is held by {ids_text(idle)}"] if idle else []
         for partial in self.spec.partials:
@@ -263,6 +291,94 @@ class Layout:
     def _repr_html_(self) -> str:
         """Draw the layout where notebooks show it."""
         return self.drawing().svg() if self.mesh.size <= MAX_CELLS else f"<code>{self}</code>"
+
+
+def _check_parts(spec: SpecLike, dim: int, cut: DimSpec, size: int, devices: int) -> None:
+    total = sum(part.size for part in cut.parts)
+    if cut.parts and total != size:
+        raise LayoutError(
+            f"spec {spec}: the parts of dim {dim} come to {total}, but the dim is {size} long"
+        )
+    for part in cut.parts:
+        if part.shares and devices % part.shares:
+            raise LayoutError(
+                f"spec {spec}: part {part} of dim {dim} has {part.shares} shares for {devices} "
+                "devices; give a divisor of their number"
+            )
+
+
+def _part_intervals(
+    cut: DimSpec, size: int, splits: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Return what one device has of a dim with parts or blocks."""
+    devices, place = 1, 0
+    for count, index in splits:
+        devices, place = devices * count, place * count + index
+    found: list[tuple[int, int]] = []
+    start = 0
+    for part in cut.parts or (Part(size),):
+        lo, hi = 0, -(-part.size // cut.block)
+        if part.shares:
+            lo, hi = split_interval(lo, hi, part.shares, place * part.shares // devices)
+        else:
+            for count, index in splits:
+                lo, hi = split_interval(lo, hi, count, index)
+        lo, hi = start + min(lo * cut.block, part.size), start + min(hi * cut.block, part.size)
+        start += part.size
+        if lo < hi and found and found[-1][1] == lo:
+            found[-1] = (found[-1][0], hi)
+        elif lo < hi:
+            found.append((lo, hi))
+    return tuple(found) or ((size, size),)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCell:
+    """What a layout says of one box of the tensor, in which each device holds one box."""
+
+    layout: Layout
+    cell: Box
+
+    def box(self, physical_id: int) -> Box:
+        """Return what a device holds of it; an empty interval where that is nothing."""
+        sides = []
+        for side, (lo, hi) in zip(self.layout.intervals(physical_id), self.cell, strict=True):
+            held = [(max(a, lo), min(b, hi)) for a, b in side if max(a, lo) < min(b, hi)]
+            assert len(held) < 2, "parts are cut by cells"
+            sides.append(held[0] if held else (hi, hi))
+        return tuple(sides)
+
+    def boxes(self) -> dict[int, Box]:
+        """Return what every device holds of it."""
+        return {device: self.box(device) for device in self.layout.mesh.ids}
+
+    def index(self, physical_id: int) -> tuple[slice, ...]:
+        """Return the index of what a device holds of it in its shard."""
+        found = []
+        sides = zip(self.layout.intervals(physical_id), self.box(physical_id), strict=True)
+        for side, (lo, hi) in sides:
+            before = sum(min(b, lo) - a for a, b in side if a < lo)
+            found.append(slice(before, before + hi - lo))
+        return tuple(found)
+
+
+def cells_of(*layouts: Layout) -> tuple[Box, ...]:
+    """Cut a tensor so that every device holds one box of each cell, in all of some layouts.
+
+    Examples
+    --------
+    >>> mesh = DeviceMesh(range(2), (2,))
+    >>> cells_of(Layout(mesh, "[S0{4,2}]", (6,), "int8"), Layout(mesh, "[S0]", (6,), "int8"))
+    (((0, 4),), ((4, 6),))
+    """
+    sides = []
+    for dim, size in enumerate(layouts[0].global_shape):
+        bounds = {0, size}
+        for layout in layouts:
+            ends = accumulate(part.size for part in layout.spec.dim_specs[dim].parts)
+            bounds.update(ends)
+        sides.append(list(pairwise(sorted(bounds))) or [(0, 0)])
+    return tuple(product(*sides))
 
 
 def _dims(count: int) -> str:

@@ -37,7 +37,8 @@ def step_seconds(step: Step, before: Layout, after: Layout, model: CostModel) ->
     >>> round(step_seconds(Permute((0, 1)), before, before.with_spec("[S1,R]"), model), 12)
     1.008e-06
     """
-    if before.mesh != after.mesh:
+    plain = before.spec.is_plain and after.spec.is_plain
+    if before.mesh != after.mesh or (isinstance(step, Exchange) and not plain):
         return exchange_seconds(before, after, model)
     if isinstance(step, Permute | Exchange):
         permute, exchange = pair_prices(before, state_of(after.spec)[0], model)
@@ -58,7 +59,8 @@ def step_bytes(step: Step, before: Layout, after: Layout) -> int:
     >>> step_bytes(Exchange((0, 1)), before, before.with_spec("[S1,R]"))
     12
     """
-    if before.mesh != after.mesh:
+    plain = before.spec.is_plain and after.spec.is_plain
+    if before.mesh != after.mesh or (isinstance(step, Exchange) and not plain):
         return received_bytes(before, after)
     if not isinstance(step, Permute | Exchange):
         return bytes_received(step, before.mesh.shape, before.max_local_bytes)

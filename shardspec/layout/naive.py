@@ -10,7 +10,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
 
-__all__ = ["difference_text", "naive_moves", "naive_plan"]
+__all__ = ["difference_text", "finishing_moves", "naive_moves", "naive_plan"]
 
 
 def naive_plan(
@@ -50,15 +50,18 @@ def naive_plan(
 
 def naive_moves(source: Layout, target: ShardingSpec) -> Iterator[tuple[Step, Layout]]:
     """Yield the steps that finish reductions, gather everything and cut, with where they lead."""
+    for step, layout in finishing_moves(source, target):
+        yield step, layout
+        source = layout
     spec = source.spec
+    if not (spec.is_plain and target.is_plain):
+        whole = ShardingSpec(spec.dims, partial=spec.partial)
+        for after in (whole, target):
+            if after != spec:
+                yield Exchange(tuple(range(source.mesh.ndim))), source.with_spec(after)
+                spec = after
+        return
     held, wanted = state_of(spec), state_of(target)
-    ending: dict[ReduceOp, list[int]] = {}
-    for axis, op in held[1]:
-        if (axis, op) not in wanted[1]:
-            ending.setdefault(op, []).append(axis)
-    for op, axes in sorted(ending.items()):
-        spec = spec.without_partial(axes)
-        yield AllReduce(tuple(axes), op), source.with_spec(spec)
     for dim, cut in enumerate(held[0]):
         if cut:
             spec = spec.with_dims({dim: ()})
@@ -67,6 +70,18 @@ def naive_moves(source: Layout, target: ShardingSpec) -> Iterator[tuple[Step, La
         if cut:
             spec = spec.with_dims({dim: cut})
             yield Slice(dim, cut), source.with_spec(spec)
+
+
+def finishing_moves(source: Layout, target: ShardingSpec) -> Iterator[tuple[Step, Layout]]:
+    """Yield the all-reduces of what is pending at the source and not at the target."""
+    spec = source.spec
+    ending: dict[ReduceOp, list[int]] = {}
+    for partial in sorted(spec.partials, key=lambda partial: int(partial.axis)):
+        if partial not in target.partials:
+            ending.setdefault(partial.op, []).append(int(partial.axis))
+    for op, axes in sorted(ending.items()):
+        spec = spec.without_partial(axes)
+        yield AllReduce(tuple(axes), op), source.with_spec(spec)
 
 
 def difference_text(plan: ConversionPlan, naive: ConversionPlan) -> str:

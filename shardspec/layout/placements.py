@@ -58,6 +58,7 @@ def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placem
     >>> placements_of(ShardingSpec.parse("[S10,R]"), (2, 3))
     (Split(dim=0, split_factor=3), Split(dim=0, split_factor=1))
     """
+    spec.check_plain("torch's placements")
     placements: list[Placement] = [Whole()] * len(mesh_shape)
     for dim, axes in spec.dim_partition_dict.items():
         for place, axis in enumerate(axes):

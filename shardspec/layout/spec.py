@@ -4,18 +4,18 @@ The notation is the one of Alpa and Colossal-AI, extended by pending reductions 
 grammar is in `shardspec.layout.grammar`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeAlias, get_args
 
 from shardspec.comm.steps import ReduceOp
 from shardspec.device_ids import whole_number
-from shardspec.errors import AxisError, SpecSyntaxError
+from shardspec.errors import AxisError, LossyConversionError, SpecSyntaxError
 from shardspec.layout.grammar import parse_spec
 from shardspec.mesh import Axis
 from shardspec.text import shown
 
-__all__ = ["DimSpec", "Partial", "ShardingSpec"]
+__all__ = ["DimSpec", "Part", "Partial", "ShardingSpec"]
 
 _OPS: Final[tuple[str, ...]] = get_args(ReduceOp)
 MOST_DIMS: Final = 1024
@@ -67,6 +67,26 @@ def _check_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a dim that is cut by itself.
+
+    Examples
+    --------
+    >>> str(Part(4096)), str(Part(1024, 2))
+    ('4096', '1024/2')
+    """
+
+    size: int
+    """How long it is."""
+    shares: int = 0
+    """Into how many it is cut, where these are fewer than the devices along the axes: neighbouring
+    devices then have copies, 1 replicates. By default 0: one share each."""
+
+    def __str__(self) -> str:
+        return f"{self.size}/{self.shares}" if self.shares else str(self.size)
+
+
+@dataclass(frozen=True, slots=True)
 class DimSpec:
     """How one tensor dim is cut: the mesh axes that split it, the major one first.
 
@@ -74,16 +94,79 @@ class DimSpec:
     --------
     >>> str(DimSpec((0, 1))), str(DimSpec()), str(DimSpec((10,))), str(DimSpec(("dp", "tp")))
     ('S01', 'R', 'S(10)', 'S(dp,tp)')
+    >>> str(DimSpec((0,), (Part(8), Part(4, 1)), 2))
+    'S0{8,4/1}*2'
     """
 
     axes: tuple[Axis, ...] = ()
     """Axes by number or name; empty where the dim is whole on every device."""
+    parts: tuple[Part, ...] = ()
+    """Pieces that are each cut by themselves; a device has a share of each, in order. None: the
+    dim is one piece."""
+    block: int = 1
+    """Cuts lie at multiples of this many elements of a piece."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", _check_axes(self.axes))
+        object.__setattr__(self, "parts", tuple(map(_part, self.parts)))
+        block = whole_number(self.block)
+        if block is None or block < 1:
+            raise AxisError(f"block {shown(self.block)}: give a whole number from 1")
+        object.__setattr__(self, "block", block)
+        if not self.axes and not self.is_plain:
+            raise AxisError("a dim that no axis cuts has no parts and no block; name its axes")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the axes say all: there are no parts and no blocks."""
+        return not self.parts and self.block == 1
 
     def __str__(self) -> str:
-        return f"S{_axes_text(self.axes)}" if self.axes else "R"
+        parts = f"{{{','.join(map(str, self.parts))}}}" if self.parts else ""
+        block = f"*{self.block}" if self.block > 1 else ""
+        return f"S{_axes_text(self.axes)}{parts}{block}" if self.axes else "R"
+
+
+def _part(given: object) -> Part:
+    """Return a part given as one, as a size, as a pair of size and shares, or as text of these."""
+    if isinstance(given, str):
+        given = given.split("/", 1)
+    values = [given]
+    if isinstance(given, Part):
+        values = [given.size, given.shares]
+    elif isinstance(given, Sequence):
+        values = list(given)
+    numbers = [int(v) if isinstance(v, str) and v.isdecimal() else whole_number(v) for v in values]
+    size, shares = (*numbers, 0)[:2] if numbers else (None, 0)
+    if len(numbers) > 2 or size is None or shares is None or size < 1 or shares < 0:
+        raise AxisError(
+            f"part {shown(given)}: give its size, a whole number from 1, or a pair of size and "
+            "shares"
+        )
+    return Part(size, shares)
+
+
+CutLike: TypeAlias = Sequence[Axis] | Mapping[str, Any] | DimSpec
+"""The axes of a dim; or with parts and blocks, a `DimSpec` or its fields as a dict."""
+
+
+def _dim_spec(dim: int, cut: object) -> DimSpec:
+    if isinstance(cut, DimSpec):
+        return cut
+    if isinstance(cut, Mapping):
+        if "axes" not in cut or set(cut) - {"axes", "parts", "block"}:
+            raise AxisError(
+                f"dim_partition_dict gives {shown(cut)} for dim {dim}; a dict has 'axes', and "
+                "perhaps 'parts' and 'block'"
+            )
+        axes = _dim_spec(dim, cut["axes"]).axes
+        return DimSpec(axes, tuple(cut.get("parts", ())), cut.get("block", 1))
+    if isinstance(cut, str) or not isinstance(cut, Iterable):
+        raise AxisError(
+            f"dim_partition_dict gives {shown(cut)} for dim {dim}; "
+            f"give a list of axes: [{shown(cut)}]"
+        )
+    return DimSpec(tuple(cut))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +202,8 @@ class ShardingSpec:
         Number of tensor dims.
     dim_partition_dict
         Tensor dim to the mesh axes that split it, major first. Missing dims are whole. A dim may be
-        text of digits, as JSON has keys.
+        text of digits, as JSON has keys. With parts or blocks, a `DimSpec` or a dict:
+        ``{"axes": [0], "parts": [4096, "1024/2"], "block": 128}``.
     partial
         Mesh axis to the operation of a reduction pending over it; likewise.
 
@@ -135,6 +219,8 @@ class ShardingSpec:
     ('[S01,R]', True)
     >>> str(ShardingSpec(1, {0: ["tp"]}, partial={"dp": "avg"}))
     '[S(tp)|Pavg(dp)]'
+    >>> str(ShardingSpec(1, {0: {"axes": [0], "parts": [8, (4, 2)], "block": 2}}))
+    '[S0{8,4/2}*2]'
     """
 
     dim_specs: tuple[DimSpec, ...]
@@ -146,8 +232,11 @@ class ShardingSpec:
     def __init__(
         self,
         dims: int,
-        dim_partition_dict: Mapping[int, Sequence[Axis]]
+        dim_partition_dict: Mapping[int, CutLike]
+        | Mapping[str, CutLike]
+        | Mapping[int, Sequence[Axis]]
         | Mapping[str, Sequence[Axis]]
+        | Mapping[int, DimSpec]
         | None = None,
         *,
         partial: Mapping[Axis, ReduceOp] | None = None,
@@ -169,12 +258,7 @@ class ShardingSpec:
                     f"dim_partition_dict names dim {dim}, but the tensor has {dims} "
                     f"{'dim' if dims == 1 else 'dims'}, numbered from 0"
                 )
-            if isinstance(cuts[dim], str) or not isinstance(cuts[dim], Iterable):
-                raise AxisError(
-                    f"dim_partition_dict gives {shown(cuts[dim])} for dim {dim}; "
-                    f"give a list of axes: [{shown(cuts[dim])}]"
-                )
-        dim_specs = tuple(DimSpec(tuple(cuts.get(dim, ()))) for dim in range(dims))
+        dim_specs = tuple(_dim_spec(dim, cuts.get(dim, ())) for dim in range(dims))
         pending = tuple(
             sorted(
                 (Partial(a, op) for a, op in _by_number("partial", partial).items()),
@@ -192,7 +276,7 @@ class ShardingSpec:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Made anew: the kept hash is of this process only, since each salts its text hashes.
-        return _remake, (self.dims, self.dim_partition_dict, self.partial)
+        return _remake, (self.dim_specs, self.partial)
 
     @classmethod
     def parse(cls, text: str) -> "ShardingSpec":
@@ -221,7 +305,8 @@ class ShardingSpec:
                 f"a {type(text).__name__} is no spec; write one as in '[S0,R]'", shown(text), 0
             )
         dims, partial = parse_spec(text)
-        return cls(len(dims), dict(enumerate(dims)), partial=partial)
+        cuts = [DimSpec(tuple(axes), tuple(map(_part, parts)), b) for axes, parts, b in dims]
+        return cls(len(dims), dict(enumerate(cuts)), partial=partial)
 
     @classmethod
     def of(cls, spec: "ShardingSpec | str") -> "ShardingSpec":
@@ -255,7 +340,10 @@ class ShardingSpec:
 
     @property
     def dim_partition_dict(self) -> dict[int, list[Axis]]:
-        """Tensor dim to the mesh axes that split it; whole dims are left out. A fresh dict."""
+        """Tensor dim to the mesh axes that split it; whole dims are left out. A fresh dict.
+
+        Parts and blocks are left out: `dim_specs` has them.
+        """
         return {dim: list(cut.axes) for dim, cut in enumerate(self.dim_specs) if cut.axes}
 
     @property
@@ -274,15 +362,48 @@ class ShardingSpec:
         cuts = (axis for cut in self.dim_specs for axis in cut.axes)
         return (*cuts, *(p.axis for p in self.partials))
 
-    def with_dims(self, changes: Mapping[int, Sequence[Axis]]) -> "ShardingSpec":
-        """Return the spec with the axes of some dims replaced.
+    @property
+    def is_plain(self) -> bool:
+        """Whether no dim has parts or blocks."""
+        return all(cut.is_plain for cut in self.dim_specs)
+
+    def check_plain(self, what: str) -> None:
+        """Raise `LossyConversionError` where a dim has parts or blocks, which `what` cannot say."""
+        if not self.is_plain:
+            raise LossyConversionError(
+                f"{self} cuts by parts or blocks, which {what} cannot say; redistribute to "
+                f"{ShardingSpec(self.dims, self.dim_partition_dict, partial=self.partial)} first"
+            )
+
+    def with_axes(self, rename: Callable[[Axis], Axis]) -> "ShardingSpec":
+        """Return the spec with other names or numbers for its axes.
+
+        Examples
+        --------
+        >>> str(ShardingSpec.parse("[S0{4,2},R|P1]").with_axes(lambda axis: "xy"[axis]))
+        '[S(x){4,2},R|P(y)]'
+        """
+        cuts = {
+            dim: DimSpec(tuple(map(rename, cut.axes)), cut.parts, cut.block)
+            for dim, cut in enumerate(self.dim_specs)
+        }
+        pending: dict[Axis, ReduceOp] = {}
+        for partial in self.partials:
+            axis = rename(partial.axis)
+            if axis in pending:
+                raise AxisError(f"axis {partial.axis} is pending twice, by name and by number")
+            pending[axis] = partial.op
+        return ShardingSpec(self.dims, cuts, partial=pending)
+
+    def with_dims(self, changes: Mapping[int, CutLike]) -> "ShardingSpec":
+        """Return the spec with the cuts of some dims replaced.
 
         Examples
         --------
         >>> str(ShardingSpec.parse("[S0,R|P1]").with_dims({0: [], 1: [0]}))
         '[R,S0|P1]'
         """
-        cuts: dict[int, Sequence[Axis]] = {**self.dim_partition_dict, **changes}
+        cuts: dict[int, CutLike] = {**dict(enumerate(self.dim_specs)), **changes}
         return ShardingSpec(self.dims, cuts, partial=self.partial)
 
     def without_partial(self, axes: Iterable[Axis] | None = None) -> "ShardingSpec":
@@ -295,7 +416,7 @@ class ShardingSpec:
         """
         done = set(self.partial if axes is None else axes)
         pending = {axis: op for axis, op in self.partial.items() if axis not in done}
-        return ShardingSpec(self.dims, self.dim_partition_dict, partial=pending)
+        return ShardingSpec(self.dims, dict(enumerate(self.dim_specs)), partial=pending)
 
 
 def _check_used_once(dim_specs: Sequence[DimSpec], partials: Sequence[Partial]) -> None:
@@ -321,7 +442,5 @@ def _check_commute(partials: Sequence[Partial]) -> None:
         )
 
 
-def _remake(
-    dims: int, cuts: Mapping[int, Sequence[Axis]], partial: Mapping[Axis, ReduceOp]
-) -> ShardingSpec:
-    return ShardingSpec(dims, cuts, partial=partial)
+def _remake(cuts: Sequence[DimSpec], partial: Mapping[Axis, ReduceOp]) -> ShardingSpec:
+    return ShardingSpec(len(cuts), dict(enumerate(cuts)), partial=partial)

@@ -211,7 +211,7 @@ def _for_dims(spec: ShardingSpec, dims: int) -> ShardingSpec:
     """Return the spec with replicated dims added at its end."""
     if spec.dims >= dims:
         return spec
-    return ShardingSpec(dims, spec.dim_partition_dict, partial=spec.partial)
+    return ShardingSpec(dims, dict(enumerate(spec.dim_specs)), partial=spec.partial)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:

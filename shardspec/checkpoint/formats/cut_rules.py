@@ -84,6 +84,11 @@ def _rule(pattern: str, value: object, stated_by: str) -> CutRule:
         found = ShardingSpec.of(spec)
     except ShardSpecError as error:
         raise CheckpointError(f"{stated_by}: the rule of {pattern!r}: {_line(error)}") from None
+    if not found.is_plain:
+        raise CheckpointError(
+            f"{stated_by}: the rule of {pattern!r} is {found}; give axes alone, and the number or "
+            "sizes of parts as 'parts'"
+        )
     cuts = found.dim_partition_dict
     if found.partials or (len(parts) > 1 and len(cuts) != 1):
         raise CheckpointError(

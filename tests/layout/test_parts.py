@@ -1,0 +1,228 @@
+"""Parts and blocks: dims that are several things, each cut by itself, against index arithmetic."""
+
+import pickle
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardspec import (
+    DeviceMesh,
+    DimSpec,
+    DTensor,
+    Layout,
+    LayoutConverter,
+    ShardingSpec,
+    distribute_tensor,
+    load_sharded,
+    merge,
+    save_sharded,
+)
+from shardspec.errors import (
+    AxisError,
+    CheckpointError,
+    LayoutError,
+    LossyConversionError,
+    SpecSyntaxError,
+)
+from shardspec.layout.placements import placements_of
+
+SHAPE = (12, 6)
+WHOLE = torch.arange(prod(SHAPE)).reshape(SHAPE)
+SPECS = (
+    "[R,R]",
+    "[S0,R]",
+    "[S1,S0]",
+    "[R,S10]",
+    "[S0{6,4,2},R]",
+    "[S01{6,4,2},R]",
+    "[S10{8,4/1},R]",
+    "[S0*4,R]",
+    "[S01{8,4}*2,R]",
+    "[S1{7,5},S0{4,2/1}]",
+    "[S1{3,9}*2,S0*5]",
+    "[R,S01{3,1,2}]",
+)
+
+
+def indices(size: int, cut: DimSpec, mesh: tuple[int, ...], at: tuple[int, ...]) -> list[int]:
+    """Return the indices of a dim that one device holds, element by element."""
+    devices, place = 1, 0
+    for axis in cut.axes:
+        devices, place = devices * mesh[axis], place * mesh[axis] + at[axis]
+    found, start = [], 0
+    for length, shares in [(p.size, p.shares) for p in cut.parts] or [(size, 0)]:
+        end = start + length
+        blocks = [list(range(lo, min(lo + cut.block, end))) for lo in range(start, end, cut.block)]
+        if shares:
+            each = -(-len(blocks) // shares)
+            share = place // (devices // shares)
+            blocks = blocks[share * each : (share + 1) * each]
+        else:
+            for axis in cut.axes:
+                each = -(-len(blocks) // mesh[axis])
+                blocks = blocks[at[axis] * each : (at[axis] + 1) * each]
+        found += [index for block in blocks for index in block]
+        start = end
+    return found
+
+
+def shard_by_index(whole: torch.Tensor, layout: Layout, device: int) -> torch.Tensor:
+    at = layout.mesh.coordinates(device)
+    for dim, cut in enumerate(layout.spec.dim_specs):
+        held = indices(whole.shape[dim], cut, layout.mesh.shape, at)
+        whole = whole.index_select(dim, torch.tensor(held, dtype=torch.long))
+    return whole
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 2), (2, 1, 3)])
+def test_every_conversion_against_index_arithmetic(shape):
+    mesh = DeviceMesh(range(prod(shape)), shape)
+    for a, b in product(SPECS, SPECS):
+        source, target = (Layout(mesh, spec, SHAPE, "int64") for spec in (a, b))
+        before = DTensor(WHOLE, mesh, a)
+        after = before.redistribute(b)
+        lacking = []
+        for device in mesh.ids:
+            assert torch.equal(before.shards[device], shard_by_index(WHOLE, source, device))
+            wanted = shard_by_index(WHOLE, target, device)
+            assert torch.equal(after.shards[device], wanted), (a, b, device)
+            held = set(before.shards[device].flatten().tolist())
+            lacking.append(len(set(wanted.flatten().tolist()) - held))
+        assert torch.equal(after.to_global(), WHOLE)
+        plan = LayoutConverter().plan(source, target)
+        if not (source.spec.is_plain and target.spec.is_plain):
+            assert plan.bytes_received == max(lacking) * 8
+            assert (plan.cost_seconds > 0) == (max(lacking) > 0)
+
+
+def test_between_meshes():
+    left, right = DeviceMesh([0, 1, 2, 3], (2, 2)), DeviceMesh([5, 2, 4], (3,))
+    for a, b in product(SPECS, ["[S0{6,4,2},R]", "[S0*5,R]", "[R,S0{4,2/1}]", "[S0,R]"]):
+        target = Layout(right, b, SHAPE, "int64")
+        got = DTensor(WHOLE, left, a).redistribute(b, device_mesh=right)
+        for device in right.ids:
+            wanted = shard_by_index(WHOLE, target, device)
+            assert torch.equal(got.shards[device], wanted), (a, b, device)
+
+
+def test_pending_sums_are_finished_on_the_way():
+    mesh = DeviceMesh(range(4), (2, 2))
+    addends = {
+        d: shard_by_index(WHOLE, Layout(mesh, "[S0{8,4},R]", SHAPE, "int64"), d) for d in mesh.ids
+    }
+    got = DTensor.from_local(addends, mesh, "[S0{8,4},R|P1]").redistribute("[S1,R]")
+    assert torch.equal(got.to_global(), 2 * WHOLE)
+
+
+def test_gradients_go_back_to_the_parts():
+    mesh = DeviceMesh(range(2), (2,))
+    whole = torch.randn(6, 4, requires_grad=True)
+    t = DTensor(whole, mesh, "[S0{4,2},R]")
+    weight = torch.arange(24.0).reshape(6, 4)
+    (t.redistribute("[R,S0]").to_global() * weight).sum().backward()
+    assert t.grad is not None
+    assert torch.equal(t.grad.to_global(), weight)
+
+
+def test_text_and_dict_forms():
+    for text in SPECS:
+        spec = ShardingSpec.parse(text)
+        assert str(spec) == text
+        assert ShardingSpec.parse(str(spec)) == spec
+        assert pickle.loads(pickle.dumps(spec)) == spec
+    given = {"axes": [1], "parts": [8, (2, 1), "2/2"], "block": 2}
+    spec = ShardingSpec(2, {0: given})
+    assert str(spec) == "[S1{8,2/1,2/2}*2,R]"
+    assert spec == ShardingSpec.parse(" [ S1 { 8 , 2/1,2 / 2 } * 2 , R ] ")
+    assert str(ShardingSpec(1, {0: DimSpec(("tp",), (4, 2))})) == "[S(tp){4,2}]"
+    assert spec != ShardingSpec.parse("[S1,R]")
+    assert str(spec.without_partial().with_dims({1: [0]})) == "[S1{8,2/1,2/2}*2,S0]"
+    mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
+    assert str(Layout(mesh, spec, (12, 2), "f32").labelled_spec) == "[S(tp){8,2/1,2/2}*2,R]"
+
+
+def test_heads_that_are_fewer_than_devices():
+    """Two heads of keys for four devices: neighbours share one."""
+    layout = Layout(DeviceMesh(range(4), (4,)), "[S0{8,2/2}]", (10,), "f32")
+    assert [layout.local_boxes(d) for d in range(4)] == [
+        [((0, 2),), ((8, 9),)],
+        [((2, 4),), ((8, 9),)],
+        [((4, 6),), ((9, 10),)],
+        [((6, 8),), ((9, 10),)],
+    ]
+    assert layout.local_shape(3) == (3,)
+
+
+def test_blocks_are_one_box():
+    layout = Layout(DeviceMesh(range(3), (3,)), "[S0*128]", (300,), "f32")
+    assert [layout.box(d) for d in range(3)] == [((0, 128),), ((128, 256),), ((256, 300),)]
+
+
+def test_the_picture_shows_each_part():
+    layout = Layout(DeviceMesh(range(2), (2,)), "[S0{4,2/1}]", (6,), "f32")
+    assert "0,1" in layout.picture()
+    assert "<svg" in layout.drawing().svg()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[S0{}]", "expected the size of a part"),
+        ("[S0{4]", "expected ',' or '}'"),
+        ("[S0{4/0}]", "expected a number of shares"),
+        ("[S0*]", "expected the size of a block"),
+        ("[R*2]", "expected ',' or '|' or ']'"),
+        ("[S0{4}{4}]", "expected ',' or '|' or ']'"),
+        ("[S0{1e3}]", "expected ',' or '}'"),
+    ],
+)
+def test_bad_text(text, says):
+    with pytest.raises(SpecSyntaxError) as error:
+        ShardingSpec.parse(text)
+    assert says in str(error.value)
+
+
+def test_what_is_refused_by_name():
+    mesh = DeviceMesh(range(4), (2, 2))
+    with pytest.raises(LayoutError, match="come to 6, but the dim is 7 long"):
+        Layout(mesh, "[S0{4,2}]", (7,), "f32")
+    with pytest.raises(LayoutError, match="give a divisor"):
+        Layout(mesh, "[S0{4,2/3}]", (6,), "f32")
+    with pytest.raises(LayoutError, match=r"redistribute to \[S0\] first"):
+        Layout(mesh, "[S0{4,2}]", (6,), "f32").box(0)
+    for cut in (
+        {"axes": [0], "parts": [0]},
+        {"axes": [0], "block": 0},
+        {"parts": [4]},
+        {"axes": [], "parts": [4]},
+        {"axes": [0], "parts": [[1, 2, 3]]},
+    ):
+        with pytest.raises(AxisError):
+            ShardingSpec(1, {0: cut})
+    with pytest.raises(LossyConversionError, match=r"redistribute to \[S0\] first"):
+        placements_of(ShardingSpec.parse("[S0{4,2}]"), (2, 2))
+    t = distribute_tensor(torch.randn(6), mesh, "[S0{4,2}]")
+    plan = LayoutConverter().plan(t.layout, "[R]")
+    with pytest.raises(LayoutError, match=f"the least that one needs is {plan.peak_bytes}"):
+        LayoutConverter().plan(t.layout, "[R]", max_bytes=plan.peak_bytes - 1)
+
+
+def test_a_checkpoint_is_loaded_into_parts_and_saved_from_one_box(tmp_path):
+    mesh = DeviceMesh(range(4), (2, 2))
+    plain = DTensor(WHOLE, mesh, "[S01,R]")
+    save_sharded({"w": plain}, tmp_path / "a")
+    for text in SPECS:
+        loaded = load_sharded(tmp_path / "a", device_mesh=mesh, rules={"w": text})["w"]
+        assert str(loaded.sharding_spec) == text
+        for device in mesh.ids:
+            wanted = shard_by_index(WHOLE, loaded.layout, device)
+            assert torch.equal(loaded.shards[device], wanted), (text, device)
+    blocks = plain.redistribute("[S01{8,4}*2,R]")
+    with pytest.raises(CheckpointError, match=r"redistribute to \[S01,R\] first"):
+        save_sharded({"w": blocks}, tmp_path / "b")
+    save_sharded({"w": plain.redistribute("[S0*5,R]")}, tmp_path / "c")
+    merge(tmp_path / "c", tmp_path / "c.safetensors")
+    assert torch.equal(load_file(tmp_path / "c.safetensors")["w"], WHOLE)
