@@ -28,6 +28,7 @@ from shardspec.errors import (
     SpecSyntaxError,
 )
 from shardspec.layout.placements import placements_of
+from shardspec.layout.spec import Part
 
 SHAPE = (12, 6)
 WHOLE = torch.arange(prod(SHAPE)).reshape(SHAPE)
@@ -50,7 +51,8 @@ SPECS = (
 def indices(size: int, cut: DimSpec, mesh: tuple[int, ...], at: tuple[int, ...]) -> list[int]:
     """Return the indices of a dim that one device holds, element by element."""
     devices, place = 1, 0
-    for axis in cut.axes:
+    axes = [int(axis) for axis in cut.axes]
+    for axis in axes:
         devices, place = devices * mesh[axis], place * mesh[axis] + at[axis]
     found, start = [], 0
     for length, shares in [(p.size, p.shares) for p in cut.parts] or [(size, 0)]:
@@ -61,7 +63,7 @@ def indices(size: int, cut: DimSpec, mesh: tuple[int, ...], at: tuple[int, ...])
             share = place // (devices // shares)
             blocks = blocks[share * each : (share + 1) * each]
         else:
-            for axis in cut.axes:
+            for axis in axes:
                 each = -(-len(blocks) // mesh[axis])
                 blocks = blocks[at[axis] * each : (at[axis] + 1) * each]
         found += [index for block in blocks for index in block]
@@ -137,7 +139,7 @@ def test_text_and_dict_forms():
     spec = ShardingSpec(2, {0: given})
     assert str(spec) == "[S1{8,2/1,2/2}*2,R]"
     assert spec == ShardingSpec.parse(" [ S1 { 8 , 2/1,2 / 2 } * 2 , R ] ")
-    assert str(ShardingSpec(1, {0: DimSpec(("tp",), (4, 2))})) == "[S(tp){4,2}]"
+    assert str(ShardingSpec(1, {0: DimSpec(("tp",), (Part(4), Part(2)))})) == "[S(tp){4,2}]"
     assert spec != ShardingSpec.parse("[S1,R]")
     assert str(spec.without_partial().with_dims({1: [0]})) == "[S1{8,2/1,2/2}*2,S0]"
     mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
