@@ -7,8 +7,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 LOG := $(VENV)/setup.log
-# As many processes as there are cores; one that is done takes tests from another.
-PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
+# As many processes as there are cores; the tests of one file share what they set up.
+PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile
 # Interpreters to try, in this order; `make setup PYTHON=/path/to/python3.12` names one.
 PYTHON ?= python3.11 python3
 

@@ -1,6 +1,5 @@
 """Several processes write to a store: the same files as one, one commit, and they fail together."""
 
-import json
 import os
 import subprocess
 import sys
@@ -16,46 +15,19 @@ from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
+from tests.checkpoint.remote_ranks import write
 from tests.checkpoint.stores import MESH, RULES, STATE, names, upload
-from tests.checkpoint.test_together import free_port
+from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("s3")
 
-PROGRAM = """
-import json, sys
-from shardspec import DeviceMesh
-from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reshard import reshard
-from shardspec.checkpoint.coordinate import Member
-from shardspec.errors import ShardSpecError
-source, out, options, rank, size = sys.argv[1:]
-options = json.loads(options)
-act = merge
-if "device_mesh" in options:
-    act, options["device_mesh"] = reshard, DeviceMesh(range(6), tuple(options["device_mesh"]))
-try:
-    report = act(source, out, member=Member(int(rank), int(size)), **options)
-    said = [None, report.crc32, list(report.files)]
-except ShardSpecError as error:
-    said = [type(error).__name__, str(error), []]
-print(json.dumps(said))
-"""
 
-
-def in_processes(source, out, size=2, **options):
+def in_processes(tmp_path, source, out, size=2, **options):
     """Merge or reshard in several processes; return what each has to say, in their order."""
-    words = [str(source), str(out), json.dumps(options)]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *words, str(rank), str(size)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **where},
-        )
-        for rank in range(size)
-    ]
-    return [json.loads(run.communicate(timeout=100)[0]) for run in runs]
+    where = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    meet = tmp_path / os.urandom(4).hex()
+    meet.mkdir()
+    return run_ranks(size, meet, write, size, str(source), str(out), options, where)
 
 
 def contents(url):
@@ -71,7 +43,7 @@ OUTPUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_the_same_bytes_as_alone(forms, kind):
+def test_the_same_bytes_as_alone(forms, tmp_path, kind):
     options = OUTPUTS[kind]
     alone = dict(options)
     if "device_mesh" in alone:
@@ -79,7 +51,7 @@ def test_the_same_bytes_as_alone(forms, kind):
     act = reshard if "device_mesh" in alone else merge
     report = act(forms / "own", f"s3://models/alone/{kind}", **alone)
     size = 3 if kind == "hub" else 2
-    answers = in_processes(forms / "own", f"s3://models/out/{kind}", size, **options)
+    answers = in_processes(tmp_path, forms / "own", f"s3://models/out/{kind}", size, **options)
     assert answers == [[None, report.crc32, list(report.files)]] * size
     due = {name: data for name, data in contents("s3://models/alone").items() if kind in name}
     assert {k: v for k, v in contents("s3://models/out").items() if kind in k} == due
@@ -87,16 +59,16 @@ def test_the_same_bytes_as_alone(forms, kind):
     assert fsspec.filesystem("s3").list_multipart_uploads("models") == []
 
 
-def test_what_is_there_is_replaced_in_the_end(forms):
+def test_what_is_there_is_replaced_in_the_end(forms, tmp_path):
     out = "s3://models/replaced/hub"
     merge(forms / "own", out, max_shard_bytes=100, dtype="bf16")
     before = contents(out)
-    answers = in_processes(forms / "own", out, max_shard_bytes=100)
+    answers = in_processes(tmp_path, forms / "own", out, max_shard_bytes=100)
     assert answers[0][0] == "OutputExistsError"
     assert "exists; choose another name, or overwrite it" in answers[0][1]
     assert answers[0][1] == answers[1][1]
     assert contents(out) == before
-    answers = in_processes(forms / "own", out, max_shard_bytes=100, overwrite=True)
+    answers = in_processes(tmp_path, forms / "own", out, max_shard_bytes=100, overwrite=True)
     assert [answer[0] for answer in answers] == [None, None]
     assert_same(read_whole(out), STATE)
     assert names("s3://models/replaced") == [f"hub/{name}" for name in sorted(before)]
@@ -113,7 +85,7 @@ def test_a_changed_byte_fails_all_and_nothing_stays(tmp_path):
         data[stored.offset + 5] ^= 1
         stored.path.write_bytes(data)
         options = {"max_shard_bytes": 300_000, "force": True}
-        answers = in_processes(tmp_path / "own", out, **options)
+        answers = in_processes(tmp_path, tmp_path / "own", out, **options)
         assert {answer[0] for answer in answers} == {"CheckpointError"}
         assert len({answer[1] for answer in answers}) == 1
         assert answers[0][1].startswith("rank ")
