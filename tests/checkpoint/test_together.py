@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardspec import DeviceMesh, merge, reshard
+from shardspec import DeviceMesh, DTensor, merge, reshard, save_sharded
 from shardspec.checkpoint import coordinate
 from shardspec.checkpoint.commit import staged_output
 from shardspec.checkpoint.coordinate import Member
@@ -121,6 +121,33 @@ def test_a_changed_byte_fails_all(tmp_path):
     assert [answer[1] for answer in in_processes(partial(merge, ckpt, tmp_path / "out"))] == (
         [None] * 3
     )
+
+
+def test_a_changed_byte_of_a_box_that_no_process_reads_whole(tmp_path):
+    """Each reads some rows of boxes of columns; what they have read is judged together."""
+    mesh = DeviceMesh(range(2), (2,))
+    whole = torch.arange(3 << 20, dtype=torch.float32).view(1 << 11, -1)
+    save_sharded({"w": DTensor(whole, mesh, "[R,S0]")}, tmp_path / "ckpt")
+    found = in_processes(partial(merge, tmp_path / "ckpt", tmp_path / "a"))
+    assert [answer[1] for answer in found] == [None] * 3
+    merge(tmp_path / "ckpt", tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    stored = open_checkpoint(tmp_path / "ckpt").tensor("w").boxes[1]
+    num_bytes = whole.nbytes // 2
+    for at in (7, num_bytes // 2, num_bytes - 1):
+        with stored.path.open("r+b") as file:
+            file.seek(stored.offset + at)
+            byte = file.read(1)
+            file.seek(stored.offset + at)
+            file.write(bytes((byte[0] ^ 4,)))
+        found = in_processes(partial(merge, tmp_path / "ckpt", tmp_path / "c"))
+        assert {answer[1] for answer in found} == {"CheckpointError"}
+        assert "tensor 'w': rank 1's box [0:2048, 768:1536]" in found[0][2]
+        assert "its bytes were changed" in found[0][2]
+        assert not (tmp_path / "c").exists()
+        with stored.path.open("r+b") as file:
+            file.seek(stored.offset + at)
+            file.write(byte)
 
 
 def test_what_only_the_first_finds_out(ckpt, tmp_path):
