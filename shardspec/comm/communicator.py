@@ -27,12 +27,10 @@ class Communicator(Protocol):
     @property
     def mesh(self) -> DeviceMesh:
         """The devices among which data moves."""
-        ...
 
     @property
     def addressable(self) -> tuple[int, ...]:
         """Physical ids whose shards live in this process."""
-        ...
 
     def run(
         self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
@@ -54,11 +52,9 @@ class Communicator(Protocol):
             The shard of every addressable device after the step: new contiguous tensors that share
             no memory with `shards`.
         """
-        ...
 
     def on(self, mesh: DeviceMesh) -> "Communicator":
         """Return the communicator of the same kind for another mesh."""
-        ...
 
     def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
         """Enter a conversion, in which steps are run.
@@ -81,7 +77,6 @@ class Communicator(Protocol):
             On every process, if one says something else, naming it and the difference, or if one
             does not come; and if another thread is in a conversion on this mesh.
         """
-        ...
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Return one small picklable value per device of the mesh, in its order; also a barrier.
@@ -91,4 +86,3 @@ class Communicator(Protocol):
         values
             The value of every addressable device.
         """
-        ...

@@ -68,19 +68,11 @@ class Transport(Protocol):
     """
 
     def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
-        """Put the boxes that this device gets side by side, and serve those that others want.
+        """Put the boxes that this device gets side by side, and serve those that others get.
 
-        Parameters
-        ----------
-        schedule
-            What this device does.
-        shard
-            Shaped as the box held before, of any strides; only read.
-        result
-            Shaped as the box held after, to be filled. Where the shard is a part of it, it is in
-            place.
+        The shard, of any strides, is only read. The result is to be filled; where the shard is a
+        part of it, it is in place.
         """
-        ...
 
     def reduce(
         self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
@@ -89,7 +81,6 @@ class Transport(Protocol):
 
         The result may lie in the shard, in the place of this device's own addend.
         """
-        ...
 
 
 def all_reduce(

@@ -39,15 +39,12 @@ class Sharded(Protocol):
 
     def to_torch(self) -> TorchDTensor:
         """Return it as torch's, the same object as long as nothing has changed."""
-        ...
 
     def follow(self, tensor: TorchDTensor) -> None:
         """Take note that torch's tensor may have been written to."""
-        ...
 
     def is_leaf_with_gradient(self) -> bool:
         """Whether gradients are collected at it."""
-        ...
 
 
 T = TypeVar("T", bound=Sharded)
