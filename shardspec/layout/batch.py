@@ -20,7 +20,7 @@ __all__ = ["pair_costs"]
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-_MOST_SPREAD: Final = 1 << 27
+_MOST_SPREAD: Final = 1 << 26
 """Numbers that are told apart by a table of all between the smallest and the largest."""
 
 
@@ -109,13 +109,13 @@ def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], Ints]:
     Millions of edges are among a few objects; so these are told apart by identity before they are
     compared.
     """
-    ids = np.fromiter(map(id, layouts), dtype=np.int64, count=len(layouts))
+    ids = np.fromiter(map(id, layouts), dtype=np.int64, count=len(layouts)) >> 3
     values, at = _numbered(ids)
-    first = np.empty(len(values), dtype=np.int64)
-    first[at[::-1]] = np.arange(len(ids) - 1, -1, -1)
+    some = np.empty(len(values), dtype=np.int64)
+    some[at] = np.arange(len(ids))
     places: dict[Layout, int] = {}
-    same = np.array([places.setdefault(layouts[n], len(places)) for n in first.tolist()])
-    return list(places), same[at]
+    same = np.array([places.setdefault(layouts[n], len(places)) for n in some.tolist()])
+    return list(places), at if len(places) == len(same) else same[at]
 
 
 def _numbered(values: Ints) -> tuple[Ints, Ints]:
@@ -129,6 +129,6 @@ def _numbered(values: Ints) -> tuple[Ints, Ints]:
     there = np.zeros(spread, dtype=bool)
     there[offsets] = True
     distinct = np.flatnonzero(there)
-    places = np.empty(spread, dtype=np.int32)
-    places[distinct] = np.arange(len(distinct), dtype=np.int32)
-    return distinct + least, places[offsets].astype(np.int64)
+    places = np.empty(spread, dtype=np.int64)
+    places[distinct] = np.arange(len(distinct))
+    return distinct + least, places[offsets]

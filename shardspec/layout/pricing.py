@@ -43,8 +43,9 @@ TIE_SECONDS: Final = 1e-12
 _ROUNDING: Final = 1e-12
 """Prices that differ by so little, in proportion, are one price summed in another order."""
 
+_LEAST_STATES: Final = 64
 _FEW_STATES: Final = 400
-"""Up to so many states prices are small enough to keep those of many tensors."""
+"""Up to so many states prices are small enough to keep those of hundreds of tensors, or of many."""
 
 _MOST_WORK: Final = 1e7
 """Pairs of specs times devices up to which every permute and exchange is priced."""
@@ -180,6 +181,8 @@ def prices_of(
     """
     states = count_states(len(mesh_shape), len(global_shape), len(pending))
     priced = _few_prices if states <= _FEW_STATES else _many_prices
+    if states <= _LEAST_STATES:
+        priced = _least_prices
     return priced(mesh_shape, pending, global_shape, dtype, model, most_work)
 
 
@@ -204,6 +207,7 @@ def _prices(
     return Prices(space, local_bytes, collective, permute, exchange, routed is not None)
 
 
+_least_prices = lru_cache(maxsize=512)(_prices)
 _few_prices = lru_cache(maxsize=32)(_prices)
 _many_prices = lru_cache(maxsize=1)(_prices)
 """Of one large space: its prices take some 50 MiB."""
@@ -211,6 +215,7 @@ _many_prices = lru_cache(maxsize=1)(_prices)
 
 def forget_prices() -> None:
     """Let go of the prices that are kept."""
+    _least_prices.cache_clear()
     _few_prices.cache_clear()
     _many_prices.cache_clear()
 
