@@ -4,6 +4,7 @@ A box is one half-open interval ``(lo, hi)`` per tensor dim. The box of a scalar
 with ``lo == hi`` in some dim is empty.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import TypeAlias
 
@@ -13,6 +14,7 @@ __all__ = [
     "box_size",
     "contains",
     "intersect",
+    "local_index",
     "slices_within",
     "split_interval",
 ]
@@ -88,6 +90,22 @@ def contains(outer: Box, inner: Box) -> bool:
     return all(
         o_lo <= lo and hi <= o_hi for (o_lo, o_hi), (lo, hi) in zip(outer, inner, strict=True)
     )
+
+
+def local_index(intervals: Sequence[tuple[int, int]], index: int) -> int:
+    """Return where in a shard an index lies, given the intervals that the shard holds in order.
+
+    Examples
+    --------
+    >>> local_index([(0, 4), (8, 10)], 9)
+    5
+    """
+    before = 0
+    for lo, hi in intervals:
+        if lo <= index < hi:
+            return before + index - lo
+        before += hi - lo
+    raise IndexError(f"{index} is in none of {intervals}")
 
 
 def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:

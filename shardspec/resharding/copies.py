@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -18,10 +19,12 @@ from shardspec.resharding.transfers import Kind, Senders, balanced, kind_of
 from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, table_text
 
-__all__ = ["MAX_BYTES", "StateCopies", "TensorMove"]
+__all__ = ["MAX_BYTES", "MAX_PEERS", "StateCopies", "TensorMove"]
 
 MAX_BYTES: Final = 256 << 20
 """What buckets of a device hold by default: so much for sending and so much for receiving."""
+MAX_PEERS: Final = 32
+"""How many devices a device sends to at once at most, and receives from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,7 @@ class StateCopies:
             peers["to", sender] += 1
             peers["from", receiver] += 1
         most = max(peers.values(), default=1)
+        most = min(most, MAX_PEERS)
         # Twice: a bucket is filled while the one before it is on its way.
         bucket = self.max_bytes // (2 * most)
         least = 16
@@ -258,10 +262,4 @@ _MOST_ROWS: Final = 32
 
 def _local_bytes(layout: Layout) -> dict[int, int]:
     width = item_bytes(layout.dtype)
-    sizes = {}
-    for device, box in layout.boxes().items():
-        elements = 1
-        for lo, hi in box:
-            elements *= hi - lo
-        sizes[device] = elements * width
-    return sizes
+    return {device: prod(layout.local_shape(device)) * width for device in layout.mesh.ids}

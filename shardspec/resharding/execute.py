@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box
+from shardspec.boxes import Box, local_index
 from shardspec.comm.agreement import description
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.dtensor import DTensor
@@ -21,7 +21,7 @@ from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.copies import StateCopies
-from shardspec.resharding.schedule import Piece, Schedule, schedule_for
+from shardspec.resharding.schedule import Messages, Piece, Schedule, Wave, schedule_for
 from shardspec.text import shown
 
 __all__ = ["run_plan"]
@@ -47,7 +47,7 @@ def run_plan(
     for one in held.values():
         one.allocate()
         one.keep()
-    for wave in range(max((one.waves for one in held.values()), default=0)):
+    for wave in sorted({wave for one in held.values() for wave in one.waves}):
         for device, one in held.items():
             for peer, pieces in one.sending(wave).items():
                 held[peer].unpack(held[peer].receiving(wave)[device], one.pack(pieces))
@@ -72,7 +72,7 @@ def _run_in_job(
             raise LayoutError(problem)
         one.allocate()
         works: list[tuple[dist.Work, Callable[[], None]]] = []
-        for wave in range(one.waves):
+        for wave in one.waves:
             # What is received in the wave before is unpacked while this one travels.
             works, before = one.exchange(wave), works
             _finish(before)
@@ -104,7 +104,7 @@ class _Device:
         self.source: Shards = {}
         self.target: Shards = {}
         self._schedule: Schedule = schedule_for(plan, device)
-        self._lows: dict[Layout, list[int]] = {}
+        self._intervals: dict[Layout, tuple[tuple[tuple[int, int], ...], ...]] = {}
         self._alone = alone
         # Of threads that reshard at once, each has other meshes.
         self._tag = _TAG + zlib.crc32(repr(plan.devices).encode()) % 0xFFFF
@@ -171,17 +171,17 @@ class _Device:
         return shard.detach()
 
     @property
-    def waves(self) -> int:
-        """How many waves of messages the device takes part in."""
-        return max(len(self._schedule.sends), len(self._schedule.receives))
+    def waves(self) -> list[Wave]:
+        """The waves of messages that the device takes part in, in order."""
+        return sorted({*self._schedule.sends, *self._schedule.receives})
 
-    def sending(self, wave: int) -> dict[int, tuple[Piece, ...]]:
+    def sending(self, wave: Wave) -> Messages:
         """Return what is sent in a wave, by peer."""
-        return self._schedule.sends[wave] if wave < len(self._schedule.sends) else {}
+        return self._schedule.sends.get(wave, {})
 
-    def receiving(self, wave: int) -> dict[int, tuple[Piece, ...]]:
+    def receiving(self, wave: Wave) -> Messages:
         """Return what is received in a wave, by peer."""
-        return self._schedule.receives[wave] if wave < len(self._schedule.receives) else {}
+        return self._schedule.receives.get(wave, {})
 
     def allocate(self) -> None:
         """Make the results that were not given."""
@@ -216,7 +216,7 @@ class _Device:
             view = self._view(self.target, piece.move, piece.box)
             view.copy_(self._seen(bucket, piece).view(view.shape))
 
-    def exchange(self, wave: int) -> list[tuple[dist.Work, Callable[[], None]]]:
+    def exchange(self, wave: Wave) -> list[tuple[dist.Work, Callable[[], None]]]:
         """Start the messages of a wave; return what is to be waited for, and done then."""
         ops, then = [], []
         for peer, pieces in self.receiving(wave).items():
@@ -249,14 +249,15 @@ class _Device:
         move = self.plan.moves[place]
         from_source = shards is self.source
         layout = move.source if from_source else move.target
-        if layout not in self._lows:
-            self._lows[layout] = [lo for lo, _ in layout.box(self.device)]
-        shard, lows = shards[place], self._lows[layout]
+        if layout not in self._intervals:
+            self._intervals[layout] = layout.intervals(self.device)
+        shard, held = shards[place], self._intervals[layout]
         if move.view is None:
-            return shard[tuple(slice(a - lo, b - lo) for (a, b), lo in zip(box, lows, strict=True))]
+            starts = [local_index(own, a) for own, (a, _) in zip(held, box, strict=True)]
+            return shard[tuple(slice(s, s + b - a) for s, (a, b) in zip(starts, box, strict=True))]
         side = move.view.source if from_source else move.view.target
         strides = shard.stride()
-        at = side.offset(strides, lows, [lo for lo, _ in box])
+        at = side.offset(strides, held, [lo for lo, _ in box])
         return shard.as_strided(
             [hi - lo for lo, hi in box],
             side.strides(strides, len(box)),

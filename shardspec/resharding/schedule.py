@@ -1,18 +1,18 @@
 """What one device sends, receives and keeps under a plan, message by message."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.routes import chunks
 from shardspec.dtypes import item_bytes
-from shardspec.resharding.copies import StateCopies
+from shardspec.resharding.copies import MAX_PEERS, StateCopies
 
-__all__ = ["Piece", "Schedule", "schedule_for"]
+__all__ = ["Messages", "Piece", "Schedule", "Wave", "schedule_for"]
 
 _ALIGNMENT: Final = 16
 """Pieces start at multiples of this in a message, so that every dtype can be seen there."""
@@ -31,13 +31,23 @@ class Piece:
     num_bytes: int
 
 
+Wave: TypeAlias = tuple[int, int]
+"""Which peers, by how far they stand behind the sender in the row of devices, and which of their
+messages."""
+Messages: TypeAlias = dict[int, tuple[Piece, ...]]
+"""By peer, the boxes of its message."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What one device does. A wave is at most one message to and from each peer."""
+    """What one device does. A wave is at most one message to and from each of some peers.
 
-    sends: tuple[dict[int, tuple[Piece, ...]], ...]
+    Every device takes part in waves in ascending order, so none waits in a circle.
+    """
+
+    sends: Mapping[Wave, Messages]
     """Per wave, by peer, what is packed into its message."""
-    receives: tuple[dict[int, tuple[Piece, ...]], ...]
+    receives: Mapping[Wave, Messages]
     """Per wave, by peer, what is unpacked from its message."""
     kept: tuple[tuple[int, Box], ...]
     """What the device has already: the tensor's place in the moves, and the box."""
@@ -75,19 +85,25 @@ def schedule_for(plan: StateCopies, device: int) -> Schedule:
             )
             assert own is not None, "what is kept is an overlap"
             kept += [(place, own) for place in places]
-    return Schedule(_waves(plan, sends), _waves(plan, receives), tuple(sorted(kept)))
+    at = {device: place for place, device in enumerate(plan.devices)}
+    here, count = at[device], len(at)
+    return Schedule(
+        _waves(plan, sends, {peer: (at[peer] - here) % count for peer in sends}),
+        _waves(plan, receives, {peer: (here - at[peer]) % count for peer in receives}),
+        tuple(sorted(kept)),
+    )
 
 
 def _waves(
-    plan: StateCopies, streams: dict[int, list[tuple[int, Box]]]
-) -> tuple[dict[int, tuple[Piece, ...]], ...]:
-    waves: list[dict[int, tuple[Piece, ...]]] = []
+    plan: StateCopies, streams: dict[int, list[tuple[int, Box]]], behind: Mapping[int, int]
+) -> dict[Wave, Messages]:
+    """Divide streams into messages; `behind` says how far the receiver is behind the sender."""
+    waves: dict[Wave, Messages] = {}
     for peer, stream in sorted(streams.items()):
+        turn = behind[peer] // MAX_PEERS
         for number, message in enumerate(_messages(plan, sorted(stream))):
-            if number == len(waves):
-                waves.append({})
-            waves[number][peer] = message
-    return tuple(waves)
+            waves.setdefault((turn, number), {})[peer] = message
+    return waves
 
 
 def _messages(plan: StateCopies, stream: list[tuple[int, Box]]) -> Iterator[tuple[Piece, ...]]:

@@ -58,9 +58,10 @@ class Kind:
 def _distinct(layout: Layout, side: TensorView, axes: int) -> list[tuple[Box, tuple[int, ...]]]:
     """Return the boxes of the view that are not empty, each with its holders."""
     found: dict[Box, list[int]] = {}
-    for device, box in layout.boxes().items():
-        if all(lo < hi for lo, hi in box):
-            found.setdefault(box, []).append(device)
+    for device in layout.mesh.ids:
+        for box in layout.local_boxes(device):
+            if all(lo < hi for lo, hi in box):
+                found.setdefault(box, []).append(device)
     return [
         (part, tuple(devices)) for box, devices in found.items() for part in side.boxes(box, axes)
     ]

@@ -17,7 +17,7 @@ from itertools import product
 from math import prod
 from typing import Final
 
-from shardspec.boxes import Box
+from shardspec.boxes import Box, local_index
 from shardspec.errors import SpecSyntaxError
 
 __all__ = [
@@ -106,28 +106,33 @@ class TensorView:
                 weight *= factor.size
         return tuple(found)
 
-    def offset(self, strides: Sequence[int], lows: Sequence[int], corner: Sequence[int]) -> int:
+    def offset(
+        self,
+        strides: Sequence[int],
+        intervals: Sequence[Sequence[tuple[int, int]]],
+        corner: Sequence[int],
+    ) -> int:
         """Return where in memory an element of the view lies.
 
         Parameters
         ----------
-        strides, lows
-            Of the shard: steps in memory, and the first index that it holds of each dim.
+        strides, intervals
+            Of the shard: steps in memory, and the indices that it holds of each dim.
         corner
             Indices of the element in the view.
 
         Examples
         --------
         >>> side = TensorView(((Factor(0, 2, 0, 2), Factor(1, 4, 1, 2)),))
-        >>> side.offset([1], [2], [1, 0])
+        >>> side.offset([1], [[(2, 8)]], [1, 0])
         3
         """
         at = 0
-        for stride, low, factors in zip(strides, lows, self.dims, strict=True):
+        for stride, held, factors in zip(strides, intervals, self.dims, strict=True):
             index = 0
             for factor in factors:
                 index = index * factor.size + factor.start + corner[factor.axis]
-            at += (index - low) * stride
+            at += local_index(held, index) * stride
         return at
 
     def indices(self, dim: int) -> int:

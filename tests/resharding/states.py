@@ -6,7 +6,9 @@ from math import prod
 
 import torch
 
-from shardspec import DeviceMesh, Layout, ShardingSpec
+from shardspec import DeviceMesh, DimSpec, Layout, ShardingSpec
+from shardspec.layout.spec import Part
+from tests.layout.test_parts import indices
 
 SHAPES = ((1,), (2,), (3,), (4,), (1, 2), (2, 1), (2, 2), (2, 3), (2, 1, 3))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -17,14 +19,25 @@ def random_mesh(random_: random.Random, ids: int) -> DeviceMesh:
     return DeviceMesh(random_.sample(range(ids), prod(shape)), shape)
 
 
-def random_spec(random_: random.Random, mesh: DeviceMesh, dims: int) -> ShardingSpec:
+def random_spec(random_: random.Random, mesh: DeviceMesh, shape: tuple[int, ...]) -> ShardingSpec:
+    """Return a spec, with parts and blocks in some of its dims."""
+    dims = len(shape)
     axes = random_.sample(range(mesh.ndim), mesh.ndim)
     cuts: dict[int, list[int | str]] = {}
     for axis in axes:
         dim = random_.randrange(-1, dims)
         if dim >= 0:
             cuts.setdefault(dim, []).append(axis)
-    return ShardingSpec(dims, cuts)
+    described: dict[int, DimSpec] = {}
+    for dim, by in cuts.items():
+        parts: tuple[Part, ...] = ()
+        devices = prod(mesh.shape[int(axis)] for axis in by)
+        if shape[dim] > 2 and random_.random() < 0.3:
+            at = random_.randrange(1, shape[dim])
+            shares = random_.choice([0, 1, devices])
+            parts = (Part(at), Part(shape[dim] - at, shares))
+        described[dim] = DimSpec(tuple(by), parts, random_.choice([1, 1, 1, 2, 3]))
+    return ShardingSpec(dims, described)
 
 
 def random_case(
@@ -40,14 +53,18 @@ def random_case(
         dtype = random_.choice(DTYPES)
         values = torch.arange(prod(shape)).reshape(shape) * 37 % 101 + number
         whole[name] = values % 2 == 0 if dtype == torch.bool else values.to(dtype)
-        source[name] = Layout(a, random_spec(random_, a, dims), shape, dtype)
-        target[name] = Layout(b, random_spec(random_, b, dims), shape, dtype)
+        source[name] = Layout(a, random_spec(random_, a, shape), shape, dtype)
+        target[name] = Layout(b, random_spec(random_, b, shape), shape, dtype)
     return whole, source, target
 
 
 def shard_at(whole: torch.Tensor, layout: Layout, device: int) -> torch.Tensor:
     """Return what a device must hold, by index arithmetic alone."""
-    return whole[tuple(slice(lo, hi) for lo, hi in layout.box(device))]
+    for dim, size in enumerate(whole.shape):
+        cut, at = layout.spec.dim_specs[dim], layout.mesh.coordinates(device)
+        held = indices(size, cut, layout.mesh.shape, at)
+        whole = whole.index_select(dim, torch.tensor(held, dtype=torch.long))
+    return whole
 
 
 def wrong_shards(

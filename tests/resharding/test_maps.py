@@ -148,11 +148,11 @@ def test_random_meshes_both_ways(backwards):
         random_ = random.Random(seed)
         a, b = random_mesh(random_, 8), random_mesh(random_, 8)
         source = {
-            n: Layout(a, random_spec(random_, a, t.ndim), t.shape, t.dtype)
+            n: Layout(a, random_spec(random_, a, t.shape), t.shape, t.dtype)
             for n, t in given.items()
         }
         target = {
-            n: Layout(b, random_spec(random_, b, t.ndim), t.shape, t.dtype)
+            n: Layout(b, random_spec(random_, b, t.shape), t.shape, t.dtype)
             for n, t in wanted.items()
         }
         plan = plan_reshard(source, target, names=map_, max_bytes=(None, 512)[seed % 2] or None)
@@ -278,7 +278,7 @@ def test_tracing_random_permutations_and_cuts():
             given = {"a": a, "b": b}[e.source]
             for at in np.ndindex(*e.view.shape):
                 places = [
-                    side.offset(t.stride(), [0] * t.ndim, at)
+                    side.offset(t.stride(), [[(0, n)] for n in t.shape], at)
                     for side, t in ((e.view.source, given), (e.view.target, got[e.target]))
                 ]
                 value = given.as_strided((), (), places[0])

@@ -11,6 +11,7 @@ import torch
 from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.errors import LayoutError
 from shardspec.resharding.plan import plan_reshard, reshard_state
+from shardspec.resharding.schedule import schedule_for
 from tests.resharding.states import random_case, wrong_shards
 
 FOUR = DeviceMesh([2, 0, 3, 1], (2, 2))
@@ -164,3 +165,23 @@ def test_reshard_state_stays_on_the_mesh_unless_told():
     assert got["w"].device_mesh == FOUR
     assert torch.equal(got["w"].to_global(), whole)
     assert prod(got["b"].to_local(3).shape) == 6
+
+
+def test_a_device_talks_to_few_peers_at_once():
+    """Of 80 devices that all lack something of each other, each sends to 32 in a wave at most."""
+    mesh = DeviceMesh(range(80), (80,))
+    whole = torch.arange(160.0 * 80).reshape(160, 80)
+    plan = plan_reshard(
+        {"w": Layout(mesh, "[S0,R]", whole.shape, "float32")}, (mesh, {"w": "[R,S0]"})
+    )
+    schedules = {device: schedule_for(plan, device) for device in mesh.ids}
+    waves = sorted({wave for schedule in schedules.values() for wave in schedule.sends})
+    assert waves == [(0, 0), (1, 0), (2, 0)]
+    for device, schedule in schedules.items():
+        for wave, messages in schedule.sends.items():
+            assert 0 < len(messages) <= 32
+            for peer, pieces in messages.items():
+                assert schedules[peer].receives[wave][device] == pieces
+        assert sum(map(len, schedule.sends.values())) == 79
+    got = plan.run({"w": DTensor(whole, mesh, "[S0,R]")})
+    assert torch.equal(got["w"].to_global(), whole)
