@@ -7,10 +7,9 @@ torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves
 """
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.source_files import SourceFile
@@ -38,7 +37,6 @@ __all__ = [
 ]
 
 Flat: TypeAlias = dict[str, object]
-_T = TypeVar("_T")
 
 _MOST_PARTS: Final = 4 << 20
 _MOST_DEPTH: Final = 64
@@ -231,25 +229,10 @@ def plain_value(value: object) -> object:
     >>> plain_value({"lr": (0.1, None), 0: mere_name("torch.float32")})
     {'lr': (0.1, None), 0: OpaqueValue(text='torch.float32')}
     """
-    try:
-        return _Plain().of(value, 0)
-    except _TooManyError:
-        return OpaqueValue(f"a {type(value).__name__} of many or deeply nested parts")
+    left = _MOST_PLAIN_PARTS
 
-
-class _TooManyError(Exception):
-    pass
-
-
-class _Plain:
-    """Copies a value, counting its parts."""
-
-    def __init__(self) -> None:
-        self._left = _MOST_PLAIN_PARTS
-
-    def of(self, value: object, depth: int) -> object:
-        if depth > _MOST_PLAIN_DEPTH:
-            raise _TooManyError
+    def plain(value: object, depth: int) -> object:
+        nonlocal left
         match value:
             case TorchTensor() | TorchDTensor():
                 return OpaqueValue(f"tensor of shape {list(value.shape)}")
@@ -257,15 +240,17 @@ class _Plain:
                 return OpaqueValue(str(value))
             case None | bool() | int() | float() | str():
                 return value
+            case list() | tuple() | dict():
+                left -= len(value)
+                if left < 0 or depth > _MOST_PLAIN_DEPTH:
+                    raise OverflowError
+        match value:
             case list():
-                return [self.of(item, depth + 1) for item in self._counted(value)]
+                return [plain(item, depth + 1) for item in value]
             case tuple():
-                return tuple(self.of(item, depth + 1) for item in self._counted(value))
+                return tuple(plain(item, depth + 1) for item in value)
             case dict():
-                return {
-                    self.of(key, depth + 1): self.of(item, depth + 1)
-                    for key, item in self._counted(value.items())
-                }
+                return {plain(key, depth + 1): plain(at, depth + 1) for key, at in value.items()}
             case bytes():
                 return OpaqueValue(f"{len(value)} bytes")
             case Global():
@@ -274,9 +259,7 @@ class _Plain:
                 return OpaqueValue(f"<{value.name}>")
         return OpaqueValue(type(value).__name__)
 
-    def _counted(self, items: Iterable[_T]) -> list[_T]:
-        some = list(islice(items, self._left + 1))
-        self._left -= len(some)
-        if self._left < 0:
-            raise _TooManyError
-        return some
+    try:
+        return plain(value, 0)
+    except OverflowError:
+        return OpaqueValue(f"a {type(value).__name__} of many or deeply nested parts")

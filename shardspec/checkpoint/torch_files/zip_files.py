@@ -23,6 +23,8 @@ __all__ = ["TorchRecord", "TorchZip", "read_torch_zip"]
 _LOCAL: Final = struct.Struct("<4s2x2H16x2H")
 _END_BYTES: Final = 22
 _LOCATOR_BYTES: Final = 20
+_ENDS_BYTES: Final = 56 + _LOCATOR_BYTES + _END_BYTES
+"""Of what follows the directory, at most."""
 _UTF8_FLAG: Final = 1 << 11
 _ENCRYPTED: Final = 1 | 1 << 6 | 1 << 13
 _TAIL_BYTES: Final = 2048
@@ -176,40 +178,6 @@ class TorchZip:
             )
 
 
-class _Stretch(io.RawIOBase):
-    """A part of a file as `zipfile` wants it; the end was read before."""
-
-    def __init__(self, file: SourceFile, offset: int, tail: bytes, num_bytes: int) -> None:
-        self._file, self._offset, self._tail, self._end = file, offset, tail, num_bytes
-        self._at = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._end)[whence]
-        if not 0 <= self._at <= self._end:
-            raise BadZipFile("a record at its end points outside of it")
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        at, left = self._at, self._end - self._at
-        size = left if size < 0 else min(size, left)
-        if size > _MOST_DIRECTORY_BYTES:
-            raise CheckpointError(
-                f"its directory has {size} bytes, past the limit of {_MOST_DIRECTORY_BYTES}; save "
-                "in fewer records"
-            )
-        self._at += size
-        before = self._end - len(self._tail)
-        if at >= before:
-            return self._tail[at - before :][:size]
-        return self._file.read(self._offset + at, size)
-
-
 def read_torch_zip(
     file: SourceFile, offset: int = 0, num_bytes: int | None = None, what: str | None = None
 ) -> TorchZip:
@@ -241,17 +209,25 @@ def read_torch_zip(
             f"{what}: bytes {offset} to {offset + num_bytes} are needed, but the file has "
             f"{file.num_bytes}; it was cut short, restore it"
         )
-    tail = file.read(offset + num_bytes - min(_TAIL_BYTES, num_bytes), min(_TAIL_BYTES, num_bytes))
+    tail = _tail(file, offset, num_bytes, _TAIL_BYTES)
     if len(tail) < _END_BYTES or tail[-_END_BYTES:][:4] != b"PK\5\6":
         raise CheckpointError(f"{what}: {_no_zip(file.read(offset, min(num_bytes, 512)))}")
-    (count,) = struct.unpack_from("<H", tail, len(tail) - _END_BYTES + 10)
+    count, size = struct.unpack_from("<HL", tail, len(tail) - _END_BYTES + 10)
+    if size > _MOST_DIRECTORY_BYTES:
+        raise CheckpointError(
+            f"{what}: its directory has {size} bytes, past the limit of {_MOST_DIRECTORY_BYTES}; "
+            "save in fewer records"
+        )
+    if size + _ENDS_BYTES > len(tail):
+        tail = _tail(file, offset, num_bytes, size + _ENDS_BYTES)
     try:
-        with ZipFile(_Stretch(file, offset, tail, num_bytes)) as opened:
+        # It counts from the start of what it is given, so that records lie before that.
+        with ZipFile(io.BytesIO(tail)) as opened:
             infos, end = opened.infolist(), opened.start_dir
         is_64 = tail[-_END_BYTES - _LOCATOR_BYTES :].startswith(b"PK\6\7")
         if not infos or count not in (len(infos), 0xFFFF if is_64 else None):
             raise BadZipFile(f"it has {len(infos)} lines, not {count}")
-        found = _checked(what, infos, offset, end)
+        found = _checked(what, infos, offset, num_bytes - len(tail), end)
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
     except (BadZipFile, NotImplementedError, ValueError, OSError, struct.error) as error:
@@ -260,6 +236,11 @@ def read_torch_zip(
         ) from None
     found.check(file)
     return found
+
+
+def _tail(file: SourceFile, offset: int, num_bytes: int, most: int) -> bytes:
+    size = min(most, num_bytes)
+    return file.read(offset + num_bytes - size, size)
 
 
 def _no_zip(head: bytes) -> str:
@@ -275,8 +256,14 @@ def _no_zip(head: bytes) -> str:
     return f"is nothing that torch.save writes (it starts with {starts}); check the file"
 
 
-def _checked(what: str, infos: list[ZipInfo], offset: int, end: int) -> TorchZip:
-    """Return the columns once no two records share a byte or a name."""
+def _checked(what: str, infos: list[ZipInfo], offset: int, before: int, end: int) -> TorchZip:
+    """Return the columns once no two records share a byte or a name.
+
+    What was read starts so many bytes behind the start of the zip.
+    """
+    for info in infos:
+        info.header_offset += before
+    end += before
     infos.sort(key=lambda info: info.header_offset)
     limits = [info.header_offset for info in infos[1:]]
     archive = _name(infos[0]).partition(b"/")[0]
