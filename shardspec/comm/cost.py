@@ -27,6 +27,7 @@ nodes, data flows through both at once: the latencies add up and the slower of t
 rate, the devices of a node sharing the step's bytes among their ports.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -181,6 +182,15 @@ class CostModel:
         assert not isinstance(step, Permute | Exchange), "priced by the layouts on both sides"
         kind, axes = kind_of(step), self._long(step.axes)
         return self._lines(kind, axes) if kind is not None and axes else ((0.0, 0.0),)
+
+    def coefficients(self, step: Step) -> Line:
+        """Return the line for large sizes; deprecated, `lines` returns all."""
+        warnings.warn(
+            "CostModel.coefficients goes with the next release; use lines",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.lines(step)[-1]
 
     def error(self, step: Step, num_bytes: int) -> Band | None:
         """Return how far the price of a step is off, None where nothing like it was measured.

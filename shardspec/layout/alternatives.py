@@ -74,7 +74,7 @@ def cheapest_plans(
     >>> for plan in cheapest_plans(LayoutConverter().plan(source, "[R,R]"), 2):
     ...     print([str(layout.spec) for layout in plan.layouts])
     ['[S0,R]', '[R,R]']
-    ['[S0,R]', '[R,S0]', '[R,R]']
+    ['[S0,R]', '[S01,R]', '[R,R]']
     """
     if count < 1:
         raise LayoutError(f"cannot list {count} plans; ask for at least 1")

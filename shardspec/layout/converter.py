@@ -138,7 +138,7 @@ class LayoutConverter:
         >>> from shardspec import DeviceMesh
         >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (64, 64), "f32")
         >>> [p.bytes_received for p in LayoutConverter().alternatives(source, "[R,S1]", 3)]
-        [4096, 4096, 8192]
+        [4096, 8192, 12288]
         """
         return cheapest_plans(self.plan(source, target, max_bytes=max_bytes), count, max_bytes)
 

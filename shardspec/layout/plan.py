@@ -281,7 +281,7 @@ def route_text(plan: ConversionPlan) -> str:
     >>> mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
     >>> source = Layout(mesh, "[S(dp),R|P(tp)]", (4096, 4096), "bf16")
     >>> route_text(LayoutConverter().plan(source, "[R,R]"))
-    'all-reduce tp, all-gather dp'
+    'reduce-scatter tp, all-gather (dp,tp)'
     """
     steps = (_short_text(step, before.mesh) for step, before, _ in plan.moves)
     return ", ".join(steps) or "nothing to do"

@@ -194,8 +194,8 @@ class StateCopies:
     def cost_seconds(self) -> float:
         """Modelled seconds: those of the device that sends or receives longest.
 
-        Every message costs the latency, and every byte the transfer cost, of the slowest axis of
-        the meshes; see `CostModel`.
+        After the time to start, every message costs the latency, and every byte the transfer cost,
+        of the slowest axis of the meshes; see `CostModel`.
         """
         meshes = {layout.mesh for key in self.kinds for layout in key[:2]}
         models = set(map(CostModel.of_mesh, meshes))
@@ -204,11 +204,12 @@ class StateCopies:
         slowest = [model.slowest(range(len(model.links))) for model in models if model.links]
         latency = max((alpha for alpha, _ in slowest), default=0.0)
         per_byte = max((beta for _, beta in slowest), default=0.0)
+        start = max(model.start_s for model in models)
         messages: dict[tuple[str, int], int] = defaultdict(int)
         for sender, receiver in self.pairs:
             messages["to", sender] += 1
             messages["from", receiver] += 1
-        return max(
+        return start + max(
             count * latency + (self.sent if way == "to" else self.received)[device] * per_byte
             for (way, device), count in messages.items()
         )
