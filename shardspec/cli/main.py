@@ -28,6 +28,7 @@ from shardspec.text import printable
 __all__ = ["cli", "main"]
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
+    "check-map": ("shardspec.cli.check_map", "Prove that a map between two models is total."),
     "convert": ("shardspec.cli.convert", "Say a spec in the words of torch, JAX and others."),
     "cost": ("shardspec.cli.cost", "Say what conversions between many pairs of specs cost."),
     "diff": ("shardspec.cli.diff", "Compare two checkpoints tensor by tensor."),

@@ -1,0 +1,101 @@
+"""The command `shardspec check-map`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from shardspec.cli.output import say
+from shardspec.errors import InputFileError
+from shardspec.resharding.maps import MapReport, NameMap, check_map
+from shardspec.resharding.shipped import load_map, shipped_maps
+from shardspec.text import counted, shown
+
+__all__ = ["command"]
+
+
+@click.command(
+    "check-map",
+    epilog="""\b
+Examples:
+  shardspec check-map map.toml --source ckpt --target shapes.json
+  shardspec check-map llama-hf-to-megatron --sizes config.json --source ckpt
+
+\b
+MAP is a TOML file, or the name of a map that comes with shardspec. A file of shapes has names and
+lists of sizes: {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map
+implies are checked, and printed with --json.
+""",
+)
+@click.argument("map_", metavar="MAP")
+@click.option("--source", required=True, metavar="CKPT", help="A checkpoint, or a file of shapes.")
+@click.option("--target", metavar="CKPT", help="The same, of what is to be written.")
+@click.option(
+    "--sizes",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="JSON",
+    help="A model's config.json: its whole numbers are sizes that the map may name.",
+)
+@click.option("--reverse", is_flag=True, help="Check the map the other way round.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    map_: str, source: str, target: str | None, sizes: Path | None, reverse: bool, as_json: bool
+) -> None:
+    """Prove that a map writes every element of a target exactly once.
+
+    Exit code 3 says that it does not; the first holes and overlaps are printed.
+    """
+    found = load_map(map_) if map_ in shipped_maps() else NameMap.load(map_)
+    found = found.reversed() if reverse else found
+    if sizes is not None:
+        config = _json(sizes)
+        found = found.with_sizes({k: v for k, v in config.items() if type(v) is int})
+    before = _shapes(source)
+    after = found.target_shapes(before) if target is None else _shapes(target)
+    report = check_map(found, before, after)
+    if as_json:
+        say(json.dumps(_record(report, after)))
+    else:
+        say(f"{counted(len(report.equations), 'equation')} to {counted(len(after), 'tensor')}")
+        for name in report.unused:
+            say(f"not used, at least in part: {shown(name)}")
+    if report.problems:
+        rest = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
+        raise InputFileError(f"the map is not total: {report.problems[0]}{rest}")
+    if not as_json:
+        say("every element of the target is written exactly once")
+
+
+def _record(report: MapReport, target: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {
+        "total": not report.problems,
+        "equations": len(report.equations),
+        "problems": list(report.problems),
+        "unused": list(report.unused),
+        "target": {name: list(shape) for name, shape in target.items()},
+    }
+
+
+def _shapes(place: str) -> dict[str, tuple[int, ...]]:
+    if place.endswith(".json") and Path(place).is_file():
+        found = {}
+        for name, sizes in _json(Path(place)).items():
+            if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):
+                raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, no list of sizes")
+            found[name] = tuple(sizes)
+        return found
+    from shardspec.checkpoint.open import open_checkpoint
+
+    catalog = open_checkpoint(Path(place))
+    return {name: catalog.outline(name).shape for name in catalog.names}
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputFileError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise InputFileError(f"{path}: holds no JSON object")
+    return found
