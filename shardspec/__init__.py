@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardspec.parallel.distribute import distribute_module
     from shardspec.resharding.maps import NameMap, check_map
     from shardspec.resharding.plan import ReshardPlan, plan_reshard, reshard_state
+    from shardspec.resharding.shipped import load_map, shipped_maps
     from shardspec.resharding.trace import trace_map
     from shardspec.torch_dtensors import redistribute
     from shardspec.tracing import trace
@@ -53,6 +54,7 @@ _HOME: Final = {
     "empty": "shardspec.factories",
     "full": "shardspec.factories",
     "init_device_mesh": "shardspec.comm.torch_mesh",
+    "load_map": "shardspec.resharding.shipped",
     "load_sharded": "shardspec.checkpoint.load",
     "match_rules": "shardspec.layout.rules",
     "merge": "shardspec.checkpoint.merge",
@@ -64,6 +66,7 @@ _HOME: Final = {
     "reshard": "shardspec.checkpoint.reshard",
     "reshard_state": "shardspec.resharding.plan",
     "save_sharded": "shardspec.checkpoint.save",
+    "shipped_maps": "shardspec.resharding.shipped",
     "trace": "shardspec.tracing",
     "trace_map": "shardspec.resharding.trace",
     "zeros": "shardspec.factories",
@@ -91,6 +94,7 @@ __all__ = [
     "empty",
     "full",
     "init_device_mesh",
+    "load_map",
     "load_sharded",
     "match_rules",
     "merge",
@@ -102,6 +106,7 @@ __all__ = [
     "reshard",
     "reshard_state",
     "save_sharded",
+    "shipped_maps",
     "trace",
     "trace_map",
     "zeros",

@@ -16,7 +16,7 @@ from tests.checkpoint.handmade import handmade, sample
 
 # Every module beside these is a command of the same name.
 COMMANDS = sorted(
-    path.stem
+    path.stem.replace("_", "-")
     for path in Path(shardspec.cli.__file__).parent.glob("*.py")
     if path.stem not in ("__init__", "main", "arguments", "options", "output")
 )
@@ -48,7 +48,7 @@ def test_the_commands_known_at_first_are_there():
 
 def test_the_help_of_each_command_agrees_with_its_line_in_the_list_and_has_examples():
     listed = re.findall(
-        r"^  (\w+) +[A-Z]", run("-h").stdout.partition("Commands:")[2], re.MULTILINE
+        r"^  ([\w-]+) +[A-Z]", run("-h").stdout.partition("Commands:")[2], re.MULTILINE
     )
     assert sorted(listed) == COMMANDS
     for command in listed:
