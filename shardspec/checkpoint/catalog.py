@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Final, Generic, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.store import Snapshot
@@ -24,6 +25,7 @@ __all__ = [
     "Catalog",
     "Digest",
     "FileBox",
+    "FileMetadata",
     "LazyTensorCache",
     "ListedCatalog",
     "OpaqueValue",
@@ -132,6 +134,15 @@ def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
     return tuple(first.values())
 
 
+class FileMetadata(NamedTuple):
+    """What files of safetensors say besides their tensors, put together."""
+
+    values: Mapping[str, str] = MappingProxyType({})
+    """What the files that say anything under a key agree on."""
+    contradictions: Mapping[str, tuple[Path, Path]] = MappingProxyType({})
+    """Keys under which two files say different things, and these."""
+
+
 class Catalog(ABC):
     """A checkpoint that can be read.
 
@@ -156,6 +167,8 @@ class Catalog(ABC):
         self.mesh = mesh
         self.snapshot: Snapshot | None = None
         """What its files were before they were opened; `open_checkpoint` takes it."""
+        self.file_metadata = FileMetadata()
+        """What goes along into files of safetensors."""
         self._extras = extras or {}
 
     @property

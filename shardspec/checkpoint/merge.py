@@ -18,6 +18,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed_argument
+from shardspec.text import shown
 
 __all__ = ["MERGED_FORMATS", "MergedFormat", "merge"]
 
@@ -37,6 +38,7 @@ def merge(
     exclude: Patterns = (),
     rename: Renames = (),
     threads: int = 1,
+    metadata: bool = True,
     strict_cast: bool = False,
     overwrite: bool = False,
     verify: bool = True,
@@ -78,6 +80,8 @@ def merge(
         after the other: ``{"^model[.]": ""}``, or pairs.
     threads
         How many files are written at once.
+    metadata
+        Carry along what safetensors files say in their metadata, into safetensors files.
     strict_cast
         Refuse a cast that does not keep a number: one too large for the dtype, one that is not 0
         and would become 0, or one that would become NaN. Otherwise the report counts them.
@@ -140,8 +144,9 @@ def merge(
                 f"{min(source.extras)!r} and the like; name the checkpoint of the model"
             )
         others = {new: source.extras[name] for name, new in names.items()}
-        target = _target(chosen, place, source, wanted, others, max_shard_bytes)
-        return wanted, target._replace(carried=frozenset(names))
+        noted = _file_metadata(source) if metadata and chosen in _WITH_METADATA else {}
+        target = _target(chosen, place, source, wanted, others, max_shard_bytes, noted)
+        return wanted, target._replace(carried=frozenset([*names, *noted]))
 
     options = WriteOptions(threads, strict_cast, replace, verify, reread, dry_run, progress, member)
     return write_checkpoint(directory, place, chosen, lay_out, options)
@@ -181,6 +186,23 @@ _SHARD_BYTES: Final = 5 * 10**9
 """What transformers takes for the largest file unless told otherwise."""
 
 
+_WITH_METADATA: Final = ("safetensors", "huggingface")
+
+
+def _file_metadata(source: Catalog) -> Mapping[str, str]:
+    """Return what files of safetensors say besides their tensors; refuse what contradicts itself.
+
+    Libraries keep there what their tensors mean, such as how they are quantised.
+    """
+    for key, (first, other) in source.file_metadata.contradictions.items():
+        raise CheckpointError(
+            f"{source.directory}: {first.name} and {other.name} say different things in their "
+            f"metadata under {shown(key, 100)}, and one output cannot say both; leave all such "
+            "metadata out with --no-metadata (metadata=False)"
+        )
+    return source.file_metadata.values
+
+
 def _target(
     chosen: MergedFormat,
     output: Path,
@@ -188,22 +210,23 @@ def _target(
     wanted: Sequence[OutputTensor],
     others: Mapping[str, object],
     max_shard_bytes: int | None,
+    metadata: Mapping[str, str],
 ) -> Target:
     # One of them is needed, and starting is a tenth of merging a gigabyte.
     match chosen:
         case "safetensors":
-            from shardspec.checkpoint.formats.safetensors import safetensors_target
+            from shardspec.checkpoint.formats.safetensors import METADATA, safetensors_target
 
-            return safetensors_target(output.name, wanted)
+            return safetensors_target(output.name, wanted, {**METADATA, **metadata})
         case "huggingface":
-            from shardspec.checkpoint.formats.safetensors import huggingface_target
+            from shardspec.checkpoint.formats.safetensors import METADATA, huggingface_target
 
             limit = _SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
             if limit < 1:
                 raise CheckpointError(
                     f"files of at most {limit} bytes hold nothing; give max_shard_bytes from 1"
                 )
-            return huggingface_target(wanted, limit)
+            return huggingface_target(wanted, limit, {**METADATA, **metadata})
         case "torch":
             from shardspec.checkpoint.formats.torch_target import torch_target
 

@@ -37,7 +37,8 @@ class WriteReport:
     cast_losses: "CastLosses | None"
     """What a cast to another dtype did not keep; None if nothing was cast."""
     left_out: tuple[str, ...]
-    """Entries of the source that are no tensors, and that the output does not hold."""
+    """Entries of the source that are no tensors, and that the output does not hold; the metadata of
+    safetensors files is ``"__metadata__"``."""
     written: bool
     """False if nothing was written because that was asked for."""
 

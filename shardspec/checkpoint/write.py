@@ -118,7 +118,7 @@ def _write(
         seconds=0.0,
         crc32=None,
         cast_losses=None,
-        left_out=tuple(sorted(source.extras.keys() - target.carried)),
+        left_out=_left_out(source, target),
         written=False,
     )
     if options.dry_run:
@@ -149,6 +149,15 @@ def _write(
         cast_losses=_cast_losses(job.cast_counts, workers),
         written=True,
     )
+
+
+def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
+    """Return the names of what does not go along."""
+    left = sorted(source.extras.keys() - target.carried)
+    metadata = source.file_metadata
+    if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
+        left.append("__metadata__")
+    return tuple(left)
 
 
 def _to_disk(

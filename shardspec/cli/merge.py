@@ -61,6 +61,14 @@ Examples:
     metavar="SIZE",
     help="Most bytes of tensors in a file, as 5GB or 500MiB.",
 )
+@click.option(
+    "--no-metadata",
+    "metadata",
+    is_flag=True,
+    default=True,
+    flag_value=False,
+    help="Leave out what safetensors files say in their metadata.",
+)
 @source_options
 @writing_options
 def command(
@@ -68,6 +76,7 @@ def command(
     output: str,
     form: MergedFormat | None,
     max_shard_bytes: int | None,
+    metadata: bool,
     ranks: int | None,
     source_rules: Path | None,
     as_json: bool,
@@ -93,6 +102,7 @@ def command(
             output,
             format=form,
             max_shard_bytes=max_shard_bytes,
+            metadata=metadata,
             progress=progress,
             member=member,
             **options,

@@ -347,3 +347,51 @@ def test_numbers_that_a_cast_does_not_keep_are_counted_or_refused(tmp_path, dtyp
         assert not (tmp_path / "strict").exists()
     else:
         merge(tmp_path / "ckpt", tmp_path / "strict", dtype=dtype, strict_cast=True)
+
+
+def written_in_parts(directory, metadata):
+    """Write a safetensors file for each of some metadata, with one tensor in it."""
+    directory.mkdir()
+    for number, said in enumerate(metadata, 1):
+        path = directory / f"model-{number:05d}-of-{len(metadata):05d}.safetensors"
+        safetensors.torch.save_file({f"w{number}": torch.arange(4.0) + number}, path, said)
+    return directory
+
+
+def metadata_of(path):
+    with safetensors.safe_open(path, "np") as file:
+        return file.metadata()
+
+
+def test_what_files_say_besides_tensors_goes_along(tmp_path):
+    quantised = {"format": "pt", "w1": '{"_type": "Int8Tensor"}', "shared": "yes"}
+    parts = [quantised, {"format": "np", "shared": "yes"}, None]
+    source = written_in_parts(tmp_path / "in", parts)
+    due = {"format": "pt", "w1": '{"_type": "Int8Tensor"}', "shared": "yes"}
+    assert merge(source, tmp_path / "out.safetensors").left_out == ()
+    assert metadata_of(tmp_path / "out.safetensors") == due
+    merge(source, tmp_path / "hub", max_shard_bytes=16)
+    for path in (tmp_path / "hub").glob("*.safetensors"):
+        assert metadata_of(path) == due
+    # And from there on.
+    merge(tmp_path / "hub", tmp_path / "again.safetensors")
+    assert metadata_of(tmp_path / "again.safetensors") == due
+    report = merge(source, tmp_path / "none.safetensors", metadata=False)
+    assert report.left_out == ("__metadata__",)
+    assert metadata_of(tmp_path / "none.safetensors") == {"format": "pt"}
+    # Other formats have no room for it.
+    assert merge(source, tmp_path / "out.pt").left_out == ("__metadata__",)
+
+
+def test_files_that_contradict_each_other(tmp_path):
+    source = written_in_parts(tmp_path / "in", [{"kind": "a"}, {"kind": "a"}, {"kind": "b"}])
+    with pytest.raises(
+        CheckpointError,
+        match=r"model-00001-of-00003.safetensors and model-00003-of-00003.safetensors say "
+        r"different things in their metadata under 'kind'.*--no-metadata \(metadata=False\)",
+    ):
+        merge(source, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+    merge(source, tmp_path / "out.pt")
+    merge(source, tmp_path / "out.safetensors", metadata=False)
+    assert metadata_of(tmp_path / "out.safetensors") == {"format": "pt"}

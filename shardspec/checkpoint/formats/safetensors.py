@@ -20,7 +20,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, unsharded_tensor
+from shardspec.checkpoint.catalog import (
+    FileMetadata,
+    ListedCatalog,
+    StoredTensor,
+    unsharded_tensor,
+)
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, SAFETENSORS, is_data_file
 from shardspec.checkpoint.formats.safetensors_header import (
     Header,
@@ -78,13 +83,15 @@ def open_index_directory(directory: Path) -> ListedCatalog:
 def open_index_file(index: Path) -> ListedCatalog:
     """Read an index and the headers of its files, and check that they agree."""
     tensors: dict[str, StoredTensor] = {}
+    metadata: dict[Path, Mapping[str, str]] = {}
     files = by_file(index)
     with prefetch_map(files, whole_header, prefetch_depth(index)) as headers:
         for (path, names), header in zip(files.items(), headers, strict=True):
             found = _tensors(path, header)
             check_listed(path, found, names, index)
             tensors |= found
-    return ListedCatalog(SAFETENSORS, index.parent, tensors, (index, *files))
+            metadata[path] = header.metadata
+    return _listed(index.parent, tensors, (index, *files), metadata)
 
 
 def by_file(index: Path) -> dict[Path, set[str]]:
@@ -125,6 +132,7 @@ def open_without_index(directory: Path) -> ListedCatalog:
     check_numbering(directory, names)
     paths = [file_inside(directory, name, directory) for name in names]
     tensors: dict[str, StoredTensor] = {}
+    metadata: dict[Path, Mapping[str, str]] = {}
     home: dict[str, Path] = {}
     with prefetch_map(paths, whole_header, prefetch_depth(directory)) as headers:
         for path, header in zip(paths, headers, strict=True):
@@ -142,7 +150,8 @@ def open_without_index(directory: Path) -> ListedCatalog:
                     )
                 home[entry.name] = path
             tensors |= _tensors(path, header)
-    return ListedCatalog(SAFETENSORS, directory, tensors, tuple(paths))
+            metadata[path] = header.metadata
+    return _listed(directory, tensors, tuple(paths), metadata)
 
 
 def check_numbering(directory: Path, names: Iterable[str]) -> None:
@@ -216,7 +225,37 @@ def open_single_file(path: Path) -> ListedCatalog:
             f"{path}: holds what one rank has saved, which may be parts of tensors; name its "
             f"directory, {path.parent}"
         )
-    return ListedCatalog(SAFETENSORS, path, _tensors(path, header), (path,))
+    return _listed(path, _tensors(path, header), (path,), {path: header.metadata})
+
+
+_OWN_KEYS: Final = ("format", "DCP_SHARDING_INFO", "DCP_VERSION")
+"""What a writer says of its own file, and of no other that holds the same tensors."""
+
+
+def _listed(
+    place: Path,
+    tensors: Mapping[str, StoredTensor],
+    files: Sequence[Path],
+    metadata: Mapping[Path, Mapping[str, str]],
+) -> ListedCatalog:
+    """Return the catalog of files that hold whole tensors, and what they say besides."""
+    said: dict[str, tuple[str, Path]] = {}
+    contradictions: dict[str, tuple[Path, Path]] = {}
+    for path, values in metadata.items():
+        for key, value in values.items():
+            known, other = said.setdefault(key, (value, path))
+            if known != value:
+                contradictions.setdefault(key, (other, path))
+    agreed = {
+        key: value
+        for key, (value, _) in said.items()
+        if key not in _OWN_KEYS and key not in contradictions
+    }
+    found = ListedCatalog(SAFETENSORS, place, tensors, files)
+    for key in _OWN_KEYS:
+        contradictions.pop(key, None)
+    found.file_metadata = FileMetadata(agreed, contradictions)
+    return found
 
 
 def _tensors(path: Path, header: Header) -> dict[str, StoredTensor]:
@@ -253,15 +292,21 @@ def one_file(
     return OutputFile(name, header.file_bytes, (RawBytes(0, head),), tuple(slots))
 
 
-def safetensors_target(name: str, tensors: Sequence[OutputTensor]) -> Target:
+def safetensors_target(
+    name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str] = METADATA
+) -> Target:
     """Return the output that is one safetensors file; see `one_file`."""
-    return Target((one_file(name, tensors),), directory=False)
+    return Target((one_file(name, tensors, metadata),), directory=False)
 
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 
 
-def huggingface_target(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> Target:
+def huggingface_target(
+    tensors: Sequence[OutputTensor],
+    max_shard_bytes: int,
+    metadata: Mapping[str, str] = METADATA,
+) -> Target:
     """Return the output that is a directory of safetensors files with an index.
 
     Tensors are put into files in their order; none has more than `max_shard_bytes` of several.
@@ -281,7 +326,7 @@ def huggingface_target(tensors: Sequence[OutputTensor], max_shard_bytes: int) ->
         shards[-1].append(tensor)
         filled += tensor.num_bytes
     if len(shards) == 1:
-        return Target((one_file("model.safetensors", shards[0]),), directory=True)
+        return Target((one_file("model.safetensors", shards[0], metadata),), directory=True)
     names = [
         f"model-{place:05d}-of-{len(shards):05d}.safetensors" for place in range(1, len(shards) + 1)
     ]
@@ -298,5 +343,5 @@ def huggingface_target(tensors: Sequence[OutputTensor], max_shard_bytes: int) ->
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         put(INDEX_NAME, lambda write: write(text.encode()))
 
-    files = (one_file(name, shard) for name, shard in zip(names, shards, strict=True))
+    files = (one_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True))
     return Target(tuple(files), directory=True, last=last)
