@@ -199,7 +199,7 @@ def _iteration(directory: Path) -> Path:
     if not place.is_dir() or not any(MEGATRON_RANK.fullmatch(at.name) for at in place.iterdir()):
         raise CheckpointError(
             f"{place}: has no directories mp_rank_00 and so on; if it is a checkpoint of another "
-            "form, name it itself"
+            "format, name it itself"
         )
     return place
 
@@ -216,7 +216,7 @@ def _read(place: Path) -> tuple[list[_File], int, int]:
         if expert is not None:
             raise CheckpointError(
                 f"{place}: {name} is of an expert parallel run, which cannot be read; convert it "
-                "to one without (Megatron's tools/checkpoint), or to its torch_dist form"
+                "to one without, with Megatron's tools/checkpoint/convert.py"
             )
         key = int(stage or 0), int(rank)
         other = found.setdefault(key, name)
@@ -260,7 +260,7 @@ def _model_keys(files: list[_File]) -> list[str]:
                 if isinstance(found.tensor, TorchDTensor):
                     raise CheckpointError(
                         f"{file.state.path}: tensor {name!r} is a DTensor, which Megatron does not "
-                        "write in this form; save it again with torch.distributed.checkpoint"
+                        "write in this format; save it again with torch.distributed.checkpoint"
                     )
     ordered = ["model"] if keys == {"model"} else [f"model{i}" for i in range(len(keys))]
     if not keys or set(ordered) != keys:

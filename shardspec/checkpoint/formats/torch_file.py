@@ -17,18 +17,10 @@ from shardspec.checkpoint.formats.names import (
     part_text,
 )
 from shardspec.checkpoint.formats.safetensors import by_file, check_listed
-from shardspec.checkpoint.torch_files.torch_state import (
-    TorchState,
-    plain_value,
-    read_torch_state,
-)
+from shardspec.checkpoint.torch_files.torch_state import TorchState, plain_value, read_torch_state
 from shardspec.errors import CheckpointError
 
-__all__ = [
-    "open_bin_directory",
-    "open_bin_index",
-    "open_torch_file",
-]
+__all__ = ["open_bin_directory", "open_bin_index", "open_torch_file"]
 
 
 def open_torch_file(path: Path) -> ListedCatalog:

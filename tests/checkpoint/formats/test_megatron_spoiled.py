@@ -252,7 +252,7 @@ def test_which_iteration_counts(saved, tmp_path):
         shutil.rmtree(path)
     assert refused(root) == (
         f"{root}/iter_0000010: has no directories mp_rank_00 and so on; if it is a checkpoint of "
-        "another form, name it itself"
+        "another format, name it itself"
     )
 
 
