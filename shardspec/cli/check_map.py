@@ -12,7 +12,7 @@ from shardspec.resharding.maps import MapReport, NameMap, check_map
 from shardspec.resharding.shipped import load_map, shipped_maps
 from shardspec.text import counted, shown
 
-__all__ = ["command"]
+__all__ = ["command", "read_map"]
 
 
 @click.command(
@@ -46,11 +46,8 @@ def command(
 
     Exit code 3 says that it does not; the first holes and overlaps are printed.
     """
-    found = load_map(map_) if map_ in shipped_maps() else NameMap.load(map_)
+    found = read_map(map_, sizes)
     found = found.reversed() if reverse else found
-    if sizes is not None:
-        config = _json(sizes)
-        found = found.with_sizes({k: v for k, v in config.items() if type(v) is int})
     before = _shapes(source)
     after = found.target_shapes(before) if target is None else _shapes(target)
     report = check_map(found, before, after)
@@ -65,6 +62,13 @@ def command(
         raise InputFileError(f"the map is not total: {report.problems[0]}{rest}")
     if not as_json:
         say("every element of the target is written exactly once")
+
+
+def read_map(map_: str, sizes: Path | None) -> NameMap:
+    """Return a map given by name or file, with the sizes that a model's config says."""
+    found = load_map(map_) if map_ in shipped_maps() else NameMap.load(map_)
+    config = {} if sizes is None else _json(sizes)
+    return found.with_sizes({k: v for k, v in config.items() if type(v) is int})
 
 
 def _record(report: MapReport, target: Mapping[str, tuple[int, ...]]) -> dict[str, object]:

@@ -40,6 +40,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
         "Write the whole tensors of a checkpoint into files.",
     ),
     "plan": ("shardspec.cli.plan", "Plan the cheapest conversion between two specs, on paper."),
+    "plan-state": ("shardspec.cli.plan_state", "Plan how a mesh gets a model from a checkpoint."),
     "profile": ("shardspec.cli.profile", "Measure the links of a cluster, under torchrun."),
     "show": ("shardspec.cli.show", "Show which devices hold which part of a tensor."),
     "presets": ("shardspec.cli.presets", "Show the links that --links knows, with their sources."),

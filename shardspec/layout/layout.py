@@ -124,7 +124,7 @@ class Layout:
         for partial in resolved.partials:
             _check_reducible(partial.op, name)
         values = (mesh, resolved, shape, name)
-        for field_name, value in zip(self.__slots__, (*values, hash(values)), strict=True):
+        for field_name, value in zip(Layout.__slots__, (*values, hash(values)), strict=True):
             object.__setattr__(self, field_name, value)
 
     def __hash__(self) -> int:

@@ -15,6 +15,7 @@ from shardspec.comm.cost import CostModel
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
+from shardspec.resharding.stored import StoredLayout
 from shardspec.resharding.transfers import Kind, Senders, balanced, kind_of
 from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, table_text
@@ -65,7 +66,8 @@ class StateCopies:
         for move in self.moves:
             for layout in (move.source, move.target):
                 if layout not in texts:
-                    facts = (layout.mesh.ids, layout.mesh.shape, str(layout.spec))
+                    stored = layout.held if isinstance(layout, StoredLayout) else ()
+                    facts = (layout.mesh.ids, layout.mesh.shape, str(layout.spec), stored)
                     texts[layout] = repr((*facts, layout.global_shape, layout.dtype)).encode()
             found.update(repr((move.source_name, move.target_name, move.view)).encode())
             found.update(texts[move.source] + texts[move.target])
@@ -76,6 +78,12 @@ class StateCopies:
         """Physical ids of all devices of all meshes, ascending."""
         meshes = {layout.mesh for move in self.moves for layout in (move.source, move.target)}
         return tuple(sorted({device for mesh in meshes for device in mesh.ids}))
+
+    @cached_property
+    def files(self) -> frozenset[int]:
+        """Which of the devices stand for files of a checkpoint."""
+        stored = {m.source.mesh for m in self.moves if isinstance(m.source, StoredLayout)}
+        return frozenset(number for mesh in stored for number in mesh.ids)
 
     @cached_property
     def kinds(self) -> dict[tuple[Layout, Layout, View | None], list[int]]:
@@ -174,6 +182,7 @@ class StateCopies:
     def peak_bytes(self) -> int:
         """The most bytes that a device holds at once: its source, its target and its buckets."""
         tensors = {("source", move.source_name, move.source) for move in self.moves}
+        tensors = {one for one in tensors if not isinstance(one[2], StoredLayout)}
         tensors |= {("target", move.target_name, move.target) for move in self.moves}
         held = dict.fromkeys(self.devices, 0)
         sizes = {layout: _local_bytes(layout) for layout in {layout for *_, layout in tensors}}
@@ -186,6 +195,7 @@ class StateCopies:
                 + min(self.max_bytes, self.sent[device])
                 + min(self.max_bytes, self.received[device])
                 for device, num_bytes in held.items()
+                if device not in self.files
             ),
             default=0,
         )
@@ -197,7 +207,12 @@ class StateCopies:
         After the time to start, every message costs the latency, and every byte the transfer cost,
         of the slowest axis of the meshes; see `CostModel`.
         """
-        meshes = {layout.mesh for key in self.kinds for layout in key[:2]}
+        meshes = {
+            layout.mesh
+            for key in self.kinds
+            for layout in key[:2]
+            if not isinstance(layout, StoredLayout)
+        }
         models = set(map(CostModel.of_mesh, meshes))
         if not models or not self.pairs:
             return 0.0
@@ -212,6 +227,7 @@ class StateCopies:
         return start + max(
             count * latency + (self.sent if way == "to" else self.received)[device] * per_byte
             for (way, device), count in messages.items()
+            if device not in self.files
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -234,18 +250,28 @@ class StateCopies:
         return json.dumps(self.as_dict())
 
     def __str__(self) -> str:
+        return self.text({})
+
+    def text(self, names: Mapping[int, str]) -> str:
+        """Return the plan as a table, some devices by name."""
         total = sum(self.sent.values())
         senders = sum(1 for num_bytes in self.sent.values() if num_bytes)
         receivers = sum(1 for num_bytes in self.received.values() if num_bytes)
         rows = [
-            [str(device), bytes_text(self.sent[device]), bytes_text(self.received[device])]
+            [
+                names.get(device, str(device)),
+                bytes_text(self.sent[device]),
+                bytes_text(self.received[device]),
+            ]
             for device in self.devices
         ]
         if len(rows) > _MOST_ROWS:
             rows = [*rows[:_MOST_ROWS], ["…", "", ""]]
         table = table_text(["device", "sends", "receives"], rows)
         lines = [
-            f"{counted(len(self.moves), 'tensor')} on {counted(len(self.devices), 'device')}",
+            f"{counted(len(self.moves), 'tensor')} on "
+            f"{counted(len(self.devices) - len(self.files), 'device')}"
+            + (f", from {counted(len(self.files), 'file')}" if self.files else ""),
             table,
             f"busiest sender {bytes_text(max(self.sent.values(), default=0))} "
             f"(even share of {counted(senders, 'sender')}: {bytes_text(total / max(1, senders))})",

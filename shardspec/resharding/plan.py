@@ -79,6 +79,10 @@ class ReshardPlan(StateCopies):
         """
         from shardspec.resharding.execute import run_plan
 
+        if self.files:
+            raise LayoutError(
+                "the source of this plan is a checkpoint; load_sharded reads it by the same rules"
+            )
         return run_plan(self, state, out)
 
 

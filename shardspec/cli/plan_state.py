@@ -1,0 +1,110 @@
+"""The command `shardspec plan-state`."""
+
+import json
+from pathlib import Path
+from typing import Unpack
+
+import click
+
+from shardspec.checkpoint.reshard import read_rules
+from shardspec.checkpoint.stored_layouts import stored_layouts
+from shardspec.cli.arguments import parse_bytes, parsed
+from shardspec.cli.check_map import read_map
+from shardspec.cli.options import (
+    CheckpointPath,
+    ClusterOptions,
+    build_cluster,
+    cluster_options,
+    json_option,
+    open_both,
+    rules_option,
+    source_options,
+)
+from shardspec.cli.output import say
+from shardspec.mesh import DeviceMesh
+from shardspec.resharding.plan import plan_reshard
+
+__all__ = ["command"]
+
+
+@click.command(
+    "plan-state",
+    epilog="""\b
+Examples:
+  shardspec plan-state ckpt --mesh 8 --rules rules.toml
+  shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]' --json
+  shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
+""",
+)
+@click.argument("checkpoint", type=CheckpointPath(), metavar="CKPT")
+@cluster_options
+@rules_option("--rules", "rules_file", "TOML file with name patterns and specs.")
+@click.option(
+    "--rule",
+    "rule_pairs",
+    multiple=True,
+    nargs=2,
+    metavar="PATTERN SPEC",
+    help="One more rule; may be given several times.",
+)
+@click.option(
+    "--map", "map_", metavar="MAP", help="A name map: a TOML file, or one that comes along."
+)
+@click.option(
+    "--sizes",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="JSON",
+    help="A model's config.json: its whole numbers are sizes that the map may name.",
+)
+@click.option("--dtype", metavar="NAME", help="What floating-point tensors become.")
+@click.option(
+    "--max-bytes",
+    callback=parsed(parse_bytes),
+    metavar="SIZE",
+    help="Bytes in buckets of each device.",
+)
+@source_options
+@json_option("Print the plan as JSON.")
+def command(
+    checkpoint: Path,
+    rules_file: Path | None,
+    rule_pairs: tuple[tuple[str, str], ...],
+    map_: str | None,
+    sizes: Path | None,
+    dtype: str | None,
+    max_bytes: int | None,
+    ranks: int | None,
+    source_rules: Path | None,
+    as_json: bool,
+    **cluster: Unpack[ClusterOptions],
+) -> None:
+    """Plan on paper how the devices of a mesh get a model from the checkpoint CKPT.
+
+    Says which device reads how much from which files. No tensor is read.
+    """
+    devices, model = build_cluster(**cluster)
+    mesh = devices
+    if cluster["links"] is not None or cluster["profile"] is not None:
+        mesh = DeviceMesh(
+            devices.ids,
+            devices.shape,
+            axis_names=devices.axis_names,
+            mesh_alpha=[link.latency_s + link.start_s for link in model.links],
+            mesh_beta=[link.seconds_per_byte for link in model.links],
+        )
+    rules = {} if rules_file is None else read_rules(rules_file)
+    catalog, _ = open_both(checkpoint, None, ranks, source_rules)
+    source, files = stored_layouts(catalog, max(mesh.ids) + 1)
+    names = None if map_ is None else read_map(map_, sizes)
+    plan = plan_reshard(
+        source,
+        (mesh, {**rules, **dict(rule_pairs)}),
+        names=names,
+        dtype=dtype,
+        max_bytes=max_bytes,
+    )
+    if as_json:
+        named = {str(number): name for number, name in files.items()}
+        say(json.dumps({**plan.as_dict(), "files": named}))
+        return
+    say(plan.text(files))

@@ -1,0 +1,90 @@
+"""`shardspec plan-state`: who reads what from which file of a checkpoint."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from shardspec import DeviceMesh, DTensor, Layout, load_sharded, plan_reshard, save_sharded
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.stored_layouts import stored_layouts
+from shardspec.cli.main import cli
+from shardspec.errors import LayoutError
+
+FOUR = DeviceMesh(range(4), (2, 2))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    w, b = torch.randn(8, 6), torch.randn(12)
+    save_sharded({"w": DTensor(w, FOUR, "[S0,R]"), "b": DTensor(b, FOUR, "[S01]")}, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, ["plan-state", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_what_devices_receive_is_what_they_will_hold(checkpoint):
+    code, text = run(checkpoint, "--mesh", "3", "--rule", "w", "[S0{6,2}*2,R]", "--json")
+    assert code == 0, text
+    plan = json.loads(text)
+    layouts = {
+        "w": Layout(DeviceMesh(range(3), (3,)), "[S0{6,2}*2,R]", (8, 6), "float32"),
+        "b": Layout(DeviceMesh(range(3), (3,)), "[R]", (12,), "float32"),
+    }
+    for device in range(3):
+        held = sum(
+            4 * torch.Size(layout.local_shape(device)).numel() for layout in layouts.values()
+        )
+        assert plan["received"][str(device)] == held
+    assert len(plan["files"]) == 4
+    assert sum(plan["sent"][number] for number in plan["files"]) == sum(plan["received"].values())
+    got = load_sharded(
+        checkpoint, device_mesh=layouts["w"].mesh, rules={"w": "[S0{6,2}*2,R]", "b": "[R]"}
+    )
+    assert got["w"].layout == layouts["w"]
+
+
+def test_the_table_names_files_and_links_count(checkpoint):
+    code, text = run(checkpoint, "--mesh", "2", "--links", "unit")
+    assert (code, "from 4 files" in text, "safetensors" in text) == (0, True, True), text
+    seconds = [
+        json.loads(run(checkpoint, "--mesh", "2", "--json", *more)[1])["cost_seconds"]
+        for more in ((), ("--alpha", "1", "--beta", "0"))
+    ]
+    assert seconds[0] < 1 <= seconds[1]
+
+
+def test_a_map_on_the_way(checkpoint, tmp_path):
+    (tmp_path / "map.toml").write_text(
+        '[[map]]\nsource = ["w", "a b"]\ntarget = ["x.weight", "b a"]\n'
+        '[[map]]\nsource = "b"\ntarget = "x.bias"\n'
+    )
+    code, text = run(
+        checkpoint,
+        "--mesh",
+        "2",
+        "--map",
+        tmp_path / "map.toml",
+        "--rule",
+        "x.weight",
+        "[S0,R]",
+        "--json",
+    )
+    assert code == 0, text
+    assert set(json.loads(text)["received"].values()) >= {8 * 6 * 2 + 12 * 4}
+
+
+def test_what_is_refused(checkpoint):
+    assert run(checkpoint, "--mesh", "2", "--rule", "nothing", "[R]")[0] == 2
+    assert run(checkpoint.parent / "none", "--mesh", "2")[0] == 3
+    source, _ = stored_layouts(open_checkpoint(checkpoint), 4)
+    plan = plan_reshard(source, (FOUR, {}))
+    with pytest.raises(LayoutError, match="load_sharded reads it"):
+        plan.run({})
+    pending = DTensor.from_local({d: torch.ones(3) for d in range(4)}, FOUR, "[R|P1]")
+    save_sharded({"p": pending}, checkpoint.parent / "p")
+    assert "reduction pending" in run(checkpoint.parent / "p", "--mesh", "2")[1]
