@@ -160,11 +160,11 @@ def trace() -> Iterator[Trace]:
     --------
     >>> import torch
     >>> from shardspec import DeviceMesh, DTensor
-    >>> tensor = DTensor(torch.ones(4, 4), DeviceMesh(range(4), (2, 2)), "[S0,R]")
+    >>> tensor = DTensor(torch.ones(2048, 2048), DeviceMesh(range(4), (2, 2)), "[S0,R]")
     >>> with trace() as steps:
     ...     _ = tensor.redistribute("[R,S0]")
     >>> [(str(record.step), record.num_bytes) for record in steps.records]
-    [('AllToAll(src_dim=0, dst_dim=1, src_axes=(0,), dst_axes=(0,))', 16)]
+    [('AllToAll(src_dim=0, dst_dim=1, src_axes=(0,), dst_axes=(0,))', 4194304)]
     """
     opened = Trace()
     token = _OPEN.set((*_OPEN.get(), opened))
