@@ -16,7 +16,17 @@ from tests.test_readme import BLOCK, ROOT, rewritten, steady
 
 DOCS = ROOT / "docs"
 # Pages whose blocks run one after another; docs/checkpoints.md is run with the README.
-RUN = ("index", "tutorial", "notation", "plans", "cost-queries", "jobs", "explore", "comparison")
+RUN = (
+    "index",
+    "tutorial",
+    "notation",
+    "plans",
+    "cost-queries",
+    "jobs",
+    "models",
+    "explore",
+    "comparison",
+)
 
 
 def of_any_size(text):

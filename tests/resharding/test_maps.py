@@ -220,11 +220,12 @@ def mutated(random_: random.Random) -> str:
     return "\n".join(lines)
 
 
-def test_faults_are_found_by_the_check_or_by_the_loader():
+@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_faults_are_found_by_the_check_or_by_the_loader(count):
     wanted = expected()
-    random_ = random.Random(3)
+    random_ = random.Random(count + 3)
     by_check = by_loader = same = 0
-    for _ in range(2000):
+    for _ in range(count):
         try:
             report = check_map(NameMap.parse(mutated(random_)), SOURCE, TARGET)
         except LayoutError:
