@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from shardspec.layout.spec import DimSpec, ShardingSpec
     from shardspec.mesh import DeviceMesh
     from shardspec.parallel.distribute import distribute_module
-    from shardspec.resharding.maps import NameMap, check_map
+    from shardspec.resharding.check import check_map
+    from shardspec.resharding.maps import NameMap
     from shardspec.resharding.plan import ReshardPlan, plan_reshard, reshard_state
     from shardspec.resharding.shipped import load_map, shipped_maps
     from shardspec.resharding.trace import trace_map
@@ -48,7 +49,7 @@ _HOME: Final = {
     "ShardingSpec": "shardspec.layout.spec",
     "SimulatedCommunicator": "shardspec.comm.simulated",
     "arange": "shardspec.factories",
-    "check_map": "shardspec.resharding.maps",
+    "check_map": "shardspec.resharding.check",
     "distribute_module": "shardspec.parallel.distribute",
     "distribute_tensor": "shardspec.dtensor",
     "empty": "shardspec.factories",

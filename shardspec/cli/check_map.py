@@ -8,7 +8,8 @@ import click
 
 from shardspec.cli.output import say
 from shardspec.errors import InputFileError
-from shardspec.resharding.maps import MapReport, NameMap, check_map
+from shardspec.resharding.check import MapReport, check_map
+from shardspec.resharding.maps import NameMap
 from shardspec.resharding.shipped import load_map, shipped_maps
 from shardspec.text import counted, shown
 

@@ -6,7 +6,7 @@ split one dim do so from left to right, so another order has no SBP.
 
 from shardspec.errors import LossyConversionError
 from shardspec.layout.layout import SpecLike, resolve_axes
-from shardspec.layout.placements import Pending, Placement, Split, Whole, placements_of
+from shardspec.layout.placements import PartialPlacement, Placement, Split, Whole, placements_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
@@ -45,9 +45,9 @@ def sbp_text(spec: SpecLike, mesh: DeviceMesh) -> str:
                 return "B"
             case Split(dim, _):
                 return f"S({dim})"
-            case Pending("sum"):
+            case PartialPlacement("sum"):
                 return "P"
-            case Pending(op):
+            case PartialPlacement(op):
                 raise LossyConversionError(
                     f"spec {spec}: OneFlow has no pending {op}, only sums; finish it first"
                 )

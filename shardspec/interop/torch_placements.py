@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from shardspec.errors import LossyConversionError
 from shardspec.layout.layout import SpecLike, resolve_axes
 from shardspec.layout.placements import (
-    Pending,
+    PartialPlacement,
     Placement,
     Split,
     Whole,
@@ -40,7 +40,7 @@ def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["TorchPlacement", .
         match placement:
             case Whole():
                 return Replicate()
-            case Pending(op):
+            case PartialPlacement(op):
                 return Partial("product" if op == "prod" else op)
             case Split(dim, 1):
                 return Shard(dim)
@@ -118,9 +118,9 @@ def _ours(placement: "TorchPlacement") -> Placement:
     if isinstance(placement, Partial) and kind is Partial:
         match placement.reduce_op:
             case "sum" | "avg" | "min" | "max" as op:
-                return Pending(op)
+                return PartialPlacement(op)
             case "product" | "prod":
-                return Pending("prod")
+                return PartialPlacement("prod")
     raise LossyConversionError(
         f"placement {placement} has no counterpart in a spec; redistribute to Shard, Replicate or "
         "Partial of sum, avg, min, max or product first"
@@ -140,7 +140,7 @@ def placements_text(spec: SpecLike, mesh: DeviceMesh) -> str:
         match placement:
             case Whole():
                 return "Replicate()"
-            case Pending(op):
+            case PartialPlacement(op):
                 return f'Partial("{"product" if op == "prod" else op}")'
             case Split(dim, 1):
                 return f"Shard({dim})"

@@ -16,7 +16,7 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError
 from shardspec.layout.spec import ShardingSpec
 
-__all__ = ["Pending", "Placement", "Split", "Whole", "placements_of", "spec_of_placements"]
+__all__ = ["PartialPlacement", "Placement", "Split", "Whole", "placements_of", "spec_of_placements"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PartialPlacement:
     """A reduction over the axis is pending: torch's ``Partial``."""
 
     op: ReduceOp
 
 
-Placement: TypeAlias = Whole | Split | Pending
+Placement: TypeAlias = Whole | Split | PartialPlacement
 
 
 def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
@@ -65,7 +65,7 @@ def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placem
             before = [int(other) for other in axes[:place] if int(other) > int(axis)]
             placements[int(axis)] = Split(dim, prod(mesh_shape[other] for other in before))
     for partial in spec.partials:
-        placements[int(partial.axis)] = Pending(partial.op)
+        placements[int(partial.axis)] = PartialPlacement(partial.op)
     return tuple(placements)
 
 
@@ -99,7 +99,7 @@ def spec_of_placements(
     --------
     >>> str(spec_of_placements([Split(0, 3), Split(0)], 2, (2, 3)))
     '[S10,R]'
-    >>> str(spec_of_placements([Split(0), Pending("sum")], 1, (2, 3)))
+    >>> str(spec_of_placements([Split(0), PartialPlacement("sum")], 1, (2, 3)))
     '[S0|P1]'
     """
     if len(placements) != len(mesh_shape):
@@ -114,7 +114,7 @@ def spec_of_placements(
         match placements[axis]:
             case Whole():
                 pass
-            case Pending(op):
+            case PartialPlacement(op):
                 partial[axis] = op
             case Split(dim, factor):
                 if not -dims <= dim < dims:

@@ -9,8 +9,9 @@ from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.resharding.check import check_map
 from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
-from shardspec.resharding.maps import NameMap, check_map
+from shardspec.resharding.maps import NameMap
 from shardspec.text import counted, shown
 
 if TYPE_CHECKING:

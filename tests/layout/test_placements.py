@@ -8,7 +8,13 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 
 from shardspec import ShardingSpec
 from shardspec.errors import LayoutError
-from shardspec.layout.placements import Pending, Split, Whole, placements_of, spec_of_placements
+from shardspec.layout.placements import (
+    PartialPlacement,
+    Split,
+    Whole,
+    placements_of,
+    spec_of_placements,
+)
 from tests.conversions import partial_specs, plain_specs
 
 
@@ -26,7 +32,7 @@ def in_torchs_words(placement):
     match placement:
         case Whole():
             return Replicate()
-        case Pending(op):
+        case PartialPlacement(op):
             return Partial(op)
         case Split(dim, 1):
             return Shard(dim)
@@ -60,7 +66,10 @@ def test_every_spec_as_torch_writes_it_and_back(shape, dims):
 def test_pending_reductions_there_and_back():
     for spec in partial_specs(2, 2):
         assert spec_of_placements(placements_of(spec, (2, 3)), 2, (2, 3)) == spec
-    assert placements_of(ShardingSpec.parse("[S0|Pmax1]"), (2, 3)) == (Split(0), Pending("max"))
+    assert placements_of(ShardingSpec.parse("[S0|Pmax1]"), (2, 3)) == (
+        Split(0),
+        PartialPlacement("max"),
+    )
 
 
 def test_dims_may_count_from_the_end():

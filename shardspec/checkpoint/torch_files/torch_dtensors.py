@@ -26,7 +26,13 @@ from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, ma
 from shardspec.checkpoint.torch_files.zip_files import TorchZip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
-from shardspec.layout.placements import Pending, Placement, Split, Whole, spec_of_placements
+from shardspec.layout.placements import (
+    PartialPlacement,
+    Placement,
+    Split,
+    Whole,
+    spec_of_placements,
+)
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
@@ -291,9 +297,9 @@ def _placement(value: object) -> Placement:
         case "Partial" | "_Partial":
             match value.get("reduce_op"):
                 case "sum" | "avg" | "min" | "max" as op:
-                    return Pending(op)
+                    return PartialPlacement(op)
                 case "product" | "prod":
-                    return Pending("prod")
+                    return PartialPlacement("prod")
     _refuse(
         f"placement {value.name} is not known, or not with its members; redistribute to Shard, "
         "Replicate or Partial of a named operation before saving"
