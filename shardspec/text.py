@@ -1,6 +1,6 @@
 """Sizes, times and tables as text, and text that is safe to print."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 __all__ = [
     "bytes_text",
@@ -9,6 +9,7 @@ __all__ = [
     "rate_text",
     "seconds_text",
     "shown",
+    "table_lines",
     "table_text",
 ]
 
@@ -138,29 +139,63 @@ def table_text(
     a         12
     bb         3
     """
-    # By rich, 100,000 rows take a minute.
-    cells = [header, *([printable(cell) for cell in row] for row in rows)]
-    widths = [max(map(_width, column)) for column in zip(*cells, footer or header, strict=True)]
     numbers = range(numbers_from, len(header) if text_from is None else text_from)
+    return "\n".join(table_lines(header, lambda: rows, footer=footer, numbers=numbers))
+
+
+def table_lines(
+    header: Sequence[str],
+    rows: Callable[[], Iterable[Sequence[str]]],
+    *,
+    footer: Sequence[str] | None = None,
+    numbers: Container[int] = (),
+    empty_columns: bool = True,
+) -> Iterator[str]:
+    """Yield the lines of a table that may be long; its rows are gone through twice.
+
+    Parameters
+    ----------
+    header, footer
+        Cells as text.
+    rows
+        Returns the rows from the first on, each as long as the header.
+    numbers
+        Columns that are aligned to the right.
+    empty_columns
+        Whether columns are kept in which nothing stands below the header.
+
+    Examples
+    --------
+    >>> print(*table_lines(["a", "b"], lambda: [["x", ""], ["yy", ""]], empty_columns=False))
+    a ── x yy
+    """
+    # By rich, 100,000 rows take a minute.
+    widths = [0] * len(header)
+    for row in rows():
+        widths = [max(width, _width(cell)) for width, cell in zip(widths, row, strict=True)]
+    kept = [at for at, width in enumerate(widths) if width or empty_columns]
+    for one in (header, footer or header):
+        widths = [max(width, _width(cell)) for width, cell in zip(widths, one, strict=True)]
 
     def line(row: Sequence[str]) -> str:
-        padded = (
-            " " * (width - _width(cell)) + cell
-            if column in numbers
-            else cell + " " * (width - _width(cell))
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        return "   ".join(padded).rstrip()
+        cells = ((at, printable(row[at]), " " * (widths[at] - _width(row[at]))) for at in kept)
+        return "   ".join(
+            pad + cell if at in numbers else cell + pad for at, cell, pad in cells
+        ).rstrip()
 
-    rule = "─" * (sum(widths) + 3 * (len(widths) - 1))
-    lines = [line(header), rule, *map(line, cells[1:])]
-    return "\n".join(lines if footer is None else [*lines, rule, line(footer)])
+    rule = "─" * (sum(widths[at] for at in kept) + 3 * (len(kept) - 1))
+    yield line(header)
+    yield rule
+    yield from map(line, rows())
+    if footer is not None:
+        yield rule
+        yield line(footer)
 
 
 def _width(cell: str) -> int:
-    """Return how many columns of a terminal a text takes."""
-    if cell.isascii():
+    """Return how many columns of a terminal a text takes once it is printable."""
+    if cell.isascii() and cell.isprintable():
         return len(cell)
     from rich.cells import cell_len
 
-    return cell_len(cell)
+    return cell_len(printable(cell))

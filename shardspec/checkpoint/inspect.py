@@ -1,21 +1,15 @@
 """What is in a checkpoint, without its data."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    FileBox,
-    OpaqueValue,
-    Outline,
-    StoredTensor,
-)
+from shardspec.checkpoint.catalog import Catalog, FileBox, OpaqueValue, Outline, StoredTensor
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.tiling import MemoizedByBoxes, check_tiling
 from shardspec.dtypes import item_bytes
@@ -23,14 +17,22 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["CheckpointSummary", "TensorSummary", "inspect_checkpoint", "other_text"]
+__all__ = [
+    "CheckpointSummary",
+    "Holders",
+    "TensorSummary",
+    "inspect_checkpoint",
+    "json_text",
+    "other_text",
+]
 
 _LONG: Final = 200
+_MOST_KEPT: Final = 64
+"""Boxes of several tensors that are kept at a time; most have them in common."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Holders:
-    """Who holds what, by a layout or as stored."""
+class Holders(NamedTuple):
+    """Which ranks hold what: by the layout where it is known, else as stored."""
 
     cells: Mapping[Box, tuple[int, ...]]
     """Every box that is not empty, and its ranks."""
@@ -41,7 +43,7 @@ class _Holders:
     do."""
 
 
-def _holders_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> _Holders:
+def _holders_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> Holders:
     """Return who holds what, given rank and box, of which some may be empty."""
     found: dict[Box, dict[int, None]] = {}
     for rank, box in held:
@@ -50,15 +52,12 @@ def _holders_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> _Holders
     cells = {box: tuple(ranks) for box, ranks in found.items()}
     shapes = {box_shape(box) for box in cells}
     busy = {rank for ranks in cells.values() for rank in ranks}
-    return _Holders(
-        MappingProxyType(cells),
-        any(len(ranks) > 1 for ranks in cells.values()),
-        len(shapes) > 1 or (bool(shapes) and len(busy) < num_ranks),
-    )
+    replicated = any(len(ranks) > 1 for ranks in cells.values())
+    return Holders(cells, replicated, len(shapes) > 1 or (bool(shapes) and len(busy) < num_ranks))
 
 
 @lru_cache(maxsize=64)
-def _holders_by(layout: Layout) -> _Holders:
+def _holders_by(layout: Layout) -> Holders:
     """Return who holds what: once for the many tensors that are sharded alike."""
     boxes = layout.boxes()
     return _holders_of(boxes.items(), len(boxes))
@@ -66,13 +65,18 @@ def _holders_by(layout: Layout) -> _Holders:
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """One tensor of a checkpoint."""
+    """One tensor of a checkpoint; what describes it is asked of the checkpoint each time."""
 
-    outline: Outline[FileBox]
+    name: str
     layout: Layout | None
     """How it is sharded over the mesh that wrote it, where the format says both."""
     source: Catalog
     """The checkpoint."""
+
+    @property
+    def outline(self) -> Outline[FileBox]:
+        """Shape, dtype and boxes."""
+        return self.source.outline(self.name)
 
     @property
     def stored(self) -> StoredTensor:
@@ -83,7 +87,7 @@ class TensorSummary:
         CheckpointError
             If what is found there is damaged.
         """
-        return self.source.tensor(self.outline.name)
+        return self.source.tensor(self.name)
 
     def file(self, box: FileBox) -> str:
         """Name the file of one of its boxes, from the directory on."""
@@ -92,28 +96,15 @@ class TensorSummary:
     @property
     def num_bytes(self) -> int:
         """Bytes of the global tensor."""
-        return prod(self.outline.shape) * item_bytes(self.outline.dtype)
+        outline = self.outline
+        return prod(outline.shape) * item_bytes(outline.dtype)
 
     @property
-    def cells(self) -> Mapping[Box, tuple[int, ...]]:
-        """Every box and the ranks that hold it: by the layout where it is known, else as stored."""
-        return self._holders.cells
-
-    @property
-    def _holders(self) -> _Holders:
+    def holders(self) -> Holders:
+        """Every box and the ranks that hold it."""
         if self.layout is not None:
             return _holders_by(self.layout)
         return _holders_of((stored.rank, stored.box) for stored in self.outline.boxes)
-
-    @property
-    def replicated(self) -> bool:
-        """Whether several ranks hold any box."""
-        return self._holders.replicated
-
-    @property
-    def uneven(self) -> bool:
-        """Whether not all boxes have the same shape, or, by the layout, some rank holds none."""
-        return self._holders.uneven
 
     def has(self, index: Sequence[int]) -> bool:
         """Whether an index, one position for each of the first dims, lies in its shape."""
@@ -122,7 +113,7 @@ class TensorSummary:
             0 <= at < size for at, size in zip(index, shape, strict=False)
         )
 
-    def holders(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
+    def holders_at(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
         """Return the boxes that hold a part of an index, and their ranks.
 
         Parameters
@@ -137,32 +128,30 @@ class TensorSummary:
         """
         if not self.has(index):
             raise CheckpointError(
-                f"tensor {self.outline.name!r}: index {list(index)} does not lie in the shape "
+                f"tensor {self.name!r}: index {list(index)} does not lie in the shape "
                 f"{list(self.outline.shape)}"
             )
         return {
             box: ranks
-            for box, ranks in self.cells.items()
+            for box, ranks in self.holders.cells.items()
             if all(lo <= at < hi for at, (lo, hi) in zip(index, box, strict=False))
         }
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of all its boxes on disk; more than the whole where reductions are pending."""
-        return sum(self.box_bytes(box) for box in self.outline.boxes)
-
-    def box_bytes(self, box: FileBox) -> int:
-        """Bytes of one of its boxes."""
-        return box_size(box.box) * item_bytes(self.outline.dtype)
+        outline = self.outline
+        return sum(box_size(box.box) for box in outline.boxes) * item_bytes(outline.dtype)
 
     def to_json(self) -> dict[str, object]:
         """Return the summary as plain values."""
-        holders = self._holders
+        stored, holders = self.stored, self.holders
+        size = item_bytes(stored.dtype)
         return {
-            "name": self.outline.name,
-            "shape": list(self.outline.shape),
-            "dtype": self.outline.dtype,
-            "spec": None if self.outline.spec is None else str(self.outline.spec),
+            "name": self.name,
+            "shape": list(stored.shape),
+            "dtype": stored.dtype,
+            "spec": None if stored.spec is None else str(stored.spec),
             "bytes": self.num_bytes,
             "stored_bytes": self.stored_bytes,
             "replicated": holders.replicated,
@@ -174,9 +163,9 @@ class TensorSummary:
                     "rank": box.rank,
                     "file": self.file(box),
                     "offset": box.offset,
-                    "bytes": self.box_bytes(box),
+                    "bytes": box_size(box.box) * size,
                 }
-                for box in self.stored.boxes
+                for box in stored.boxes
             ],
         }
 
@@ -200,24 +189,27 @@ class CheckpointSummary:
         """Bytes of all whole tensors: about the size of the merged file."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
-    @property
-    def _boxes(self) -> Iterable[tuple[Sequence[FileBox], int]]:
-        """All boxes, those that tensors have in common once, and the bytes of one element of all.
+    def _boxes(self) -> Iterator[tuple[Sequence[FileBox], int]]:
+        """Yield all boxes, and the bytes of one element of all tensors that have them in common.
 
         A million boxes take seconds to go through.
         """
         found: dict[int, tuple[Sequence[FileBox], int]] = {}
         for tensor in self.tensors:
-            boxes = tensor.outline.boxes
+            outline = tensor.outline
+            boxes = outline.boxes
+            if id(boxes) not in found and len(found) == _MOST_KEPT:
+                yield from found.values()
+                found.clear()
             _, size = found.get(id(boxes), (boxes, 0))
-            found[id(boxes)] = boxes, size + item_bytes(tensor.outline.dtype)
-        return found.values()
+            found[id(boxes)] = boxes, size + item_bytes(outline.dtype)
+        yield from found.values()
 
     @property
     def bytes_by_rank(self) -> dict[int, int]:
         """Bytes of the boxes that each device of the mesh stored."""
         stored: dict[int, int] = {} if self.mesh is None else dict.fromkeys(self.mesh.ids, 0)
-        for boxes, size in self._boxes:
+        for boxes, size in self._boxes():
             for box in boxes:
                 stored[box.rank] = stored.get(box.rank, 0) + size * box_size(box.box)
         return stored if self.mesh is not None else dict(sorted(stored.items()))
@@ -225,24 +217,38 @@ class CheckpointSummary:
     @property
     def files_by_rank(self) -> dict[int, str]:
         """Name of the file of each device that stored any box."""
-        paths = {box.rank: box.path for boxes, _ in self._boxes for box in boxes}
+        paths = {box.rank: box.path for boxes, _ in self._boxes() for box in boxes}
         return {rank: _file(path, self.directory) for rank, path in paths.items()}
 
     def to_json(self) -> dict[str, object]:
         """Return the summary as plain values."""
-        files = self.files_by_rank
-        return {
-            "directory": str(self.directory),
-            "format": self.format,
-            "mesh": None if self.mesh is None else _mesh_json(self.mesh),
-            "bytes": self.num_bytes,
-            "ranks": [
-                {"rank": rank, "bytes": num_bytes, "file": files.get(rank)}
-                for rank, num_bytes in self.bytes_by_rank.items()
-            ],
-            "tensors": [tensor.to_json() for tensor in self.tensors],
-            "others": {name: other_text(value) for name, value in self.extras.items()},
-        }
+        return {**_facts(self), "tensors": [tensor.to_json() for tensor in self.tensors]}
+
+
+def _facts(summary: CheckpointSummary) -> dict[str, object]:
+    """Return what a summary says of the checkpoint, but for its tensors, as plain values."""
+    files, mesh = summary.files_by_rank, summary.mesh
+    return {
+        "directory": str(summary.directory),
+        "format": summary.format,
+        "mesh": None
+        if mesh is None
+        else {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
+        "bytes": summary.num_bytes,
+        "ranks": [
+            {"rank": rank, "bytes": num_bytes, "file": files.get(rank)}
+            for rank, num_bytes in summary.bytes_by_rank.items()
+        ],
+        "others": {name: other_text(value) for name, value in summary.extras.items()},
+    }
+
+
+def json_text(summary: CheckpointSummary) -> Iterator[str]:
+    """Yield the JSON text of a summary in pieces: of 100,000 tensors, all of it takes 200 MiB."""
+    yield f'{json.dumps(_facts(summary))[:-1]}, "tensors": ['
+    for at, tensor in enumerate(summary.tensors):
+        yield f"{', ' if at else ''}{json.dumps(tensor.to_json())}"
+    yield "]}"
 
 
 @lru_cache(maxsize=1024)
@@ -286,14 +292,6 @@ def _marked(value: object) -> object:
             return value
 
 
-def _mesh_json(mesh: DeviceMesh) -> dict[str, object]:
-    return {
-        "ids": list(mesh.ids),
-        "shape": list(mesh.shape),
-        "axis_names": None if mesh.axis_names is None else list(mesh.axis_names),
-    }
-
-
 def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     """Return what a checkpoint holds, by what describes it; its data is not read.
 
@@ -318,23 +316,16 @@ def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     {0: 16, 1: 8}
     """
     source = as_catalog(directory)
-    layouts: dict[object, Layout] = {}
-    tensors = tuple(_summary(source, name, layouts) for name in source.names)
     # Many tensors are sharded alike.
     check = MemoizedByBoxes(partial(check_tiling, tiled=set()))
-    for tensor in tensors:
-        check(tensor.outline)
-    return CheckpointSummary(
-        source.directory, source.format, source.mesh, tensors, dict(source.extras)
-    )
-
-
-def _summary(source: Catalog, name: str, layouts: dict[object, Layout]) -> TensorSummary:
-    """Return what is known of a tensor; many have the same layout."""
-    outline = source.outline(name)
-    if source.mesh is None or outline.spec is None:
-        return TensorSummary(outline, None, source)
-    alike = outline.spec, outline.shape, outline.dtype
-    if alike not in layouts:
-        layouts[alike] = Layout(source.mesh, *alike)
-    return TensorSummary(outline, layouts[alike], source)
+    layout_of = lru_cache(None)(Layout)
+    tensors = []
+    for name in source.names:
+        outline = source.outline(name)
+        layout = None
+        if source.mesh is not None and outline.spec is not None:
+            layout = layout_of(source.mesh, outline.spec, outline.shape, outline.dtype)
+        tensors.append(TensorSummary(name, layout, source))
+        check(outline)
+    extras = dict(source.extras)
+    return CheckpointSummary(source.directory, source.format, source.mesh, tuple(tensors), extras)

@@ -1,6 +1,7 @@
 """The command `shardspec inspect`."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -9,19 +10,23 @@ from typing import Final
 
 import click
 
+from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import box_text
 from shardspec.checkpoint.inspect import (
     CheckpointSummary,
     TensorSummary,
     inspect_checkpoint,
+    json_text,
     other_text,
 )
 from shardspec.cli.arguments import parse_index, parsed
 from shardspec.cli.options import CheckpointPath, json_option, open_both, source_options
-from shardspec.cli.output import path_text, say
+from shardspec.cli.output import path_text, say, say_parts
+from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Picture, ids_text
-from shardspec.text import bytes_text, counted, printable, shown, table_text
+from shardspec.text import bytes_text, counted, printable, shown, table_lines, table_text
 
 __all__ = ["command"]
 
@@ -87,29 +92,29 @@ def command(
     if pattern is not None:
         summary = _only(summary, pattern)
     if only is not None:
-        kept = tuple(t for t in summary.tensors if (t.uneven if only == "uneven" else t.replicated))
-        summary = replace(summary, tensors=kept)
+        kept = (t for t in summary.tensors if getattr(t.holders, only))
+        summary = replace(summary, tensors=tuple(kept))
     if only is not None and not summary.tensors and not as_json:
-        say(_some(summary, only, len(whole.tensors)))
+        say_parts(_some(summary, only, len(whole.tensors)))
     elif index is not None:
         _say_holders(summary, index, as_json)
     elif as_json:
-        say(json.dumps(summary.to_json()))
+        say_parts(json_text(summary), "")
     elif picture:
-        say("\n\n".join(_picture(tensor) for tensor in summary.tensors))
+        say_parts(map(_picture, summary.tensors), "\n\n")
     elif pattern is not None:
-        say("\n\n".join(_boxes(tensor) for tensor in summary.tensors))
+        say_parts(map(_boxes, summary.tensors), "\n\n")
     elif only is not None:
-        say(_some(summary, only, len(whole.tensors)))
+        say_parts(_some(summary, only, len(whole.tensors)))
     else:
-        say(_overview(summary))
+        say_parts(_overview(summary))
 
 
 def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bool) -> None:
     """Print who holds a part of the tensors."""
     # A pattern may take in biases beside matrices: those that have no such index do not count.
     fitting = [tensor for tensor in summary.tensors if tensor.has(index)]
-    found = [(t.outline.name, t.holders(index)) for t in fitting or summary.tensors[:1]]
+    found = [(t.name, t.holders_at(index)) for t in fitting or summary.tensors[:1]]
     if as_json:
         boxes = [
             {"name": name, "box": [list(side) for side in box], "ranks": list(ranks)}
@@ -128,8 +133,8 @@ def _picture(tensor: TensorSummary) -> str:
     """Draw who holds what; a table of boxes where they make up no grid."""
     outline = tensor.outline
     if tensor.layout is not None:
-        return f"{_name(outline.name)}\n{tensor.layout.picture()}"
-    cells = tensor.cells
+        return f"{_name(tensor.name)}\n{tensor.layout.picture()}"
+    cells = tensor.holders.cells
     sides = [{box[dim] for box in cells} for dim in range(len(outline.shape))]
     if prod(map(len, sides)) != len(cells) or len(cells) > _MOST_CELLS:
         return _boxes(tensor)
@@ -138,9 +143,9 @@ def _picture(tensor: TensorSummary) -> str:
 
 
 def _only(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
-    found = tuple(t for t in summary.tensors if fnmatchcase(t.outline.name, pattern))
+    found = tuple(t for t in summary.tensors if fnmatchcase(t.name, pattern))
     if not found:
-        names = ", ".join(shown(t.outline.name) for t in summary.tensors[:3])
+        names = ", ".join(shown(t.name) for t in summary.tensors[:3])
         raise CheckpointError(
             f"{summary.directory}: no tensor matches {shown(pattern)}; the names start with "
             f"{names or '(there are none)'}"
@@ -148,54 +153,19 @@ def _only(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
     return replace(summary, tensors=found)
 
 
-def _overview(summary: CheckpointSummary) -> str:
+def _overview(summary: CheckpointSummary) -> Iterator[str]:
     facts = [counted(len(summary.tensors), "tensor"), bytes_text(summary.num_bytes)]
     facts.append(f"in the format of {summary.format}")
-    if summary.mesh is not None:
-        devices = counted(summary.mesh.size, "device")
-        facts.append(f"saved on mesh {summary.mesh} ({devices})")
-    parts = [f"{path_text(summary.directory)}: {', '.join(facts)}"]
+    mesh = summary.mesh
+    if mesh is not None:
+        facts.append(f"saved on mesh {mesh} ({counted(mesh.size, 'device')})")
+    yield f"{path_text(summary.directory)}: {', '.join(facts)}"
     if summary.tensors:
-        parts += [_tensors(summary), _ranks(summary)]
-    if summary.extras:
+        yield ""
+        yield from _tensors(summary)
+        yield ""
+        files = summary.files_by_rank
         rows = [
-            [_name(name), _name(other_text(at, _MOST_VALUE))]
-            for name, at in sorted(summary.extras.items())
-        ]
-        parts.append(table_text(["no tensor", "value"], rows, text_from=1))
-    return "\n\n".join(parts)
-
-
-def _some(summary: CheckpointSummary, only: str, of: int) -> str:
-    found = f"{len(summary.tensors) or 'none'} of {counted(of, 'tensor')}"
-    verb = "are" if len(summary.tensors) > 1 else "is"
-    line = f"{path_text(summary.directory)}: {found} {verb} {only}"
-    if only == "replicated" and summary.mesh is None:
-        line += f", as far as {summary.format} says: what ranks hold alike may be stored once"
-    return f"{line}\n\n{_tensors(summary)}" if summary.tensors else line
-
-
-def _tensors(summary: CheckpointSummary) -> str:
-    return _table(
-        ["tensor", "spec", "dtype", "shape", "size", "remarks"],
-        [
-            [
-                *_facts(t),
-                "×".join(map(str, t.outline.shape)) or "scalar",
-                bytes_text(t.num_bytes),
-                ", ".join(_remarks(t)),
-            ]
-            for t in summary.tensors
-        ],
-        numbers=range(3, 5),
-    )
-
-
-def _ranks(summary: CheckpointSummary) -> str:
-    mesh, files = summary.mesh, summary.files_by_rank
-    return _table(
-        ["rank", "coordinates", "stored", "file"],
-        [
             [
                 str(rank),
                 "" if mesh is None else str(mesh.coordinates(rank)),
@@ -203,42 +173,68 @@ def _ranks(summary: CheckpointSummary) -> str:
                 files.get(rank, "none"),
             ]
             for rank, num_bytes in summary.bytes_by_rank.items()
-        ],
-        numbers=range(2, 3),
+        ]
+        header = ["rank", "coordinates", "stored", "file"]
+        yield from table_lines(header, lambda: rows, numbers=(2,), empty_columns=False)
+    if summary.extras:
+        yield ""
+        values = sorted(summary.extras.items())
+        rows = [[_name(name), _name(other_text(value, _MOST_VALUE))] for name, value in values]
+        yield from table_lines(["no tensor", "value"], lambda: rows)
+
+
+def _some(summary: CheckpointSummary, only: str, of: int) -> Iterator[str]:
+    found = f"{len(summary.tensors) or 'none'} of {counted(of, 'tensor')}"
+    verb = "are" if len(summary.tensors) > 1 else "is"
+    line = f"{path_text(summary.directory)}: {found} {verb} {only}"
+    if only == "replicated" and summary.mesh is None:
+        line += f", as far as {summary.format} says: what ranks hold alike may be stored once"
+    yield line
+    if summary.tensors:
+        yield ""
+        yield from _tensors(summary)
+
+
+def _tensors(summary: CheckpointSummary) -> Iterator[str]:
+    header = ["tensor", "spec", "dtype", "shape", "size", "remarks"]
+    # What stands in a row follows from the layout, which many tensors have in common.
+    known: dict[Layout, list[str]] = {}
+
+    def row(tensor: TensorSummary) -> list[str]:
+        cells = None if tensor.layout is None else known.get(tensor.layout)
+        if cells is None:
+            cells = _cells(tensor)
+            if tensor.layout is not None:
+                known[tensor.layout] = cells
+        return [_name(tensor.name), *cells]
+
+    yield from table_lines(
+        header, lambda: map(row, summary.tensors), numbers=(3, 4), empty_columns=False
     )
 
 
-def _table(header: list[str], rows: list[list[str]], numbers: range) -> str:
-    """Return a table without the columns in which nothing stands."""
-    kept = [at for at in range(len(header)) if any(row[at] for row in rows)]
-    return table_text(
-        [header[at] for at in kept],
-        [[row[at] for at in kept] for row in rows],
-        numbers_from=sum(at < numbers.start for at in kept),
-        text_from=sum(at < numbers.stop for at in kept),
-    )
-
-
-def _remarks(tensor: TensorSummary) -> list[str]:
-    """Say what is worth noting about the cut."""
+def _cells(tensor: TensorSummary) -> list[str]:
+    """Return the row of a tensor, but for its name."""
+    outline, holders = tensor.outline, tensor.holders
     remarks = []
-    if tensor.layout is None and len(tensor.cells) > 1:
-        remarks.append(f"{len(tensor.cells)} boxes")
-    if tensor.replicated:
+    if tensor.layout is None and len(holders.cells) > 1:
+        remarks.append(f"{len(holders.cells)} boxes")
+    if holders.replicated:
         remarks.append("replicated")
-    if tensor.uneven:
+    if holders.uneven:
         remarks.append("uneven")
-    return remarks
+    shape = "×".join(map(str, outline.shape)) or "scalar"
+    return [*_spec(tensor), shape, bytes_text(tensor.num_bytes), ", ".join(remarks)]
 
 
-def _facts(tensor: TensorSummary) -> list[str]:
+def _spec(tensor: TensorSummary) -> list[str]:
     outline = tensor.outline
     spec = outline.spec if tensor.layout is None else tensor.layout.labelled_spec
-    return [_name(outline.name), "" if spec is None else str(spec), outline.dtype]
+    return ["" if spec is None else str(spec), outline.dtype]
 
 
 def _title(tensor: TensorSummary) -> str:
-    return " ".join(filter(None, _facts(tensor)))
+    return " ".join(filter(None, [_name(tensor.name), *_spec(tensor)]))
 
 
 def _name(name: str) -> str:
@@ -256,7 +252,7 @@ def _boxes(tensor: TensorSummary) -> str:
         [
             box_text(box.box) + (f" addend {list(box.addend)}" if box.addend else ""),
             str(box.rank),
-            bytes_text(tensor.box_bytes(box)),
+            bytes_text(box_size(box.box) * item_bytes(stored.dtype)),
             str(box.offset),
             tensor.file(box),
         ]

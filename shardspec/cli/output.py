@@ -3,8 +3,9 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -16,17 +17,37 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.coordinate import Member
     from shardspec.checkpoint.report import WriteReport
 
-__all__ = ["Progress", "path_text", "progress_bar", "say", "write_file", "write_report"]
+__all__ = [
+    "Progress",
+    "path_text",
+    "progress_bar",
+    "say",
+    "say_parts",
+    "write_file",
+    "write_report",
+]
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Told how many bytes are done, and how many there are."""
 
 _SHOWN: Final = 3
+_PARTS: Final = 256
+"""Parts of a long text that are printed at once."""
 
 
 def say(text: str, *, err: bool = False) -> None:
     """Print lines; what could upset a terminal is printed as escapes."""
     click.echo(printable(text, keep="\n"), err=err)
+
+
+def say_parts(parts: Iterable[str], between: str = "\n") -> None:
+    """Print a text that may be long as it is made; what could upset a terminal as escapes."""
+    parts, first = iter(parts), True
+    while some := list(islice(parts, _PARTS)):
+        text = printable(between.join(some), keep="\n")
+        click.echo(text if first else between + text, nl=False)
+        first = False
+    click.echo()
 
 
 def path_text(path: Path | str) -> str:
