@@ -28,6 +28,8 @@ _CHUNK: Final = 256 << 10
 """Bytes of a long text that are read at once."""
 _MOST_MEMBER: Final = 4 << 20
 """Characters of one value in a long text; what is parsed takes 30 times as much at most."""
+_MOST_LISTS: Final = 1 << 17
+"""Lists in the first quarter of a value that is as long as a value may be."""
 _BLANKS: Final = re.compile(r"[ \t\n\r]*")
 _KEY: Final = re.compile(r'"([^"\\\x00-\x1f]*)"[ \t\n\r]*:[ \t\n\r]*')
 """A key without escapes, as most are."""
@@ -180,6 +182,9 @@ class JSONStream:
         """Read more of the text, if there is more and a value may be longer than what is there."""
         rest = len(self._text) - self._at
         if self._taken == self._num_bytes or rest >= _MOST_MEMBER:
+            return False
+        # Empty lists take 30 times as much memory as their text.
+        if rest >= _MOST_MEMBER // 4 and self._text.count("[", self._at) > _MOST_LISTS:
             return False
         piece = self._read(self._taken, min(max(_CHUNK, rest), self._num_bytes - self._taken))
         self._taken += len(piece)
