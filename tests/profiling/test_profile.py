@@ -180,7 +180,8 @@ def test_charts_show_every_measurement(profile):
     assert len(points) == len(profile.measurements)
 
 
-def test_measuring_one_process_that_holds_all_devices():
+def test_measuring_one_process_that_holds_all_devices(monkeypatch):
+    monkeypatch.setattr("shardspec.profiling.measure._SECONDS_EACH", 0.0)
     communicator = SimulatedCommunicator(DeviceMesh(range(6), (2, 3)))
     seen = []
     found = measure(
@@ -200,7 +201,15 @@ def test_measuring_one_process_that_holds_all_devices():
 
 
 @pytest.mark.dist
-def test_commands_of_the_docs(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        # Sizes up to 256 KiB, as fast as can be; and the command as it stands there.
+        ("--max-bytes 256KiB --repeats 1", 4),
+        pytest.param("", 7, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_commands_of_the_docs(tmp_path, options, sizes):
     blocks = re.findall(r"^```sh\n(.*?)^```$", PLANS.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if "shardspec profile" in block]
     bin_first = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
@@ -212,7 +221,7 @@ def test_commands_of_the_docs(tmp_path):
             cwd=tmp_path,
             env={**os.environ, "PATH": bin_first},
         )
-        for line in block.splitlines()
+        for line in block.replace("-o cluster.json", f"-o cluster.json {options}").splitlines()
     )
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
@@ -220,8 +229,8 @@ def test_commands_of_the_docs(tmp_path):
     assert (profile.mesh_shape, profile.axis_names) == ((2, 2), None)
     facts = dict(profile.facts)
     assert (facts["backend"], facts["ranks"]) == ("gloo", "4")
-    # Three groups of axes, four kinds, seven sizes from 4 KiB to 16 MiB.
-    assert len(profile.measurements) == 3 * 4 * 7
+    # Three groups of axes, four kinds, and sizes from 4 KiB that grow fourfold.
+    assert len(profile.measurements) == 3 * 4 * sizes
     for model in ("ring", "shared-bus"):
         fit = profile.ring if model == "ring" else profile.shared_bus
         assert fit == fit_links((2, 2), profile.measurements, model)
