@@ -23,6 +23,7 @@ from shardspec.mesh import DeviceMesh
 
 __all__ = [
     "MAX_PIECES",
+    "MOST_DEVICES",
     "boxes_seconds",
     "common_mesh",
     "common_model",
@@ -34,6 +35,8 @@ __all__ = [
     "routes_seconds",
 ]
 
+MOST_DEVICES: Final = 1 << 14
+"""Devices between which boxes are exchanged one by one."""
 MAX_PIECES: Final = 500_000
 """Pieces that one exchange between two meshes may have: to list them takes seconds."""
 
@@ -105,6 +108,11 @@ def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     6.0
     """
     mesh, item = common_mesh(before.mesh, after.mesh), item_bytes(before.dtype)
+    if mesh.size > MOST_DEVICES:
+        raise LayoutError(
+            f"the exchange between {before.spec} and {after.spec} is among {mesh.size:,} devices; "
+            f"such are planned for up to {MOST_DEVICES:,}"
+        )
     ends = [
         (LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes())
         for cell in cells_of(before, after)

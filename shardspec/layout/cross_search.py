@@ -20,6 +20,7 @@ from shardspec.comm.steps import Exchange, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.cross import (
+    MOST_DEVICES,
     boxes_seconds,
     common_mesh,
     common_model,
@@ -46,8 +47,6 @@ _Sides: TypeAlias = tuple[Box, ...]
 
 _MOST_PAIRS: Final = 2e7
 """Pairs of specs times devices up to which every pair is considered."""
-_MOST_DEVICES: Final = 1 << 14
-"""Of both meshes; who sends what to whom is listed device by device."""
 _MOST_LISTED: Final = 300_000
 """Pieces of exchanges that are listed before the best so far is taken."""
 
@@ -103,10 +102,10 @@ def path_between_meshes(
     arrives as it shall be, or the best of the pairs looked at is taken.
     """
     devices = common_mesh(source.mesh, target.mesh).size
-    if devices > _MOST_DEVICES:
+    if devices > MOST_DEVICES:
         raise LayoutError(
             f"the two meshes have {devices:,} devices together; conversions between meshes are "
-            f"planned for up to {_MOST_DEVICES:,}"
+            f"planned for up to {MOST_DEVICES:,}"
         )
     here = _side(source, models[0], max_bytes, on_one_mesh, leaving=True)
     there = _side(target, models[1], max_bytes, on_one_mesh, leaving=False)

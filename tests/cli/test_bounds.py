@@ -182,6 +182,7 @@ ACROSS = ["plan", "[R,S2,R,S013]", "[S12,S0,R,R]", "--mesh", "4x1x1x1", "--targe
             *["--mesh", "4x2x2x2", "--shape", "x".join(["2"] * 60 + ["1"] * 4)],
         ],
         ["plan", "[R]", "[R]", "--mesh", "x".join("1" * 5000), "--shape", "4"],
+        ["plan", "[S2*2,S1|P0]", "[R,R]", "--mesh", "2x64x1024", "--shape", "1x3"],
         ["show", "[S0]", "--mesh", "4096", "--shape", "4096"],
         ["graph", "--mesh", "x".join("1" * 40), "--dims", "40"],
     ],

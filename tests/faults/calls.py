@@ -95,6 +95,23 @@ def _spec(random: _Random) -> str:
     return f"[{text}]" if random.random() < 0.95 else text
 
 
+def _parts(random: _Random) -> str:
+    if random.random() < 0.9:
+        return ""
+    parts = (
+        "{4,2,2}",
+        "{2,2/2}",
+        "*2",
+        "*128",
+        "{1,1}*3",
+        "{0}",
+        "*0",
+        "{" + "9" * 5000 + "}",
+        "{",
+    )
+    return random.choice(parts)
+
+
 def _right_spec(random: _Random) -> str:
     axes = list(range(random.axes))
     random.shuffle(axes)
@@ -103,7 +120,7 @@ def _right_spec(random: _Random) -> str:
     for axis in axes:
         if dims and axis not in pending and random.random() < 0.7:
             random.choice(dims[:9]).append(axis)
-    text = ",".join(f"S{''.join(map(str, cut))}" if cut else "R" for cut in dims)
+    text = ",".join(f"S{''.join(map(str, cut))}{_parts(random)}" if cut else "R" for cut in dims)
     return f"[{text}|P{''.join(map(str, pending))}]" if pending else f"[{text}]"
 
 
@@ -164,6 +181,11 @@ _WRITE: Final[_Values] = {
 }
 _CKPT: Final = _any_of("PLACE/a.safetensors", "PLACE/b.safetensors", "PLACE", "PLACE/none", "/dev")
 
+_RULES: Final = _any_of(
+    "PLACE/none", "PLACE/rules.toml", "PLACE/good.toml", "PLACE/good.toml", "PLACE/a.safetensors"
+)
+_MAP: Final = _any_of("llama-hf-to-megatron", "PLACE/map.toml", "PLACE/rules.toml", "PLACE", "none")
+
 _COMMANDS: Final[dict[str, tuple[list[Callable[[_Random], str]], _Values, _Values]]] = {
     # Arguments, options that are mostly given, and those that now and then are.
     "convert": ([_spec], {"--mesh": _axes}, {"--shape": _shape, "--json": None}),
@@ -200,6 +222,16 @@ _COMMANDS: Final[dict[str, tuple[list[Callable[[_Random], str]], _Values, _Value
     ),
     "explore": ([], {"--mesh": _size, "--shape": _size, "-o": _OUT}, {"--links": _LINKS}),
     "presets": ([], {}, {"--json": None}),
+    "plan-state": (
+        [_CKPT],
+        {"--mesh": _axes, "--rules": _RULES},
+        {**_CLUSTER, **_SOURCE, "--map": _MAP, "--sizes": _small, "--dtype": _DTYPE},
+    ),
+    "check-map": (
+        [_MAP],
+        {"--source": _CKPT},
+        {"--target": _CKPT, "--sizes": _small, "--reverse": None, "--json": None},
+    ),
     "profile": ([], {"--mesh": _axes, "-o": _OUT}, {"--min-bytes": _small, "--repeats": _small}),
     "inspect": (
         [_CKPT],
@@ -224,7 +256,7 @@ _COMMANDS: Final[dict[str, tuple[list[Callable[[_Random], str]], _Values, _Value
         {"-o": _OUT, "--mesh": _size},
         {
             **_WRITE,
-            "--rules": _any_of("PLACE/none", "PLACE/rules.toml", "PLACE/a.safetensors"),
+            "--rules": _RULES,
             "--like": _CKPT,
             "--to": _any_of("dcp", "shardspec", "x"),
         },
@@ -252,6 +284,10 @@ def calls(place: Path, whole: bool) -> Iterator[Case]:
     plain(place / "a.safetensors", seed=1)
     plain(place / "b.safetensors", seed=2)
     place.joinpath("rules.toml").write_text(f'"*" = "[S({"9" * 5000})]"\n"\\u001b" = 1\n')
+    place.joinpath("good.toml").write_text('"*" = "[S0]"')
+    place.joinpath("map.toml").write_text(
+        '[[map]]\nsource = ["w{i}", "(a b) c"]\ntarget = ["v.{i}", "(b a) c"]\n'
+    )
     random = _Random(20)
     for number in range(_ALL if whole else _SOME):
         random.begin()
@@ -273,7 +309,7 @@ def _call(args: list[str], place: Path) -> None:
     lines = done.stderr.splitlines()
     of_a_spec = len(lines) == 3 and lines[-1].strip() == "^"
     # What compares prints what it finds, and no error.
-    found = args[0] in ("diff", "verify") and not lines and done.stdout
+    found = args[0] in ("diff", "verify", "check-map") and not lines and done.stdout
     assert found or len(lines) == 1 or of_a_spec, done.stderr[:1000]
     assert found or lines[0].startswith("Error: "), lines[0][:1000]
     assert max(map(len, lines), default=0) < 2100, "a line of thousands of characters"
