@@ -1,48 +1,19 @@
 """Comparing stored boxes, a block at a time: copies that have to agree, and two checkpoints."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
-from typing import Final
 
 import numpy as np
 
-from shardspec.boxes import Box, box_shape, box_size
+from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.copy_plan import BLOCK_BYTES, blocks
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "blocks", "check_replicas", "element_index"]
-
-BLOCK_BYTES: Final = 1 << 20
-"""Compared at once, while it is in the CPU's cache."""
-
-
-def blocks(box: Box, most: int, prefix: Box = ()) -> Iterator[Box]:
-    """Divide a box into stretches of at most `most` elements, in row-major order.
-
-    Examples
-    --------
-    >>> list(blocks(((0, 3), (1, 5)), 8))
-    [((0, 2), (1, 5)), ((2, 3), (1, 5))]
-    """
-    if not box_size(box):
-        return
-    if len(prefix) == len(box):
-        yield prefix
-        return
-    low, high = box[len(prefix)]
-    rest = box[len(prefix) + 1 :]
-    row = prod(box_shape(rest))
-    if row <= most:
-        step = most // row
-        for lo in range(low, high, step):
-            yield (*prefix, (lo, min(lo + step, high)), *rest)
-    else:
-        for at in range(low, high):
-            yield from blocks(box, most, (*prefix, (at, at + 1)))
+__all__ = ["check_replicas", "element_index"]
 
 
 def element_index(box: Box, element: int) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
-from shardspec.checkpoint.compare import BLOCK_BYTES, blocks, element_index
+from shardspec.checkpoint.compare import element_index
 from shardspec.checkpoint.coordinate import Progress
+from shardspec.checkpoint.copy_plan import BLOCK_BYTES, blocks
 from shardspec.checkpoint.numeric import Bytes, numbers
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
