@@ -47,6 +47,8 @@ _Sides: TypeAlias = tuple[Box, ...]
 
 _MOST_PAIRS: Final = 2e7
 """Pairs of specs times devices up to which every pair is considered."""
+_MOST_INTERVALS: Final = 5e6
+"""Specs of a mesh times devices and dims up to which each spec is considered; 16 bytes each."""
 _MOST_LISTED: Final = 300_000
 """Pieces of exchanges that are listed before the best so far is taken."""
 
@@ -109,10 +111,14 @@ def path_between_meshes(
         )
     here = _side(source, models[0], max_bytes, on_one_mesh, leaving=True)
     there = _side(target, models[1], max_bytes, on_one_mesh, leaving=False)
-    if len(here.cuts) * len(there.cuts) * devices > _MOST_PAIRS:
+    dims = source.spec.dims
+    if (
+        len(here.cuts) * len(there.cuts) * devices > _MOST_PAIRS
+        or len(here.cuts) * source.mesh.size * dims > _MOST_INTERVALS
+    ):
         here = _end_alone(source, on_one_mesh, leaving=True)
-        if len(there.cuts) * devices > _MOST_PAIRS:
-            there = _end_alone(target, on_one_mesh, leaving=False)
+    if len(there.cuts) * target.mesh.size * dims > _MOST_INTERVALS:
+        there = _end_alone(target, on_one_mesh, leaving=False)
     best = _cheapest_pair(here, there, models, max_bytes)
     if best is None:
         raise LayoutError(
