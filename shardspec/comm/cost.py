@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import ceil, isfinite, prod
+from operator import gt
 from typing import TYPE_CHECKING, Final
 
 from shardspec.comm.curves import KINDS, Band, Curve, Line, Link, curve_between, share, whole
@@ -256,6 +257,28 @@ class CostModel:
         """Seconds that a permute or an exchange takes to start."""
         starts = zip(self.links, self.mesh_shape, strict=True)
         return max((link.start_s for link, devices in starts if devices > 1), default=0.0)
+
+    def apart(self, cut: Iterable[int]) -> tuple[int, ...]:
+        """Return the axes along which replicas do not share the sending of an exchange.
+
+        Those with a slower link than an axis that cuts the source: to cross them as well would
+        slow a transfer down.
+
+        Examples
+        --------
+        >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
+        >>> model.apart([1]), model.apart([0])
+        ((0,), ())
+        """
+        least = [min(costs) for costs in zip(*map(self._link, self._long(cut)), strict=True)]
+        return tuple(
+            axis
+            for axis in self._long(range(len(self.links)) if least else ())
+            if any(map(gt, self._link(axis), least))
+        )
+
+    def _link(self, axis: int) -> tuple[float, float]:
+        return self.slowest([axis])
 
     def on(self, axes: Sequence[int]) -> "CostModel":
         """Return the model of the mesh that has some of the axes; all others have one device."""

@@ -8,12 +8,12 @@ disjoint and are put side by side. Exchange and permute move between all devices
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from operator import ne
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
@@ -40,6 +40,9 @@ Distance: TypeAlias = Callable[[int, int], int]
 Parts: TypeAlias = list[tuple[int, Box]]
 """Pairs of peer and box."""
 
+_MESSAGE: Final = 1 << 17
+"""Elements that take about as long as a message takes to start, on links of today."""
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -53,9 +56,10 @@ class Transfer:
     """What moves, in coordinates of the global tensor."""
 
 
-def distance_on(mesh: DeviceMesh) -> Distance:
-    """Return the function that says on how many axes two devices of a mesh differ."""
-    at = {device: mesh.coordinates(device) for device in mesh.ids}
+def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance:
+    """Return the function that says on how many axes, or of some axes, two devices differ."""
+    kept = range(mesh.ndim) if axes is None else axes
+    at = {device: [mesh.coordinates(device)[axis] for axis in kept] for device in mesh.ids}
     return lambda a, b: sum(map(ne, at[a], at[b]))
 
 
@@ -64,8 +68,8 @@ def exchange_routes(
 ) -> list[Transfer]:
     """Return what must move so that every device holds its box after.
 
-    Each piece comes from the nearest holder. Of equally near ones the holder that has sent the
-    fewest bytes so far sends, so that replicas share the work; then the first one. The ids before
+    Of the nearest holders of a piece the one sends that has sent least so far; then the first one.
+    Where that leaves one with much more than its share, its last piece is divided. The ids before
     and after may differ. Moves come by receiver in the order of `after`, every element once.
 
     Examples
@@ -87,7 +91,9 @@ def exchange_routes(
     starts = [[lo for lo, _ in side] for side in sides]
     ends = [[hi for _, hi in side] for side in sides]
     sent: dict[int, int] = defaultdict(int)
-    moves = []
+    received: dict[int, int] = defaultdict(int)
+    of_replicas: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    moves: list[Transfer] = []
     for device, target in after.items():
         if not box_size(target):
             continue
@@ -103,12 +109,59 @@ def exchange_routes(
         for cell, piece in zip(product(*overlapping), product(*shared), strict=True):
             holder = device
             if cell != own:
-                holder = holders[cell][0]
-                if len(holders[cell]) > 1:
-                    holder = min(holders[cell], key=lambda src: (distance(src, device), sent[src]))
-                sent[holder] += box_size(piece)
+                near = _nearest(holders[cell], device, distance)
+                holder = min(near, key=sent.__getitem__) if len(near) > 1 else near[0]
+                sent[holder] += _MESSAGE + box_size(piece)
+                received[device] += _MESSAGE + box_size(piece)
+                if len(near) > 1:
+                    of_replicas[near].append(len(moves))
             moves.append(Transfer(holder, device, piece))
-    return moves
+    most = max(received.values(), default=0)
+    divided = {
+        place: parts
+        for near, places in of_replicas.items()
+        for place, parts in _evened(near, {place: moves[place] for place in places}, sent, most)
+    }
+    return [part for place, move in enumerate(moves) for part in divided.get(place, (move,))]
+
+
+def _nearest(holders: Sequence[int], device: int, distance: Distance) -> tuple[int, ...]:
+    away = [distance(holder, device) for holder in holders]
+    least = min(away)
+    return tuple(holder for holder, far in zip(holders, away, strict=True) if far == least)
+
+
+def _evened(
+    near: tuple[int, ...], moves: Mapping[int, Transfer], sent: dict[int, int], most: int
+) -> Iterator[tuple[int, list[Transfer]]]:
+    """Yield which pieces are divided so that holders of the same send as much as each other.
+
+    One that sends more than its share, and more than anyone receives, gives rows of its last piece
+    to those that send less. A message takes time of its own, so pieces stay whole where there is
+    little to gain.
+    """
+    level = max(most, sum(sent[holder] for holder in near) // len(near))
+    last = {move.src: (place, move) for place, move in moves.items()}
+    for holder, (place, move) in last.items():
+        excess = sent[holder] - level
+        if excess < 2 * _MESSAGE:
+            continue
+        dim = max(range(len(move.box)), key=lambda d: move.box[d][1] - move.box[d][0])
+        lo, hi = move.box[dim]
+        row = box_size(move.box) // (hi - lo)
+        parts = []
+        for other in sorted(near, key=sent.__getitem__):
+            rows = min(hi - lo - 1, (sent[holder] - level) // row, (level - sent[other]) // row)
+            if rows > 0:
+                parts.append(Transfer(other, move.dst, _rows(move.box, dim, lo, lo + rows)))
+                sent[other] += rows * row
+                sent[holder] -= rows * row
+                lo += rows
+        yield place, [*parts, Transfer(holder, move.dst, _rows(move.box, dim, lo, hi))]
+
+
+def _rows(box: Box, dim: int, lo: int, hi: int) -> Box:
+    return (*box[:dim], (lo, hi), *box[dim + 1 :])
 
 
 def permute_routes(
@@ -158,7 +211,7 @@ def chunks(box: Box, most: int) -> Iterator[Box]:
     row = size // (hi - lo)
     rows = max(1, most // row)
     for start in range(lo, hi, rows):
-        part = (*box[:dim], (start, min(start + rows, hi)), *box[dim + 1 :])
+        part = _rows(box, dim, start, min(start + rows, hi))
         if row <= most:
             yield part
         else:
@@ -183,11 +236,14 @@ class Transfers:
         self._outgoing: dict[int, Parts] = defaultdict(list)
         self._routed = isinstance(step, Permute | Exchange)
         if self._routed:
-            routes = permute_routes if isinstance(step, Permute) else exchange_routes
             sources, targets = (
                 {device: box(device) for device in mesh.ids} for box in (before, after)
             )
-            for move in routes(sources, targets, distance_on(mesh)):
+            if isinstance(step, Exchange):
+                moves = exchange_routes(sources, targets, distance_on(mesh, step.apart))
+            else:
+                moves = permute_routes(sources, targets, distance_on(mesh))
+            for move in moves:
                 self._incoming[move.dst].append((move.src, move.box))
                 self._outgoing[move.src].append((move.dst, move.box))
 

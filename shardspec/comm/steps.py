@@ -109,13 +109,15 @@ class Permute:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Send every device exactly the bytes it lacks, each from the nearest device that holds them.
+    """Send every device exactly the bytes it lacks; those that hold the same share the sending.
 
     Possible between any two layouts with nothing pending, on different meshes too.
     """
 
     axes: tuple[int, ...]
     """Mesh axes that shard otherwise afterwards, ascending; empty between different meshes."""
+    apart: tuple[int, ...] = ()
+    """Mesh axes so slow that replicas along them do not share: the nearest ones send."""
 
 
 Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce | Permute | Exchange

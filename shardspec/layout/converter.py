@@ -11,18 +11,19 @@ import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Line
-from shardspec.comm.steps import AllReduce, Exchange, Permute, ReduceOp, Slice, Step
+from shardspec.comm.steps import AllReduce, Permute, ReduceOp, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.alternatives import cheapest_plans
 from shardspec.layout.batch import pair_costs
+from shardspec.layout.cross import exchange_to
 from shardspec.layout.cross_search import Move, path_between_meshes
 from shardspec.layout.graph import Cuts, State, TransitionGraph, spec_of, state_of
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.move_cost import pair_prices, step_seconds
 from shardspec.layout.naive import finishing_moves, naive_moves
 from shardspec.layout.plan import ConversionPlan
-from shardspec.layout.pricing import TIE_SECONDS, changed_axes, prices_of
+from shardspec.layout.pricing import TIE_SECONDS, changed_axes, exchange_between, prices_of
 from shardspec.layout.search import cheapest_path, least_peaks, shortest_walk
 from shardspec.layout.space import MAX_STATES, count_states
 from shardspec.layout.table import CostTable, cost_table
@@ -104,7 +105,7 @@ class LayoutConverter:
         >>> source = Layout(first, "[S0,R]", (8, 8), "f32")
         >>> plan = LayoutConverter().plan(source, Layout(second, "[S0,R]", (8, 8), "f32"))
         >>> plan.steps, plan.bytes_received
-        ((Exchange(axes=()),), 64)
+        ((Exchange(axes=(), apart=()),), 64)
         """
         if not isinstance(source, Layout):
             raise LayoutError(
@@ -309,8 +310,7 @@ def _plan_by_exchange(
     moves: list[tuple[Step, Layout]] = list(finishing_moves(source, target.spec))
     last = moves[-1][1] if moves else source
     if last != target:
-        axes = range(source.mesh.ndim) if source.mesh == target.mesh else ()
-        moves.append((Exchange(tuple(axes)), target))
+        moves.append((exchange_to(source, target, *models), target))
     steps, layouts = [step for step, _ in moves], [layout for _, layout in moves]
     plan = ConversionPlan(tuple(steps), (source, *layouts), *models)
     if max_bytes is not None and plan.peak_bytes > max_bytes:
@@ -395,7 +395,9 @@ def _without_search(
     """Return a path that needs no search, and its seconds."""
     if start == goal:
         return [], 0.0
-    path = [(step, state_of(after.spec)) for step, after in naive_moves(source, spec_of(goal))]
+    path = [
+        (step, state_of(after.spec)) for step, after in naive_moves(source, spec_of(goal), model)
+    ]
     if start[1] and not goal[1]:
         finished = [move for move in path if isinstance(move[0], AllReduce)]
         rest = source.with_spec(spec_of(finished[-1][1]))
@@ -416,8 +418,9 @@ def _straight(source: Layout, goal: State, model: CostModel) -> _Path:
     if start == goal:
         return []
     permute, exchange = pair_prices(source, goal[0], model)
-    axes = changed_axes(start[0], goal[0])
-    return [(Permute(axes) if permute <= exchange else Exchange(axes), goal)]
+    if permute <= exchange:
+        return [(Permute(changed_axes(start[0], goal[0])), goal)]
+    return [(exchange_between(start[0], goal[0], model), goal)]
 
 
 def _with_slices_joined(path: list[tuple[Step, T]]) -> list[tuple[Step, T]]:

@@ -16,6 +16,7 @@ from typing import Final
 from shardspec.boxes import Box, box_size
 from shardspec.comm.cost import CostModel, Link
 from shardspec.comm.routes import Transfer, distance_on, exchange_routes
+from shardspec.comm.steps import Exchange
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
@@ -29,6 +30,7 @@ __all__ = [
     "common_model",
     "count_pieces",
     "exchange_seconds",
+    "exchange_to",
     "held_bytes",
     "most_held",
     "received_bytes",
@@ -90,6 +92,25 @@ def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: Cost
     return CostModel(mesh.shape, (slowest,), "shared-bus" if both_on_bus else "ring")
 
 
+def exchange_to(
+    before: Layout, after: Layout, model: CostModel, target_model: CostModel | None = None
+) -> Exchange:
+    """Return the exchange between meshes, or of parts and blocks: replicas as near share the work.
+
+    Parameters
+    ----------
+    before, after
+        Both ends.
+    model, target_model
+        Of the mesh of each; the second is of use for another mesh only.
+    """
+    meshes = before.mesh, after.mesh
+    axes = tuple(range(before.mesh.ndim)) if before.mesh == after.mesh else ()
+    if target_model is not None:
+        model = common_model(*meshes, model, target_model)
+    return Exchange(axes, model.apart(range(len(model.links))))
+
+
 def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     """Return the modelled seconds of an exchange between two layouts, part by part.
 
@@ -140,7 +161,7 @@ def boxes_seconds(
             f"between these meshes {pieces:,} pieces of the tensor would travel; conversions of up "
             f"to {MAX_PIECES:,} are planned: cut the tensor alike on both, or by fewer devices"
         )
-    moves = exchange_routes(held, wanted, distance_on(mesh))
+    moves = exchange_routes(held, wanted, distance_on(mesh, model.apart(range(mesh.ndim))))
     return routes_seconds(moves, mesh, model, item)
 
 

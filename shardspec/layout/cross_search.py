@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shardspec.boxes import Box
 from shardspec.comm.cost import CostModel
-from shardspec.comm.steps import Exchange, Step
+from shardspec.comm.steps import Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.cross import (
@@ -25,6 +25,7 @@ from shardspec.layout.cross import (
     common_mesh,
     common_model,
     count_pieces,
+    exchange_to,
     most_held,
 )
 from shardspec.layout.graph import Cuts, spec_of, state_of
@@ -125,7 +126,8 @@ def path_between_meshes(
             f"no plan from {source} to {target} holds at most {max_bytes} bytes on every device; "
             f"the least that one needs is {_least_bytes(here, there)}"
         )
-    across = (Exchange(()), there.at(best[1]))
+    before, after = here.at(best[0]), there.at(best[1])
+    across = (exchange_to(before, after, *models), after)
     return [*here.walk(best[0]), across, *there.walk(best[1])]
 
 

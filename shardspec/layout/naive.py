@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.steps import AllGather, AllReduce, Exchange, ReduceOp, Slice, Step
+from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, Slice, Step
+from shardspec.layout.cross import exchange_to
 from shardspec.layout.graph import state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan
@@ -39,16 +40,18 @@ def naive_plan(
     if source.mesh != target.mesh:
         whole = ShardingSpec(source.spec.dims)
         there = target.with_spec(whole)
-        moves += naive_moves(source, whole)
-        moves.append((Exchange(()), there))
-        moves += naive_moves(there, target.spec)
+        moves += naive_moves(source, whole, model)
+        moves.append((exchange_to(source, there, model, target_model), there))
+        moves += naive_moves(there, target.spec, target_model or model)
     elif source != target:
-        moves += naive_moves(source, target.spec)
+        moves += naive_moves(source, target.spec, model)
     steps, layouts = [step for step, _ in moves], [layout for _, layout in moves]
     return ConversionPlan(tuple(steps), (source, *layouts), model, target_model)
 
 
-def naive_moves(source: Layout, target: ShardingSpec) -> Iterator[tuple[Step, Layout]]:
+def naive_moves(
+    source: Layout, target: ShardingSpec, model: CostModel
+) -> Iterator[tuple[Step, Layout]]:
     """Yield the steps that finish reductions, gather everything and cut, with where they lead."""
     for step, layout in finishing_moves(source, target):
         yield step, layout
@@ -58,7 +61,8 @@ def naive_moves(source: Layout, target: ShardingSpec) -> Iterator[tuple[Step, La
         whole = ShardingSpec(spec.dims, partial=spec.partial)
         for after in (whole, target):
             if after != spec:
-                yield Exchange(tuple(range(source.mesh.ndim))), source.with_spec(after)
+                there = source.with_spec(after)
+                yield exchange_to(source, there, model), there
                 spec = after
         return
     held, wanted = state_of(spec), state_of(target)

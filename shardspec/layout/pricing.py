@@ -33,6 +33,7 @@ __all__ = [
     "Prices",
     "alike_axes",
     "changed_axes",
+    "exchange_between",
     "forget_prices",
     "prices_of",
 ]
@@ -66,6 +67,8 @@ class Prices:
         does.
     routed
         Whether permute and exchange are priced; false where there are too many pairs.
+    model
+        Prices of the links.
     """
 
     space: Space
@@ -74,6 +77,7 @@ class Prices:
     permute: Floats
     exchange: Floats
     routed: bool
+    model: CostModel
 
     def cheapest(self) -> Floats:
         """Return the cheapest single move between every two states, the tie-breaker included."""
@@ -107,8 +111,10 @@ class Prices:
         best = min(seconds) * (1 + _ROUNDING)
         if seconds[0] <= best:
             return self.space.steps[source, target]
-        axes = changed_axes(self.space.states[source][0], self.space.states[target][0])
-        return Permute(axes) if seconds[1] <= best else Exchange(axes)
+        ends = self.space.states[source][0], self.space.states[target][0]
+        if seconds[1] <= best:
+            return Permute(changed_axes(*ends))
+        return exchange_between(*ends, self.model)
 
 
 def _with_slices_joined(prices: Prices) -> Prices:
@@ -138,6 +144,20 @@ def changed_axes(before: Cuts, after: Cuts) -> tuple[int, ...]:
         return {(a, dim, i) for dim, axes in enumerate(cuts) for i, a in enumerate(axes)}
 
     return tuple(sorted({axis for axis, _, _ in places(before) ^ places(after)}))
+
+
+def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
+    """Return the exchange from one spec to another on the same mesh.
+
+    Examples
+    --------
+    >>> from shardspec.comm.cost import Link
+    >>> model = CostModel((2, 2), (Link(1e-5, 1e-11), Link(1e-6, 1e-12)))
+    >>> exchange_between(((1,), ()), ((0,), ()), model)
+    Exchange(axes=(0, 1), apart=(0,))
+    """
+    cut = [axis for axes in before for axis in axes]
+    return Exchange(changed_axes(before, after), model.apart(cut))
 
 
 def alike_axes(mesh_shape: tuple[int, ...], model: CostModel) -> tuple[int, ...]:
@@ -204,7 +224,7 @@ def _prices(
     permute, exchange = np.full((2, count, count), np.inf)
     if routed is not None:
         permute[:known, :known], exchange[:known, :known] = routed
-    return Prices(space, local_bytes, collective, permute, exchange, routed is not None)
+    return Prices(space, local_bytes, collective, permute, exchange, routed is not None, model)
 
 
 _least_prices = lru_cache(maxsize=512)(_prices)

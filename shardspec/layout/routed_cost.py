@@ -1,9 +1,10 @@
 """What permute and exchange cost: priced from the boxes of every device on both sides.
 
-A device that lacks bytes gets them from the nearest holder, the one with the same coordinates on
-all axes that do not cut the source. Per device and link the seconds are ``alpha + bytes * beta``;
-the busiest device, sending or receiving, sets the price of an exchange, and the slowest link used
-that of a permute. On a shared bus the bytes of all devices add up instead.
+A device that lacks bytes gets them from one that holds them. Those that hold the same, and are as
+near, send as much as each other: no other choice of senders makes the busiest one send less. Per
+device and link the seconds are ``alpha + bytes * beta``; the busiest device, sending or receiving,
+sets the price of an exchange, and the slowest link used that of a permute. On a shared bus the
+bytes of all devices add up instead.
 
 Every price here is the largest of a few lines ``fixed + slope * elements``, kept as two arrays.
 """
@@ -318,22 +319,30 @@ def _exchange_lines(
     """
     all_axes = (1 << len(geometry.mesh_shape)) - 1
     cut = all_axes & ~int(uncut[0])
+    along = [axis for axis in range(len(geometry.mesh_shape)) if cut >> axis & 1]
+    sharing = ~cut & ~sum(1 << axis for axis in model.apart(along)) & all_axes
+    replicas = prod(n for axis, n in enumerate(geometry.mesh_shape) if sharing >> axis & 1)
 
     @cache
     def reached(varying: int) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return bytes and peers of receiving, then of sending, its own part included."""
+        """Return bytes and peers of receiving, then of sending, its own part included.
+
+        What is asked of a device is asked of its replicas as well; they send as much as each other.
+        """
+        asking = varying & cut | sharing
         received, senders, sent, receivers = np.ones((4, len(targets), len(geometry.rows)))
         for dim, table in enumerate(overlaps):
             for both, sums in zip((received, senders), table.sums(varying), strict=True):
                 both *= sums[source[dim]][targets[:, dim]]
-            for both, sums in zip((sent, receivers), table.sums(varying & cut), strict=True):
+            for both, sums in zip((sent, receivers), table.sums(asking), strict=True):
                 both *= sums[targets[:, dim], source[dim]]
         # Axes that cut nothing any more: all along these want the same.
         free = np.ones((len(targets), 1))
         for axis, devices in enumerate(geometry.mesh_shape):
-            free[(uncut[1:] & varying & cut) >> axis & 1 == 1] *= devices
-        return received, senders, sent * free, receivers * free
+            free[(uncut[1:] & asking) >> axis & 1 == 1] *= devices
+        return received, senders, sent * free / replicas, receivers * free
 
+    everything = reached(all_axes)
     fixed, slope = np.zeros((2, 2, len(targets), len(geometry.rows)))
     of_axes = [model.slowest([axis]) for axis in range(len(geometry.mesh_shape))]
     slowest = np.zeros((2, len(targets)))
@@ -343,6 +352,9 @@ def _exchange_lines(
         for cost in sorted(set(costs)):
             now = reached(sum(1 << axis for axis, other in enumerate(costs) if other <= cost))
             more = [a - b for a, b in zip(now, before, strict=True)]
+            # Pieces stay whole: of three, one of two replicas sends two, and the slow ones count.
+            more[3] = np.ceil((everything[3] - before[3]) / replicas)
+            more[3] -= np.ceil((everything[3] - now[3]) / replicas)
             if which:
                 slope += cost * np.stack(more[::2])
             else:
@@ -351,8 +363,10 @@ def _exchange_lines(
             before = now
     if model.link_model == "shared-bus":
         # The busiest device's messages, and everyone's bytes.
-        own, everything = reached(0), reached(all_axes)
-        messages = np.maximum(everything[1] - own[1], everything[3] - own[3]).max(axis=-1)
+        own = reached(0)
+        messages = np.maximum(
+            everything[1] - own[1], np.ceil((everything[3] - own[3]) / replicas)
+        ).max(axis=-1)
         scale = prod(geometry.mesh_shape) / len(geometry.rows)
         moved = (everything[0] - own[0]).sum(axis=-1) * scale
         fixed, slope = (messages * slowest[0])[:, None], (moved * slowest[1])[:, None]

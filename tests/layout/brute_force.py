@@ -104,34 +104,49 @@ class Brute:
         self.classes = sorted(
             {self._differ(a, b) for a in self.devices for b in self.devices} - {()}
         )
-        self.moved = np.stack([self._moved_from(u) for u in range(len(self.cuts))])
+        self.wanted = np.stack([self._wanted_from(u) for u in range(len(self.cuts))])
         self.permutable = dict(self._permutes())
 
     @staticmethod
     def _differ(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
         return tuple(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
 
-    def _moved_from(self, u: int) -> Floats:
-        """Elements [to which cuts, receiver, sender] that an exchange moves."""
-        moved = np.zeros((len(self.cuts), len(self.devices), len(self.devices)))
-        cells: dict[Any, list[int]] = {}
-        for device in range(len(self.devices)):
-            if self.sizes[u, device]:
-                cells.setdefault(self.boxes[u, device].tobytes(), []).append(device)
-        for holders in cells.values():
-            cell = self.boxes[u, holders[0]]
-            lo = np.maximum(self.boxes[..., 0], cell[:, 0])
-            hi = np.minimum(self.boxes[..., 1], cell[:, 1])
-            shared = np.maximum(hi - lo, 0).prod(axis=-1)
-            for receiver, at in enumerate(self.devices):
-                if receiver in holders:
-                    continue
-                nearest = min(
-                    holders,
-                    key=lambda d, at=at: len(self._differ(self.devices[d], at)),  # type: ignore[misc]
-                )
-                moved[:, receiver, nearest] += shared[:, receiver]
-        return moved
+    def _wanted_from(self, u: int) -> Floats:
+        """Elements [to which cuts, receiver, holder] that a receiver lacks and a holder has."""
+        wanted = np.zeros((len(self.cuts), len(self.devices), len(self.devices)))
+        for holder in self._full(u):
+            lo = np.maximum(self.boxes[..., 0], self.boxes[u, holder, :, 0])
+            hi = np.minimum(self.boxes[..., 1], self.boxes[u, holder, :, 1])
+            wanted[:, :, holder] = np.maximum(hi - lo, 0).prod(axis=-1)
+            have = (self.boxes[u] == self.boxes[u, holder]).all(axis=(-1, -2))
+            wanted[:, have, holder] = 0
+        return wanted
+
+    def _shares(self, u: int, model: Model) -> Floats:
+        """Which part of what a receiver wants of a holder's box this one sends [receiver, holder].
+
+        Replicas share evenly, but for those that are further along an axis that is slower, in
+        latency or rate, than one that cuts the source.
+        """
+        long = [a for a, n in enumerate(self.mesh) if n > 1]
+        cut = [a for axes in self.cuts[u] for a in axes if a in long]
+        slow = [
+            a
+            for a in long
+            if any(cost[a] > min(cost[c] for c in cut) for cost in (model.alpha, model.beta) if cut)
+        ]
+        shares = np.zeros((len(self.devices), len(self.devices)))
+        for receiver, at in enumerate(self.devices):
+            for holder in self._full(u):
+                same = [
+                    d
+                    for d in self._full(u)
+                    if (self.boxes[u, d] == self.boxes[u, holder]).all()
+                    and all(self.devices[d][a] == at[a] for a in slow if a not in cut)
+                ]
+                if holder in same:
+                    shares[receiver, holder] = 1 / len(same)
+        return shares
 
     def _permutes(self) -> Iterator[tuple[tuple[int, int], list[list[tuple[int, Set[Any]]]]]]:
         """For pairs with the same boxes: per box the ways to hand it on.
@@ -247,17 +262,29 @@ class Brute:
 
     def _exchanges(self, model: Model, item: int) -> Floats:
         alpha, beta = self._links(model)
-        some = self.moved > 0
-        if model.bus:
-            received = some.sum(axis=-1).max(axis=-1)
-            sent = some.sum(axis=-2).max(axis=-1)
-            total = self.moved.sum(axis=(-1, -2)) * item
-            slowest = [(some * cost).max(axis=(-1, -2)) for cost in (alpha, beta)]
-            seconds = np.maximum(received, sent) * slowest[0] + total * slowest[1]
-        else:
-            each = some * alpha + self.moved * item * beta
-            seconds = np.maximum(each.sum(axis=-1).max(axis=-1), each.sum(axis=-2).max(axis=-1))
-        result: Floats = np.where(some.any(axis=(-1, -2)), seconds, inf)
+        classes = sorted(set(alpha.ravel()))
+        result = np.full((len(self.cuts), len(self.cuts)), inf)
+        for u in range(len(self.cuts)):
+            shares = self._shares(u, model)
+            part = self.wanted[u] * shares
+            asked = (self.wanted[u] > 0) * shares
+            received = asked.sum(axis=-1)
+            # Pieces stay whole: of three, one of two replicas sends two.
+            sent = [np.ceil((asked * (alpha == a)).sum(axis=-2) - 1e-9) for a in classes]
+            if model.bus:
+                messages = np.maximum(
+                    received.max(axis=-1), np.ceil(asked.sum(axis=-2) - 1e-9).max(axis=-1)
+                )
+                total = part.sum(axis=(-1, -2)) * item
+                slowest = [((asked > 0) * cost).max(axis=(-1, -2)) for cost in (alpha, beta)]
+                seconds = messages * slowest[0] + total * slowest[1]
+            else:
+                latency = sum(a * count for a, count in zip(classes, sent, strict=True))
+                sends = latency + (part * item * beta).sum(axis=-2)
+                gets = (asked * alpha + part * item * beta).sum(axis=-1)
+                seconds = np.maximum(sends.max(axis=-1), gets.max(axis=-1))
+            some = part.any(axis=(-1, -2))
+            result[u, some] = seconds[some]
         return result
 
     def _permute(self, groups: list[list[tuple[int, Set[Any]]]], b: int, model: Model) -> float:

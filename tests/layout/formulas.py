@@ -6,7 +6,7 @@ own arithmetic is used but the boxes.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from math import prod
+from math import ceil, prod
 
 import networkx as nx
 
@@ -49,20 +49,67 @@ def largest_shard(layout: Layout) -> int:
     return max(map(box_size, layout.boxes().values())) * item_bytes(layout.dtype)
 
 
-def exchanged(before: Layout, after: Layout) -> dict[tuple[int, int], int]:
-    """Return sender and receiver to bytes, every piece from its nearest holder."""
+def exchanged(
+    before: Layout, after: Layout, model: CostModel
+) -> list[tuple[int, tuple[int, ...], int]]:
+    """Return per piece that travels who wants it, who may send it, and its bytes.
+
+    Any holder may, but those that are further along an axis slower than one that cuts the source.
+    """
+    mesh = before.mesh
+    cut = [axis for axis in map(int, before.spec.axes) if mesh.shape[axis] > 1]
+    slow = [
+        axis
+        for axis, n in enumerate(mesh.shape)
+        if n > 1
+        and any(slowest(model, [axis])[i] > slowest(model, [c])[i] for c in cut for i in (0, 1))
+    ]
     holders: dict[Box, list[int]] = defaultdict(list)
     for device, box in before.boxes().items():
         holders[box].append(device)
-    moved: dict[tuple[int, int], int] = defaultdict(int)
+    pieces = []
     for receiver, wanted in after.boxes().items():
         for box, devices in holders.items():
             piece = intersect(wanted, box)
-            if piece is not None:
-                sender = min(devices, key=lambda device: apart(before.mesh, device, receiver))
-                if sender != receiver:
-                    moved[sender, receiver] += box_size(piece) * item_bytes(before.dtype)
-    return moved
+            if piece is not None and receiver not in devices:
+                away = {
+                    device: sum(
+                        mesh.coordinates(device)[axis] != mesh.coordinates(receiver)[axis]
+                        for axis in slow
+                    )
+                    for device in devices
+                }
+                near = tuple(device for device in devices if away[device] == min(away.values()))
+                pieces.append((receiver, near, box_size(piece) * item_bytes(before.dtype)))
+    return pieces
+
+
+def exchange(before: Layout, after: Layout, model: CostModel) -> float:
+    """Return the seconds of an exchange: replicas send as much as each other, and whole pieces."""
+    pieces = exchanged(before, after, model)
+    links = [
+        min(link(before.mesh, model, sender, receiver) for sender in near)
+        for receiver, near, _ in pieces
+    ]
+    alphas = sorted({alpha for alpha, _ in links}, reverse=True)
+    busy: dict[tuple[str, int], float] = defaultdict(float)
+    messages: dict[tuple[str, int], float] = defaultdict(float)
+    for device in before.mesh.ids:
+        sends = [(piece, at) for piece, at in zip(pieces, links, strict=True) if device in piece[1]]
+        counted = 0
+        for alpha in alphas:
+            share = sum(1 / len(near) for (_, near, _), at in sends if at[0] >= alpha)
+            busy["sends", device] += (ceil(share - 1e-9) - counted) * alpha
+            counted = ceil(share - 1e-9)
+        messages["sends", device] = counted
+        busy["sends", device] += sum(n * at[1] / len(near) for (_, near, n), at in sends)
+    for (receiver, _, num_bytes), (alpha, beta) in zip(pieces, links, strict=True):
+        busy["receives", receiver] += alpha + num_bytes * beta
+        messages["receives", receiver] += 1
+    if model.link_model == "shared-bus":
+        total = sum(num_bytes for *_, num_bytes in pieces)
+        return max(messages.values()) * alphas[0] + total * max(beta for _, beta in links)
+    return max(busy.values())
 
 
 def permuted(before: Layout, after: Layout, model: CostModel) -> list[tuple[float, float]] | None:
@@ -117,21 +164,7 @@ def seconds(step: Step, before: Layout, after: Layout, model: CostModel) -> floa
                 return max(a for a, _ in used) + max(b for _, b in used) * moving * held
             return max(alpha + held * beta for alpha, beta in used)
         case Exchange():
-            moved = exchanged(before, after)
-            links = {pair: link(mesh, model, *pair) for pair in moved}
-            if bus:
-                messages = max(
-                    *Counter(sender for sender, _ in moved).values(),
-                    *Counter(receiver for _, receiver in moved).values(),
-                )
-                alpha = max(a for a, _ in links.values())
-                return messages * alpha + sum(moved.values()) * max(b for _, b in links.values())
-            busy: dict[tuple[str, int], float] = defaultdict(float)
-            for (sender, receiver), num_bytes in moved.items():
-                alpha, beta = links[sender, receiver]
-                busy["sends", sender] += alpha + num_bytes * beta
-                busy["receives", receiver] += alpha + num_bytes * beta
-            return max(busy.values())
+            return exchange(before, after, model)
         case AllGather() | ReduceScatter() | AllReduce() | AllToAll():
             long = [axis for axis in step.axes if mesh.shape[axis] > 1]
             alpha, beta = slowest(model, long) if long else (0.0, 0.0)
@@ -191,7 +224,7 @@ def priced_graph(tensor: Layout, model: CostModel) -> nx.DiGraph:
     axes = tuple(range(tensor.mesh.ndim))
     for before in whole:
         for after in whole:
-            if before != after and exchanged(before, after):
+            if before != after and exchanged(before, after, model):
                 join(Exchange(axes), before, after)
             if before != after and permuted(before, after, model) is not None:
                 join(Permute(axes), before, after)

@@ -129,7 +129,9 @@ def test_exchange_brings_only_what_is_missing():
         ):
             if isinstance(step, Exchange):
                 per_device: dict[int, int] = dict.fromkeys(MESH.ids, 0)
-                for (_, receiver), num_bytes in formulas.exchanged(*ends).items():
+                for receiver, _, num_bytes in formulas.exchanged(
+                    *ends, CostModel((2, 3), (LATENT,) * 2)
+                ):
                     per_device[receiver] += num_bytes
                 assert got == max(per_device.values())
                 exchanges += 1

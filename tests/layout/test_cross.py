@@ -1,6 +1,7 @@
 """Plans between meshes: the cheapest, by looking at every way; and what they move and hold."""
 
 from itertools import product
+from operator import gt
 from typing import Any
 
 import pytest
@@ -62,7 +63,11 @@ def by_hand(before, after, model):
         here, there = both.coordinates(a), both.coordinates(b)
         return [i for i in range(both.ndim) if here[i] != there[i]]
 
-    item = 4
+    # Replicas share, but for those further along an axis slower than another.
+    costs = [model.slowest([axis]) for axis in range(both.ndim)]
+    long = [axis for axis in range(both.ndim) if both.shape[axis] > 1]
+    slow = {axis for axis in long for other in long if any(map(gt, costs[axis], costs[other]))}
+    item, message = 4, 1 << 17
     for device, box in wanted.items():
         cells = sorted({cell for cell in held.values() if all(lo < hi for lo, hi in cell)})
         for cell in cells:
@@ -72,9 +77,9 @@ def by_hand(before, after, model):
             if not amount:
                 continue
             holders = [d for d in before.mesh.ids if held[d] == cell]
-            nearest = min(holders, key=lambda d: (len(apart(d, device)), sent[d]))
-            if nearest != device:
-                sent[nearest] += amount
+            nearest = min(holders, key=lambda d: (len(slow & {*apart(d, device)}), sent[d]))
+            if device not in holders:
+                sent[nearest] += message + amount
                 sends[nearest].append((device, amount * item))
                 gets[device].append((nearest, amount * item))
     pairs = [(a, b, n) for a, to in sends.items() for b, n in to]
@@ -96,7 +101,7 @@ def by_hand(before, after, model):
 
 def _cases():
     """Three axes have many specs: with every shape by `make exhaustive`."""
-    for name, shape in product(PAIRS, [(12, 12), (4096, 1024), (5, 7)]):
+    for name, shape in product(PAIRS, [(12, 12), (512, 256), (5, 7)]):
         rest = name == "to axes of one" and shape != (5, 7)
         marks = [pytest.mark.exhaustive] if rest else []
         yield pytest.param(name, shape, marks=marks, id=f"{name}-{shape}")

@@ -63,7 +63,7 @@ def test_to_another_mesh_the_whole_tensor_crosses():
     assert plan.steps == (
         AllReduce((1,), "sum"),
         AllGather(0, (0,)),
-        Exchange(()),
+        Exchange((), apart=(0,)),
         Slice(1, (0, 1)),
     )
     assert [layout.mesh for layout in plan.layouts] == [MESH] * 3 + [there] * 2
