@@ -140,7 +140,7 @@ def _evened(
     to those that send less. A message takes time of its own, so pieces stay whole where there is
     little to gain.
     """
-    level = max(most, sum(sent[holder] for holder in near) // len(near))
+    level = max(most, (_MESSAGE + sum(sent[holder] for holder in near)) // len(near))
     last = {move.src: (place, move) for place, move in moves.items()}
     for holder, (place, move) in last.items():
         excess = sent[holder] - level
@@ -151,10 +151,11 @@ def _evened(
         row = box_size(move.box) // (hi - lo)
         parts = []
         for other in sorted(near, key=sent.__getitem__):
-            rows = min(hi - lo - 1, (sent[holder] - level) // row, (level - sent[other]) // row)
+            room = level - sent[other] - _MESSAGE
+            rows = min(hi - lo - 1, (sent[holder] - level) // row, room // row)
             if rows > 0:
                 parts.append(Transfer(other, move.dst, _rows(move.box, dim, lo, lo + rows)))
-                sent[other] += rows * row
+                sent[other] += _MESSAGE + rows * row
                 sent[holder] -= rows * row
                 lo += rows
         yield place, [*parts, Transfer(holder, move.dst, _rows(move.box, dim, lo, hi))]

@@ -1,14 +1,18 @@
 """Real processes: tensors move to other meshes, and ranks that disagree are told so."""
 
 from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, Layout
+from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator
+from shardspec.comm.routes import exchange_routes
+from shardspec.comm.steps import Exchange
 from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
+from shardspec.execution import run_step
 from tests.conversions import plain_specs, reduced, same_bits, shard_of, stack_of
 from tests.dist.processes import run_ranks
 
@@ -26,6 +30,10 @@ MESHES = [
     (DeviceMesh([0], (1,)), DeviceMesh(range(8), (2, 4))),
 ]
 SHAPES = [(7, 12), (5, 2), (0, 3)]
+BIG = tuple(
+    Layout(DeviceMesh(ids, (len(ids),)), "[R,R]", (1024, 1200), "float32")
+    for ids in ([6, 1], [0, 5, 3])
+)
 DTYPES = ["float32", "bfloat16", "int64", "bool"]
 
 
@@ -48,6 +56,16 @@ def _move(rank: int) -> tuple[int, list[str]]:
                 same_bits(result.shards[device], shard) for device, shard in expected.items()
             ):
                 wrong.append(f"{spec} on {here.ids} → {target} on {there.ids}: {result.shards}")
+    # One piece of a large tensor comes from two replicas.
+    before, after = BIG
+    if rank in before.mesh or rank in after.mesh:
+        whole = torch.arange(prod(before.global_shape)).view(before.global_shape).to(torch.float32)
+        world = ProcessGroupCommunicator.of(DeviceMesh(range(WORLD), (WORLD,)))
+        given = {rank: whole} if rank in before.mesh else {}
+        tried += 1
+        for device, shard in run_step(Exchange(()), world, given, before, after, "cpu").items():
+            if not torch.equal(shard, whole):
+                wrong.append(f"a divided piece of {device}")
     # Reductions that are pending are finished on the way, by everyone or by some ranks only.
     for here, there in MESHES[:1] + MESHES[3:4]:
         before = Layout(here, "[S0,R|P1]", (7, 12), "float32")
@@ -133,6 +151,17 @@ def test_every_rank_gets_its_box_on_the_other_mesh(outcomes):
     assert [wrong for _, wrong in moved] == [[]] * WORLD
     assert sum(tried for tried, _ in moved) > 1000
     assert min(tried for tried, _ in moved) > 100
+
+
+def test_a_piece_that_was_moved_was_divided():
+    before, after = BIG
+    moves = exchange_routes(before.boxes(), after.boxes(), lambda a, b: int(a != b))
+    assert [(move.src, move.dst, move.box) for move in moves] == [
+        (6, 0, ((0, 1024), (0, 1200))),
+        (1, 5, ((0, 1024), (0, 1200))),
+        (1, 3, ((0, 1024), (0, 600))),
+        (6, 3, ((0, 1024), (600, 1200))),
+    ]
 
 
 DIFFERENCES = [
