@@ -20,6 +20,7 @@ __all__ = [
     "parse_bytes",
     "parse_ids",
     "parse_index",
+    "parse_memory",
     "parse_mesh",
     "parse_numbers",
     "parse_shape",
@@ -148,6 +149,30 @@ def parse_numbers(text: str) -> tuple[float, ...]:
             raise ValueError(f"{shown(part)} must be finite and not negative")
         numbers.append(number)
     return tuple(numbers)
+
+
+def parse_memory(text: str) -> float:
+    """Read a rate above 0; 0.0 for ``preset``.
+
+    Raises
+    ------
+    ValueError
+        If it is no such number.
+
+    Examples
+    --------
+    >>> parse_memory("3350"), parse_memory("preset")
+    (3350.0, 0.0)
+    """
+    if text == "preset":
+        return 0.0
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not (rate > 0 and math.isfinite(rate)):
+        raise ValueError(f"{shown(text)}: give a rate above 0 in GB/s, or 'preset'")
+    return rate
 
 
 def parse_bytes(text: str) -> int:

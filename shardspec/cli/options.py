@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack, get_args
 
@@ -16,13 +17,14 @@ import click
 from shardspec.cli.arguments import (
     MeshShape,
     parse_ids,
+    parse_memory,
     parse_mesh,
     parse_numbers,
     parse_shape,
     parsed,
 )
 from shardspec.comm.cost import CostModel
-from shardspec.comm.presets import link_preset
+from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_copy_s
 from shardspec.dtypes import dtype_name
 from shardspec.mesh import DeviceMesh, LinkModel
 
@@ -163,6 +165,7 @@ class ClusterOptions(TypedDict):
     beta: tuple[float, ...] | None
     links: tuple[str, ...] | None
     link_model: LinkModel | None
+    memory: float | None
     profile: "Profile | None"
 
 
@@ -197,6 +200,13 @@ cluster_options = together(
         "--link-model",
         type=click.Choice(get_args(LinkModel)),
         help="Each group has links of its own (ring, the default), or all devices share one bus.",
+    ),
+    click.option(
+        "--memory",
+        callback=parsed(parse_memory),
+        metavar="RATE",
+        help="Price local copies too, by the rate of a device's memory in 10^9 bytes a second; "
+        "'preset' for that of --links.",
     ),
     click.option(
         "--profile",
@@ -255,13 +265,21 @@ def build_cluster(**options: Unpack[ClusterOptions]) -> tuple[DeviceMesh, CostMo
         axis_names=names,
         link_model=link_model or "ring",
     )
-    if profile is not None:
-        return devices, profile.cost_model
-    if links is None:
-        return devices, CostModel.of_mesh(devices)
-    if alpha is not None:
+    if alpha is not None and links is not None:
         raise click.UsageError("give --links, or --alpha and --beta, not both")
-    return devices, CostModel.from_presets(devices, _per_axis("--links", links, len(shape)))
+    if profile is not None:
+        model = profile.cost_model
+    elif links is None:
+        model = CostModel.of_mesh(devices)
+    else:
+        model = CostModel.from_presets(devices, _per_axis("--links", links, len(shape)))
+    if options["memory"] is None:
+        return devices, model
+    known = links or ((DEFAULT_PRESET,) if profile is None and alpha is None else ())
+    rate = options["memory"] or 0.0
+    if not (rate or known):
+        raise click.UsageError("--memory preset is for --links; give the rate in GB/s")
+    return devices, replace(model, copy_s=2 / (rate * 1e9) if rate else preset_copy_s(known))
 
 
 def _per_axis(option: str, values: tuple[T, ...], axes: int) -> tuple[T, ...]:

@@ -25,6 +25,10 @@ Links whose collectives were measured have curves, see `shardspec.comm.curves`; 
 of the first four formulas. Where a step goes along axes inside a node and along axes that join
 nodes, data flows through both at once: the latencies add up and the slower of the two sets the
 rate, the devices of a node sharing the step's bytes among their ports.
+
+Where local copies are priced, a step that packs or unpacks costs so much more for each byte copied:
+a gather along another dim than 0 all that it collects, a reduce-scatter and an all-to-all what a
+device holds, for each of their dims that is not 0, an exchange what is held before and after.
 """
 
 import warnings
@@ -36,7 +40,7 @@ from operator import gt
 from typing import TYPE_CHECKING, Final
 
 from shardspec.comm.curves import KINDS, Band, Curve, Line, Link, curve_between, share, whole
-from shardspec.comm.presets import DEFAULT_LINK, link_preset
+from shardspec.comm.presets import DEFAULT_LINK, link_preset, preset_copy_s
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -52,7 +56,7 @@ from shardspec.mesh import DeviceMesh, LinkModel
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["DEFAULT_LINK", "CostModel", "Link", "bytes_received", "kind_of"]
+__all__ = ["DEFAULT_LINK", "CostModel", "Link", "bytes_received", "copies", "kind_of"]
 
 _COLLECTIVES: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))
 
@@ -74,6 +78,8 @@ class CostModel:
         and a step costs the bytes that all of them receive together.
     measured
         Curves of the collectives along some axes of this very mesh; they come before all else.
+    copy_s
+        Seconds in which a device copies a byte of its own; 0 leaves local copies out.
 
     Examples
     --------
@@ -86,6 +92,7 @@ class CostModel:
     links: tuple[Link, ...]
     link_model: LinkModel = "ring"
     measured: tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...] = ()
+    copy_s: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.links) != len(self.mesh_shape):
@@ -93,6 +100,8 @@ class CostModel:
                 f"{len(self.links)} links for the {len(self.mesh_shape)} axes of a mesh of shape "
                 f"{self.mesh_shape}; give one per axis"
             )
+        if not (isfinite(self.copy_s) and self.copy_s >= 0):
+            raise MeshError(f"copy_s is {self.copy_s} s a byte; give a finite number from 0 on")
         for axis, link in enumerate(self.links):
             numbers = link.latency_s, link.seconds_per_byte, link.start_s
             if not all(isfinite(number) and number >= 0 for number in numbers):
@@ -120,13 +129,23 @@ class CostModel:
         return cls(mesh.shape, links, mesh.link_model)
 
     @classmethod
-    def from_presets(cls, mesh: DeviceMesh, names: Sequence[str]) -> "CostModel":
+    def from_presets(
+        cls, mesh: DeviceMesh, names: Sequence[str], *, copies: bool = False
+    ) -> "CostModel":
         """Return the model of known links, one name per mesh axis or one for all.
+
+        Parameters
+        ----------
+        mesh, names
+            The mesh, and keys of `shardspec.comm.presets.PRESETS`.
+        copies
+            Price local copies too, at the rate of the devices' memory.
 
         Raises
         ------
         MeshError
-            If there is no such preset, or their number is not that of the axes.
+            If there is no such preset, or their number is not that of the axes; if no memory is
+            known for copies.
 
         Examples
         --------
@@ -143,7 +162,8 @@ class CostModel:
                 "or one for all"
             )
         each = tuple(names) * (mesh.ndim if len(names) == 1 else 1)
-        return cls(mesh.shape, tuple(map(link_preset, each, mesh.shape)), mesh.link_model)
+        links = tuple(map(link_preset, each, mesh.shape))
+        return cls(mesh.shape, links, mesh.link_model, copy_s=preset_copy_s(each) if copies else 0)
 
     @classmethod
     def from_profile(cls, path: "str | Path") -> "CostModel":
@@ -182,7 +202,10 @@ class CostModel:
         """
         assert not isinstance(step, Permute | Exchange), "priced by the layouts on both sides"
         kind, axes = kind_of(step), self._long(step.axes)
-        return self._lines(kind, axes) if kind is not None and axes else ((0.0, 0.0),)
+        if kind is None or not axes:
+            return ((0.0, 0.0),)
+        copying = self.copy_s * copies(step, self._count(axes))
+        return tuple((fixed, slope + copying) for fixed, slope in self._lines(kind, axes))
 
     def coefficients(self, step: Step) -> Line:
         """Return the line for large sizes; deprecated, `lines` returns all."""
@@ -239,10 +262,13 @@ class CostModel:
         axes_of: dict[str, list[str]] = {}
         for label, link in zip(labels, self.links, strict=True):
             axes_of.setdefault(str(link), []).append(label)
-        return "; ".join(
+        texts = [
             f"{'axis' if len(axes) == 1 else 'axes'} {','.join(axes)} {link}"
             for link, axes in axes_of.items()
-        )
+        ]
+        if self.copy_s:
+            texts.append(f"local copies at {1e-9 / self.copy_s:.4g} GB/s")
+        return "; ".join(texts)
 
     def slowest(self, axes: Iterable[int]) -> tuple[float, float]:
         """Return the largest latency and the largest cost a byte among some axes."""
@@ -361,6 +387,30 @@ class CostModel:
                 fixed += peers * alpha
                 per_byte += peers / n * beta
         return start + fixed, per_byte
+
+
+def copies(step: Step, devices: int) -> int:
+    """Return how often a device copies what it holds before a collective, to pack and unpack.
+
+    Parameters
+    ----------
+    step, devices
+        A collective, and along how many devices it goes.
+
+    Examples
+    --------
+    >>> copies(AllGather(0, (1,)), 4), copies(AllGather(1, (1,)), 4)
+    (0, 4)
+    """
+    match step:
+        case AllGather(dim):
+            return devices if dim else 0
+        case ReduceScatter(dim):
+            return int(dim > 0)
+        case AllToAll(src_dim, dst_dim):
+            return (src_dim > 0) + (dst_dim > 0)
+        case _:
+            return 0
 
 
 def kind_of(step: Step) -> str | None:

@@ -8,7 +8,7 @@ Of machines whose collectives were published, curves fitted to them are in
 curve: permute and exchange, and steps on more devices than were measured.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
@@ -17,7 +17,17 @@ from shardspec.comm.curves import Curve, Link
 from shardspec.comm.fitted import curves_of
 from shardspec.errors import MeshError
 
-__all__ = ["DEFAULT_LINK", "PRESETS", "READ_ON", "Basis", "Confidence", "LinkPreset", "link_preset"]
+__all__ = [
+    "DEFAULT_LINK",
+    "DEFAULT_PRESET",
+    "PRESETS",
+    "READ_ON",
+    "Basis",
+    "Confidence",
+    "LinkPreset",
+    "link_preset",
+    "preset_copy_s",
+]
 
 Basis: TypeAlias = Literal["measured", "spec", "scaled", "arithmetic"]
 Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
@@ -74,6 +84,8 @@ class LinkPreset:
     """Of links between nodes: whether each device has a port or a node's devices share one."""
     read_on: str = READ_ON
     """When the source was read, as year-month-day."""
+    memory_gb_per_s: float | None = None
+    """Rate of the devices' memory in 10^9 bytes a second, read or written; None if not known."""
 
     def link(self, devices: int | None = None) -> Link:
         """Return the link, its name saying so where an axis of `devices` is beyond the preset.
@@ -138,8 +150,33 @@ def link_preset(name: str, devices: int | None = None) -> Link:
     return PRESETS[name].link(devices)
 
 
+def preset_copy_s(names: Sequence[str]) -> float:
+    """Return the seconds in which a device of some presets copies a byte, once read, once written.
+
+    Examples
+    --------
+    >>> preset_copy_s(["ib-ndr-per-gpu", "h100-nvswitch"]) == 2 / 3.35e12
+    True
+    """
+    known = [PRESETS[name].memory_gb_per_s for name in names]
+    rates = [rate for rate in known if rate is not None]
+    if not rates:
+        having = ", ".join(name for name in PRESETS if PRESETS[name].memory_gb_per_s)
+        raise MeshError(
+            f"no memory rate is known of {', '.join(names)}, so local copies have no price; known "
+            f"of: {having}"
+        )
+    return 2 / (min(rates) * 1e9)
+
+
 def _nvswitch(
-    name: str, gb_per_s: float, start_us: float, versions: str, scope: str = "node", most: int = 8
+    name: str,
+    gb_per_s: float,
+    start_us: float,
+    memory_gb_per_s: float,
+    versions: str,
+    scope: str = "node",
+    most: int = 8,
 ) -> LinkPreset:
     return LinkPreset(
         name,
@@ -150,11 +187,13 @@ def _nvswitch(
         "measured",
         "high",
         f"curves of collectives fitted to nccl-tests, {versions}, {_TABLES}; start and rate: such "
-        "that sending never costs less than the all-gather or all-to-all that sends as much",
+        "that sending never costs less than the all-gather or all-to-all that sends as much; "
+        "memory: the vendor's data sheet",
         f"collectives on {_devices(name)} devices of a node; start and rate price permute and "
         "exchange, of which nothing was published",
         (512, 512 * _MIB),
         start_us,
+        memory_gb_per_s=memory_gb_per_s,
     )
 
 
@@ -206,11 +245,11 @@ def _torus(name: str, gb_per_s: float, joined: str) -> LinkPreset:
 
 
 _ALL: Final = (
-    _nvswitch("a100-nvswitch", 144, 40, "NCCL 2.27.3"),
-    _nvswitch("h100-nvswitch", 249, 23, "NCCL 2.27.3"),
-    _nvswitch("h200-nvswitch", 251, 22, "NCCL 2.26.2"),
-    _nvswitch("b200-nvswitch", 322, 27.5, "NCCL 2.27.3"),
-    _nvswitch("gb200-nvl72", 340, 20, "NCCL 2.23", "rack", 72),
+    _nvswitch("a100-nvswitch", 144, 40, 2039, "NCCL 2.27.3"),
+    _nvswitch("h100-nvswitch", 249, 23, 3350, "NCCL 2.27.3"),
+    _nvswitch("h200-nvswitch", 251, 22, 4800, "NCCL 2.26.2"),
+    _nvswitch("b200-nvswitch", 322, 27.5, 8000, "NCCL 2.27.3"),
+    _nvswitch("gb200-nvl72", 340, 20, 8000, "NCCL 2.23", "rack", 72),
     _network(
         "ib-hdr-per-gpu",
         24,
@@ -275,5 +314,6 @@ _ALL: Final = (
 PRESETS: Final[Mapping[str, LinkPreset]] = MappingProxyType({p.name: p for p in _ALL})
 """Every preset by its name."""
 
-DEFAULT_LINK: Final = replace(link_preset("h100-nvswitch"), name="assumed h100-nvswitch")
+DEFAULT_PRESET: Final = "h100-nvswitch"
+DEFAULT_LINK: Final = replace(link_preset(DEFAULT_PRESET), name=f"assumed {DEFAULT_PRESET}")
 """What is assumed where nothing is said: one node of H100."""

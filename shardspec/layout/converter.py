@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel
+from shardspec.comm.cost import CostModel, copies
 from shardspec.comm.curves import Line
 from shardspec.comm.steps import AllReduce, Permute, ReduceOp, Slice, Step
 from shardspec.dtypes import item_bytes
@@ -377,10 +377,10 @@ def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) 
         return prod(sides) * item_bytes(source.dtype)
 
     # Steps of one kind along the same axes cost the same, in whatever order these arrive.
-    known: dict[tuple[type[Step], frozenset[int]], tuple[Line, ...]] = {}
+    known: dict[tuple[type[Step], frozenset[int], int], tuple[Line, ...]] = {}
 
     def price(step: Step, state: State) -> float:
-        key = type(step), frozenset(step.axes)
+        key = type(step), frozenset(step.axes), copies(step, 1)
         if key not in known:
             known[key] = model.lines(step)
         num_bytes = held(state[0])

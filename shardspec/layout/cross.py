@@ -20,7 +20,7 @@ from shardspec.comm.steps import Exchange
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh import DeviceMesh, LinkModel
 
 __all__ = [
     "MAX_PIECES",
@@ -89,7 +89,9 @@ def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: Cost
         max(link.start_s for link in links),
     )
     both_on_bus = model_a.link_model == model_b.link_model == "shared-bus"
-    return CostModel(mesh.shape, (slowest,), "shared-bus" if both_on_bus else "ring")
+    link_model: LinkModel = "shared-bus" if both_on_bus else "ring"
+    copy_s = max(model_a.copy_s, model_b.copy_s)
+    return CostModel(mesh.shape, (slowest,), link_model, copy_s=copy_s)
 
 
 def exchange_to(
@@ -162,7 +164,8 @@ def boxes_seconds(
             f"to {MAX_PIECES:,} are planned: cut the tensor alike on both, or by fewer devices"
         )
     moves = exchange_routes(held, wanted, distance_on(mesh, model.apart(range(mesh.ndim))))
-    return routes_seconds(moves, mesh, model, item)
+    seconds = routes_seconds(moves, mesh, model, item)
+    return seconds + model.copy_s * most_held(held, wanted) * item if seconds else seconds
 
 
 def count_pieces(held: Mapping[int, Box], wanted: Mapping[int, Box]) -> int:

@@ -372,8 +372,12 @@ def _exchange_lines(
         fixed, slope = (messages * slowest[0])[:, None], (moved * slowest[1])[:, None]
     else:
         fixed, slope = (np.concatenate(list(each), axis=-1) for each in (fixed, slope))
-    if model.start_s:
-        fixed = fixed + model.start_s * (slope > 0).any(axis=-1, keepdims=True)
+    moving = slope.any(axis=-1, keepdims=True) if model.start_s or model.copy_s else None
+    if moving is not None:
+        fixed = fixed + model.start_s * moving
+        # Pieces are packed and unpacked.
+        held = _largest(overlaps, source) + _largest(overlaps, targets)
+        slope = slope + model.copy_s * moving * np.reshape(held, (-1, 1))
     return Lines(fixed, slope)
 
 
@@ -417,5 +421,12 @@ def _permute_lines(
         fixed = fixed.max(axis=-1, keepdims=True)
         slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
     fixed = fixed + model.start_s * (wants & ~stays).any(axis=-1, keepdims=True)
-    largest = float(np.prod([o.largest[a] for o, a in zip(overlaps, source, strict=True)]))
-    return Lines(fixed, slope * largest)
+    return Lines(fixed, slope * _largest(overlaps, source))
+
+
+def _largest(overlaps: Sequence[Overlaps], lists: Ints) -> Floats:
+    """Return the elements of the largest shard, of one spec or of many."""
+    elements = np.ones(lists.shape[:-1])
+    for dim, table in enumerate(overlaps):
+        elements = elements * table.largest[lists[..., dim]]
+    return elements

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel
+from shardspec.comm.cost import CostModel, copies
 from shardspec.comm.steps import Step
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import PartialState, State, TransitionGraph, spec_of
@@ -22,7 +22,7 @@ __all__ = ["MAX_STATES", "Space", "count_states", "is_symmetric", "space_of"]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
-_Key: TypeAlias = tuple[str, tuple[int, ...]]
+_Key: TypeAlias = tuple[str, tuple[int, ...], int]
 
 MAX_STATES: Final = 1500
 """Up to so many states (four axes at rank 4) a space is laid out whole."""
@@ -151,7 +151,9 @@ class Space:
             sides.append(side)
         return np.array(sides, dtype=np.float64)
 
-    def orbits(self, alike: tuple[int, ...] | None = None) -> tuple[Ints, Ints]:
+    def orbits(
+        self, alike: tuple[int, ...] | None = None, *, first: bool = False
+    ) -> tuple[Ints, Ints]:
         """Return for each state the one that stands for it, and how to get there.
 
         Where all dims divide evenly, states cost the same that differ by a permutation of the
@@ -162,6 +164,8 @@ class Space:
         alike
             Per mesh axis a number; axes with the same one are equally long and fast. By default
             no two are.
+        first
+            Whether the first dim is not like the others.
 
         Returns
         -------
@@ -171,14 +175,15 @@ class Space:
             Row ``u`` maps every state ``v`` by the permutation that takes ``u`` to its
             representative.
         """
-        return _orbits(self, alike or tuple(range(self.num_axes)))
+        return _orbits(self, alike or tuple(range(self.num_axes)), first)
 
 
 @lru_cache(maxsize=4)
-def _orbits(space: Space, alike: tuple[int, ...]) -> tuple[Ints, Ints]:
+def _orbits(space: Space, alike: tuple[int, ...], first: bool) -> tuple[Ints, Ints]:
     by_dims = [
         [space.index[tuple(cuts[d] for d in order), left] for cuts, left in space.states]
         for order in permutations(range(space.dims))
+        if not first or order[:1] == (0,)
     ]
     by_axes = [
         [
@@ -228,7 +233,7 @@ def space_of(num_axes: int, dims: int, pending: PartialState) -> Space:
     kinds: list[Step] = []
     edge_kind = []
     for step in steps.values():
-        key = (type(step).__name__, tuple(sorted(step.axes)))
+        key = (type(step).__name__, tuple(sorted(step.axes)), copies(step, 1))
         if key not in kind_of:
             kind_of[key] = len(kinds)
             kinds.append(step)

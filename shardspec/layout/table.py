@@ -273,7 +273,8 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
     place, relabelled = np.arange(count), np.broadcast_to(np.arange(count), (count, count))
     sources = place
     if is_symmetric(whole.global_shape, whole.mesh.shape):
-        stands_for, relabelled = space.orbits(alike_axes(whole.mesh.shape, model))
+        alike = alike_axes(whole.mesh.shape, model)
+        stands_for, relabelled = space.orbits(alike, first=model.copy_s > 0)
         sources, place = np.unique(stands_for, return_inverse=True)
     moved = _Moved(joined, whole, move)
     local = prices.local_bytes.astype(np.int64)

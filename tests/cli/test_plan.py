@@ -73,6 +73,27 @@ def test_every_option_arrives():
     assert "given: 10 µs, 25 GB/s" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [
+        (("--links", "h100-nvswitch", "--memory", "preset"), 3.35e12),
+        (("--memory", "preset"), 3.35e12),
+        (("--alpha", "1e-5", "--beta", "1e-11", "--memory", "2000"), 2e12),
+    ],
+)
+def test_memory_prices_local_copies(given, rate):
+    found = [
+        json.loads(
+            run("[R,S0]", "[R,R]", "--mesh", "8", "--shape", "4096x4096", *some, "--json").stdout
+        )
+        for some in (given, given[:-2])
+    ]
+    more = found[0]["cost_seconds"] - found[1]["cost_seconds"]
+    assert more == pytest.approx(4096 * 4096 * 4 * 2 / rate, rel=1e-9)
+    text = run("[R,S0]", "[R,R]", "--mesh", "8", "--shape", "4096x4096", *given).stdout
+    assert f"; local copies at {rate / 2e9:.4g} GB/s\n" in text
+
+
 def test_named_links():
     model = CostModel((2, 4), (link_preset("ib-ndr-per-gpu"), link_preset("h100-nvswitch")))
     layout = Layout(DeviceMesh(range(8), (2, 4)), "[S0,R]", (4096, 4096), "bf16")
@@ -298,6 +319,25 @@ def test_no_sizes(text):
         (
             "[S0] [R] --mesh 2 --shape 4 --links unit --alpha 1 --beta 1",
             "give --links, or --alpha and --beta, not both; see 'shardspec plan -h'",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --memory fast",
+            "Invalid value for '--memory': 'fast': give a rate above 0 in GB/s, or 'preset'; "
+            "see 'shardspec plan -h'",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --memory nan",
+            "Invalid value for '--memory': 'nan': give a rate above 0 in GB/s, or 'preset'; "
+            "see 'shardspec plan -h'",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --alpha 1 --beta 1 --memory preset",
+            "--memory preset is for --links; give the rate in GB/s; see 'shardspec plan -h'",
+        ),
+        (
+            "[S0] [R] --mesh 2 --shape 4 --links unit --memory preset",
+            "no memory rate is known of unit, so local copies have no price; known of: "
+            "a100-nvswitch, h100-nvswitch, h200-nvswitch, b200-nvswitch, gb200-nvl72",
         ),
         (
             "[S0] [R] --mesh 2 --shape 4 --links unit,unit",

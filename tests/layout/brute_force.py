@@ -22,11 +22,12 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Model:
-    """Seconds a message and a byte on each axis, and whether all share one bus."""
+    """Seconds a message and a byte on each axis, whether on one bus, and of a copied byte."""
 
     alpha: tuple[float, ...]
     beta: tuple[float, ...]
     bus: bool = False
+    copy: float = 0.0
 
     def slowest(self, axes: Sequence[int]) -> tuple[float, float]:
         return max(self.alpha[a] for a in axes), max(self.beta[a] for a in axes)
@@ -224,11 +225,12 @@ class Brute:
         b = self.largest[cuts] * item
         known: dict[tuple[str, tuple[int, ...]], float] = {}
 
-        def seconds(kind: str, axes: Sequence[int]) -> float:
+        def seconds(kind: str, axes: Sequence[int], copies: int = 0) -> float:
             key = (kind, tuple(sorted(axes)))
             if key not in known:
                 known[key] = self._collective(kind, key[1], b, model)
-            return known[key]
+            moving = any(self.mesh[a] > 1 for a in axes)
+            return known[key] + moving * copies * b * model.copy
 
         def changed(changes: dict[int, tuple[int, ...]]) -> Cuts:
             return tuple(changes.get(d, c) for d, c in enumerate(cuts))
@@ -239,16 +241,17 @@ class Brute:
                     yield (changed({d: own + axes}), left), 0.0
             for k in range(1, len(own) + 1):
                 stay, go = own[:-k], own[-k:]
-                yield (changed({d: stay}), left), seconds("gather", go)
+                result = prod(self.mesh[a] for a in go)
+                yield (changed({d: stay}), left), seconds("gather", go, result if d else 0)
                 for e, other in enumerate(cuts):
                     if e != d:
                         for order in permutations(go):
                             reached = changed({d: stay, e: other + order})
-                            yield (reached, left), seconds("all-to-all", go)
+                            yield (reached, left), seconds("all-to-all", go, (d > 0) + (e > 0))
             for axes in lists_of(left):
                 if axes:
                     rest = tuple(a for a in left if a not in axes)
-                    yield (changed({d: own + axes}), rest), seconds("scatter", axes)
+                    yield (changed({d: own + axes}), rest), seconds("scatter", axes, int(d > 0))
         for count in range(1, len(left) + 1):
             for axes in combinations(left, count):
                 rest = tuple(a for a in left if a not in axes)
@@ -284,7 +287,8 @@ class Brute:
                 gets = (asked * alpha + part * item * beta).sum(axis=-1)
                 seconds = np.maximum(sends.max(axis=-1), gets.max(axis=-1))
             some = part.any(axis=(-1, -2))
-            result[u, some] = seconds[some]
+            held = [self.largest[cuts] + self.largest[self.cuts[u]] for cuts in self.cuts]
+            result[u, some] = (seconds + np.array(held) * item * model.copy)[some]
         return result
 
     def _permute(self, groups: list[list[tuple[int, Set[Any]]]], b: int, model: Model) -> float:

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
+from shardspec.errors import MeshError
 from tests.layout.brute_force import Brute, Model
 
 FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
 BUS = Link(2e-6, 1 / 10e9)
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-MODELS = ["two-tier", "uniform", "shared-bus"]
+COPY_S = 2 / 3.35e12
+MODELS = ["two-tier", "uniform", "shared-bus", "copies"]
 # One model here, and all of them in `make exhaustive`.
 EACH_MODEL = [MODELS[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS[1:])]
 SIZES = [64 * KIB, MIB, 64 * MIB, GIB]
@@ -39,13 +41,18 @@ UNEVEN = [
 
 
 def links_of(name, mesh):
-    if name == "two-tier":
+    if name in ("two-tier", "copies"):
         return (SLOW, *[FAST] * (len(mesh) - 1))
     return (FAST if name == "uniform" else BUS,) * len(mesh)
 
 
 def model_of(name, mesh):
-    return CostModel(mesh, links_of(name, mesh), "shared-bus" if name == "shared-bus" else "ring")
+    return CostModel(
+        mesh,
+        links_of(name, mesh),
+        "shared-bus" if name == "shared-bus" else "ring",
+        copy_s=COPY_S * (name == "copies"),
+    )
 
 
 def oracle_of(name, mesh):
@@ -54,6 +61,7 @@ def oracle_of(name, mesh):
         tuple(link.latency_s for link in links),
         tuple(link.seconds_per_byte for link in links),
         name == "shared-bus",
+        COPY_S * (name == "copies"),
     )
 
 
@@ -141,3 +149,43 @@ def test_uneven_shapes(mesh, shape, name):
     rarely = 1 if len(mesh) < 3 and len(shape) < 3 else 16
     check_plans(mesh, shape, name, rarely, MODELS.index(name))
     check_table(mesh, shape, name)
+
+
+@pytest.mark.parametrize(("mesh", "shape"), [((2, 4), (4096, 4096)), ((2, 2, 2), (64, 24, 512))])
+def test_copies_are_priced_in_plans_and_tables(mesh, shape):
+    check_table(mesh, shape, "copies")
+    check_plans(mesh, shape, "copies", 1 if len(mesh) < 3 else 96)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "copied"),
+    [
+        ("[S0,R]", "[R,R]", 0),
+        ("[R,S0]", "[R,R]", 8),
+        ("[S0,R]", "[R,S0]", 1),
+        ("[R,S0]", "[S0,R]", 1),
+        ("[R,R|P0]", "[S0,R]", 0),
+        ("[R,R|P0]", "[R,S0]", 8),
+        ("[R,R|P0]", "[R,R]", 0),
+        ("[R,R]", "[R,S0]", 0),
+    ],
+)
+def test_what_is_packed_and_unpacked(source, target, copied):
+    """In eighths of the tensor, by hand."""
+    mesh = DeviceMesh(range(8), (8,))
+    plain = CostModel.from_presets(mesh, ["h100-nvswitch"])
+    priced = CostModel.from_presets(mesh, ["h100-nvswitch"], copies=True)
+    assert (plain.copy_s, priced.copy_s) == (0, 2 / 3.35e12)
+    layout = Layout(mesh, source, (2048, 2048), "bfloat16")
+    seconds = [
+        LayoutConverter(model).plan(layout, target).cost_seconds for model in (plain, priced)
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(copied * 2**20 * 2 / 3.35e12, rel=1e-9)
+
+
+def test_rates_that_are_none():
+    mesh = DeviceMesh(range(8), (8,))
+    with pytest.raises(MeshError, match="no memory rate is known of unit, so local copies have no"):
+        CostModel.from_presets(mesh, ["unit"], copies=True)
+    with pytest.raises(MeshError, match="copy_s is nan s a byte; give a finite number from 0 on"):
+        CostModel((8,), (FAST,), copy_s=float("nan"))
