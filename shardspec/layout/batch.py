@@ -46,19 +46,25 @@ def pair_costs(
     if not len(sources):
         return np.zeros(0)
     (here, at_here), (there, at_there) = _distinct(sources), _distinct(targets)
-    pairs, at = _numbered(at_here * len(there) + at_there)
-    left, right = np.divmod(pairs, len(there))
     tensors, meshes = _Ids(), _Ids()
     tensor_here, tensor_there = (
         tensors.of((x.global_shape, x.dtype) for x in e) for e in (here, there)
     )
-    wrong = np.flatnonzero(tensor_here[left] != tensor_there[right])
-    if wrong.size:
-        edge = int(np.flatnonzero(at == wrong[0])[0])
+    wrong = tensor_here[at_here] != tensor_there[at_there]
+    if wrong.any():
+        edge = int(wrong.argmax())
         raise LayoutError(
             f"edge {edge} is between two tensors: {sources[edge]} and {targets[edge]}; both ends "
             "need one shape and dtype"
         )
+    # Pairs are numbered tensor by tensor, so that few numbers stay unused.
+    row, (column, columns) = _places(tensor_here)[0], _places(tensor_there)
+    block = np.bincount(tensor_here, minlength=len(columns)) * columns
+    first = (np.cumsum(block) - block)[tensor_here] + row * columns[tensor_here]
+    pairs, at = _numbered(first[at_here] + column[at_there])
+    some = np.empty(len(pairs), dtype=np.int64)
+    some[at] = np.arange(len(at))
+    left, right = at_here[some], at_there[some]
     mesh_here, mesh_there = (meshes.of(x.mesh for x in ends) for ends in (here, there))
     states = [state_of(layout.spec) for layout in there]
     keys = [(x.mesh, x.global_shape, x.dtype, state_of(x.spec)[1]) for x in here]
@@ -101,6 +107,15 @@ class _Ids:
     def of(self, values: Iterable[object]) -> Ints:
         known = self._known
         return np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int64)
+
+
+def _places(groups: Ints) -> tuple[Ints, Ints]:
+    """Return the place of each one among those of its group, and how many each group has."""
+    counts = np.bincount(groups)
+    order = np.argsort(groups, kind="stable")
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return places, counts
 
 
 def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], Ints]:
