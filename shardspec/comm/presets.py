@@ -4,7 +4,7 @@ The numbers are published ones, read on `READ_ON`, or fitted to published ones; 
 this project. A preset is a starting point: links measured on the machines themselves are better.
 
 Of machines whose collectives were published, curves fitted to them are in
-`shardspec.comm.fitted`; these price the collectives. Latency, rate and start price what has no
+`shardspec.comm.curves`; these price the collectives. Latency, rate and start price what has no
 curve: permute and exchange, and steps on more devices than were measured.
 """
 
@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
-from shardspec.comm.curves import Curve, Link
-from shardspec.comm.fitted import curves_of
+from shardspec.comm.curves import Curve, Link, curves_of
 from shardspec.errors import MeshError
 
 __all__ = [
