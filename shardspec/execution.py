@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -12,8 +12,8 @@ import torch
 from shardspec.boxes import Box
 from shardspec.comm.agreement import description
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.steps import AllReduce, ReduceScatter, Step, backward
-from shardspec.layout.cross import common_mesh
+from shardspec.comm.steps import AllReduce, Exchange, ReduceScatter, Step, backward
+from shardspec.layout.cross import common_mesh, exchange_to
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.move_cost import step_bytes, step_seconds
 from shardspec.layout.plan import ConversionPlan
@@ -77,6 +77,10 @@ def _run(
             step = backward(planned) if back else planned
             if back:
                 before, after = after, before
+                if isinstance(step, Exchange) and before.mesh == after.mesh:
+                    # Other axes cut the source on the way back.
+                    there = exchange_to(before, after, plan.model_between(before, after))
+                    step = replace(step, apart=there.apart)
             started = time.perf_counter()
             if step is not None:
                 shards = run_step(step, communicator, shards, before, after, device)

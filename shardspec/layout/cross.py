@@ -97,7 +97,7 @@ def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: Cost
 def exchange_to(
     before: Layout, after: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> Exchange:
-    """Return the exchange between meshes, or of parts and blocks: replicas as near share the work.
+    """Return the exchange between two layouts: replicas that are as near share the work.
 
     Parameters
     ----------
@@ -106,11 +106,12 @@ def exchange_to(
     model, target_model
         Of the mesh of each; the second is of use for another mesh only.
     """
-    meshes = before.mesh, after.mesh
-    axes = tuple(range(before.mesh.ndim)) if before.mesh == after.mesh else ()
-    if target_model is not None:
-        model = common_model(*meshes, model, target_model)
-    return Exchange(axes, model.apart(range(len(model.links))))
+    one = before.mesh == after.mesh
+    if not one and target_model is not None:
+        model = common_model(before.mesh, after.mesh, model, target_model)
+    plain = one and before.spec.is_plain and after.spec.is_plain
+    cut = map(int, before.spec.axes) if plain else range(len(model.links))
+    return Exchange(tuple(range(before.mesh.ndim)) if one else (), model.apart(cut))
 
 
 def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:

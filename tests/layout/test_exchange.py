@@ -8,14 +8,18 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import linprog
 from scipy.sparse import lil_array
 
-from shardspec import CostModel, DeviceMesh, Layout, Link
+from shardspec import CostModel, DeviceMesh, Layout, Link, SimulatedCommunicator, trace
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.routes import Transfers
+from shardspec.comm.steps import Exchange
+from shardspec.execution import undo_plan
 from shardspec.layout.graph import state_of
 from shardspec.layout.move_cost import step_seconds
+from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.pricing import exchange_between
 from tests.conversions import plain_specs
 from tests.layout import formulas
@@ -171,3 +175,19 @@ def test_replicas_along_slow_links_do_not_share(links, apart, most):
     if apart:
         for device in mesh.ids:
             assert {peer // 3 for peer, _ in transfers.incoming(device)} == {device // 3}
+
+
+def test_the_way_back_has_slow_axes_of_its_own():
+    """Halves to thirds crosses the slow axis anyway; thirds to halves need not."""
+    mesh, model = DeviceMesh(range(6), (2, 3)), CostModel((2, 3), TIERS[::2])
+    halves, thirds = (Layout(mesh, spec, (6, 6), "float32") for spec in ("[S0,R]", "[S1,R]"))
+    plan = ConversionPlan((exchange(halves, thirds, model),), (halves, thirds), model)
+    whole = torch.arange(36.0).view(6, 6)
+    grads = {d: whole[slice(*thirds.box(d)[0])].clone() for d in mesh.ids}
+    with trace() as steps:
+        back = undo_plan(plan, SimulatedCommunicator(mesh), grads)
+    assert plan.steps == (Exchange((0, 1)),)
+    assert [record.step for record in steps.records] == [exchange(thirds, halves, model)]
+    assert exchange(thirds, halves, model).apart == (0,)
+    for device, grad in back.items():
+        assert torch.equal(grad, whole[slice(*halves.box(device)[0])])
