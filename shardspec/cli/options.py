@@ -251,6 +251,10 @@ def build_cluster(**options: Unpack[ClusterOptions]) -> tuple[DeviceMesh, CostMo
                 f"--mesh has the shape {'x'.join(map(str, mesh[0]))}, but the profile was measured "
                 f"on {'x'.join(map(str, profile.mesh_shape))}; leave out --mesh, or measure again"
             )
+        if options["memory"] is not None:
+            raise click.UsageError(
+                "--profile has timed steps with their copies; leave out --memory"
+            )
         mesh = mesh or (profile.mesh_shape, profile.axis_names)
     if mesh is None:
         raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
@@ -275,7 +279,7 @@ def build_cluster(**options: Unpack[ClusterOptions]) -> tuple[DeviceMesh, CostMo
         model = CostModel.from_presets(devices, _per_axis("--links", links, len(shape)))
     if options["memory"] is None:
         return devices, model
-    known = links or ((DEFAULT_PRESET,) if profile is None and alpha is None else ())
+    known = links or ((DEFAULT_PRESET,) if alpha is None else ())
     rate = options["memory"] or 0.0
     if not (rate or known):
         raise click.UsageError("--memory preset is for --links; give the rate in GB/s")

@@ -128,7 +128,8 @@ def test_the_busiest_device_of_uneven_replicas():
 @pytest.mark.parametrize("mesh", SMALL, ids=str)
 def test_what_is_priced_is_what_travels(mesh, shape, links):
     model = CostModel(mesh, links[: len(mesh)])
-    for before, after in product(layouts(mesh, shape), repeat=2):
+    every = 1 if len(mesh) < 3 else 7
+    for before, after in list(product(layouts(mesh, shape), repeat=2))[::every]:
         seconds = routed(before, after, model)
         if seconds:
             # Where cuts are uneven, replicas send as much as each other up to an element or so.

@@ -149,6 +149,7 @@ def test_plans_with_a_profile_use_its_mesh_and_links(tmp_path, profile):
         (("--links", "h100-nvswitch"), "give --links or --profile, not both"),
         (("--alpha", "1e-5", "--beta", "1e-9"), "--profile has measured links"),
         (("--link-model", "ring"), "--profile has measured links"),
+        (("--memory", "preset"), "--profile has timed steps with their copies; leave out --memory"),
     ],
 )
 def test_links_are_given_in_one_way(tmp_path, profile, args, message):
