@@ -1,7 +1,7 @@
 """Every plan against the optimum found by brute force, and the memory that plans need.
 
 ``python -m benchmarks.exactness`` plans every conversion, pending sums at source and target
-included, on the meshes (2,2), (2,4), (2,3) and (2,2,2), for tensors of rank 2 and 3, under three
+included, on the meshes (2,2), (2,4), (2,3) and (2,2,2), for tensors of rank 2 and 3, under four
 cost models and at four sizes, and for sizes that do not divide. It prints how many plans cost more
 or less than the optimum over all chains of declared moves, have a step at another price than the
 declared one, or differ from the cost table; how often a detour would be cheaper (the triangle
@@ -62,8 +62,9 @@ class Result:
 
 
 def models(mesh: tuple[int, ...]) -> Iterator[tuple[str, CostModel]]:
-    """Yield the three cost models: two tiers of links, one, and one bus."""
+    """Yield the cost models: two tiers, without copies and with them, one tier, and one bus."""
     yield "two-tier", CostModel(mesh, (SLOW, *[FAST] * (len(mesh) - 1)))
+    yield "copies", CostModel(mesh, (SLOW, *[FAST] * (len(mesh) - 1)), copy_s=2 / 3.35e12)
     yield "uniform", CostModel(mesh, (FAST,) * len(mesh))
     yield "shared-bus", CostModel(mesh, (BUS,) * len(mesh), "shared-bus")
 
@@ -83,6 +84,7 @@ def oracle_of(model: CostModel) -> Model:
         tuple(link.latency_s for link in model.links),
         tuple(link.seconds_per_byte for link in model.links),
         model.link_model == "shared-bus",
+        model.copy_s,
     )
 
 
@@ -242,7 +244,7 @@ def _print_optimality(results: list[Result], worst: int) -> None:
     print(table_text([*header, "took"], rows))
     sums = [sum(x) for x in zip(*((r.plans, r.entries, r.triples) for r in results), strict=True)]
     print(
-        f"three models, {len(SIZES)} sizes and {len(UNEVEN[2])} uneven shapes: {sums[0]:,} plans "
+        f"four models, {len(SIZES)} sizes and {len(UNEVEN[2])} uneven shapes: {sums[0]:,} plans "
         f"and {sums[1]:,} entries of tables, {sum(len(r.wrong) for r in results):,} wrong; "
         f"{sums[2]:,} triples, {sum(r.detours for r in results):,} cheaper by a detour"
     )

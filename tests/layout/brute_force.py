@@ -265,15 +265,15 @@ class Brute:
 
     def _exchanges(self, model: Model, item: int) -> Floats:
         alpha, beta = self._links(model)
-        classes = sorted(set(alpha.ravel()))
+        classes = sorted(set(alpha.ravel()), reverse=True)
         result = np.full((len(self.cuts), len(self.cuts)), inf)
         for u in range(len(self.cuts)):
             shares = self._shares(u, model)
             part = self.wanted[u] * shares
             asked = (self.wanted[u] > 0) * shares
             received = asked.sum(axis=-1)
-            # Pieces stay whole: of three, one of two replicas sends two.
-            sent = [np.ceil((asked * (alpha == a)).sum(axis=-2) - 1e-9) for a in classes]
+            # Pieces stay whole: of three, one of two replicas sends two, and slow ones count first.
+            sent = [np.ceil((asked * (alpha >= a)).sum(axis=-2) - 1e-9) for a in classes]
             if model.bus:
                 messages = np.maximum(
                     received.max(axis=-1), np.ceil(asked.sum(axis=-2) - 1e-9).max(axis=-1)
@@ -282,7 +282,8 @@ class Brute:
                 slowest = [((asked > 0) * cost).max(axis=(-1, -2)) for cost in (alpha, beta)]
                 seconds = messages * slowest[0] + total * slowest[1]
             else:
-                latency = sum(a * count for a, count in zip(classes, sent, strict=True))
+                more = np.diff(sent, axis=0, prepend=0)
+                latency = sum(a * count for a, count in zip(classes, more, strict=True))
                 sends = latency + (part * item * beta).sum(axis=-2)
                 gets = (asked * alpha + part * item * beta).sum(axis=-1)
                 seconds = np.maximum(sends.max(axis=-1), gets.max(axis=-1))
