@@ -116,13 +116,17 @@ def pair_prices(source: Layout, target: Cuts, model: CostModel) -> tuple[float, 
     geometry = geometry_of(mesh_shape)
     overlaps = [Overlaps(geometry, lists, size) for size, *lists in sides]
     full = (1 << len(mesh_shape)) - 1
+    uncut, uncut_then = (
+        full - sum(1 << a for axes in cuts for a in axes) for cuts in (here, there)
+    )
     row = routed_prices(
         geometry,
         model,
         overlaps,
-        np.zeros(len(sides), dtype=np.int64),
+        np.zeros((1, len(sides)), dtype=np.int64),
         np.ones((1, len(sides)), dtype=np.int64),
-        np.array([full - sum(1 << a for axes in cuts for a in axes) for cuts in (here, there)]),
+        uncut,
+        np.array([uncut_then]),
     )
     one = item_bytes(source.dtype)
     permute = np.inf

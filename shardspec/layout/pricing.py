@@ -48,6 +48,8 @@ _LEAST_STATES: Final = 64
 _FEW_STATES: Final = 400
 """Up to so many states prices are small enough to keep those of hundreds of tensors, or of many."""
 
+_MOST_CELLS: Final = 1 << 21
+"""Pairs of specs times pairs of devices that are priced together."""
 _MOST_WORK: Final = 1e7
 """Pairs of specs times devices up to which every permute and exchange is priced."""
 
@@ -385,17 +387,22 @@ def _each_row(
     geometry = geometry_of(mesh_shape)
     by_size = {size: Overlaps(geometry, space.lists, size) for size in set(sizes)}
     overlaps = [by_size[size] for size in sizes]
-    uncut = space.uncut_bits()
-    sources = range(len(space.states)) if only is None else only.tolist()
-    for source in sources:
-        yield (
-            source,
-            routed_prices(
+    uncut, count = space.uncut_bits(), len(space.states)
+    # Those that the same axes cut are priced together, so many as take little memory.
+    at_once = max(1, _MOST_CELLS // (count * geometry.differ.size))
+    sources = np.arange(count) if only is None else only
+    for bits in np.unique(uncut[sources]).tolist():
+        alike = sources[uncut[sources] == bits]
+        for first in range(0, len(alike), at_once):
+            some = alike[first : first + at_once]
+            prices = routed_prices(
                 geometry,
                 model,
                 overlaps,
-                space.list_index[source],
-                space.list_index,
-                np.concatenate([uncut[source : source + 1], uncut]),
-            ),
-        )
+                np.repeat(space.list_index[some], count, axis=0),
+                np.tile(space.list_index, (len(some), 1)),
+                bits,
+                np.tile(uncut, len(some)),
+            )
+            for number, source in enumerate(some.tolist()):
+                yield source, prices.between(number * count, (number + 1) * count)

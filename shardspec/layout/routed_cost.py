@@ -252,32 +252,40 @@ class Overlaps:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrices:
-    """Exchange and permute from one spec to many.
+    """Exchange and permute of pairs of specs.
 
     Attributes
     ----------
     exchange : Lines
-        Per target; in bytes where an element takes one byte.
+        Per pair; in bytes where an element takes one byte.
     permute : Lines
         Per entry of `permutable`; likewise.
     permutable : array of indices
-        The targets that hold the same boxes as often as the source.
+        The pairs that hold the same boxes, each as often, ascending.
     """
 
     exchange: Lines
     permute: Lines
     permutable: Ints
 
+    def between(self, first: int, last: int) -> "RoutedPrices":
+        """Return those of some pairs, the first one now being number 0."""
+        a, b = np.searchsorted(self.permutable, (first, last))
+        exchange = Lines(self.exchange.fixed[first:last], self.exchange.slope[first:last])
+        permute = Lines(self.permute.fixed[a:b], self.permute.slope[a:b])
+        return RoutedPrices(exchange, permute, self.permutable[a:b] - first)
+
 
 def routed_prices(
     geometry: Geometry,
     model: CostModel,
     overlaps: Sequence[Overlaps],
-    source: Ints,
+    sources: Ints,
     targets: Ints,
-    uncut: Ints,
+    uncut: int,
+    uncut_then: Ints,
 ) -> RoutedPrices:
-    """Price exchange and permute from one spec with nothing pending to many.
+    """Price exchange and permute between specs with nothing pending.
 
     Parameters
     ----------
@@ -285,22 +293,21 @@ def routed_prices(
         The mesh, and its prices.
     overlaps
         One per tensor dim.
-    source : array (dims)
-        Which list cuts each dim of the source.
-    targets : array (targets, dims)
+    sources, targets : arrays (pairs, dims)
+        Which list cuts each dim.
+    uncut
+        Bits of the axes that cut nothing, the same for all sources: devices that differ only on
+        these hold the same.
+    uncut_then : array (pairs)
         Likewise of each target.
-    uncut : array (targets + 1)
-        Bits of the axes that cut nothing, of the source and then of each target: devices that
-        differ only on these hold the same.
     """
-    exchange = _exchange_lines(geometry, model, overlaps, source, targets, uncut)
-    alike = (targets != source).any(axis=-1)
+    exchange = _exchange_lines(geometry, model, overlaps, sources, targets, uncut, uncut_then)
+    alike = (targets != sources).any(axis=-1)
     for dim, table in enumerate(overlaps):
-        alike &= table.parts[targets[:, dim]] == table.parts[source[dim]]
+        alike &= table.parts[targets[:, dim]] == table.parts[sources[:, dim]]
     permutable = np.flatnonzero(alike)
-    permute = _permute_lines(
-        geometry, model, overlaps, source, targets[permutable], uncut[[0, *(permutable + 1)]]
-    )
+    some = sources[permutable], targets[permutable], uncut, uncut_then[permutable]
+    permute = _permute_lines(geometry, model, overlaps, *some)
     return RoutedPrices(exchange, permute, permutable)
 
 
@@ -308,9 +315,10 @@ def _exchange_lines(
     geometry: Geometry,
     model: CostModel,
     overlaps: Sequence[Overlaps],
-    source: Ints,
+    sources: Ints,
     targets: Ints,
-    uncut: Ints,
+    uncut: int,
+    uncut_then: Ints,
 ) -> Lines:
     """Price exchanges, from what devices get over the cheapest axes alone, then over more.
 
@@ -318,7 +326,7 @@ def _exchange_lines(
     gets from all of them is a product of sums over one dim each.
     """
     all_axes = (1 << len(geometry.mesh_shape)) - 1
-    cut = all_axes & ~int(uncut[0])
+    cut = all_axes & ~uncut
     along = [axis for axis in range(len(geometry.mesh_shape)) if cut >> axis & 1]
     sharing = ~cut & ~sum(1 << axis for axis in model.apart(along)) & all_axes
     replicas = prod(n for axis, n in enumerate(geometry.mesh_shape) if sharing >> axis & 1)
@@ -333,13 +341,13 @@ def _exchange_lines(
         received, senders, sent, receivers = np.ones((4, len(targets), len(geometry.rows)))
         for dim, table in enumerate(overlaps):
             for both, sums in zip((received, senders), table.sums(varying), strict=True):
-                both *= sums[source[dim]][targets[:, dim]]
+                both *= sums[sources[:, dim], targets[:, dim]]
             for both, sums in zip((sent, receivers), table.sums(asking), strict=True):
-                both *= sums[targets[:, dim], source[dim]]
+                both *= sums[targets[:, dim], sources[:, dim]]
         # Axes that cut nothing any more: all along these want the same.
         free = np.ones((len(targets), 1))
         for axis, devices in enumerate(geometry.mesh_shape):
-            free[(uncut[1:] & asking) >> axis & 1 == 1] *= devices
+            free[(uncut_then & asking) >> axis & 1 == 1] *= devices
         return received, senders, sent * free / replicas, receivers * free
 
     everything = reached(all_axes)
@@ -376,8 +384,8 @@ def _exchange_lines(
     if moving is not None:
         fixed = fixed + model.start_s * moving
         # Pieces are packed and unpacked.
-        held = _largest(overlaps, source) + _largest(overlaps, targets)
-        slope = slope + model.copy_s * moving * np.reshape(held, (-1, 1))
+        held = _largest(overlaps, sources) + _largest(overlaps, targets)
+        slope = slope + model.copy_s * moving * held[:, None]
     return Lines(fixed, slope)
 
 
@@ -385,9 +393,10 @@ def _permute_lines(
     geometry: Geometry,
     model: CostModel,
     overlaps: Sequence[Overlaps],
-    source: Ints,
+    sources: Ints,
     targets: Ints,
-    uncut: Ints,
+    uncut: int,
+    uncut_then: Ints,
 ) -> Lines:
     """Price permutes to targets that hold the same boxes as often as the source."""
     by_bits = geometry.by_bits(model)
@@ -400,14 +409,14 @@ def _permute_lines(
     for first in range(0, devices, _AT_ONCE):
         some = slice(first, first + _AT_ONCE)
         differ = geometry.differ[:, some]
-        served, away = (differ & uncut[0]) == 0, differ != 0  # by the nearest holder
+        served, away = (differ & uncut) == 0, differ != 0  # by the nearest holder
         wanted = np.ones((len(targets), *differ.shape), dtype=bool)
         held = np.ones_like(wanted)
         for dim, table in enumerate(overlaps):
-            wanted &= table.same(targets[:, dim], source[dim], some)
-            held &= table.same(source[dim], targets[:, dim], some)
+            wanted &= table.same(targets[:, dim], sources[:, dim], some)
+            held &= table.same(sources[:, dim], targets[:, dim], some)
         wanted &= served
-        held &= (differ & uncut[1:][:, None, None]) == 0
+        held &= (differ & uncut_then[:, None, None]) == 0
         wants |= wanted.any(axis=-1)
         stays |= (wanted & ~away).any(axis=-1)
         held |= wanted
@@ -421,12 +430,12 @@ def _permute_lines(
         fixed = fixed.max(axis=-1, keepdims=True)
         slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
     fixed = fixed + model.start_s * (wants & ~stays).any(axis=-1, keepdims=True)
-    return Lines(fixed, slope * _largest(overlaps, source))
+    return Lines(fixed, slope * _largest(overlaps, sources)[:, None])
 
 
 def _largest(overlaps: Sequence[Overlaps], lists: Ints) -> Floats:
-    """Return the elements of the largest shard, of one spec or of many."""
-    elements = np.ones(lists.shape[:-1])
+    """Return the elements of the largest shard of each spec."""
+    elements = np.ones(len(lists))
     for dim, table in enumerate(overlaps):
-        elements = elements * table.largest[lists[..., dim]]
+        elements *= table.largest[lists[:, dim]]
     return elements
