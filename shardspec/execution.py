@@ -77,7 +77,7 @@ def _run(
             step = backward(planned) if back else planned
             if back:
                 before, after = after, before
-                if isinstance(step, Exchange) and before.mesh == after.mesh:
+                if isinstance(step, Exchange):
                     # Other axes cut the source on the way back.
                     there = exchange_to(before, after, plan.model_between(before, after))
                     step = replace(step, apart=there.apart)

@@ -108,12 +108,13 @@ class ConversionPlan:
         return max(self.live_bytes, default=self.source.max_local_bytes)
 
     def model_between(self, before: Layout, after: Layout) -> CostModel:
-        """Return what a step from one layout to the next is priced by."""
-        if self.target_model is None or after.mesh == self.source.mesh:
+        """Return what a step from one layout to the next, or back, is priced by."""
+        if self.target_model is None:
             return self.model
+        of_mesh = {self.target.mesh: self.target_model, self.source.mesh: self.model}
         if before.mesh == after.mesh:
-            return self.target_model
-        return common_model(before.mesh, after.mesh, self.model, self.target_model)
+            return of_mesh[before.mesh]
+        return common_model(before.mesh, after.mesh, of_mesh[before.mesh], of_mesh[after.mesh])
 
     @property
     def known_error(self) -> str:
