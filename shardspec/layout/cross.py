@@ -131,17 +131,22 @@ def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     >>> exchange_seconds(before, after, CostModel((4,), (Link(1.0, 0.5),)))
     6.0
     """
-    mesh, item = common_mesh(before.mesh, after.mesh), item_bytes(before.dtype)
-    if mesh.size > MOST_DEVICES:
-        raise LayoutError(
-            f"the exchange between {before.spec} and {after.spec} is among {mesh.size:,} devices; "
-            f"such are planned for up to {MOST_DEVICES:,}"
-        )
+    mesh, item = _checked_mesh(before, after), item_bytes(before.dtype)
     ends = [
         (LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes())
         for cell in cells_of(before, after)
     ]
     return sum(boxes_seconds(*boxes, mesh, model, item) for boxes in ends)
+
+
+def _checked_mesh(before: Layout, after: Layout) -> DeviceMesh:
+    mesh = common_mesh(before.mesh, after.mesh)
+    if mesh.size > MOST_DEVICES:
+        raise LayoutError(
+            f"the exchange between {before.spec} and {after.spec} is among {mesh.size:,} devices; "
+            f"such are planned for up to {MOST_DEVICES:,}"
+        )
+    return mesh
 
 
 def boxes_seconds(
@@ -236,6 +241,7 @@ def received_bytes(before: Layout, after: Layout) -> int:
     >>> received_bytes(Layout(left, "[S0]", (8,), "int8"), Layout(right, "[S0]", (8,), "int8"))
     4
     """
+    _checked_mesh(before, after)
     lacking: dict[int, int] = dict.fromkeys(after.mesh.ids, 0)
     for cell in cells_of(before, after):
         held, wanted = LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes()

@@ -55,7 +55,8 @@ def test_what_is_said_of_tensors_is_what_is_known_or_refused() -> None:
     said = {"a": {}, "b": {"nd_reformulated_orig_global_shape": (4, 8)}}
     assert original_shapes(said, _PATH) == {"b": (4, 8)}
     assert original_shapes(None, _PATH) == {}
-    for wrong in ({"a": 1}, {1: {}}, {"a": {"other": (4,)}}):
+    not_said: list[object] = [{"a": 1}, {1: {}}, {"a": {"other": (4,)}}]
+    for wrong in not_said:
         with pytest.raises(CheckpointError, match="fully_reshardable"):
             original_shapes(wrong, _PATH)
     with pytest.raises(CheckpointError, match="damaged"):
