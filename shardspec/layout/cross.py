@@ -13,7 +13,7 @@ from math import prod
 from operator import ne
 from typing import Final
 
-from shardspec.boxes import Box, box_size
+from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.cost import CostModel, Link
 from shardspec.comm.routes import Transfer, distance_on, exchange_routes
 from shardspec.comm.steps import Exchange
@@ -32,6 +32,7 @@ __all__ = [
     "exchange_seconds",
     "exchange_to",
     "held_bytes",
+    "missing",
     "most_held",
     "received_bytes",
     "routes_seconds",
@@ -246,15 +247,20 @@ def received_bytes(before: Layout, after: Layout) -> int:
     for cell in cells_of(before, after):
         held, wanted = LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes()
         for device, box in wanted.items():
-            lacking[device] += box_size(box) - _overlap(held, device, box)
+            lacking[device] += missing(box, held.get(device))
     return max(lacking.values()) * item_bytes(before.dtype)
 
 
-def _overlap(held: Mapping[int, Box], device: int, wanted: Box) -> int:
-    size = 1 if device in held else 0
-    for (lo, hi), (start, end) in zip(held.get(device, wanted), wanted, strict=True):
-        size *= max(0, min(hi, end) - max(lo, start))
-    return size
+def missing(wanted: Box, held: Box | None) -> int:
+    """Return the elements of a box that one who has another box lacks.
+
+    Examples
+    --------
+    >>> missing(((0, 4), (0, 2)), ((2, 6), (1, 9))), missing(((0, 4),), None)
+    (6, 4)
+    """
+    kept = None if held is None else intersect(wanted, held)
+    return box_size(wanted) - (box_size(kept) if kept is not None else 0)
 
 
 def held_bytes(before: Layout, after: Layout) -> int:

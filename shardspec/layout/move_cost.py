@@ -4,11 +4,10 @@ from math import prod
 
 import numpy as np
 
-from shardspec.boxes import box_size, intersect
 from shardspec.comm.cost import CostModel, bytes_received
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.dtypes import item_bytes
-from shardspec.layout.cross import exchange_seconds, held_bytes, received_bytes
+from shardspec.layout.cross import exchange_seconds, held_bytes, missing, received_bytes
 from shardspec.layout.graph import Cuts, state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.routed_cost import Overlaps, geometry_of, routed_prices, without_ones
@@ -65,7 +64,8 @@ def step_bytes(step: Step, before: Layout, after: Layout) -> int:
     if not isinstance(step, Permute | Exchange):
         return bytes_received(step, before.mesh.shape, before.max_local_bytes)
     ids = before.mesh.ids[:: -(-before.mesh.size // _ALL_DEVICES)]
-    return max(_lacking(before, after, device) for device in ids) * item_bytes(before.dtype)
+    most = max(missing(after.box(device), before.box(device)) for device in ids)
+    return most * item_bytes(before.dtype)
 
 
 def live_bytes(before: Layout, after: Layout) -> int:
@@ -81,12 +81,6 @@ def live_bytes(before: Layout, after: Layout) -> int:
     if before.mesh != after.mesh:
         return held_bytes(before, after)
     return before.max_local_bytes + after.max_local_bytes
-
-
-def _lacking(before: Layout, after: Layout, device: int) -> int:
-    wanted = after.box(device)
-    kept = intersect(wanted, before.box(device))
-    return box_size(wanted) - (box_size(kept) if kept is not None else 0)
 
 
 def pair_prices(source: Layout, target: Cuts, model: CostModel) -> tuple[float, float]:

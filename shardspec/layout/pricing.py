@@ -101,7 +101,15 @@ class Prices:
         Its seconds are those of several slices, but between them no shard is ever held; so it is
         needed where bytes are bounded.
         """
-        return _with_slices_joined(self)
+        steps, collective = dict(self.space.steps), self.collective.copy()
+        for target, (cuts, pending) in enumerate(self.space.states):
+            for dim, axes in enumerate(cuts):
+                for kept in range(len(axes) - 1):
+                    whole = (*cuts[:dim], axes[:kept], *cuts[dim + 1 :])
+                    source = self.space.index[whole, pending]
+                    steps[source, target] = Slice(dim, axes[kept:])
+                    collective[source, target] = 0.0
+        return replace(self, space=replace(self.space, steps=steps), collective=collective)
 
     def step(self, source: int, target: int) -> Step:
         """Return the cheapest single move between two states; a collective where it is as cheap."""
@@ -117,20 +125,6 @@ class Prices:
         if seconds[1] <= best:
             return Permute(changed_axes(*ends))
         return exchange_between(*ends, self.model)
-
-
-def _with_slices_joined(prices: Prices) -> Prices:
-    space = prices.space
-    steps = dict(space.steps)
-    collective = prices.collective.copy()
-    for target, (cuts, pending) in enumerate(space.states):
-        for dim, axes in enumerate(cuts):
-            for kept in range(len(axes) - 1):
-                whole = (*cuts[:dim], axes[:kept], *cuts[dim + 1 :])
-                source = space.index[whole, pending]
-                steps[source, target] = Slice(dim, axes[kept:])
-                collective[source, target] = 0.0
-    return replace(prices, space=replace(space, steps=steps), collective=collective)
 
 
 def changed_axes(before: Cuts, after: Cuts) -> tuple[int, ...]:
