@@ -7,8 +7,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 LOG := $(VENV)/setup.log
-# As many processes as there are cores; the tests of one file share what they set up.
-PYTEST := $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile
+# One process more than there are cores, as some tests wait; those of a file share what they set up.
+WORKERS := $(shell echo $$(( `getconf _NPROCESSORS_ONLN` + 1 )))
+PYTEST := $(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
 # Interpreters to try, in this order; `make setup PYTHON=/path/to/python3.12` names one.
 PYTHON ?= python3.11 python3
 

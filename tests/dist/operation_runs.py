@@ -19,14 +19,13 @@ LAYOUTS = {
     2: ["[S0,R]", "[R,S1]", "[S0,S1]", "[R,S0|P1]", "[S01,R]", "[S1,S0]", "[R,R]", "[R,S01]"],
     3: ["[S0,R,R]", "[R,S1,R]", "[R,R,S0]", "[S0,R,S1]", "[R,S0,R|P1]"],
 }
-COMBINATIONS = 4
 
 
-def combinations(index, operation):
+def combinations(index, operation, count):
     if operation.layouts:
-        return operation.layouts
+        return operation.layouts[:count]
     found = []
-    for number in range(COMBINATIONS):
+    for number in range(count):
         specs = []
         for place, shape in enumerate(operation.shapes):
             choices = LAYOUTS[len(shape)]
@@ -104,11 +103,11 @@ def compared(tensors, mesh, rank, operation, specs):
     return wrong
 
 
-def the_table(rank, mesh):
-    """Return for each operation what became of each combination of layouts."""
+def the_table(rank, mesh, count):
+    """Return for each operation what became of each combination of layouts, so many at most."""
     outcomes = {}
     for index, operation in enumerate(TABLE):
-        for specs in combinations(index, operation):
+        for specs in combinations(index, operation, count):
             try:
                 wrong = compared(made_up(operation, index), mesh, rank, operation, specs)
             except LayoutError as error:

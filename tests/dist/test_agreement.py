@@ -22,10 +22,7 @@ from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
 
-TIMES = 500
-
-
-def _many(mesh: DeviceMesh, reads_peers: bool, factor: int, wrong: list[str]) -> None:
+def _many(mesh: DeviceMesh, reads_peers: bool, factor: int, times: int, wrong: list[str]) -> None:
     """Convert by gathers and by sums, and compare with what must come out."""
     try:
         communicator = ProcessGroupCommunicator(mesh, reads_peers=reads_peers)
@@ -36,7 +33,7 @@ def _many(mesh: DeviceMesh, reads_peers: bool, factor: int, wrong: list[str]) ->
         addends = DTensor.from_local(
             whole, mesh, pending, global_shape=whole.shape, communicator=communicator
         )
-        for _ in range(TIMES):
+        for _ in range(times):
             if not torch.equal(start.redistribute("[R,R]").to_local(), whole):
                 wrong.append(f"{mesh} gathers {factor}")
             if not torch.equal(addends.redistribute("[R,R]").to_local(), whole * mesh.size):
@@ -53,14 +50,15 @@ def _two_threads(_: int) -> list[str]:
     wrong: list[str] = []
     for reads_peers in (True, False):
         # Two threads with a mesh each; then the main thread and another one on the same mesh.
-        for here, there in ((line, grid), (None, grid)):
-            threads = [threading.Thread(target=_many, args=(there, reads_peers, 5, wrong))]
+        for here, there, times in ((line, grid, 500), (None, grid, 100)):
+            calls = [(there, reads_peers, 5, times, wrong)]
             if here is not None:
-                threads.append(threading.Thread(target=_many, args=(here, reads_peers, 3, wrong)))
+                calls.append((here, reads_peers, 3, times, wrong))
+            threads = [threading.Thread(target=_many, args=args) for args in calls]
             for thread in threads:
                 thread.start()
             if here is None:
-                _many(grid, reads_peers, 11, wrong)
+                _many(grid, reads_peers, 11, times, wrong)
             for thread in threads:
                 thread.join()
             dist.barrier()

@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,11 +38,14 @@ SHAPES = [(7, 5), (1, 2), (0, 3), (3, 700, 600)]
 """The last one is so large that copies are not sent by the source."""
 
 
+@cache
+def numbers(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(1 + rank))
+
+
 def own(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor that every rank has another of, in an order of its own in memory."""
-    generator = torch.Generator().manual_seed(1 + rank)
-    whole = torch.randint(-99, 99, shape[::-1], generator=generator)
-    return whole.permute(*reversed(range(len(shape)))).to(dtype)
+    return numbers(rank, shape[::-1]).permute(*reversed(range(len(shape)))).to(dtype)
 
 
 def one_source(rank: int, reads_peers: bool) -> tuple[int, list[str]]:
