@@ -32,6 +32,7 @@ __all__ = [
     "Outline",
     "ReplicaKey",
     "StoredBox",
+    "StoredObject",
     "StoredReduction",
     "StoredTensor",
     "box_text",
@@ -118,6 +119,14 @@ class StoredTensor(Outline[StoredBox]):
     """A tensor of a checkpoint and all its boxes, with the places where their bytes lie."""
 
 
+class StoredObject(NamedTuple):
+    """An object of a format that keeps each apart, to be copied as it is."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class OpaqueValue:
     """Stands for a value that was not read, because reading it could run code."""
@@ -169,6 +178,10 @@ class Catalog(ABC):
         """What its files were before they were opened; `open_checkpoint` takes it."""
         self.file_metadata = FileMetadata()
         """What goes along into files of safetensors."""
+        self.beside: tuple[Path, ...] = ()
+        """Files that are no part of it and go along; `sidecars` finds them."""
+        self.objects: Mapping[str, StoredObject] = {}
+        """Those of `extras` that torch's DCP can hold without their being understood."""
         self._extras = extras or {}
 
     @property
@@ -202,7 +215,7 @@ class Catalog(ABC):
     def check_unchanged(self) -> None:
         """Check that the files are those that were opened; to be asked once all has been read."""
         if self.snapshot is not None:
-            self.snapshot.check_unchanged(self.files)
+            self.snapshot.check_unchanged((*self.files, *self.beside))
 
 
 class ListedCatalog(Catalog):

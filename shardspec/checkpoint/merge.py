@@ -1,7 +1,7 @@
 """Merging a checkpoint into whole tensors, in one process and little memory."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
@@ -9,7 +9,15 @@ from typing import Final, Literal, TypeAlias, get_args
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.coordinate import Member, Progress
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select, tied
+from shardspec.checkpoint.select import (
+    Choice,
+    Patterns,
+    Renames,
+    carried_by_dcp,
+    plain,
+    select,
+    tied,
+)
 from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.checkpoint.write import WriteOptions, write_checkpoint
@@ -44,6 +52,7 @@ def merge(
     verify: bool = True,
     reread: bool = True,
     dry_run: bool = False,
+    sidecars: bool = True,
     progress: Progress | None = None,
     member: Member | None = None,
     form: MergedFormat | None = None,
@@ -95,6 +104,10 @@ def merge(
         memory or of the disk on the way out goes unseen.
     dry_run
         Check what describes the checkpoint, as before writing, and write nothing.
+    sidecars
+        Carry along what lies beside the weights, such as ``config.json``, a tokenizer's files,
+        ``adapter_config.json``, or Megatron's ``common.pt`` and Lightning's ``meta.pt`` into the
+        format ``"dcp"``; into directories only, as they are.
     progress
         Called with the bytes written so far and in all.
     member
@@ -137,18 +150,25 @@ def merge(
     def lay_out(source: Catalog, _: str) -> tuple[Sequence[OutputTensor], Target]:
         wanted = select(source, choice)
         # The other formats have no room for what is no tensor.
-        names = plain(source.extras, choice) if chosen in ("torch", "dcp") else {}
+        names: Iterable[str] = ()
+        others: dict[str, object] = {}
+        if chosen == "dcp":
+            names, others = carried_by_dcp(source, choice)
+        elif chosen == "torch":
+            renamed = plain(source.extras, choice)
+            names, others = renamed, {new: source.extras[name] for name, new in renamed.items()}
         if source.extras and not (wanted or names):
             raise CheckpointError(
                 f"{source.directory}: holds no tensor that could be written, but "
                 f"{min(source.extras)!r} and the like; name the checkpoint of the model"
             )
-        others = {new: source.extras[name] for name, new in names.items()}
         noted = _file_metadata(source) if metadata and chosen in _WITH_METADATA else {}
         target = _target(chosen, place, source, wanted, others, max_shard_bytes, noted)
         return wanted, target._replace(carried=frozenset([*names, *noted]))
 
-    options = WriteOptions(threads, strict_cast, replace, verify, reread, dry_run, progress, member)
+    options = WriteOptions(
+        threads, strict_cast, replace, verify, reread, dry_run, sidecars, progress, member
+    )
     return write_checkpoint(directory, place, chosen, lay_out, options)
 
 
@@ -186,6 +206,7 @@ _SHARD_BYTES: Final = 5 * 10**9
 """What transformers takes for the largest file unless told otherwise."""
 
 
+_ADAPTER: Final = "adapter_model.safetensors"
 _WITH_METADATA: Final = ("safetensors", "huggingface")
 
 
@@ -226,7 +247,10 @@ def _target(
                 raise CheckpointError(
                     f"files of at most {limit} bytes hold nothing; give max_shard_bytes from 1"
                 )
-            return huggingface_target(wanted, limit, {**METADATA, **metadata})
+            # PEFT looks for its own name.
+            adapter = {file.name for file in source.files} == {_ADAPTER}
+            named = _ADAPTER if adapter else "model.safetensors"
+            return huggingface_target(wanted, limit, {**METADATA, **metadata}, named)
         case "torch":
             from shardspec.checkpoint.formats.torch_target import torch_target
 

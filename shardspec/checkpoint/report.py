@@ -39,6 +39,8 @@ class WriteReport:
     left_out: tuple[str, ...]
     """Entries of the source that are no tensors, and that the output does not hold; the metadata of
     safetensors files is ``"__metadata__"``."""
+    sidecars: tuple[str, ...]
+    """Names of the files that lay beside the weights of the source and went along."""
     written: bool
     """False if nothing was written because that was asked for."""
 
@@ -59,5 +61,6 @@ class WriteReport:
             "crc32": None if self.crc32 is None else crc_text(self.crc32),
             "cast": None if self.cast_losses is None else self.cast_losses.to_json(),
             "left_out": list(self.left_out),
+            "sidecars": list(self.sidecars),
             "written": self.written,
         }

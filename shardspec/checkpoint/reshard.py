@@ -12,7 +12,7 @@ from shardspec.checkpoint.formats.dcp_target import dcp_target
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
+from shardspec.checkpoint.select import Choice, Patterns, Renames, carried_by_dcp, select
 from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.checkpoint.write import WriteOptions, write_checkpoint
@@ -47,6 +47,7 @@ def reshard(
     verify: bool = True,
     reread: bool = True,
     dry_run: bool = False,
+    sidecars: bool = True,
     progress: Progress | None = None,
     member: Member | None = None,
     mesh: DeviceMesh | None = None,
@@ -73,7 +74,7 @@ def reshard(
         shardspec's own, which is the default, or that of `torch.distributed.checkpoint`.
     dtype, include, exclude, rename, threads, strict_cast
         As for `merge`.
-    overwrite, verify, reread, dry_run, progress, member
+    overwrite, verify, reread, dry_run, sidecars, progress, member
         As for `merge`.
     mesh, form, force
         Former names of `device_mesh`, `format` and `overwrite`.
@@ -123,13 +124,13 @@ def reshard(
         else:
             raise CheckpointError("give the mesh to cut for (--mesh), or a checkpoint to cut like")
         if chosen == "dcp":
-            names = plain(source.extras, choice)
-            others = {new: source.extras[name] for name, new in names.items()}
-            target = dcp_target(onto, wanted, layouts, others)
-            return wanted, target._replace(carried=frozenset(names))
+            names, others = carried_by_dcp(source, choice)
+            return wanted, dcp_target(onto, wanted, layouts, others)._replace(carried=names)
         return wanted, sharded_target(onto, wanted, layouts, save)
 
-    options = WriteOptions(threads, strict_cast, replace, verify, reread, dry_run, progress, member)
+    options = WriteOptions(
+        threads, strict_cast, replace, verify, reread, dry_run, sidecars, progress, member
+    )
     return write_checkpoint(directory, as_path(output), chosen, lay_out, options)
 
 

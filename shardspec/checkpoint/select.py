@@ -152,6 +152,13 @@ def _renamed(names: Sequence[str], renames: Renames) -> tuple[Mapping[str, str],
     return found, [pattern for pattern, _ in rename if names and pattern not in matched]
 
 
+def carried_by_dcp(source: Catalog, choice: Choice) -> tuple[frozenset[str], dict[str, object]]:
+    """Return what is no tensor and goes into torch's DCP: old names, and values by new names."""
+    names = plain({**source.extras, **dict.fromkeys(source.objects)}, choice)
+    values = {new: source.objects.get(name, source.extras[name]) for name, new in names.items()}
+    return frozenset(names), values
+
+
 def plain(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
     """Return the values that torch can be given along with tensors: plain ones that are wanted.
 

@@ -149,6 +149,8 @@ class Target(NamedTuple):
     """Whether the form needs the CRC-32 of every extent."""
     carried: frozenset[str] = frozenset()
     """Names, in the source, of the values that are no tensors and go along."""
+    sidecars: tuple[str, ...] = ()
+    """Names of the files that lie beside the weights of the source and go along."""
 
     @property
     def num_bytes(self) -> int:

@@ -21,6 +21,7 @@ from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.output_files import Staged, finish_file, write_list
 from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.targets import OutputTensor, Put, Target
@@ -55,6 +56,7 @@ class WriteOptions(NamedTuple):
     verify: bool
     reread: bool
     dry_run: bool
+    sidecars: bool
     progress: Progress | None
     member: Member | None
 
@@ -92,6 +94,8 @@ def _write(
 ) -> WriteReport:
     source = as_catalog(checkpoint)
     tensors, target = lay_out(source, workers.token)
+    if options.sidecars:
+        target = add_sidecars(source, target, format)
     path = output
     rank, size = workers.member.rank, workers.member.size
     replaced: frozenset[str] = frozenset()
@@ -119,6 +123,7 @@ def _write(
         crc32=None,
         cast_losses=None,
         left_out=_left_out(source, target),
+        sidecars=target.sidecars,
         written=False,
     )
     if options.dry_run:

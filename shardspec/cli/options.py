@@ -419,6 +419,7 @@ class WritingOptions(TypedDict):
     verify: bool
     reread: bool
     dry_run: bool
+    sidecars: bool
 
 
 writing_options = together(
@@ -457,6 +458,13 @@ writing_options = together(
         "--dry-run",
         is_flag=True,
         help="Check what describes CKPT, say what would be done, and stop.",
+    ),
+    click.option(
+        "--no-sidecars",
+        "sidecars",
+        flag_value=False,
+        default=True,
+        help="Leave behind what lies beside the weights, such as config.json and a tokenizer.",
     ),
     json_option("Print what was written as JSON."),
     click.option("--quiet", is_flag=True, help="Print nothing but errors."),

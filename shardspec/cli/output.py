@@ -127,6 +127,9 @@ def _report_text(report: "WriteReport") -> str:
         rest = len(report.left_out) - _SHOWN
         more = f" and {rest} more" if rest > 0 else ""
         line += f"\nleft out: {some}{more}; 'shardspec inspect' says what they are"
+    if report.sidecars:
+        names = ", ".join(map(shown, report.sidecars))
+        line += f"\nalong with it: {names}"
     return line
 
 

@@ -67,6 +67,7 @@ def test_json(tmp_path):
         "crc32": crc_of(out),
         "cast": None,
         "left_out": [],
+        "sidecars": [],
         "written": True,
     }
 

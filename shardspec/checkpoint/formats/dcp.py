@@ -22,6 +22,7 @@ from shardspec.checkpoint.catalog import (
     OpaqueValue,
     Outline,
     StoredBox,
+    StoredObject,
     StoredTensor,
     box_text,
 )
@@ -32,7 +33,7 @@ from shardspec.checkpoint.formats.dcp_metadata import (
     DcpPlace,
     read_metadata,
 )
-from shardspec.checkpoint.formats.megatron_core import boxes_of_stretch
+from shardspec.checkpoint.formats.megatron_core import MEGATRON_OBJECT, boxes_of_stretch
 from shardspec.checkpoint.formats.names import (
     DCP,
     DCP_OF_A_RANK,
@@ -57,6 +58,7 @@ __all__ = ["DcpCheckpoint", "open_dcp"]
 
 _MOST_KEPT: Final = 1024
 """Pickles of chunks whose meaning is kept: they differ only where shapes or dtypes do."""
+_MOST_OBJECT_BYTES: Final = 2**26
 _MOST_KEPT_BYTES: Final = 1024
 """Of each; torch writes some 200."""
 
@@ -70,6 +72,12 @@ class DcpCheckpoint(Catalog):
         self._entries = said.tensors
         self._other_places = said.others
         self.paths = said.paths
+        # Megatron loads these by their names alone, and what is in them is its own affair.
+        self.objects = {
+            name: StoredObject(files[place.file], place.offset, place.num_bytes)
+            for name, place in said.others.items()
+            if MEGATRON_OBJECT.search(name) and place.num_bytes <= _MOST_OBJECT_BYTES
+        }
         """Where in nested dicts and lists an entry was, where the metadata says so."""
         self._files = files
         # A file is its rank's, as its name says, or else of its place among the files.

@@ -137,6 +137,7 @@ _NAMES: Final[Names] = {
     **TORCH_NAMES,
     **PLAN_NAMES,
     f"{_HOME}.Metadata": record_class("Metadata"),
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": record_class("Metadata"),
     f"{_HOME}.TensorStorageMetadata": record_class("tensor"),
     f"{_HOME}.BytesStorageMetadata": record_class("bytes"),
     f"{_HOME}.StorageMeta": record_class("StorageMeta"),

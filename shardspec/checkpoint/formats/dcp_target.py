@@ -6,13 +6,18 @@ Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_plan
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from io import BytesIO
 from itertools import chain
 from math import prod
 from typing import Final
+from zipfile import BadZipFile, ZipFile
+from zlib import error as ZlibError
 
 from shardspec.boxes import Box, box_shape
+from shardspec.checkpoint.catalog import StoredObject
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.formats.torch_target import add_state, tensor_value
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.targets import (
     Extent,
     MadeBytes,
@@ -33,6 +38,7 @@ from shardspec.checkpoint.torch_files.pickle_writer import (
 )
 from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
@@ -143,6 +149,11 @@ class _File:
 
     def add_value(self, value: object) -> Made:
         """Add something that is no tensor; return where it is stored."""
+        if isinstance(value, StoredObject):
+            data = _checked(value)
+            self._values.append(RawBytes(self.num_bytes, data))
+            self.num_bytes += len(data)
+            return _place(self.name, self.num_bytes - len(data), len(data))
         plan = ZipPlan(self.num_bytes)
         add_state(plan, value, [])
         self._values += plan.pieces()
@@ -198,6 +209,22 @@ _archive = lru_cache(64)(_Archive)
 def _archive_of(slot: Extent) -> _Archive:
     """Return what surrounds a slot."""
     return _archive(box_shape(slot.box), slot.tensor.dtype)
+
+
+def _checked(value: StoredObject) -> bytes:
+    """Read an object as it is; its digests are checked."""
+    with SourceFile(value.path) as file:
+        data = file.read(value.offset, value.num_bytes)
+    try:
+        with ZipFile(BytesIO(data)) as archive:
+            spoiled = archive.testzip()
+    except (BadZipFile, EOFError, NotImplementedError, ZlibError) as error:
+        spoiled = str(error)
+    if spoiled is not None:
+        raise CheckpointError(
+            f"{value.path}: the object at byte {value.offset} is damaged ({spoiled}); restore it"
+        )
+    return data
 
 
 def _place(name: str, offset: int, num_bytes: int) -> Made:

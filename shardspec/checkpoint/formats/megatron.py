@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints, ``mp_rank_XX[_YYY]/model_optim_rng.pt``: tensor times pipeline.
+"""Megatron-LM's checkpoints, ``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``.
 
 XX is the tensor parallel rank and YYY the pipeline stage, in a directory ``iter_0000123`` or
 ``release``. A path to the directory above means what ``latest_checkpointed_iteration.txt`` says.
@@ -14,16 +14,18 @@ Tensors that are not cut are stored by each rank, and the copies are compared.
 **Layers.** Each stage counts its layers from 0; here they follow on from those of the stages
 before. With a virtual pipeline (``model0``, ``model1``) the first chunks of all stages come before
 the second ones. Where a name that is no layer's stands in several stages, these are copies and are
-compared. Tied embeddings have a name of their own in the last stage (``output_layer.weight`` or
+compared. Expert parallel ranks (``mp_rank_XX_YYY_ZZZ``, or ``mp_rank_XX_ZZZ`` without stages) count
+their experts from 0; here they follow on, and their other tensors are copies. Tied embeddings have
+a name of their own in the last stage (``output_layer.weight`` or
 ``word_embeddings_for_head.weight``), which is kept.
 
 **What must be there.** The arguments in the files say how many ranks and layers there are; without
 them (``ranks``) the caller has to. They also hold the global rank, by which swapped and copied
 files are found. Without arguments, or where a converter has written rank 0 everywhere, copies are
 found by the digests of torch's zips; **that files of equal shapes were swapped cannot be told**.
-Expert parallel checkpoints are refused. The optimizer has no names for its tensors: it is listed
-among `others`, as are arguments, random states and the ``_extra_state`` of Transformer Engine.
-Ranks are numbered stage by stage, without the data parallel ones between them, which save nothing.
+The optimizer has no names for its tensors: it is listed among `others`, as are
+arguments, random states and the ``_extra_state`` of Transformer Engine. Ranks are numbered
+stage by stage, without the data parallel ones between them, which save nothing.
 """
 
 import re
@@ -66,6 +68,8 @@ from shardspec.mesh import DeviceMesh
 
 __all__ = ["open_megatron"]
 
+_STAGES: Final = "pipeline_model_parallel_size"
+_EXPERTS: Final = "expert_model_parallel_size"
 _EXTRA: Final = "._extra_state"
 _MOST_TRACKER_BYTES: Final = 32
 _MODEL: Final = re.compile(r"(model\d{0,4})\.(.*)", re.DOTALL)
@@ -98,7 +102,13 @@ class _File:
 
     tensor_rank: int
     stage: int
+    expert: int
     state: TorchState
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Its stage and expert parallel rank."""
+        return self.stage, self.expert
 
     def argument(self, name: str) -> object:
         """Return an argument of the run, None if the file does not say it."""
@@ -145,18 +155,21 @@ def open_megatron(
         no rule says how a tensor was cut.
     """
     place = _iteration(directory)
-    files, tensor_ranks, stages = _read(place)
+    files = _read(place)
+    tensor_ranks, stages, experts = _grid(files)
     keys = _model_keys(files)
-    _check_arguments(place, files, tensor_ranks, stages, keys, ranks)
+    _check_arguments(place, files, keys, ranks)
     _check_iteration(files)
     ordered = _check_order(files)
     chunks = [
         Chunk(
-            tuple(file.state.path for file in files if file.stage == stage),
-            stage * tensor_ranks,
-            tuple(file.model(key) for file in files if file.stage == stage),
+            tuple(file.state.path for file in files if file.at == (stage, expert)),
+            (stage * experts + expert) * tensor_ranks,
+            tuple(file.model(key) for file in files if file.at == (stage, expert)),
+            expert,
+            experts,
         )
-        for key, stage in product(keys, range(stages))
+        for key, stage, expert in product(keys, range(stages), range(experts))
     ]
     tensors = merged_tensors(chunks, _rules(rules, files[0]))
     _check_layers(place, files[0], tensors)
@@ -204,49 +217,57 @@ def _iteration(directory: Path) -> Path:
     return place
 
 
-def _read(place: Path) -> tuple[list[_File], int, int]:
-    """Return what all ranks saved, by stage and rank, and how many of both there are."""
-    found: dict[tuple[int, int], str] = {}
-    staged: dict[bool, str] = {}
+def _read(place: Path) -> list[_File]:
+    """Return what all ranks saved, by stage, expert parallel rank and tensor parallel rank."""
+    found: dict[tuple[int, int, int], str] = {}
+    numbered: dict[int, str] = {}
     for name in sorted(path.name for path in place.iterdir()):
         match = MEGATRON_RANK.fullmatch(name)
         if match is None:
             continue
-        rank, stage, expert = match.groups()
-        if expert is not None:
-            raise CheckpointError(
-                f"{place}: {name} is of an expert parallel run, which cannot be read; convert it "
-                "to one without, with Megatron's tools/checkpoint/convert.py"
-            )
-        key = int(stage or 0), int(rank)
+        numbers = [int(number) for number in match.groups() if number is not None]
+        stage, expert, *_ = *numbers[1:], 0, 0
+        key = stage, expert, numbers[0]
         other = found.setdefault(key, name)
-        staged.setdefault(stage is not None, name)
-        if other != name or len(staged) > 1:
+        numbered.setdefault(len(numbers), name)
+        if other != name or len(numbered) > 1:
             raise CheckpointError(
-                f"{place}: {min(other, *staged.values())} and {name} cannot be of one save; move "
+                f"{place}: {min(other, *numbered.values())} and {name} cannot be of one save; move "
                 "those of the other away"
             )
-    stages, ranks = (1 + max(key[at] for key in found) for at in (0, 1))
+    count = min(numbered)
     paths = {}
-    for stage, rank in product(range(stages), range(ranks)):
-        folder = found.get((stage, rank))
+    stages, experts, ranks = (range(1 + max(key[at] for key in found)) for at in range(3))
+    for key in product(stages, experts, ranks):
+        folder = found.get(key)
         if folder is None:
-            width = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if True in staged else "")
+            name = "_".join((f"mp_rank_{key[2]:02d}", *(f"{n:03d}" for n in key[: count - 1])))
             raise CheckpointError(
-                f"{place}: {width} is missing, which tensor parallel rank {rank} of stage {stage} "
-                "wrote; restore it"
+                f"{place}: {name} is missing, which tensor parallel rank {key[2]} of stage "
+                f"{key[0]} wrote; restore it"
             )
         inside = file_inside(place, folder, place)
         path = file_inside(inside, MEGATRON_FILE, inside)
         if not path.exists():
             raise CheckpointError(f"{path}: is missing; restore it")
-        paths[stage, rank] = path
+        paths[key] = path
     look = partial(read_torch_state, more=_NAMES)
     with prefetch_map(paths.values(), look, prefetch_depth(place)) as states:
         files = [
-            _File(rank, stage, state) for (stage, rank), state in zip(paths, states, strict=True)
+            _File(rank, stage, expert, state)
+            for (stage, expert, rank), state in zip(paths, states, strict=True)
         ]
-    return files, ranks, stages
+    # A name with two numbers does not say whether the second is a stage or a share of the experts.
+    staged, shared = (files[0].number(name) or 1 for name in (_STAGES, _EXPERTS))
+    if count == 2 and staged == 1 < shared:
+        files = [_File(file.tensor_rank, 0, file.stage, file.state) for file in files]
+    return files
+
+
+def _grid(files: list[_File]) -> tuple[int, int, int]:
+    """Return how many tensor parallel ranks, stages and expert parallel ranks there are."""
+    last = files[-1]
+    return last.tensor_rank + 1, last.stage + 1, last.expert + 1
 
 
 def _model_keys(files: list[_File]) -> list[str]:
@@ -274,12 +295,11 @@ def _model_keys(files: list[_File]) -> list[str]:
 def _check_arguments(
     place: Path,
     files: list[_File],
-    tensor_ranks: int,
-    stages: int,
     keys: list[str],
     ranks: int | None,
 ) -> None:
     """Compare what is there with what the run was told, or with what the caller says."""
+    tensor_ranks, stages, experts = _grid(files)
     if ranks is not None and ranks != len(files):
         raise CheckpointError(
             f"{place}: holds the files of {len(files)} ranks, but {ranks} are said to have written "
@@ -288,15 +308,16 @@ def _check_arguments(
     for file in files:
         for name, count, plural in (
             ("tensor_model_parallel_size", tensor_ranks, "tensor parallel ranks"),
-            ("pipeline_model_parallel_size", stages, "pipeline stages"),
-            ("expert_model_parallel_size", 1, "expert parallel rank"),
+            (_STAGES, stages, "pipeline stages"),
+            (_EXPERTS, experts, "expert parallel ranks"),
+            ("expert_tensor_parallel_size", tensor_ranks, "tensor parallel ranks of experts"),
             ("virtual_pipeline_model_parallel_size", len(keys), "models in a file"),
         ):
             said = file.number(name)
             if said is not None and said != count:
                 raise CheckpointError(
                     f"{file.state.path}: was saved with {name} {said}, but {count} {plural} are "
-                    "there; restore what is missing (expert parallel checkpoints cannot be read)"
+                    "there; restore what is missing"
                 )
     told = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline"))
     if ranks is None and None in map(files[0].number, told):
@@ -338,14 +359,15 @@ def _check_copies(files: list[_File], tensors: Mapping[str, StoredTensor]) -> No
     """Check that no two files hold the same parts of a model, by the digests of torch's zips."""
     boxes = ((tensor.shape, stored) for tensor in tensors.values() for stored in tensor.boxes)
     cut = {stored.path for shape, stored in boxes if box_shape(stored.box) != shape}
-    seen: dict[frozenset[tuple[str, tuple[int, ...], int]], _File] = {}
+    seen: dict[tuple[object, ...], _File] = {}
     for file in files:
         held = [
             (name, found.local.shape, found.place.digest.crc32)
             for name, found in file.state.tensors.items()
             if _MODEL.fullmatch(name) and found.place.digest is not None
         ]
-        first = seen.setdefault(frozenset(held), file)
+        # Experts may have started alike on all expert parallel ranks.
+        first = seen.setdefault((file.expert, frozenset(held)), file)
         # Ranks of one stage are alike where no rule cuts anything.
         if held and first is not file and (first.stage != file.stage or file.state.path in cut):
             raise CheckpointError(

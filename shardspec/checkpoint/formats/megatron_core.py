@@ -9,6 +9,7 @@ listed with one dim a fragmented axis and one of the elements of a block; the sh
 the tensor. Source: ``dist_checkpointing/strategies/torch.py`` and ``resharding.py``.
 """
 
+import re
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -18,7 +19,7 @@ from shardspec.checkpoint.torch_files.torch_values import sizes_of
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class
 from shardspec.errors import CheckpointError
 
-__all__ = ["PLAN_NAMES", "block_of", "boxes_of_stretch", "original_shapes"]
+__all__ = ["MEGATRON_OBJECT", "PLAN_NAMES", "block_of", "boxes_of_stretch", "original_shapes"]
 
 
 class _Unused(Record):
@@ -45,6 +46,9 @@ PLAN_NAMES: Final[Names] = {
     },
 }
 """What the metadata of 0.10 to 0.16 names besides what torch's does."""
+
+MEGATRON_OBJECT: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
+"""What the names of its objects end in: which of how many it is, such as ``/shard_0.1_4.2``."""
 
 _SHAPE: Final = "nd_reformulated_orig_global_shape"
 

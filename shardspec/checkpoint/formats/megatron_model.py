@@ -20,6 +20,10 @@ __all__ = ["Chunk", "Rules", "merged_tensors"]
 
 _AXIS: Final = "tp"
 _LAYER: Final = re.compile(r"((?:.*?\.)?layers)\.(\d{1,6})\.(.*)", re.DOTALL)
+_EXPERT: Final = re.compile(
+    r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})((?:\..*)?)",
+    re.DOTALL,
+)
 _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
 
 
@@ -32,6 +36,9 @@ class Chunk:
     first_rank: int
     """The number of the first of them among all ranks."""
     tensors: tuple[Mapping[str, StateTensor], ...]
+    expert_rank: int = 0
+    """The expert parallel rank of all of them; their other tensors are copies of the first's."""
+    expert_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +85,10 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
     for chunk in chunks:
         _check_names(chunk)
         counts = _count_layers(chunk)
+        local = _count_experts(chunk)
         for name in sorted(chunk.tensors[0]):
-            found = _tensor(_global_name(name, layers_before), name, chunk, rules)
+            whole = _global_expert(_global_name(name, layers_before), local, chunk)
+            found = _tensor(whole, name, chunk, rules)
             known = tensors.setdefault(found.name, found)
             if known is not found:
                 if (known.shape, known.dtype) != (found.shape, found.dtype):
@@ -89,6 +98,8 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
                         f"({chunk.paths[0]}); the files are not of one save"
                     )
                 tensors[found.name] = replace(known, boxes=known.boxes + found.boxes)
+        if chunk.expert_rank + 1 < chunk.expert_ranks:
+            continue
         for prefix, count in counts.items():
             layers_before[prefix] = layers_before.get(prefix, 0) + count
     return tensors
@@ -120,6 +131,42 @@ def _count_layers(chunk: Chunk) -> dict[str, int]:
                 "each stage counts its layers from 0, so that the file was changed, restore it"
             )
     return {prefix: len(found) for prefix, found in numbers.items()}
+
+
+def _count_experts(chunk: Chunk) -> int:
+    """Return how many experts each layer of a chunk has; 0 if they are not to be numbered anew."""
+    numbers: dict[str, set[int]] = {}
+    for name in chunk.tensors[0] if chunk.expert_ranks > 1 else ():
+        match = _EXPERT.fullmatch(name)
+        if match is not None:
+            numbers.setdefault(match[1] + match[3], set()).add(int(match[2]))
+        elif ".experts." in name:
+            raise CheckpointError(
+                f"{chunk.paths[0]}: tensor {name!r} is of several experts at once, as the old "
+                "grouped kernels keep them, which is not read of expert parallel runs; save with "
+                "--ckpt-format torch_dist (megatron.core.dist_checkpointing)"
+            )
+    for key, found in numbers.items():
+        if found != set(range(len(found))):
+            raise CheckpointError(
+                f"{chunk.paths[0]}: has of {key!r} the experts {sorted(found)}; each rank counts "
+                "its experts from 0, so that the file was changed, restore it"
+            )
+    counts = {len(found) for found in numbers.values()}
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"{chunk.paths[0]}: has layers with {min(counts)} and with {max(counts)} experts, but "
+            "all have as many; restore the file"
+        )
+    return max(counts, default=0)
+
+
+def _global_expert(name: str, local: int, chunk: Chunk) -> str:
+    """Return the name of a tensor with the number that its expert has among all."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    return f"{match[1]}{int(match[2]) + chunk.expert_rank * local}{match[3]}"
 
 
 def _global_name(name: str, layers_before: Mapping[str, int]) -> str:

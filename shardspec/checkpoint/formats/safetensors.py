@@ -306,10 +306,12 @@ def huggingface_target(
     tensors: Sequence[OutputTensor],
     max_shard_bytes: int,
     metadata: Mapping[str, str] = METADATA,
+    alone: str = "model.safetensors",
 ) -> Target:
     """Return the output that is a directory of safetensors files with an index.
 
-    Tensors are put into files in their order; none has more than `max_shard_bytes` of several.
+    Tensors are put into files in their order; none has more than `max_shard_bytes` of several. If
+    there is one only, its name is `alone`.
 
     Examples
     --------
@@ -326,7 +328,7 @@ def huggingface_target(
         shards[-1].append(tensor)
         filled += tensor.num_bytes
     if len(shards) == 1:
-        return Target((one_file("model.safetensors", shards[0], metadata),), directory=True)
+        return Target((one_file(alone, shards[0], metadata),), directory=True)
     names = [
         f"model-{place:05d}-of-{len(shards):05d}.safetensors" for place in range(1, len(shards) + 1)
     ]

@@ -208,8 +208,8 @@ def test_a_rank_that_contradicts_the_others(tmp_path, change, problem):
         ),
         (
             lambda s: setattr(s["args"], "expert_model_parallel_size", 2),
-            "{0}: was saved with expert_model_parallel_size 2, but 1 expert parallel rank are "
-            "there; restore what is missing (expert parallel checkpoints cannot be read)",
+            "{0}: was saved with expert_model_parallel_size 2, but 1 expert parallel ranks are "
+            "there; restore what is missing",
         ),
         (
             lambda s: s.update(run=print),
@@ -262,7 +262,7 @@ def test_names_of_directories_that_do_not_fit(ckpt):
     (ckpt / "mp_rank_000_000").rename(ckpt / "mp_rank_00")
     assert refused(ckpt).endswith("cannot be of one save; move those of the other away")
     (ckpt / "mp_rank_00").rename(ckpt / "mp_rank_00_000_001")
-    assert "mp_rank_00_000_001 is of an expert parallel run, which cannot be read" in refused(ckpt)
+    assert refused(ckpt).endswith("cannot be of one save; move those of the other away")
     shutil.rmtree(ckpt / "mp_rank_00_000_001")
     (ckpt / "mp_rank_00_000" / "model_optim_rng.pt").unlink()
     assert refused(ckpt) == (f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: is missing; restore it")

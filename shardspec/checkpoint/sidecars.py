@@ -1,0 +1,96 @@
+"""What lies beside the weights of a checkpoint and goes along, so that its tool loads the output.
+
+Only names that tools give to such files count. They are copied as they are, by the machinery that
+writes the weights, and appear with these.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.targets import MadeBytes, OutputFile, RawBytes, Target
+from shardspec.errors import CheckpointError
+
+__all__ = ["add_sidecars"]
+
+_HUGGING_FACE: Final = re.compile(
+    r"(adapter_|generation_|tokenizer_|(video_|image_)?(pre)?processor_|quantize_|hf_quant_)?"
+    r"config\.json"
+    r"|(tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|vocab\.txt|merges\.txt|chat_template\.jinja|tokenizer\.tiktoken"
+    r"|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model"
+    r"|(configuration|modeling|tokenization|processing)_\w{1,60}\.py"
+)
+"""Of `transformers` and PEFT."""
+_MEGATRON: Final = frozenset(("common.pt", "metadata.json"))
+"""Of Megatron-core; one of them alone is something else."""
+_LIGHTNING: Final = "meta.pt"
+_MOST_BYTES: Final = 2**28
+"""Of one file; tokenizers have some ten million."""
+_PIECE: Final = 2**20
+
+
+def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
+    """Return an output with what lies beside the weights of a checkpoint.
+
+    Nothing is added to one file, and what only readers of torch's DCP know goes into DCP only.
+
+    Raises
+    ------
+    CheckpointError
+        If one is a link that leads out of the checkpoint, is too large, or has the name of a file
+        of weights.
+    """
+    directory = source.directory
+    if not target.directory or not directory.is_dir():
+        return target
+    # A store that has been opened has been listed.
+    there = frozenset(path.name for path in directory.iterdir())
+    taken = {file.name for file in target.files}
+    files = []
+    for name in sorted(_wanted(there, format)):
+        if name in taken:
+            raise CheckpointError(
+                f"{directory}: {name} lies beside the weights, but the output has a file of that "
+                "name already; leave such files behind with --no-sidecars (sidecars=False)"
+            )
+        path = file_inside(directory, name, directory)
+        if path.is_file():
+            files.append(_copied(path))
+    source.beside = tuple(directory / file.name for file in files)
+    return target._replace(
+        files=(*target.files, *files), sidecars=tuple(file.name for file in files)
+    )
+
+
+def _wanted(names: Iterable[str], format: str) -> set[str]:
+    """Return the names of the files that go along."""
+    there = frozenset(names)
+    found = {name for name in there if _HUGGING_FACE.fullmatch(name)}
+    if format == "dcp":
+        found |= there & {_LIGHTNING}
+        if there >= _MEGATRON:
+            found |= _MEGATRON
+    return found
+
+
+def _copied(path: Path) -> OutputFile:
+    """Return a file that holds what another one does; it is read when it is written."""
+    with SourceFile(path) as file:
+        size = file.num_bytes
+    if size > _MOST_BYTES:
+        raise CheckpointError(
+            f"{path}: has {size} bytes, more than the {_MOST_BYTES} of a file that goes along with "
+            "weights; leave such files behind with --no-sidecars (sidecars=False)"
+        )
+
+    def piece(number: int) -> RawBytes:
+        start = number * _PIECE
+        with SourceFile(path) as file:
+            return RawBytes(start, file.read(start, min(_PIECE, size - start)))
+
+    return OutputFile(path.name, size, MadeBytes(-(-size // _PIECE), piece), ())
