@@ -70,7 +70,7 @@ def redistribute(
     else:
         target = source if device_mesh is None else from_torch(device_mesh)
     if isinstance(placements_or_spec, Sequence) and not isinstance(placements_or_spec, str):
-        spec: SpecLike = from_placements(placements_or_spec, tensor.dim(), target)
+        spec: SpecLike = from_placements(placements_or_spec, tensor.shape, target)
     else:
         spec = placements_or_spec
     ours = DTensor.from_torch(in_our_words(tensor), device_mesh=source)

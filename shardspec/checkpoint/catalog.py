@@ -17,7 +17,7 @@ from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.store import Snapshot
 from shardspec.comm.steps import ReduceOp
-from shardspec.layout.layout import Layout
+from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
@@ -38,7 +38,7 @@ __all__ = [
     "box_text",
     "distinct",
     "replica_holders",
-    "replica_key",
+    "replica_keys",
     "stored_reductions",
     "unsharded_tensor",
 ]
@@ -259,19 +259,19 @@ def stored_reductions(layout: Layout) -> tuple[StoredReduction, ...]:
     return tuple(StoredReduction(p.op, mesh.shape[mesh.axis(p.axis)]) for p in layout.spec.partials)
 
 
-def replica_key(layout: Layout, physical_id: int) -> ReplicaKey:
-    """Return what a device holds."""
+def replica_keys(layout: Layout, physical_id: int) -> tuple[ReplicaKey, ...]:
+    """Return what a device holds: a box, or with parts one a part; none where that is nothing."""
     at = layout.mesh.coordinates(physical_id)
     addend = tuple(at[layout.mesh.axis(p.axis)] for p in layout.spec.partials)
-    return layout.box(physical_id), addend
+    boxes = (LayoutCell(layout, cell).box(physical_id) for cell in cells_of(layout))
+    return tuple((box, addend) for box in boxes if box_size(box))
 
 
 def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
     """Return every part that is not empty and the devices that hold it, in the mesh's order."""
     found: dict[ReplicaKey, list[int]] = {}
     for physical_id in layout.mesh.ids:
-        part = replica_key(layout, physical_id)
-        if box_size(part[0]):
+        for part in replica_keys(layout, physical_id):
             found.setdefault(part, []).append(physical_id)
     return {part: tuple(ids) for part, ids in found.items()}
 

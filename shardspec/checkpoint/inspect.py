@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import Catalog, FileBox, OpaqueValue, Outline, StoredTensor
+from shardspec.checkpoint.catalog import (
+    Catalog,
+    FileBox,
+    OpaqueValue,
+    Outline,
+    StoredTensor,
+    replica_keys,
+)
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.tiling import MemoizedByBoxes, check_tiling
 from shardspec.dtypes import item_bytes
@@ -59,8 +66,8 @@ def _holders_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> Holders:
 @lru_cache(maxsize=64)
 def _holders_by(layout: Layout) -> Holders:
     """Return who holds what: once for the many tensors that are sharded alike."""
-    boxes = layout.boxes()
-    return _holders_of(boxes.items(), len(boxes))
+    ids = layout.mesh.ids
+    return _holders_of(((i, box) for i in ids for box, _ in replica_keys(layout, i)), len(ids))
 
 
 @dataclass(frozen=True, slots=True)

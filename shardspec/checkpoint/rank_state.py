@@ -7,16 +7,17 @@ from hashlib import sha256
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
-from shardspec.checkpoint.catalog import ReplicaKey, box_text, replica_holders, replica_key
+from shardspec.boxes import Box
+from shardspec.checkpoint.catalog import ReplicaKey, box_text, replica_holders
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
 from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten, leaves
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CheckpointError, DTypeError, OutputExistsError, ShardSpecError
-from shardspec.layout.layout import Layout
+from shardspec.layout.layout import Layout, LayoutCell
 from shardspec.layout.picture import ids_text
-from shardspec.layout.spec import ShardingSpec
+from shardspec.layout.spec import DimSpec, ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 from shardspec.text import counted
 
@@ -27,6 +28,7 @@ __all__ = [
     "Described",
     "Replicas",
     "agree",
+    "box_of_shard",
     "check_replicas_of_ranks",
     "check_same",
     "communicator_of_state",
@@ -198,11 +200,11 @@ def _on_larger(layout: Layout, mesh: DeviceMesh) -> Layout | None:
         if mesh.coordinates(device) != tuple(place):
             return None
     spec = layout.spec
-    spec.check_plain("a checkpoint that each rank saves by itself")
-    cuts = {
-        dim: [axes[int(axis)] for axis in by if axis in axes]
-        for dim, by in spec.dim_partition_dict.items()
-    }
+    cuts: dict[int, DimSpec] = {}
+    for dim, cut in enumerate(spec.dim_specs):
+        by = [axes[int(axis)] for axis in cut.axes if axis in axes]
+        # Along axes of one device nothing is sharded, nor does a part have several shares.
+        cuts[dim] = DimSpec(tuple(by), cut.parts, cut.block) if by else DimSpec()
     pending: dict[Axis, ReduceOp] = {
         axes[int(p.axis)]: p.op for p in spec.partials if p.axis in axes
     }
@@ -271,17 +273,23 @@ def _cut(text: str) -> str:
 def _replicas(what: Described, communicator: Communicator) -> dict[int, bytes]:
     """Return by rank the CRC-32 of each of its boxes that other ranks hold too, by name."""
     shared = {at: _shared(at) for at in set(what.layouts.values())}
-    known: dict[int, int] = {}
+    known: dict[tuple[int, Box], int] = {}
     found = {}
     for rank in communicator.addressable:
         crcs = array("I")
+        # In the order in which all ranks look at them.
+        mine = {
+            layout: [box for (box, _), ranks in held.items() if rank in ranks]
+            for layout, held in shared.items()
+        }
         for name, layout in what.layouts.items():
-            if replica_key(layout, rank) in shared[layout]:
-                tensor = what.shards[name][rank]
+            tensor = what.shards[name][rank]
+            for box in mine[layout]:
                 # A plain tensor is one for all devices of this process.
-                if id(tensor) not in known:
-                    known[id(tensor)] = _crc_of(tensor)
-                crcs.append(known[id(tensor)])
+                of = id(tensor), box
+                if of not in known:
+                    known[of] = _crc_of(box_of_shard(tensor, layout, rank, box))
+                crcs.append(known[of])
         found[rank] = crcs.tobytes()
     return found
 
@@ -323,6 +331,13 @@ def _crc_of(tensor: "torch.Tensor") -> int:
     for piece in tensor_bytes(tensor):
         value = crc32(piece, value)
     return value
+
+
+def box_of_shard(shard: "torch.Tensor", layout: Layout, rank: int, box: Box) -> "torch.Tensor":
+    """Return one of the boxes of a rank's shard, which is all of it unless there are parts."""
+    if layout.spec.is_plain:
+        return shard
+    return shard[LayoutCell(layout, box).index(rank)]
 
 
 def tensor_bytes(tensor: "torch.Tensor") -> Iterator[memoryview]:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from shardspec.boxes import box_shape
+from shardspec.boxes import Box
 from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.directories import DirectoryLock
@@ -31,6 +33,7 @@ from shardspec.checkpoint.rank_state import (
     Described,
     Replicas,
     agree,
+    box_of_shard,
     check_replicas_of_ranks,
     check_same,
     communicator_of_state,
@@ -43,6 +46,7 @@ from shardspec.checkpoint.sharding_info import (
     ShardingInfo,
     format_info,
     read_info,
+    stored_shape,
 )
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, reason
@@ -52,9 +56,6 @@ from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Replicas", "save_sharded"]
 
@@ -163,7 +164,10 @@ def save_sharded(
             written = agree(chosen, lambda: _write_shards(path, mine, what))
             digests = chosen.gather({rank: written.get(rank, {}) for rank in chosen.addressable})
             digested = {
-                rank: [entry._replace(crc32=digests[rank][entry.tensor]) for entry in entries]
+                rank: [
+                    entry._replace(crc32=digests[rank][entry.tensor, entry.box])
+                    for entry in entries
+                ]
                 for rank, entries in boxes.items()
             }
             info = _info(save, mesh, what, digested)
@@ -181,10 +185,10 @@ def _shard(
     rank: int, entries: Sequence[BoxEntry], layouts: Mapping[str, Layout], save: str
 ) -> _Shard:
     """Return the file that a rank writes."""
-    slots = [
-        TensorSlot(entry.tensor, layouts[entry.tensor].dtype, box_shape(entry.box))
-        for entry in entries
-    ]
+    slots = (
+        TensorSlot(name, layouts[name].dtype, stored_shape([entry.box for entry in boxes]))
+        for name, boxes in groupby(entries, attrgetter("tensor"))
+    )
     head, header = encode_header(slots, shard_metadata(save, rank))
     name = f"shard-{rank:05d}-{save}.safetensors"
     return _Shard(FileEntry(name, rank, header.file_bytes, tuple(entries)), head, header)
@@ -229,31 +233,34 @@ def _claim(path: Path, overwrite: bool, turn: DirectoryLock) -> None:
 
 def _write_shards(
     path: Path, shards: Sequence[_Shard], what: Described
-) -> dict[int, dict[str, int]]:
-    """Write the files of this process; return by rank and tensor the CRC-32 of each box."""
-    digests: dict[int, dict[str, int]] = {}
+) -> dict[int, dict[tuple[str, Box], int]]:
+    """Write the files of this process; return by rank, tensor and box the CRC-32 of each."""
+    digests: dict[int, dict[tuple[str, Box], int]] = {}
     # Made by the first rank; asking again makes a network file system look.
     _make_directory(path)
     for shard in shards:
         rank = shard.entry.rank
-        fill = partial(_fill, shard, what.shards, digests.setdefault(rank, {}))
+        fill = partial(_fill, shard, what, digests.setdefault(rank, {}))
         _write_file(path, shard.entry.name, shard.header.file_bytes, fill)
     return digests
 
 
 def _fill(
-    shard: _Shard,
-    shards: Mapping[str, Mapping[int, "torch.Tensor"]],
-    digests: dict[str, int],
-    write: "_Write",
+    shard: _Shard, what: Described, digests: dict[tuple[str, Box], int], write: "_Write"
 ) -> None:
     write(memoryview(shard.head))
-    for entry in shard.header.entries:
-        value = 0
-        for piece in tensor_bytes(shards[entry.name][shard.entry.rank]):
-            value = crc32(piece, value)
-            write(piece)
-        digests[entry.name] = value
+    rank = shard.entry.rank
+    boxes: dict[str, list[Box]] = {}
+    for entry in shard.entry.boxes:
+        boxes.setdefault(entry.tensor, []).append(entry.box)
+    for slot in shard.header.entries:
+        for box in boxes[slot.name]:
+            value = 0
+            held = box_of_shard(what.shards[slot.name][rank], what.layouts[slot.name], rank, box)
+            for piece in tensor_bytes(held):
+                value = crc32(piece, value)
+                write(piece)
+            digests[slot.name, box] = value
 
 
 _Write: TypeAlias = Callable[[memoryview], None]

@@ -4,11 +4,13 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeVar, overload
 
-from shardspec.boxes import Box
+from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import ReplicaKey
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.safetensors_header import MAX_DIMS
@@ -48,6 +50,7 @@ __all__ = [
     "info_lines",
     "parse_info",
     "read_info",
+    "stored_shape",
 ]
 
 _T = TypeVar("_T")
@@ -123,8 +126,21 @@ class BoxColumns(Sequence[BoxEntry]):
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
 
+def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """Return the shape under which a file holds boxes of one tensor, one after the other.
+
+    It is that of the box, and of several, as parts are, the number of their elements.
+
+    Examples
+    --------
+    >>> stored_shape([((0, 2), (0, 3))]), stored_shape([((0, 2), (0, 3)), ((4, 5), (0, 3))])
+    ((2, 3), (9,))
+    """
+    return box_shape(boxes[0]) if len(boxes) == 1 else (sum(map(box_size, boxes)),)
+
+
 class FileEntry(NamedTuple):
-    """One file and the boxes it holds, at most one of each tensor."""
+    """One file and the boxes it holds; those of one tensor follow each other, as their bytes do."""
 
     name: str
     """A plain name in the directory of the checkpoint."""
@@ -198,7 +214,10 @@ def info_lines(
     for file in files:
         head = _dump({"name": file.name, "rank": file.rank, "bytes": file.num_bytes})
         yield f'{separator}  {head[:-1]}, "boxes": {{'
-        boxes = (f"    {_dump(entry.tensor)}: {_dump(_box_json(entry))}" for entry in file.boxes)
+        boxes = (
+            f"    {_dump(name)}: {_dump(_boxes_json(list(entries)))}"
+            for name, entries in groupby(file.boxes, attrgetter("tensor"))
+        )
         yield from _lines(boxes, "  ")
         yield "}}"
         separator = ",\n"
@@ -231,6 +250,12 @@ def _lines(items: Iterable[str], indent: str) -> Iterator[str]:
 
 def _dump(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _boxes_json(entries: Sequence[BoxEntry]) -> object:
+    """Return what stands for the boxes of a tensor: an object, or of several a list of them."""
+    found = [_box_json(entry) for entry in entries]
+    return found[0] if len(found) == 1 else found
 
 
 def _box_json(entry: BoxEntry) -> dict[str, object]:
@@ -407,8 +432,10 @@ def _parse_file(
             stated[part] = stream.value()
             continue
         for tensor in stream.members(f"{key}.boxes"):
-            held, crc32 = _parse_box(stream.value(), f"{key}.boxes[{tensor!r}]", path)
-            boxes.add(names.get(tensor, tensor), parts.setdefault(held, held), crc32)
+            at, said = f"{key}.boxes[{tensor!r}]", stream.value()
+            for box in said if isinstance(said, list) and said else [said]:
+                held, crc32 = _parse_box(box, at, path)
+                boxes.add(names.get(tensor, tensor), parts.setdefault(held, held), crc32)
     member(stated, "boxes", path, f"{key}.boxes")
     name = field(stated, "name", as_text, path, key)
     file_inside(path.parent, name, path)

@@ -201,5 +201,5 @@ def assign_boxes(
         chosen[rank].append(entry)
         load[rank] += num_bytes
     for entries in chosen.values():
-        entries.sort(key=lambda entry: entry.tensor)
+        entries.sort(key=lambda entry: (entry.tensor, entry.box))
     return chosen

@@ -64,7 +64,7 @@ def _layout(
 ) -> Layout:
     # Beside strided shards torch's order says nothing: their factors do.
     kept = None if order is None or _any_strided(placements) else dict(order)
-    spec = from_placements(placements, len(shape), mesh, shard_order=kept)
+    spec = from_placements(placements, shape, mesh, shard_order=kept)
     return Layout(mesh, spec, shape, dtype)
 
 

@@ -26,8 +26,9 @@ def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["TorchPlacement", .
     """Return torch's placements for a spec, one per mesh axis.
 
     Axes that split a dim in another order than from left to right become `_StridedShard`, as torch
-    writes them. torch has every spec; where a dim does not divide evenly, it splits by the same
-    rule. An axis that the mesh lacks is an `AxisError`.
+    writes them, and so do parts of one size. torch has every spec without other parts and without
+    blocks, which raise `LossyConversionError`; where a dim does not divide evenly, it splits by the
+    same rule. An axis that the mesh lacks is an `AxisError`.
 
     Examples
     --------
@@ -66,6 +67,7 @@ def to_shard_order(
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+    resolved.check_plain("an order of axes beside torch's placements")
     placements = tuple(
         Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
         for placement in to_placements(resolved, mesh)
@@ -76,15 +78,17 @@ def to_shard_order(
 
 def from_placements(
     placements: Sequence["TorchPlacement"],
-    dims: int,
+    dims: int | Sequence[int],
     mesh: DeviceMesh,
     *,
     shard_order: Mapping[int, Sequence[int]] | None = None,
 ) -> ShardingSpec:
     """Return the spec that torch's placements, one per mesh axis, describe.
 
-    `shard_order` has per dim the axes that split it, the major one first, where torch keeps the
-    order beside the placements (``DTensorSpec.shard_order``).
+    `dims` is the number of dims, or the shape of the tensor: a `_StridedShard` whose factor no axis
+    has made is a dim of parts, ``S0{8,8}``, whose sizes follow from it. `shard_order` has per dim
+    the axes that split it, the major one first, where torch keeps the order beside the placements
+    (``DTensorSpec.shard_order``).
 
     Raises
     ------
@@ -92,13 +96,17 @@ def from_placements(
         If the number of placements is not that of the axes, a dim does not exist, or no order of
         the axes has these split factors.
     LossyConversionError
-        If a placement is of another kind: a masked or scaled partial, or one that has no name.
+        If a placement is of another kind: a masked or scaled partial, or one that has no name. Also
+        if several axes shard parts of one dim.
 
     Examples
     --------
     >>> from torch.distributed.tensor import Partial, Shard
     >>> str(from_placements([Shard(0), Partial()], 2, DeviceMesh(range(4), (2, 2))))
     '[S0,R|P1]'
+    >>> from torch.distributed.tensor.placement_types import _StridedShard
+    >>> str(from_placements([_StridedShard(0, split_factor=2)], (8, 3), DeviceMesh([0, 1])))
+    '[S0{4,4},R]'
     """
     ours = [_ours(placement) for placement in placements]
     return spec_of_placements(ours, dims, mesh.shape, shard_order)

@@ -4,7 +4,9 @@ torch splits a dim by the axes that shard it from left to right. An axis that sp
 further right has a split factor: the number of parts which those have made before
 (``_StridedShard``). So `[S10]` on a 2x2 mesh is ``(_StridedShard(0, split_factor=2), Shard(0))``.
 The rule is ``DTensorSpec._convert_shard_order_to_StridedShard`` in torch 2.13, and its inverse.
-Nothing here needs torch.
+A factor of the only axis of a dim says that the dim is that many parts side by side, each sharded
+by itself: `[S0{4,4}]` on a mesh of 2 is ``(_StridedShard(0, split_factor=2),)``. Nothing here needs
+torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +14,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
+from shardspec.boxes import split_interval
 from shardspec.comm.steps import ReduceOp
-from shardspec.errors import LayoutError
-from shardspec.layout.spec import ShardingSpec
+from shardspec.errors import LayoutError, LossyConversionError
+from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 
 __all__ = ["PartialPlacement", "Placement", "Split", "Whole", "placements_of", "spec_of_placements"]
 
@@ -53,17 +56,34 @@ def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placem
     mesh_shape
         Devices along each axis.
 
+    Raises
+    ------
+    LossyConversionError
+        If the spec has blocks, or parts of which torch's rule makes others.
+
     Examples
     --------
     >>> placements_of(ShardingSpec.parse("[S10,R]"), (2, 3))
     (Split(dim=0, split_factor=3), Split(dim=0, split_factor=1))
+    >>> placements_of(ShardingSpec.parse("[S0{4,4},R]"), (2,))
+    (Split(dim=0, split_factor=2),)
     """
-    spec.check_plain("torch's placements")
     placements: list[Placement] = [Whole()] * len(mesh_shape)
-    for dim, axes in spec.dim_partition_dict.items():
-        for place, axis in enumerate(axes):
-            before = [int(other) for other in axes[:place] if int(other) > int(axis)]
-            placements[int(axis)] = Split(dim, prod(mesh_shape[other] for other in before))
+    for dim, cut in enumerate(spec.dim_specs):
+        factors = {}
+        for place, axis in enumerate(cut.axes):
+            before = [int(other) for other in cut.axes[:place] if int(other) > int(axis)]
+            factors[int(axis)] = max(1, len(cut.parts)) * prod(mesh_shape[a] for a in before)
+        size = sum(part.size for part in cut.parts)
+        if not cut.is_plain and (
+            cut.block > 1
+            or any(part.shares for part in cut.parts)
+            or len(cut.axes) > 1
+            or _parts(size, len(cut.parts)) != tuple(part.size for part in cut.parts)
+        ):
+            spec.check_plain("torch's placements")
+        for axis, factor in factors.items():
+            placements[axis] = Split(dim, factor)
     for partial in spec.partials:
         placements[int(partial.axis)] = PartialPlacement(partial.op)
     return tuple(placements)
@@ -71,7 +91,7 @@ def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placem
 
 def spec_of_placements(
     placements: Sequence[Placement],
-    dims: int,
+    dims: int | Sequence[int],
     mesh_shape: Sequence[int],
     shard_order: Mapping[int, Sequence[int]] | None = None,
 ) -> ShardingSpec:
@@ -82,7 +102,8 @@ def spec_of_placements(
     placements
         One per mesh axis.
     dims
-        Dims of the tensor; a negative dim of a `Split` counts from the end.
+        Dims of the tensor, or their sizes, which parts need; a negative dim of a `Split` counts
+        from the end.
     mesh_shape
         Devices along each axis.
     shard_order
@@ -94,11 +115,15 @@ def spec_of_placements(
     LayoutError
         If the number of placements is not that of the axes, a dim does not exist, or no order of
         the axes has these split factors.
+    LossyConversionError
+        If several axes shard parts of one dim, which torch does by two rules.
 
     Examples
     --------
     >>> str(spec_of_placements([Split(0, 3), Split(0)], 2, (2, 3)))
     '[S10,R]'
+    >>> str(spec_of_placements([Split(0, 2)], (6, 5), (3,)))
+    '[S0{3,3},R]'
     >>> str(spec_of_placements([Split(0), PartialPlacement("sum")], 1, (2, 3)))
     '[S0|P1]'
     """
@@ -107,7 +132,10 @@ def spec_of_placements(
             f"{len(placements)} placements for a mesh of {len(mesh_shape)} axes "
             f"({'x'.join(map(str, mesh_shape))}); give one per axis"
         )
+    sizes = None if isinstance(dims, int) else tuple(dims)
+    dims = dims if isinstance(dims, int) else len(dims)
     orders: dict[int, list[int | str]] = {}
+    factors: dict[int, list[int]] = {}
     partial: dict[int | str, ReduceOp] = {}
     # From the right: an axis goes in after as many parts as its factor says.
     for axis in reversed(range(len(mesh_shape))):
@@ -123,19 +151,45 @@ def spec_of_placements(
                         f"{'dim' if dims == 1 else 'dims'}"
                     )
                 order = orders.setdefault(dim % dims, [])
-                order.insert(_place(order, factor, mesh_shape, axis), axis)
-    if shard_order is not None:
+                found = factors.setdefault(dim % dims, [])
+                found.append(factor)
+                order.insert(_place(order, factor, found[0], mesh_shape, axis), axis)
+    parts = {dim: found for dim, found in factors.items() if found[0] > 1}
+    if shard_order is not None and not parts:
         orders = _checked_order(orders, {d: list(axes) for d, axes in shard_order.items() if axes})
-    return ShardingSpec(dims, orders, partial=partial)
+    cuts = {dim: DimSpec(tuple(order)) for dim, order in orders.items()}
+    for dim, found in parts.items():
+        if sizes is None:
+            raise LayoutError(
+                f"split factor {found[0]} makes parts of dim {dim}, whose size is not given; give "
+                "the shape of the tensor"
+            )
+        if len(found) > 1:
+            # torch distributes such tensors by one rule and gathers them by another.
+            raise LossyConversionError(
+                f"axes {sorted(map(int, orders[dim]))} shard dim {dim} together with split factors "
+                f"{found[::-1]}, which make parts; torch's own full_tensor() mixes such shards up. "
+                "Redistribute to Shard or Replicate over all of them but one first"
+            )
+        cuts[dim] = DimSpec(cuts[dim].axes, tuple(map(Part, _parts(sizes[dim], found[0]))))
+    return ShardingSpec(dims, cuts, partial=partial)
 
 
-def _place(order: Sequence[int | str], factor: int, mesh_shape: Sequence[int], axis: int) -> int:
-    parts = 1
+def _parts(size: int, factor: int) -> tuple[int, ...]:
+    """Return the parts into which torch divides a dim before one axis shards each of them."""
+    ends = (split_interval(0, size, factor, place) for place in range(factor))
+    return tuple(hi - lo for lo, hi in ends if lo < hi)
+
+
+def _place(
+    order: Sequence[int | str], factor: int, parts: int, mesh_shape: Sequence[int], axis: int
+) -> int:
+    made = parts
     for place in range(len(order) + 1):
-        if parts == factor:
+        if made == factor:
             return place
         if place < len(order):
-            parts *= mesh_shape[int(order[place])]
+            made *= mesh_shape[int(order[place])]
     raise LayoutError(
         f"axis {axis} has split factor {factor}, but the axes to its right that split the same dim "
         f"make {[mesh_shape[int(a)] for a in order] or 'no'} parts; no order of the axes has it"

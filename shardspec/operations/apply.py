@@ -79,6 +79,9 @@ def apply(
     mesh = _one_mesh(name, sharded)
     if torch.is_grad_enabled() and _writes(function, kwargs):
         _check_no_leaf(name, (args[:1], kwargs.get("out")), kind)
+    for tensor in sharded:
+        # torch would take them as strided shards, of which most of its rules know nothing.
+        tensor.layout.spec.check_plain("torch's operators")
     known = {id(tensor): tensor.to_torch() for tensor in sharded}
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in known.values()):
         check_gradient(name, args, kwargs)

@@ -88,8 +88,11 @@ def test_the_reader_of_the_document_reads_what_shardspec_saves(tmp_path):
     w = torch.arange(35).view(5, 7)
     addends = {rank: torch.full((2,), rank % 2) for rank in mesh.ids}
     pending = DTensor.from_shards(addends, Layout(mesh, "[S1|P0]", (6,), "int64"))
-    save_sharded({"w": DTensor(w, mesh, "[S10,R]"), "p": pending, "s": torch.tensor(2.5)}, ckpt)
+    parts = DTensor(w, mesh, "[S0{3,2},S1{4,3/1}*2]")
+    state = {"w": DTensor(w, mesh, "[S10,R]"), "p": pending, "s": torch.tensor(2.5), "q": parts}
+    save_sharded(state, ckpt)
     found = read(ckpt)
+    assert (found["q"] == w.numpy()).all()
     assert (found["w"] == w.numpy()).all()
     assert (found["p"] == pending.to_global().numpy()).all()
     assert found["s"] == 2.5

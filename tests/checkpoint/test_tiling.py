@@ -16,7 +16,7 @@ from shardspec.checkpoint.catalog import (
     StoredReduction,
     StoredTensor,
     replica_holders,
-    replica_key,
+    replica_keys,
     stored_reductions,
 )
 from shardspec.checkpoint.tiling import Hole, Overlap, check_tiling, find_flaw
@@ -145,7 +145,10 @@ def test_what_does_not_tile(boxes, problem):
 def test_what_replicas_have_in_common():
     mesh = DeviceMesh(range(6), (2, 3))
     partial = Layout(mesh, "[S0|P1]", (4,), "f32")
-    assert replica_key(partial, 5) == (((2, 4),), (2,))
+    assert replica_keys(partial, 5) == ((((2, 4),), (2,)),)
+    parts = Layout(mesh, "[S1{3,2/1}]", (5,), "f32")
+    assert replica_keys(parts, 5) == ((((2, 3),), ()), (((3, 5),), ()))
+    assert replica_keys(Layout(mesh, "[S1]", (2,), "f32"), 5) == ()
     assert stored_reductions(partial) == (StoredReduction("sum", 3),)
     # Of the third row of devices there is nothing left.
     uneven = Layout(DeviceMesh(range(6), (3, 2)), "[S0]", (2,), "f32")

@@ -14,7 +14,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, init_device_mesh, redistribute
-from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
+from shardspec.errors import (
+    CommunicatorError,
+    LayoutError,
+    LossyConversionError,
+    ShardSpecError,
+)
 from shardspec.interop.torch_placements import to_shard_order
 from shardspec.layout.graph import TransitionGraph, spec_of
 from shardspec.layout.layout import Layout
@@ -211,7 +216,9 @@ def refused(mesh):
     stranger = TorchDTensor.from_local(WHOLE, larger, [Replicate(), Replicate()])
     alone = SimulatedCommunicator(mesh)
     mixed = DTensor.from_local(WHOLE.clone(), mesh, "[R,R|P0,Pavg1]")
-    flat = torch_distribute(torch.ones(4, 8), torch_mesh, [Replicate(), Shard(1)]).view(32)
+    across = TorchDTensor.from_local(
+        torch.ones(2), torch_mesh, [Shard(0), _StridedShard(0, split_factor=2)]
+    )
     scaled = theirs.norm()
     ours = DTensor(WHOLE, mesh, "[R,R]")
     return [
@@ -220,7 +227,7 @@ def refused(mesh):
         told(lambda: DTensor.from_torch(theirs, device_mesh=DeviceMesh(range(4), (4,)))),
         told(lambda: DTensor(WHOLE, mesh, "[R,R]", communicator=alone).to_torch()),
         told(lambda: mixed.to_torch()),
-        told(lambda: DTensor.from_torch(flat)),
+        told(lambda: DTensor.from_torch(across)),
         told(lambda: DTensor.from_torch(scaled)),
         told(lambda: redistribute(theirs, [Shard(0)])),
         told(lambda: redistribute(theirs, [Shard(0), Partial()])),
@@ -240,10 +247,32 @@ def play(rank):
         orders_beside_placements,
         gradients_pass_both_ways,
         torch_code_gets_our_plans,
+        parts_are_strided_shards,
     ):
         scene(rank, mesh)
         dist.barrier()
     return refused(mesh)
+
+
+def parts_are_strided_shards(_, mesh):
+    """As in a dim that was flattened over a sharded one, and in experts with gate and up."""
+    torch_mesh = mesh.to_torch()
+    tall = torch.arange(64).view(16, 4)
+    flat = torch_distribute(tall, torch_mesh, [Replicate(), Shard(1)]).view(64)
+    ours = DTensor.from_torch(flat)
+    parts = ",".join(["4"] * 16)
+    assert str(ours.sharding_spec) == f"[S1{{{parts}}}]"
+    assert torch.equal(ours.to_global(), torch.arange(64))
+    for spec, dim in (("[S0{8,8},S1]", 0), ("[S1{4,4,4,4},R]", 0), ("[S0,S1{2,2}]", 1)):
+        made = DTensor(tall, mesh, spec)
+        theirs = made.to_torch()
+        assert any(isinstance(p, _StridedShard) and p.dim == dim for p in theirs.placements)
+        assert torch.equal(theirs.full_tensor(), tall), (spec, theirs.placements)
+        assert torch.equal(theirs.to_local(), made.to_local())
+        assert DTensor.from_torch(theirs).layout == made.layout
+    for spec in ("[S01{8,8},R]", "[S0{8,8/1},R]", "[S0{4,12},R]", "[S0*2,R]"):
+        with pytest.raises(LossyConversionError, match="redistribute to"):
+            DTensor(tall, mesh, spec).to_torch()
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +288,7 @@ REFUSALS = [
     "operation, needs one process per device; start the program with torchrun, or work on",
     "LossyConversionError: torch has no tensor with several kinds of reductions pending, as "
     "[R,R|P0,Pavg1] has",
-    "LayoutError: axis 1 has split factor 4",
+    "LayoutError: axis 0 has split factor 1",
     "LossyConversionError: placement _NormP(2)",
     "LayoutError: 1 placements for a mesh of 2 axes (2x2); give one per axis",
     "LayoutError: ",

@@ -7,6 +7,7 @@ from math import prod
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from shardspec import (
     DeviceMesh,
@@ -18,8 +19,10 @@ from shardspec import (
     distribute_tensor,
     load_sharded,
     merge,
+    reshard,
     save_sharded,
 )
+from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import (
     AxisError,
     CheckpointError,
@@ -225,9 +228,93 @@ def test_a_checkpoint_is_loaded_into_parts_and_saved_from_one_box(tmp_path):
         for device in mesh.ids:
             wanted = shard_by_index(WHOLE, loaded.layout, device)
             assert torch.equal(loaded.shards[device], wanted), (text, device)
-    blocks = plain.redistribute("[S01{8,4}*2,R]")
-    with pytest.raises(CheckpointError, match=r"redistribute to \[S01,R\] first"):
-        save_sharded({"w": blocks}, tmp_path / "b")
-    save_sharded({"w": plain.redistribute("[S0*5,R]")}, tmp_path / "c")
-    merge(tmp_path / "c", tmp_path / "c.safetensors")
-    assert torch.equal(load_file(tmp_path / "c.safetensors")["w"], WHOLE)
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 7, 3]])
+def test_every_cut_is_saved_merged_and_resharded(tmp_path, ids):
+    mesh, other = DeviceMesh(ids, (2, 2)), DeviceMesh(range(3), (3,))
+    state = {f"w{at}": DTensor(WHOLE, mesh, text) for at, text in enumerate(SPECS)}
+    save_sharded(state, tmp_path / "a")
+    assert verify_checkpoint(tmp_path / "a").flaws == ()
+    merge(tmp_path / "a", tmp_path / "a.safetensors")
+    merged = load_file(tmp_path / "a.safetensors")
+    assert set(merged) == set(state)
+    assert all(torch.equal(tensor, WHOLE) for tensor in merged.values())
+    for name, tensor in load_sharded(tmp_path / "a").items():
+        assert tensor.layout == state[name].layout
+        for device in mesh.ids:
+            assert torch.equal(tensor.shards[device], shard_by_index(WHOLE, tensor.layout, device))
+    into = {name: DTensor(torch.zeros_like(WHOLE), mesh, "[S0{4,8/1}*2,S1]") for name in state}
+    load_sharded(tmp_path / "a", into=into)
+    assert all(torch.equal(tensor.to_global(), WHOLE) for tensor in into.values())
+    # From every cut to every other: with `like`, by rules, and as boxes of torch's format.
+    turned = dict(zip(state, [SPECS[-1], *SPECS], strict=False))
+    reshard(tmp_path / "a", tmp_path / "b", device_mesh=mesh, rules=turned)
+    for name, tensor in load_sharded(tmp_path / "b").items():
+        assert tensor.layout == Layout(mesh, turned[name], SHAPE, WHOLE.dtype)
+        for device in mesh.ids:
+            assert torch.equal(tensor.shards[device], shard_by_index(WHOLE, tensor.layout, device))
+    reshard(tmp_path / "b", tmp_path / "c", like=tmp_path / "a")
+    for name, tensor in load_sharded(tmp_path / "c").items():
+        assert tensor.layout == state[name].layout
+        assert torch.equal(tensor.to_global(), WHOLE)
+    reshard(
+        tmp_path / "b",
+        tmp_path / "d",
+        device_mesh=other,
+        rules={"*": "[S0{6,6/1}*2,R]"},
+        format="dcp",
+    )
+    merge(tmp_path / "d", tmp_path / "d.safetensors")
+    assert all(
+        torch.equal(tensor, WHOLE) for tensor in load_file(tmp_path / "d.safetensors").values()
+    )
+    read = {name: torch.zeros_like(WHOLE) for name in state}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        dcp_load(read, checkpoint_id=tmp_path / "d")
+    assert all(torch.equal(tensor, WHOLE) for tensor in read.values())
+
+
+def test_a_dim_of_every_size_is_saved_by_parts(tmp_path):
+    """Uneven and empty shares of parts and blocks, and shares that several devices have."""
+    mesh = DeviceMesh(range(4), (2, 2))
+    cuts = [
+        DimSpec(order, parts, block)
+        for order in ((0,), (0, 1), (1, 0))
+        for first in range(1, 7)
+        for parts in ((Part(first), Part(3)), (Part(first), Part(5, 1)), (Part(2), Part(first, 2)))
+        for block in (1, 2)
+    ]
+    state, whole = {}, {}
+    for at, cut in enumerate(cuts):
+        size = sum(part.size for part in cut.parts)
+        name, spec = f"w{at}", ShardingSpec(2, {1: cut})
+        whole[name] = torch.arange(2 * size, dtype=torch.int16).view(2, size) + at
+        state[name] = DTensor(whole[name], mesh, spec)
+    save_sharded(state, tmp_path / "a")
+    merge(tmp_path / "a", tmp_path / "a.safetensors")
+    for name, tensor in load_file(tmp_path / "a.safetensors").items():
+        assert torch.equal(tensor, whole[name]), state[name].layout
+
+
+def test_copies_of_a_part_are_compared_and_damage_is_found(tmp_path):
+    mesh = DeviceMesh(range(2), (2,))
+    layout = Layout(mesh, "[S0{4,2/1}]", (6,), "int64")
+    shards = {0: torch.tensor([0, 1, 4, 5]), 1: torch.tensor([2, 3, 4, 6])}
+    state = {"w": DTensor.from_shards(shards, layout)}
+    with pytest.raises(CheckpointError, match=r"'w': its copies of box \[4:6\] differ"):
+        save_sharded(state, tmp_path / "a")
+    save_sharded(state, tmp_path / "a", replicas="first")
+    merge(tmp_path / "a", tmp_path / "a.safetensors")
+    assert load_file(tmp_path / "a.safetensors")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    (first,) = (tmp_path / "a").glob("shard-00000-*")
+    damaged = bytearray(first.read_bytes())
+    damaged[-1] ^= 1
+    first.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"box \[4:6\] .* has CRC-32"):
+        merge(tmp_path / "a", tmp_path / "b.safetensors")
+    # A list of boxes that the spec does not give to the rank contradicts it.
+    info = tmp_path / "a" / "sharding_info.json"
+    info.write_text(info.read_text().replace("[[4, 6]]", "[[3, 6]]"))
+    with pytest.raises(CheckpointError, match=r"said to hold box \[3:6\], but under spec"):
+        merge(tmp_path / "a", tmp_path / "b.safetensors")

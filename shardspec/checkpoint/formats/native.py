@@ -4,10 +4,12 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
-from shardspec.boxes import box_shape, box_size
+from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import (
     Catalog,
     Digest,
@@ -18,7 +20,7 @@ from shardspec.checkpoint.catalog import (
     StoredTensor,
     box_text,
     replica_holders,
-    replica_key,
+    replica_keys,
     stored_reductions,
 )
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
@@ -35,6 +37,7 @@ from shardspec.checkpoint.sharding_info import (
     ShardingInfo,
     info_lines,
     read_info,
+    stored_shape,
 )
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.state_dict import KeyPath
@@ -78,15 +81,24 @@ class _Kind:
         self.layout = layout
         self.boxes = boxes
         self.places = places
-        """Of each file that holds a box, which of the boxes it is."""
-        self.more: dict[int, _Kind] = {}
-        """By file, the kind with the box of that file too."""
+        """Of each file that holds boxes, which is its first, after which the others come."""
+        self.more: dict[tuple[int, ReplicaKey], _Kind] = {}
+        """By file and box, the kind with that one too."""
 
     def then(self, file: int, box: FileBox) -> "_Kind":
-        """Return the kind with one box more, that of another file."""
-        places = {**self.places, file: len(self.boxes)}
-        found = self.more[file] = _Kind(self.layout, (*self.boxes, box), places)
+        """Return the kind with one box more, that of a file."""
+        key = file, (box.box, box.addend)
+        places = {file: len(self.boxes), **self.places}
+        found = self.more[key] = _Kind(self.layout, (*self.boxes, box), places)
         return found
+
+    def of_file(self, file: int) -> range:
+        """Return which boxes a file holds."""
+        first = self.places.get(file, len(self.boxes))
+        end = first
+        while end < len(self.boxes) and self.boxes[end].path == self.boxes[first].path:
+            end += 1
+        return range(first, end)
 
 
 class NativeCatalog(Catalog):
@@ -122,33 +134,38 @@ class NativeCatalog(Catalog):
         """Note where the boxes of a file lie, once its header agrees with the info."""
         for entry in header.entries:
             kind, first = self._tensors.get(entry.name, (None, 0))
-            place = None if kind is None else kind.places.get(number)
-            if kind is None or place is None:
+            places = range(0) if kind is None else kind.of_file(number)
+            if kind is None or not places:
                 raise CheckpointError(
                     f"{path}: holds tensor {shown(entry.name, 200)}, which {INFO_NAME} does not "
                     f"list for it; {_CHANGED}"
                 )
-            box, dtype = kind.boxes[place].box, kind.layout.dtype
-            if entry.shape != box_shape(box):
+            boxes, dtype = [kind.boxes[place].box for place in places], kind.layout.dtype
+            shape = stored_shape(boxes)
+            if entry.shape != shape:
                 raise CheckpointError(
                     f"{path}: holds tensor {entry.name!r} of shape {list(entry.shape)}, but its "
-                    f"box {box_text(box)} needs {list(box_shape(box))}; {_CHANGED}"
+                    f"box {' and '.join(map(box_text, boxes))} needs {list(shape)}; {_CHANGED}"
                 )
             if entry.dtype != dtype:
                 raise CheckpointError(
                     f"{path}: holds tensor {entry.name!r} as {entry.dtype}, but {INFO_NAME} says "
                     f"{dtype}; {_CHANGED}"
                 )
-            self._offsets[first + place] = entry.offset
-        for name, _, _, crc32 in file.boxes:
+            offset = entry.offset
+            for place, box in zip(places, boxes, strict=True):
+                self._offsets[first + place] = offset
+                offset += box_size(box) * item_bytes(dtype)
+        for name, entries in groupby(file.boxes, attrgetter("tensor")):
             kind, first = self._tensors[name]
             at = first + kind.places[number]
             if self._offsets[at] < 0:
                 raise CheckpointError(
                     f"{path}: lacks tensor {name!r}, which {INFO_NAME} lists for it; {_CHANGED}"
                 )
-            if crc32 is not None:
-                self._crcs[at] = crc32
+            for place, box_entry in enumerate(entries, at):
+                if box_entry.crc32 is not None:
+                    self._crcs[place] = box_entry.crc32
 
     def outline(self, name: str) -> Outline[FileBox]:
         """Return a tensor and its boxes, which are one object for tensors of one kind."""
@@ -181,22 +198,22 @@ def open_native(directory: Path) -> NativeCatalog:
 def _kinds(info: ShardingInfo, paths: Sequence[Path], directory: Path) -> dict[str, _Kind]:
     """Return the kind of every tensor; all boxes that its spec gives to devices are there."""
     # Many tensors are sharded alike.
-    key_of = lru_cache(None)(replica_key)
+    keys_of = lru_cache(None)(replica_keys)
     bare = {layout: _Kind(layout, (), {}) for layout in info.tensors.values()}
     kinds = {name: bare[layout] for name, layout in info.tensors.items()}
     for number, (file, path) in enumerate(zip(info.files, paths, strict=True)):
         for name, box, addend, _ in file.boxes:
             kind = kinds[name]
-            key = key_of(kind.layout, file.rank)
-            if (box, addend) != key:
+            keys = keys_of(kind.layout, file.rank)
+            if (box, addend) not in keys:
+                holds = " and ".join(map(_key_text, keys)) or "nothing"
                 raise CheckpointError(
                     f"{directory / INFO_NAME}: tensor {name!r}: rank {file.rank} is said to hold "
                     f"box {_key_text((box, addend))}, but under spec {kind.layout.spec} it holds "
-                    f"{_key_text(key)}; the info contradicts itself"
+                    f"{holds}; the info contradicts itself"
                 )
-            kinds[name] = kind.more.get(number) or kind.then(
-                number, FileBox(box, addend, file.rank, path)
-            )
+            known = kind.more.get((number, (box, addend)))
+            kinds[name] = known or kind.then(number, FileBox(box, addend, file.rank, path))
     checked: set[_Kind] = set()
     for name, kind in kinds.items():
         if kind in checked:
@@ -269,7 +286,10 @@ def sharded_target(
     files: list[OutputFile] = []
 
     def head_of(extents: Sequence[Extent], rank: int) -> tuple[bytes, Header]:
-        slots = (TensorSlot(e.tensor.name, e.tensor.dtype, box_shape(e.box)) for e in extents)
+        slots = (
+            TensorSlot(name, by_name[name].dtype, stored_shape([one.box for one in found]))
+            for name, found in groupby(extents, _name_of)
+        )
         return encode_header(slots, shard_metadata(save, rank))
 
     def made(extents: Sequence[Extent], rank: int) -> Sequence[RawBytes]:
@@ -279,23 +299,30 @@ def sharded_target(
     assigned = assign_boxes(mesh, layouts)
     for rank in mesh.ids:
         # Let go of one by one: together they take as much memory as what is made of them.
-        box_of = {entry.tensor: entry.box for entry in assigned.pop(rank)}
-        if not box_of:
+        boxes_of: dict[str, list[Box]] = {}
+        for entry in assigned.pop(rank):
+            boxes_of.setdefault(entry.tensor, []).append(entry.box)
+        if not boxes_of:
             continue
-        _, header = head_of([Extent(by_name[name], box, 0) for name, box in box_of.items()], rank)
-        extents = tuple(
-            Extent(by_name[entry.name], box_of[entry.name], entry.offset)
-            for entry in header.entries
-        )
+        bare = [Extent(by_name[name], box, 0) for name in boxes_of for box in boxes_of[name]]
+        _, header = head_of(bare, rank)
+        extents: list[Extent] = []
+        for slot in header.entries:
+            offset = slot.offset
+            for box in boxes_of[slot.name]:
+                extents.append(Extent(by_name[slot.name], box, offset))
+                offset += extents[-1].num_bytes
         ranks.append(rank)
         name = f"shard-{rank:05d}-{save}.safetensors"
-        files.append(OutputFile(name, header.file_bytes, made(extents, rank), extents))
+        planned = tuple(extents)
+        files.append(OutputFile(name, header.file_bytes, made(planned, rank), planned))
 
     def last(crcs: Mapping[str, Sequence[int]], put: Put) -> None:
         def entry(rank: int, file: OutputFile) -> FileEntry:
             boxes = BoxColumns()
             # The info lists the boxes of a file in the order of their names.
-            pairs = sorted(zip(file.extents, crcs[file.name], strict=True), key=_by_name)
+            found = zip(file.extents, crcs[file.name], strict=True)
+            pairs = sorted(found, key=lambda pair: _name_of(pair[0]))
             for extent, crc in pairs:
                 boxes.add(extent.tensor.name, (extent.box, ()), crc)
             return FileEntry(file.name, rank, file.num_bytes, boxes)
@@ -312,5 +339,5 @@ def sharded_target(
     return Target(tuple(files), directory=True, last=last, digested=True)
 
 
-def _by_name(pair: tuple[Extent, int]) -> str:
-    return pair[0].tensor.name
+def _name_of(extent: Extent) -> str:
+    return extent.tensor.name

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from shardspec.boxes import Box, box_shape, box_size
+from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import (
     Catalog,
     FileBox,
@@ -19,7 +19,7 @@ from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredReduction,
     StoredTensor,
-    replica_key,
+    replica_keys,
     stored_reductions,
 )
 from shardspec.checkpoint.formats.names import RANK_FILES
@@ -35,9 +35,9 @@ from shardspec.checkpoint.torch_files.torch_values import TensorPlace, TorchTens
 from shardspec.checkpoint.torch_files.zip_files import TorchZip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, ShardSpecError
-from shardspec.layout.layout import Layout
+from shardspec.layout.layout import Layout, LayoutCell
 from shardspec.layout.placements import Placement
-from shardspec.layout.spec import ShardingSpec
+from shardspec.layout.spec import DimSpec, ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import shown
 
@@ -82,23 +82,42 @@ class Kind(NamedTuple):
 class Cut:
     """How a tensor is cut, and what ranks hold of it; one for all that are cut alike."""
 
-    __slots__ = ("_parts", "kind", "layout", "mesh")
+    __slots__ = ("_held", "kind", "layout", "mesh")
 
     def __init__(self, kind: Kind, layout: Layout | None) -> None:
         self.kind = kind
         self.layout = layout
         """None if it is a plain tensor, as is the mesh."""
         self.mesh = None if layout is None else layout.mesh
-        self._parts: dict[int, tuple[ReplicaKey, tuple[int, ...]]] = {}
+        self._held: dict[int, tuple[ReplicaKey, ...]] = {}
 
-    def part(self, rank: int) -> tuple[ReplicaKey, tuple[int, ...]]:
-        """Return what a rank holds, and its shape."""
-        found = self._parts.get(rank)
+    def held(self, rank: int) -> tuple[ReplicaKey, ...]:
+        """Return what a rank holds: a box, or with parts one a part; none where that is nothing."""
+        found = self._held.get(rank)
         if found is None:
-            whole = tuple((0, size) for size in self.kind.shape), ()
-            part = whole if self.layout is None else replica_key(self.layout, rank)
-            found = self._parts[rank] = part, box_shape(part[0])
+            shape = self.kind.shape
+            found = () if 0 in shape else ((tuple((0, size) for size in shape), ()),)
+            if self.layout is not None:
+                found = replica_keys(self.layout, rank)
+            self._held[rank] = found
         return found
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of what a rank holds."""
+        return self.kind.shape if self.layout is None else self.layout.local_shape(rank)
+
+    def place(self, rank: int, box: Box, local: TensorPlace) -> TensorPlace:
+        """Return where one of the boxes of a rank lies, of which the others are beside it."""
+        if self.layout is None or self.layout.spec.is_plain:
+            return local
+        index = LayoutCell(self.layout, box).index(rank)
+        strides = local.strides
+        if strides is None:
+            item = item_bytes(self.kind.dtype)
+            shape = self.shape(rank)
+            strides = tuple(item * prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        before = sum(side.start * step for side, step in zip(index, strides, strict=True))
+        return local._replace(offset=local.offset + before, strides=strides)
 
 
 class RankGroup(NamedTuple):
@@ -157,7 +176,7 @@ def _check_part(state: RankState, name: str, tensor: TorchDTensor, cut: Cut) -> 
     """Make sure that a rank could have saved what its file holds of a tensor."""
     if state.rank not in tensor.mesh:
         raise _elsewhere(state, name, f"ranks {shown(list(tensor.mesh.ids))}")
-    _, shape = cut.part(state.rank)
+    shape = cut.shape(state.rank)
     if shape != tensor.local.shape:
         raise CheckpointError(
             f"{state.path}: rank {state.rank} holds a part of shape {list(tensor.local.shape)} of "
@@ -236,10 +255,10 @@ class RankFilesCheckpoint(Catalog):
         boxes = []
         with prefetch_map(self._states, look, ahead) as places:
             for state, cut, place in zip(self._states, self._places, places, strict=True):
-                (box, addend), shape = cuts[cut].part(state.rank)
-                if 0 not in shape:
-                    where = state.rank, state.path, place.offset
-                    boxes.append(StoredBox(box, addend, *where, place.digest, place.strides))
+                for box, addend in cuts[cut].held(state.rank):
+                    at = cuts[cut].place(state.rank, box, place)
+                    where = state.rank, state.path, at.offset
+                    boxes.append(StoredBox(box, addend, *where, at.digest, at.strides))
         return StoredTensor(name, kind.shape, kind.dtype, spec, kind.pending, tuple(boxes))
 
     def origin(self, name: str) -> Hashable:
@@ -278,11 +297,8 @@ class RankFilesCheckpoint(Catalog):
 
     def _held(self, cuts: Sequence[Cut]) -> Iterator[tuple[int, ReplicaKey]]:
         """Return what ranks, by their places, hold of a tensor; not those that hold nothing."""
-        if 0 in cuts[0].kind.shape:
-            return
         for at, (state, place) in enumerate(zip(self._states, self._places, strict=True)):
-            part, shape = cuts[place].part(state.rank)
-            if 0 not in shape:
+            for part in cuts[place].held(state.rank):
                 yield at, part
 
 
@@ -348,29 +364,27 @@ def _spec_on(
     ``dp`` and ``tp``, is cut over the axes of the same names. That counts if it gives every rank
     just the box that it has stored.
     """
-    cuts: dict[int, list[int]] = {}
+    cuts: dict[int, DimSpec] = {}
     kind, part = found[0].kind, found[0].mesh
     if mesh is None or kind.pending or (part and None in (part.axis_names, mesh.axis_names)):
         return None
     if part is not None and kind.spec is not None:
-        labels = {
-            dim: [part.axis_label(part.axis(axis)) for axis in axes]
-            for dim, axes in kind.spec.dim_partition_dict.items()
-        }
-        if not {label for axes in labels.values() for label in axes} <= set(mesh.axis_names or ()):
-            return None
-        cuts = {dim: [mesh.axis(label) for label in axes] for dim, axes in labels.items()}
+        names = set(mesh.axis_names or ())
+        for dim, cut in enumerate(kind.spec.dim_specs):
+            labels = [part.axis_label(part.axis(axis)) for axis in cut.axes]
+            if not names.issuperset(labels):
+                return None
+            if labels:
+                cuts[dim] = DimSpec(tuple(map(mesh.axis, labels)), cut.parts, cut.block)
     spec = ShardingSpec(len(kind.shape), cuts)
-    whole = tuple((0, size) for size in kind.shape)
-    boxes: Mapping[int, Box] = dict.fromkeys(mesh.ids, whole)
-    if cuts:
-        boxes = Layout(mesh, spec, kind.shape, kind.dtype).boxes()
-    wanted = {rank: box for rank, box in boxes.items() if box_size(box)}
+    layout = Layout(mesh, spec, kind.shape, kind.dtype)
+    whole = replica_keys(layout, mesh.ids[0])
+    # Of a tensor that is whole on all ranks they are not made for each.
+    wanted = {r: replica_keys(layout, r) if cuts else whole for r in mesh.ids}
     held = {
-        state.rank: box
+        state.rank: cut.held(state.rank)
         for cut, group in zip(found, groups, strict=True)
         for state in group.states
-        for (box, _), shape in (cut.part(state.rank),)
-        if 0 not in shape
     }
-    return spec if held == wanted else None
+    ranks = held.keys() | wanted.keys()
+    return spec if all(held.get(rank, ()) == wanted.get(rank, ()) for rank in ranks) else None

@@ -84,7 +84,7 @@ class TorchDTensor(NamedTuple):
 def dtensor_spec(dtensor: TorchDTensor) -> ShardingSpec:
     """Return the spec of a DTensor, axes by number."""
     order = dict(dtensor.shard_order or ()) or None
-    return spec_of_placements(dtensor.placements, len(dtensor.shape), dtensor.mesh.shape, order)
+    return spec_of_placements(dtensor.placements, dtensor.shape, dtensor.mesh.shape, order)
 
 
 def local_of(tensor: "TorchTensor | TorchDTensor") -> TorchTensor:
