@@ -22,6 +22,7 @@ from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
 
+
 def _many(mesh: DeviceMesh, reads_peers: bool, factor: int, times: int, wrong: list[str]) -> None:
     """Convert by gathers and by sums, and compare with what must come out."""
     try:
