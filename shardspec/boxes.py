@@ -15,6 +15,7 @@ __all__ = [
     "contains",
     "intersect",
     "local_index",
+    "row_major_boxes",
     "slices_within",
     "split_interval",
 ]
@@ -106,6 +107,34 @@ def local_index(intervals: Sequence[tuple[int, int]], index: int) -> int:
             return before + index - lo
         before += hi - lo
     raise IndexError(f"{index} is in none of {intervals}")
+
+
+def row_major_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
+    """Divide the elements from `lo` to `hi` of a row-major tensor into boxes, in their order.
+
+    Examples
+    --------
+    >>> row_major_boxes((3, 4), 2, 9)
+    [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
+    >>> row_major_boxes((), 0, 1), row_major_boxes((3, 0), 0, 0)
+    ([()], [])
+    """
+    if lo >= hi:
+        return []
+    if not shape:
+        return [()]
+    row = prod(shape[1:])
+    (first, start), (last, rest) = divmod(lo, row), divmod(hi, row)
+    if first == last:
+        return [((first, first + 1), *box) for box in row_major_boxes(shape[1:], start, rest)]
+    found: list[Box] = []
+    if start:
+        found += [((first, first + 1), *box) for box in row_major_boxes(shape[1:], start, row)]
+        first += 1
+    if first < last:
+        found.append(((first, last), *((0, size) for size in shape[1:])))
+    found += [((last, last + 1), *box) for box in row_major_boxes(shape[1:], 0, rest)]
+    return found
 
 
 def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:

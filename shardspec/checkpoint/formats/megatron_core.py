@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from shardspec.boxes import Box
+from shardspec.boxes import Box, row_major_boxes
 from shardspec.checkpoint.torch_files.torch_values import sizes_of
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class
 from shardspec.errors import CheckpointError
@@ -103,30 +103,11 @@ def boxes_of_stretch(block: tuple[int, ...], chunk: Box) -> list[tuple[Box, int]
         raise CheckpointError(f"a chunk {chunk} of a flat tensor is of several blocks; save again")
     found = []
     done = 0
-    for inner in _boxes(block, lo, hi):
+    for inner in row_major_boxes(block, lo, hi):
         moved = tuple(
             (first + start * size, last + start * size)
             for (first, last), (start, _), size in zip(inner, at, block, strict=True)
         )
         found.append((moved, done))
         done += prod(last - first for first, last in inner)
-    return found
-
-
-def _boxes(shape: tuple[int, ...], lo: int, hi: int) -> list[Box]:
-    """Divide the elements from `lo` to `hi` of a row-major tensor into boxes, in their order."""
-    if not shape:
-        return [()]
-    row = prod(shape[1:])
-    (first, start), (last, rest) = divmod(lo, row), divmod(hi, row)
-    if first == last:
-        return [((first, first + 1), *box) for box in _boxes(shape[1:], start, rest)]
-    found: list[Box] = []
-    if start:
-        found += [((first, first + 1), *box) for box in _boxes(shape[1:], start, row)]
-        first += 1
-    if first < last:
-        found.append(((first, last), *((0, size) for size in shape[1:])))
-    if rest:
-        found += [((last, last + 1), *box) for box in _boxes(shape[1:], 0, rest)]
     return found

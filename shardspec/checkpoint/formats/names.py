@@ -15,6 +15,10 @@ __all__ = [
     "DCP_HF_SHARD",
     "DCP_OF_A_RANK",
     "DCP_OWN_METADATA",
+    "DEEPSPEED",
+    "DEEPSPEED_LATEST",
+    "DEEPSPEED_MODEL",
+    "DEEPSPEED_OPTIMIZER",
     "INDEX_SUFFIX",
     "INFO_NAME",
     "MEGATRON",
@@ -30,6 +34,7 @@ __all__ = [
     "SAFETENSORS",
     "TORCH_FILE",
     "find_dcp",
+    "find_deepspeed",
     "find_index",
     "find_megatron",
     "is_data_file",
@@ -58,6 +63,17 @@ MEGATRON_ITERATION: Final = re.compile(r"iter_\d{7,12}|release")
 _RELEASE: Final = "release"
 """Too common a word to know a format by."""
 
+DEEPSPEED: Final = "DeepSpeed ZeRO"
+DEEPSPEED_LATEST: Final = "latest"
+DEEPSPEED_OPTIMIZER: Final = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt"
+)
+DEEPSPEED_MODEL: Final = re.compile(
+    r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt"
+)
+_DEEPSPEED_SCRIPT: Final = "zero_to_fp32.py"
+_DEEPSPEED_TAG: Final = re.compile(r"global_step\d+")
+
 RANK_FILES: Final = "torch files per rank"
 RANK_FILE: Final = re.compile(
     r"(|.*?[_.-])(?:world_size_(\d{1,9})_)?rank[_-]?(\d{1,9})\.(?:pt|pth|bin)", re.DOTALL
@@ -82,6 +98,19 @@ def find_megatron(names: frozenset[str]) -> bool:
     """Say whether a directory with these names is one of Megatron, or the one above."""
     return MEGATRON_TRACKER in names or any(
         MEGATRON_RANK.fullmatch(name) or (name != _RELEASE and MEGATRON_ITERATION.fullmatch(name))
+        for name in names
+    )
+
+
+def find_deepspeed(names: frozenset[str]) -> bool:
+    """Say whether a directory with these names is that of a tag of DeepSpeed, or the one above.
+
+    What is of all ranks, and alone, may be of a run without ZeRO.
+    """
+    run = _DEEPSPEED_SCRIPT in names or any(map(_DEEPSPEED_TAG.fullmatch, names))
+    return run or any(
+        DEEPSPEED_OPTIMIZER.fullmatch(name)
+        or ((match := DEEPSPEED_MODEL.fullmatch(name)) is not None and match[1] is not None)
         for name in names
     )
 

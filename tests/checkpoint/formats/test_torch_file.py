@@ -120,9 +120,6 @@ META = "several Meta's model parallel ranks has saved; put them together with py
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (("zero_pp_rank_0_mp_rank_00_model_states.pt",), ZERO),
-        (("zero_pp_rank_3_mp_rank_00_model_states.pt",), ZERO),
-        (("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",), ZERO),
         (("layer_3_expert_0_mp_rank_00_model_states.pt",), ZERO),
         (("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), TENSOR_PARALLEL),
         (("mp_rank_01_model_states.pt",), TENSOR_PARALLEL),
