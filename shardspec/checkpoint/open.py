@@ -22,6 +22,8 @@ from shardspec.checkpoint.formats.names import (
     INFO_NAME,
     MEGATRON,
     MEGATRON_FILE,
+    META,
+    META_FILE,
     METADATA_NAME,
     NATIVE,
     RANK_FILES,
@@ -110,6 +112,14 @@ FORMATS: Final = (
         "deepspeed:open_deepspeed",
         in_parts=True,
         nested=True,
+    ),
+    Format(
+        META,
+        "consolidated.00.pth",
+        lambda names: any(map(META_FILE.fullmatch, names)),
+        "meta:open_meta",
+        frozenset(("rules",)),
+        in_parts=True,
     ),
     Format(
         RANK_FILES,

@@ -73,6 +73,10 @@ def test_weights_are_what_zero_to_fp32_gives(real, name):
     assert verify_checkpoint(place, every=True).flaws == ()
 
 
+def test_metas_files_are_what_was_put_together_by_hand(real):
+    assert described(read_whole(real("deepspeed") / "meta")) == DUE["meta"]
+
+
 def test_moments_are_those_of_the_parameters(real):
     """Cut by torch: of each, every rank has a quarter."""
     place = real("deepspeed") / "zero3"

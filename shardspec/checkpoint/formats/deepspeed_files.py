@@ -20,7 +20,11 @@ from shardspec.checkpoint.formats.names import (
 )
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.torch_state import TorchState, read_torch_state
+from shardspec.checkpoint.torch_files.torch_state import (
+    TorchState,
+    check_no_copies,
+    read_torch_state,
+)
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
 
@@ -127,7 +131,7 @@ def read_ranks(place: Path) -> tuple[list[ZeroRank], int]:
     kept = _states(place, [models[one] for one in due])
     ranks = [ZeroRank(state, kept[at if stage == 3 else 0]) for at, state in enumerate(states)]
     _check_one_save(ranks)
-    _check_copies(ranks)
+    check_no_copies(states)
     return ranks, stage
 
 
@@ -199,17 +203,3 @@ def _check_one_save(ranks: Sequence[ZeroRank]) -> None:
                     f"{path}: was saved by {count} ranks, but optimizer states of {len(ranks)} are "
                     "there; restore what is missing"
                 )
-
-
-def _check_copies(ranks: Sequence[ZeroRank]) -> None:
-    """Check that no file is that of another rank, by the digests of torch's zips."""
-    seen: dict[frozenset[tuple[str, int]], Path] = {}
-    for state, _ in ranks:
-        digests = [(name, found.place.digest) for name, found in state.tensors.items()]
-        key = frozenset((name, digest.crc32) for name, digest in digests if digest is not None)
-        other = seen.setdefault(key, state.path)
-        if other != state.path and len(key) == len(state.tensors):
-            raise CheckpointError(
-                f"{state.path}: holds just what {other} does; one is a copy of the other, restore "
-                "it"
-            )

@@ -26,7 +26,10 @@ __all__ = [
     "MEGATRON_ITERATION",
     "MEGATRON_RANK",
     "MEGATRON_TRACKER",
+    "META",
     "METADATA_NAME",
+    "META_FILE",
+    "META_PARAMS",
     "NATIVE",
     "PARTS",
     "RANK_FILE",
@@ -73,6 +76,10 @@ DEEPSPEED_MODEL: Final = re.compile(
 )
 _DEEPSPEED_SCRIPT: Final = "zero_to_fp32.py"
 _DEEPSPEED_TAG: Final = re.compile(r"global_step\d+")
+
+META: Final = "Meta's model parallel"
+META_FILE: Final = re.compile(r"consolidated\.(\d\d)\.pth")
+META_PARAMS: Final = "params.json"
 
 RANK_FILES: Final = "torch files per rank"
 RANK_FILE: Final = re.compile(
@@ -148,8 +155,8 @@ PARTS: Final = {
         re.compile(r"mp_rank_(\d+)_model_states\.pt"),
         "python -m deepspeed.checkpoint.ds_to_universal --input_folder RUN --output_folder OUTPUT",
     ),
-    "Meta's model parallel": (
-        re.compile(r"consolidated\.(\d\d)\.pth"),
+    META: (
+        META_FILE,
         "python -m transformers.models.llama.convert_llama_weights_to_hf --input_dir FOLDER "
         "--output_dir OUTPUT",
     ),

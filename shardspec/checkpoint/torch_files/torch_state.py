@@ -30,6 +30,7 @@ __all__ = [
     "StateTensor",
     "TorchContents",
     "TorchState",
+    "check_no_copies",
     "contents_of",
     "flatten_state",
     "plain_value",
@@ -134,6 +135,26 @@ def read_torch_state(
             for name, tensor in contents.tensors.items()
         }
     return TorchState(path, tensors, extras)
+
+
+def check_no_copies(states: Iterable[TorchState]) -> None:
+    """Check that no rank's file is that of another, by the digests of torch's zips.
+
+    Raises
+    ------
+    CheckpointError
+        If one is.
+    """
+    seen: dict[frozenset[tuple[str, int]], Path] = {}
+    for state in states:
+        digests = [(name, found.place.digest) for name, found in state.tensors.items()]
+        key = frozenset((name, digest.crc32) for name, digest in digests if digest is not None)
+        other = seen.setdefault(key, state.path)
+        if other != state.path and len(key) == len(state.tensors):
+            raise CheckpointError(
+                f"{state.path}: holds just what {other} does; one is a copy of the other, restore "
+                "it"
+            )
 
 
 def contents_of(value: object, path: Path) -> tuple[TorchContents, Flat]:

@@ -123,8 +123,6 @@ META = "several Meta's model parallel ranks has saved; put them together with py
         (("layer_3_expert_0_mp_rank_00_model_states.pt",), ZERO),
         (("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), TENSOR_PARALLEL),
         (("mp_rank_01_model_states.pt",), TENSOR_PARALLEL),
-        (("consolidated.00.pth", "consolidated.01.pth"), META),
-        (("consolidated.07.pth",), META),
     ],
 )
 def test_one_file_of_several_is_told_by_its_name_and_those_beside_it(tmp_path, names, told):
