@@ -9,6 +9,7 @@ from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.copy_plan import stretches
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.formats.native import NativeCatalog
+from shardspec.checkpoint.mapped import Names, mapped
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.rank_state import Described, agree, communicator_of_state, describe
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
@@ -41,6 +42,7 @@ def load_sharded(
     include: Patterns | None = None,
     exclude: Patterns = (),
     rename: Renames = (),
+    names: Names | None = None,
     communicator: Communicator | None = None,
     mesh: DeviceMesh | None = None,
     specs: Mapping[str, SpecLike] | None = None,
@@ -65,6 +67,10 @@ def load_sharded(
     include, exclude, rename
         Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
         have the new names. What these patterns leave out stays as it is in `into`.
+    names
+        What makes of the tensors that were saved those of another model, as one that is served: a
+        `NameMap`, or new names. All of the above then have the names that it gives. How it was
+        sharded says nothing of these tensors: give rules.
     communicator
         Who moves shards; as for `DTensor`.
     mesh, specs
@@ -108,10 +114,10 @@ def load_sharded(
     if into is not None:
         if onto is not None or by_rules:
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
-        return _load_into(directory, into, choice, communicator)
+        return _load_into(directory, into, choice, names, communicator)
     # In a job all ranks find out together whether each of them can open the checkpoint.
     opening = communicator or communicator_of(onto or _world())
-    source = agree(opening, lambda: as_catalog(directory))
+    source = agree(opening, lambda: mapped(as_catalog(directory), names))
     onto = onto or (communicator.mesh if communicator else source.mesh)
     if onto is None:
         raise LayoutError(
@@ -123,15 +129,15 @@ def load_sharded(
 
     def selected() -> tuple[dict[str, str], dict[str, Layout], dict[str, str]]:
         wanted = select(source, choice) if source.names else []
-        names = {tensor.name: tensor.source for tensor in wanted}
+        old = {tensor.name: tensor.source for tensor in wanted}
         values = plain(_values(source), choice)
         # Names that contradict each other are refused before anything is read.
-        _nested(source, dict.fromkeys(names), names, values)
-        return names, _layouts(source, names, target, by_rules), values
+        _nested(source, dict.fromkeys(old), old, values)
+        return old, _layouts(source, old, target, by_rules), values
 
-    names, layouts, values = agree(chosen, selected)
-    loaded = agree(chosen, lambda: _read(source, names, layouts, chosen))
-    return _nested(source, loaded, names, values)
+    old, layouts, values = agree(chosen, selected)
+    loaded = agree(chosen, lambda: _read(source, old, layouts, chosen))
+    return _nested(source, loaded, old, values)
 
 
 def _world() -> DeviceMesh:
@@ -180,13 +186,14 @@ def _load_into(
     directory: Path | str | Catalog,
     into: Mapping[str, Any],
     choice: Choice,
+    by: Names | None,
     communicator: Communicator | None,
 ) -> dict[str, Any]:
     """Fill the tensors of a state dict; return it with the values of the checkpoint."""
     chosen = communicator or communicator_of_state(into)
 
     def selected() -> tuple[Catalog, Described, dict[str, str], dict[str, object]]:
-        source = as_catalog(directory)
+        source = mapped(as_catalog(directory), by)
         state = describe(into, chosen)
         wanted = select(source, choice) if source.names else []
         names = {tensor.name: tensor.source for tensor in wanted}

@@ -8,6 +8,8 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.coordinate import Member, Progress
+from shardspec.checkpoint.mapped import Names, mapped
+from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import (
     Choice,
@@ -45,6 +47,7 @@ def merge(
     include: Patterns | None = None,
     exclude: Patterns = (),
     rename: Renames = (),
+    names: Names | None = None,
     threads: int = 1,
     metadata: bool = True,
     strict_cast: bool = False,
@@ -87,6 +90,10 @@ def merge(
     rename
         Regular expressions, and what the first match of each in every name is replaced with, one
         after the other: ``{"^model[.]": ""}``, or pairs.
+    names
+        What makes of these tensors those of another model: a `NameMap`, or new names. The patterns
+        above then are of the names that it gives. Tensors that it does not use are left out, and
+        `WriteReport.left_out` names them.
     threads
         How many files are written at once.
     metadata
@@ -169,6 +176,8 @@ def merge(
     options = WriteOptions(
         threads, strict_cast, replace, verify, reread, dry_run, sidecars, progress, member
     )
+    if names is not None:
+        directory = mapped(as_catalog(directory), names)
     return write_checkpoint(directory, place, chosen, lay_out, options)
 
 

@@ -10,6 +10,7 @@ from shardspec.checkpoint.coordinate import Member, Progress
 from shardspec.checkpoint.formats.cut_rules import read_toml
 from shardspec.checkpoint.formats.dcp_target import dcp_target
 from shardspec.checkpoint.formats.native import sharded_target
+from shardspec.checkpoint.mapped import Names, mapped
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Choice, Patterns, Renames, carried_by_dcp, select
@@ -41,6 +42,7 @@ def reshard(
     include: Patterns | None = None,
     exclude: Patterns = (),
     rename: Renames = (),
+    names: Names | None = None,
     threads: int = 1,
     strict_cast: bool = False,
     overwrite: bool = False,
@@ -72,7 +74,7 @@ def reshard(
         the one of its name there.
     format
         shardspec's own, which is the default, or that of `torch.distributed.checkpoint`.
-    dtype, include, exclude, rename, threads, strict_cast
+    dtype, include, exclude, rename, names, threads, strict_cast
         As for `merge`.
     overwrite, verify, reread, dry_run, sidecars, progress, member
         As for `merge`.
@@ -131,6 +133,8 @@ def reshard(
     options = WriteOptions(
         threads, strict_cast, replace, verify, reread, dry_run, sidecars, progress, member
     )
+    if names is not None:
+        directory = mapped(as_catalog(directory), names)
     return write_checkpoint(directory, as_path(output), chosen, lay_out, options)
 
 

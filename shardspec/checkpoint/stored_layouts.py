@@ -1,12 +1,17 @@
 """A checkpoint as the source of a reshard plan: its catalog, boxes at files."""
 
+from collections.abc import Iterable
+from pathlib import Path
+
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import Catalog, distinct
+from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import LayoutError
+from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.stored import StoredLayout
 
-__all__ = ["stored_layouts"]
+__all__ = ["layouts_of_checkpoint", "stored_layouts"]
 
 
 def stored_layouts(catalog: Catalog, first: int) -> tuple[dict[str, StoredLayout], dict[int, str]]:
@@ -45,3 +50,9 @@ def stored_layouts(catalog: Catalog, first: int) -> tuple[dict[str, StoredLayout
             known[key] = StoredLayout(mesh, held, tensor.shape, tensor.dtype)
         found[tensor.name] = known[key]
     return found, {number: path.name for path, number in numbers.items()}
+
+
+def layouts_of_checkpoint(place: Path | str, meshes: Iterable[DeviceMesh]) -> dict[str, Layout]:
+    """Return where a checkpoint has its tensors; its files come behind the ids of all devices."""
+    first = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
+    return {**stored_layouts(open_checkpoint(place), first)[0]}

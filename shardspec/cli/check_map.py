@@ -1,8 +1,9 @@
 """The command `shardspec check-map`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Final, TypedDict, TypeVar
 
 import click
 
@@ -13,7 +14,14 @@ from shardspec.resharding.maps import NameMap
 from shardspec.resharding.shipped import load_map, shipped_maps
 from shardspec.text import counted, shown
 
-__all__ = ["command", "read_map"]
+__all__ = ["MapOptions", "command", "map_of", "map_options"]
+
+_SIZES: Final = click.option(
+    "--sizes",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="JSON",
+    help="A model's config.json: its whole numbers are sizes that the map may name.",
+)
 
 
 @click.command(
@@ -32,12 +40,7 @@ implies are checked, and printed with --json.
 @click.argument("map_", metavar="MAP")
 @click.option("--source", required=True, metavar="CKPT", help="A checkpoint, or a file of shapes.")
 @click.option("--target", metavar="CKPT", help="The same, of what is to be written.")
-@click.option(
-    "--sizes",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    metavar="JSON",
-    help="A model's config.json: its whole numbers are sizes that the map may name.",
-)
+@_SIZES
 @click.option("--reverse", is_flag=True, help="Check the map the other way round.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -47,7 +50,7 @@ def command(
 
     Exit code 3 says that it does not; the first holes and overlaps are printed.
     """
-    found = read_map(map_, sizes)
+    found = _read_map(map_, sizes)
     found = found.reversed() if reverse else found
     before = _shapes(source)
     after = found.target_shapes(before) if target is None else _shapes(target)
@@ -65,7 +68,42 @@ def command(
         say("every element of the target is written exactly once")
 
 
-def read_map(map_: str, sizes: Path | None) -> NameMap:
+class MapOptions(TypedDict):
+    """What the options of `map_options` give."""
+
+    map_: str | None
+    sizes: Path | None
+    reverse_map: bool
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def map_options(command: _Command) -> _Command:
+    """Add the options that name a map of a checkpoint's tensors."""
+    for option in (
+        click.option("--reverse-map", is_flag=True, help="Take the map the other way round."),
+        _SIZES,
+        click.option(
+            "--map", "map_", metavar="MAP", help="A name map: a TOML file, or one that comes along."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def map_of(options: MapOptions) -> NameMap | None:
+    """Return the map that `map_options` name, if any."""
+    map_, sizes, reverse = options["map_"], options["sizes"], options["reverse_map"]
+    if map_ is None:
+        if sizes is not None or reverse:
+            raise click.UsageError("--sizes and --reverse-map are of a map; give it by --map")
+        return None
+    found = _read_map(map_, sizes)
+    return found.reversed() if reverse else found
+
+
+def _read_map(map_: str, sizes: Path | None) -> NameMap:
     """Return a map given by name or file, with the sizes that a model's config says."""
     found = load_map(map_) if map_ in shipped_maps() else NameMap.load(map_)
     config = {} if sizes is None else _json(sizes)

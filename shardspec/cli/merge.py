@@ -9,6 +9,7 @@ from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat, merge
 from shardspec.checkpoint.report import WriteReport
 from shardspec.cli.arguments import parse_bytes, parsed
+from shardspec.cli.check_map import map_of, map_options
 from shardspec.cli.options import (
     CheckpointPath,
     WritingOptions,
@@ -69,6 +70,7 @@ Examples:
     flag_value=False,
     help="Leave out what safetensors files say in their metadata.",
 )
+@map_options
 @source_options
 @writing_options
 def command(
@@ -77,6 +79,9 @@ def command(
     form: MergedFormat | None,
     max_shard_bytes: int | None,
     metadata: bool,
+    map_: str | None,
+    sizes: Path | None,
+    reverse_map: bool,
     ranks: int | None,
     source_rules: Path | None,
     as_json: bool,
@@ -96,6 +101,8 @@ def command(
             f"({', '.join(MERGED_FORMATS)}), or a name that ends in .safetensors or .pt"
         )
 
+    names = map_of({"map_": map_, "sizes": sizes, "reverse_map": reverse_map})
+
     def written(progress: Progress | None, member: Member | None) -> WriteReport:
         return merge(
             open_both(checkpoint, None, ranks, source_rules)[0],
@@ -103,6 +110,7 @@ def command(
             format=form,
             max_shard_bytes=max_shard_bytes,
             metadata=metadata,
+            names=names,
             progress=progress,
             member=member,
             **options,

@@ -9,7 +9,7 @@ import click
 from shardspec.checkpoint.reshard import read_rules
 from shardspec.checkpoint.stored_layouts import stored_layouts
 from shardspec.cli.arguments import parse_bytes, parsed
-from shardspec.cli.check_map import read_map
+from shardspec.cli.check_map import map_of, map_options
 from shardspec.cli.options import (
     CheckpointPath,
     ClusterOptions,
@@ -47,15 +47,7 @@ Examples:
     metavar="PATTERN SPEC",
     help="One more rule; may be given several times.",
 )
-@click.option(
-    "--map", "map_", metavar="MAP", help="A name map: a TOML file, or one that comes along."
-)
-@click.option(
-    "--sizes",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    metavar="JSON",
-    help="A model's config.json: its whole numbers are sizes that the map may name.",
-)
+@map_options
 @click.option("--dtype", metavar="NAME", help="What floating-point tensors become.")
 @click.option(
     "--max-bytes",
@@ -71,6 +63,7 @@ def command(
     rule_pairs: tuple[tuple[str, str], ...],
     map_: str | None,
     sizes: Path | None,
+    reverse_map: bool,
     dtype: str | None,
     max_bytes: int | None,
     ranks: int | None,
@@ -95,7 +88,7 @@ def command(
     rules = {} if rules_file is None else read_rules(rules_file)
     catalog, _ = open_both(checkpoint, None, ranks, source_rules)
     source, files = stored_layouts(catalog, max(mesh.ids) + 1)
-    names = None if map_ is None else read_map(map_, sizes)
+    names = map_of({"map_": map_, "sizes": sizes, "reverse_map": reverse_map})
     plan = plan_reshard(
         source,
         (mesh, {**rules, **dict(rule_pairs)}),

@@ -9,6 +9,7 @@ from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.reshard import RESHARDED_FORMATS, ReshardedFormat, read_rules, reshard
 from shardspec.cli.arguments import MeshShape, parse_mesh, parsed
+from shardspec.cli.check_map import map_of, map_options
 from shardspec.cli.options import (
     CheckpointPath,
     WritingOptions,
@@ -31,6 +32,7 @@ Examples:
   shardspec reshard ckpt -o cut --mesh 4x2 --rules rules.toml
   shardspec reshard model.safetensors -o cut --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
   shardspec reshard ckpt -o cut --like other_ckpt
+  shardspec reshard ckpt -o cut --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes config.json
 
 \b
 A file of rules has a line for each pattern of names:
@@ -70,6 +72,7 @@ What no rule matches is kept whole on every device.
     show_default=True,
     help="The format of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
 )
+@map_options
 @source_options
 @writing_options
 def command(
@@ -80,6 +83,9 @@ def command(
     rule_pairs: tuple[tuple[str, str], ...],
     like: Path | None,
     form: ReshardedFormat,
+    map_: str | None,
+    sizes: Path | None,
+    reverse_map: bool,
     ranks: int | None,
     source_rules: Path | None,
     as_json: bool,
@@ -99,6 +105,8 @@ def command(
     if rules_file is not None:
         rules = {**read_rules(rules_file), **rules}
 
+    names = map_of({"map_": map_, "sizes": sizes, "reverse_map": reverse_map})
+
     def written(progress: Progress | None, member: Member | None) -> WriteReport:
         source, pattern = open_both(checkpoint, like, ranks, source_rules)
         return reshard(
@@ -108,6 +116,7 @@ def command(
             rules=None if like is not None else rules,
             like=pattern,
             format=form,
+            names=names,
             progress=progress,
             member=member,
             **options,

@@ -215,7 +215,12 @@ class NameMap:
         known = self.known_sizes()
         found: dict[str, Shape] = {}
         for left, right in self.rules:
-            for bound in _bindings(left[0], left[0], source, source):
+            bindings = [
+                every
+                for bound in _bindings(left[0], left[0], source, source)
+                for every in _stacked(left, right[0], bound, source, known)
+            ]
+            for bound in bindings:
                 one, other = _filled(left, bound), _filled(right, bound)
                 try:
                     shape = _implied(one[1:], other[1:], source[one[0]], known)
@@ -304,6 +309,30 @@ def _bindings(
         for one in sides[0]
         for other in others.get(tuple(one[key] for key in shared), [])
     ]
+
+
+def _stacked(
+    left: Sequence[str],
+    right: str,
+    bound: Mapping[str, int],
+    source: Mapping[str, Shape],
+    sizes: Mapping[str, int],
+) -> list[dict[str, int]]:
+    """Return the numbers of the targets that are stacked in one source, such as experts.
+
+    A placeholder of the target's name that the source's lacks, but a slice of its view has as in
+    ``e[{e}]``, stands for each index of that factor.
+    """
+    name = _PLACEHOLDER.sub(lambda found: str(bound.get(found[1], found[0])), left[0])
+    found = [dict(bound)]
+    for missing in sorted(set(_PLACEHOLDER.findall(right)) - set(bound)):
+        for text in left[2:]:
+            factor, _, index = text.replace(" ", "").partition("[")
+            if index == f"{{{missing}}}]":
+                size = side_lengths(left[1:2], source[name], sizes).get(factor, 0)
+                found = [{**one, missing: n} for one in found for n in range(size)]
+                break
+    return found
 
 
 def _filled(side: Sequence[str], bound: Mapping[str, int]) -> tuple[str, ...]:

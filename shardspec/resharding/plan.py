@@ -1,6 +1,7 @@
 """Making reshard plans: from layouts, state dicts, or rules on a mesh."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating
@@ -88,7 +89,7 @@ class ReshardPlan(StateCopies):
 
 
 def plan_reshard(
-    source: Mapping[str, object],
+    source: Mapping[str, object] | Path | str,
     target: Mapping[str, object] | tuple[DeviceMesh, Rules],
     *,
     names: Mapping[str, str] | NameMap | None = None,
@@ -100,7 +101,8 @@ def plan_reshard(
     Parameters
     ----------
     source
-        Name to `Layout`, or a state dict of DTensors, shardspec's or torch's.
+        Name to `Layout`, or a state dict of DTensors, shardspec's or torch's; or a checkpoint, of
+        which `load_sharded` then reads what the plan says.
     target
         The same, or a mesh and rules: name pattern to spec, what no pattern matches is replicated.
         Meshes may be any: the same, grown, shrunk, permuted, disjoint or overlapping ones.
@@ -127,6 +129,15 @@ def plan_reshard(
     >>> dict(plan.sent), dict(plan.received)
     ({0: 24, 1: 24, 2: 48, 3: 48, 5: 0}, {0: 0, 1: 48, 2: 0, 3: 0, 5: 96})
     """
+    if isinstance(source, str | Path):
+        from shardspec.checkpoint.stored_layouts import layouts_of_checkpoint
+
+        meshes = (
+            [target[0]]
+            if isinstance(target, tuple)
+            else [_layout(name, value).mesh for name, value in target.items()]
+        )
+        source = layouts_of_checkpoint(source, meshes)
     before = {name: _layout(name, value) for name, value in source.items()}
     if isinstance(names, NameMap):
         return _mapped(before, target, names, dtype, max_bytes)

@@ -88,3 +88,18 @@ def test_what_is_refused(checkpoint):
     pending = DTensor.from_local({d: torch.ones(3) for d in range(4)}, FOUR, "[R|P1]")
     save_sharded({"p": pending}, checkpoint.parent / "p")
     assert "reduction pending" in run(checkpoint.parent / "p", "--mesh", "2")[1]
+
+
+def test_a_plan_of_a_checkpoint_by_its_path(checkpoint):
+    mesh, rules = DeviceMesh([5, 9, 2], (3,)), {"w": "[S0{6,2}*2,R]"}
+    layouts = {
+        "w": Layout(mesh, rules["w"], (8, 6), "float32"),
+        "b": Layout(mesh, "[R]", (12,), "float32"),
+    }
+    source, _ = stored_layouts(open_checkpoint(checkpoint), 10)
+    for place in (checkpoint, str(checkpoint)):
+        for target in ((mesh, rules), layouts):
+            plan = plan_reshard(place, target)
+            assert plan.moves == plan_reshard(source, target).moves
+            with pytest.raises(LayoutError, match="load_sharded reads it"):
+                plan.run({})

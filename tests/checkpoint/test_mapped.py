@@ -1,0 +1,181 @@
+"""Checkpoints by name maps, against the conversions written by hand in numpy."""
+
+import json
+from itertools import pairwise, permutations, product
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    NameMap,
+    load_map,
+    load_sharded,
+    merge,
+    reshard,
+    save_sharded,
+)
+from shardspec.cli.main import cli
+from shardspec.errors import CheckpointError, LayoutError
+from tests.resharding.test_shipped import CASES, SIZES, V
+
+SQUARE, THREE = DeviceMesh([4, 1, 0, 2], (2, 2)), DeviceMesh([1, 3, 2], (3,))
+
+
+def spec_of(shape: tuple[int, ...], place: int) -> str:
+    """Return one spec or another, parts and blocks among them."""
+    rows, *rest = shape
+    first = (f"S0{{{rows - 1},1}}", "S01", "S10*2", "S0", "R")[place % 5]
+    other = "S1" if "1" not in first.partition("{")[0] and place % 2 else "R"
+    return f"[{','.join([first, *([other] + ['R'] * 9)[: len(rest)]])}]"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_shipped_map_on_disk(tmp_path, name):
+    state, convert = CASES[name]
+    map_ = load_map(name, {**SIZES, "padded_vocab": V})
+    wanted = convert(state, V)
+    cut = {
+        n: DTensor(torch.tensor(array), SQUARE, spec_of(array.shape, at))
+        for at, (n, array) in enumerate(state.items())
+    }
+    save_sharded(cut, tmp_path / "ckpt")
+    report = merge(tmp_path / "ckpt", tmp_path / "merged.safetensors", names=map_)
+    assert report.left_out == ()
+    merged = load_file(tmp_path / "merged.safetensors")
+    assert merged.keys() == wanted.keys()
+    for n, array in wanted.items():
+        assert np.array_equal(merged[n].numpy(), array), n
+    # Back again, of one whole file.
+    merge(tmp_path / "merged.safetensors", tmp_path / "back.safetensors", names=map_.reversed())
+    for n, tensor in load_file(tmp_path / "back.safetensors").items():
+        assert np.array_equal(tensor.numpy(), state[n]), n
+    rules = {n: f"[{','.join(['S0'] + ['R'] * (a.ndim - 1))}]" for n, a in wanted.items()}
+    loaded = load_sharded(tmp_path / "ckpt", THREE, rules, names=map_)
+    reshard(tmp_path / "ckpt", tmp_path / "cut", device_mesh=THREE, rules=rules, names=map_)
+    for found in (loaded, load_sharded(tmp_path / "cut")):
+        assert found.keys() == wanted.keys()
+        for n, array in wanted.items():
+            assert found[n].layout == Layout(THREE, rules[n], array.shape, "float32")
+            assert np.array_equal(found[n].to_global().numpy(), array), n
+    into = {n: DTensor(torch.zeros(a.shape), THREE, rules[n]) for n, a in wanted.items()}
+    load_sharded(tmp_path / "ckpt", into=into, names=map_)
+    assert all(np.array_equal(into[n].to_global().numpy(), wanted[n]) for n in wanted)
+
+
+@pytest.mark.parametrize("order", list(permutations("abc")))
+def test_every_order_and_grouping_of_factors(tmp_path, order):
+    """Views of three factors between dims of every grouping, from every spec of a small space."""
+    sizes = {"a": 2, "b": 3, "c": 4}
+    whole = torch.arange(24, dtype=torch.int32)
+    for place, (left, right) in enumerate(product(((3,), (1, 2), (2, 1), (1, 1, 1)), repeat=2)):
+
+        def text(names, groups):
+            parts, at = [], 0
+            for count in groups:
+                inner = " ".join(names[at : at + count])
+                parts.append(f"({inner})" if count > 1 else inner)
+                at += count
+            return " ".join(parts)
+
+        def shape(names, groups):
+            ends = [sum(groups[:n]) for n in range(len(groups) + 1)]
+            return [int(np.prod([sizes[x] for x in names[i:j]])) for i, j in pairwise(ends)]
+
+        source = whole.reshape(shape("abc", left))
+        turned = whole.reshape(2, 3, 4).permute(["abc".index(x) for x in order])
+        target = turned.reshape(shape(order, right))
+        # A factor is two pieces, each an equation by itself.
+        view, onto = text("abc", left), text(order, right)
+        map_ = NameMap(
+            tuple((("x", view, cut), ("y", onto, cut)) for cut in ("b[:1]", "b[1:]")), sizes
+        )
+        rest = ["R"] * (source.ndim - 1)
+        first = f"S1{{1,{source.shape[0] - 1}}}*2" if place % 2 else "S01"
+        spec = f"[{','.join([first, *rest])}]"
+        save_sharded({"x": DTensor(source, SQUARE, spec)}, tmp_path / f"{place}")
+        merge(tmp_path / f"{place}", tmp_path / f"{place}.safetensors", names=map_)
+        got = load_file(tmp_path / f"{place}.safetensors")["y"]
+        assert torch.equal(got, target), (view, onto, spec)
+
+
+def test_names_alone(tmp_path):
+    save_sharded({"a": torch.arange(3), "b": torch.ones(2), "step": 7}, tmp_path / "c")
+    merge(tmp_path / "c", tmp_path / "m.safetensors", names={"a": "z"})
+    assert {n: t.tolist() for n, t in load_file(tmp_path / "m.safetensors").items()} == {
+        "z": [0, 1, 2],
+        "b": [1, 1],
+    }
+    assert load_sharded(tmp_path / "c", names={"a": "z"}, rules={"*": "[R]"})["z"].shape == (3,)
+    with pytest.raises(LayoutError, match="names= maps 'q', which"):
+        merge(tmp_path / "c", tmp_path / "n.safetensors", names={"q": "z"})
+
+
+def test_what_a_map_cannot_make_is_refused_before_anything_is_written(tmp_path):
+    state = {"a": torch.arange(6), "b": torch.ones(2), "c": torch.ones(3)}
+    save_file(state, tmp_path / "in.safetensors")
+    hole = '[[map]]\nsource = "a"\ntarget = ["y", "n", "n[:6]"]\n[sizes]\nn = 8\n'
+    cases = {
+        hole: r"the map is not total: 'y': nothing is written at index \(6,\)",
+        hole + '[[zeros]]\ntarget = ["y", "n", "n[6:]"]\n': "the map pads 'y' with 2 zeros",
+        '[[map]]\nsource = "q"\ntarget = "y"\n': "names no tensor of .* start with 'a', 'b', 'c'",
+        hole + '[[map]]\nsource = ["b", "k"]\ntarget = ["y", "n", "n[6:]"]\n': "of int64 and of",
+    }
+    for text, message in cases.items():
+        with pytest.raises(LayoutError, match=message):
+            merge(
+                tmp_path / "in.safetensors", tmp_path / "out.safetensors", names=NameMap.parse(text)
+            )
+        assert not (tmp_path / "out.safetensors").exists()
+    pending = DTensor.from_local(torch.ones(2), DeviceMesh([0], (1,)), "[R|P0]")
+    save_sharded({"p": pending}, tmp_path / "p")
+    with pytest.raises(LayoutError, match="'p' is stored with a reduction pending"):
+        merge(tmp_path / "p", tmp_path / "out.safetensors", names={"p": "q"})
+    # What the map does not use is said to be left out; damage of what it uses is found.
+    map_ = NameMap.parse(
+        '[[map]]\nsource = ["a", "(x y)"]\ntarget = ["y", "y x"]\n[sizes]\nx = 2\n'
+    )
+    report = merge(tmp_path / "in.safetensors", tmp_path / "y.safetensors", names=map_)
+    assert report.left_out == ("b", "c")
+    assert load_file(tmp_path / "y.safetensors")["y"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    save_sharded({"a": torch.arange(6)}, tmp_path / "ckpt")
+    (shard,) = (tmp_path / "ckpt").glob("shard-*")
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="has CRC-32"):
+        merge(tmp_path / "ckpt", tmp_path / "d.safetensors", names=map_)
+
+
+def test_on_the_command_line(tmp_path):
+    state, convert = CASES["llama-hf-to-fused"]
+    cut = {n: DTensor(torch.tensor(a), SQUARE, spec_of(a.shape, 3)) for n, a in state.items()}
+    save_sharded(cut, tmp_path / "ckpt")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SIZES))
+    by = ["--map", "llama-hf-to-fused", "--sizes", config]
+
+    def run(*arguments: object) -> None:
+        result = CliRunner().invoke(cli, [*map(str, arguments), "--quiet"])
+        assert result.exit_code == 0, result.output
+
+    qkv = {"*qkv_proj.weight": "[S0{24,8,8},R]", "*gate_up_proj.weight": "[S0{10,10},R]"}
+    rules = [word for pair in qkv.items() for word in ("--rule", *pair)]
+    run("reshard", tmp_path / "ckpt", "-o", tmp_path / "served", "--mesh", 2, *rules, *by)
+    wanted = convert(state, V)
+    for name, tensor in load_sharded(tmp_path / "served").items():
+        assert np.array_equal(tensor.to_global().numpy(), wanted[name])
+        if "qkv" in name:
+            q, k, v = np.split(wanted[name], [24, 32])
+            mine = np.concatenate([np.split(x, 2)[1] for x in (q, k, v)])
+            assert np.array_equal(tensor.shards[1].numpy(), mine)
+    run("merge", tmp_path / "served", "-o", tmp_path / "m.safetensors", *by, "--reverse-map")
+    for name, tensor in load_file(tmp_path / "m.safetensors").items():
+        assert np.array_equal(tensor.numpy(), state[name])
+    result = CliRunner().invoke(cli, ["merge", "x", "-o", "y.pt", "--sizes", str(config)])
+    assert result.exit_code == 2
