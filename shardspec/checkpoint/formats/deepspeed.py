@@ -33,7 +33,12 @@ from shardspec.checkpoint.formats.deepspeed_files import (
 )
 from shardspec.checkpoint.formats.names import DEEPSPEED
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.torch_state import StateTensor, TorchState, plain_value
+from shardspec.checkpoint.torch_files.torch_state import (
+    StateTensor,
+    TorchState,
+    plain_value,
+    whole_tensor,
+)
 from shardspec.checkpoint.torch_files.torch_values import sizes_of
 from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.dtypes import item_bytes
@@ -277,14 +282,6 @@ def _scalars(ranks: Sequence[ZeroRank]) -> dict[int, dict[str, StoredTensor]]:
     return found
 
 
-def _whole(name: str, path: Path, found: StateTensor) -> StoredTensor:
-    shape, place = found.local.shape, found.place
-    box = tuple((0, size) for size in shape)
-    stored = StoredBox(box, (), 0, path, place.offset, place.digest, place.strides)
-    boxes = () if 0 in shape else (stored,)
-    return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
-
-
 def _beside(ranks: Sequence[ZeroRank], stage: int) -> dict[str, StoredTensor]:
     """Return buffers, and parameters that are not trained."""
     model = ranks[0].model
@@ -293,7 +290,7 @@ def _beside(ranks: Sequence[ZeroRank], stage: int) -> dict[str, StoredTensor]:
         name = key.removeprefix(_MODULE)
         # With stage 3 there are no elements of parameters here.
         if name != key and (stage < 3 or 0 not in found.local.shape):
-            tensors[name] = _whole(name, model.path, found)
+            tensors[name] = whole_tensor(name, model.path, found)
     for key, value in _under(model, "frozen_param_shapes").items():
         name, shape = _shape(model, key, value)
         lines: _Lines = {}
@@ -309,7 +306,7 @@ def _beside(ranks: Sequence[ZeroRank], stage: int) -> dict[str, StoredTensor]:
         tensors[name] = (
             _tensor(name, _Parameter(name, shape, 0, 0), lines, stage)
             if stage == 3
-            else _whole(name, model.path, lines[0][0].tensor)
+            else whole_tensor(name, model.path, lines[0][0].tensor)
         )
     return tensors
 

@@ -19,6 +19,7 @@ __all__ = [
     "DEEPSPEED_LATEST",
     "DEEPSPEED_MODEL",
     "DEEPSPEED_OPTIMIZER",
+    "DEEPSPEED_UNIVERSAL",
     "INDEX_SUFFIX",
     "INFO_NAME",
     "MEGATRON",
@@ -40,6 +41,7 @@ __all__ = [
     "find_deepspeed",
     "find_index",
     "find_megatron",
+    "find_universal",
     "is_data_file",
     "is_rank_file",
     "part_of_several",
@@ -67,6 +69,7 @@ _RELEASE: Final = "release"
 """Too common a word to know a format by."""
 
 DEEPSPEED: Final = "DeepSpeed ZeRO"
+DEEPSPEED_UNIVERSAL: Final = "DeepSpeed Universal Checkpoint"
 DEEPSPEED_LATEST: Final = "latest"
 DEEPSPEED_OPTIMIZER: Final = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt"
@@ -120,6 +123,11 @@ def find_deepspeed(names: frozenset[str]) -> bool:
         or ((match := DEEPSPEED_MODEL.fullmatch(name)) is not None and match[1] is not None)
         for name in names
     )
+
+
+def find_universal(names: frozenset[str]) -> bool:
+    """Say whether a directory with these names is a Universal Checkpoint of DeepSpeed."""
+    return "zero" in names and any(map(DEEPSPEED_MODEL.fullmatch, names))
 
 
 def find_index(names: Iterable[str]) -> bool:

@@ -8,7 +8,7 @@ part is the whole, as on a mesh of one device.
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
+from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor
 from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
     BIN_NAME,
@@ -17,7 +17,12 @@ from shardspec.checkpoint.formats.names import (
     part_text,
 )
 from shardspec.checkpoint.formats.safetensors import by_file, check_listed
-from shardspec.checkpoint.torch_files.torch_state import TorchState, plain_value, read_torch_state
+from shardspec.checkpoint.torch_files.torch_state import (
+    TorchState,
+    plain_value,
+    read_torch_state,
+    whole_tensor,
+)
 from shardspec.errors import CheckpointError
 
 __all__ = ["open_bin_directory", "open_bin_index", "open_torch_file"]
@@ -98,9 +103,5 @@ def _whole(state: TorchState) -> Mapping[str, StoredTensor]:
                 f"of shape {list(shape)}; name the directory with the files of all ranks (files "
                 "named like model_world_size_4_rank_0.pt are found by themselves)"
             )
-        place = found.place
-        box = tuple((0, size) for size in shape)
-        stored = StoredBox(box, (), 0, state.path, place.offset, place.digest, place.strides)
-        boxes = () if 0 in shape else (stored,)
-        tensors[name] = StoredTensor(name, shape, found.local.dtype, None, (), boxes)
+        tensors[name] = whole_tensor(name, state.path, found)
     return tensors

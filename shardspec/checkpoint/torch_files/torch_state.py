@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.catalog import OpaqueValue
+from shardspec.checkpoint.catalog import OpaqueValue, StoredBox, StoredTensor
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor, local_of, read_dtensors
 from shardspec.checkpoint.torch_files.torch_values import (
@@ -35,6 +35,7 @@ __all__ = [
     "flatten_state",
     "plain_value",
     "read_torch_state",
+    "whole_tensor",
 ]
 
 Flat: TypeAlias = dict[str, object]
@@ -135,6 +136,15 @@ def read_torch_state(
             for name, tensor in contents.tensors.items()
         }
     return TorchState(path, tensors, extras)
+
+
+def whole_tensor(name: str, path: Path, found: StateTensor) -> StoredTensor:
+    """Return a tensor that lies whole in one file."""
+    shape, place = found.local.shape, found.place
+    box = tuple((0, size) for size in shape)
+    stored = StoredBox(box, (), 0, path, place.offset, place.digest, place.strides)
+    boxes = () if 0 in shape else (stored,)
+    return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
 
 
 def check_no_copies(states: Iterable[TorchState]) -> None:
