@@ -180,6 +180,8 @@ class Catalog(ABC):
         """What goes along into files of safetensors."""
         self.beside: tuple[Path, ...] = ()
         """Files that are no part of it and go along; `sidecars` finds them."""
+        self.notes: tuple[str, ...] = ()
+        """What was taken for granted when it was opened, in a line each, for the user."""
         self.objects: Mapping[str, StoredObject] = {}
         """Those of `extras` that torch's DCP can hold without their being understood."""
         self._extras = extras or {}

@@ -23,11 +23,15 @@ from shardspec.checkpoint.formats.names import (
     INFO_NAME,
     MEGATRON,
     MEGATRON_FILE,
+    MEGATRON_ITERATION,
+    MEGATRON_RANK,
+    MEGATRON_TRACKER,
     META,
     META_FILE,
     METADATA_NAME,
     NATIVE,
     RANK_FILES,
+    RUN_STEP,
     SAFETENSORS,
     TORCH_FILE,
     find_dcp,
@@ -37,11 +41,12 @@ from shardspec.checkpoint.formats.names import (
     find_universal,
     is_data_file,
     is_rank_file,
+    not_read,
     part_of_several,
     part_text,
 )
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import RemotePath, Snapshot, as_path, reason
+from shardspec.checkpoint.store import RemotePath, Snapshot, as_path, file_inside, reason
 from shardspec.errors import CheckpointError
 
 __all__ = [
@@ -156,6 +161,8 @@ class _Found(NamedTuple):
     home: Path
     """Where all its files lie."""
     nested: bool
+    note: str = ""
+    """What the user is to be told of how it was found."""
 
 
 def open_checkpoint(
@@ -223,6 +230,7 @@ def _open(found: _Found, added: Mapping[str, object]) -> Catalog:
     reader = getattr(import_module(f"shardspec.checkpoint.formats.{module}"), function)
     opened: Catalog = reader(found.place, **added)
     opened.snapshot = snapshot
+    opened.notes += (found.note,) if found.note else ()
     return opened
 
 
@@ -240,6 +248,9 @@ def _find(place: Path) -> _Found:
         raise CheckpointError(f"{place}: cannot be read: {reason(error)}") from None
     if not names:
         raise CheckpointError(f"{place}: is empty, there is no checkpoint in it")
+    iteration, note = _iteration(place, names)
+    if iteration is not None:
+        return _find(iteration)._replace(note=note)
     known = format_of_names(names)
     if known is not None:
         return _Found(place, known.name, known.takes, known.reader, place, known.nested)
@@ -247,6 +258,9 @@ def _find(place: Path) -> _Found:
         part = part_of_several(name, lambda: names)
         if part is not None:
             raise CheckpointError(f"{place}: {name} is {part_text(part)}")
+    other = not_read(names)
+    if other is not None:
+        raise CheckpointError(f"{place}: {other}")
     hint = _nearby(place, names)
     if hint is not None:
         raise CheckpointError(f"{place}: is no checkpoint itself, but {hint}")
@@ -257,6 +271,39 @@ def _find(place: Path) -> _Found:
     )
 
 
+_MOST_TRACKER_BYTES: Final = 32
+
+
+def _iteration(place: Path, names: frozenset[str]) -> tuple[Path | None, str]:
+    """Return the checkpoint of a run that counts, if a directory is that of a run, and say so."""
+    found = sorted(name for name in names if MEGATRON_ITERATION.fullmatch(name))
+    if any(map(MEGATRON_RANK.fullmatch, names)):
+        return None, ""
+    if MEGATRON_TRACKER in names:
+        path = file_inside(place, MEGATRON_TRACKER, place)
+        with SourceFile(path) as file:
+            said = file.read(0, min(file.num_bytes, _MOST_TRACKER_BYTES)).strip().decode("latin1")
+        number = int(said) if said.isdecimal() and said.isascii() else None
+        due = (said,) if number is None else (f"iter_{number:07d}", f"{RUN_STEP}{number}")
+        name = next((name for name in due if name in found or name in names - {said}), "")
+        if not name:
+            raise CheckpointError(
+                f"{path}: says {said!r}, but no such checkpoint is beside it; name the directory "
+                "of the iteration itself"
+            )
+        note = f"reading {name}, which {MEGATRON_TRACKER} names"
+    elif not found or found == ["release"]:
+        return None, ""
+    elif len(found) == 1:
+        name, note = found[0], f"reading {found[0]}, which is the only one"
+    else:
+        raise CheckpointError(
+            f"{place}: has the iterations {', '.join(found)} and no {MEGATRON_TRACKER} that says "
+            "which counts; name the directory of one"
+        )
+    return file_inside(place, name, place), note
+
+
 def format_of_names(names: frozenset[str]) -> Format | None:
     """Return the format of a directory with these names; the first that is met counts."""
     return next((one for one in FORMATS if one.finds(names)), None)
@@ -264,6 +311,11 @@ def format_of_names(names: frozenset[str]) -> Format | None:
 
 def _find_file(place: Path) -> _Found:
     """Find out what a file is, or is a part of."""
+    if place.name == MEGATRON_TRACKER:
+        return _find(place.parent)
+    other = not_read((place.name,))
+    if other is not None:
+        raise CheckpointError(f"{place}: {other}")
     part = place
     if place.name == MEGATRON_FILE and find_megatron(frozenset((place.parent.name,))):
         part = place.parent

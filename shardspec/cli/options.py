@@ -352,6 +352,9 @@ def open_both(
 
     paths = [one] if other is None else [one, other]
     found = open_checkpoints(paths, ranks=ranks, rules=source_rules)
+    for catalog in found:
+        for note in catalog.notes:
+            click.echo(f"note: {catalog.directory}: {note}", err=True)
     return found[0], None if other is None else found[1]
 
 

@@ -154,3 +154,29 @@ def test_of_several_each_is_told_what_it_lacks(ckpt, tmp_path):
     assert [source.names for source in opened] == [("w",), ("w",)]
     with pytest.raises(CheckpointError, match="ranks was given, but a checkpoint of this format"):
         open_checkpoints((ckpt, ckpt), ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "remedy"),
+    [
+        (("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"), "orbax (OCDBT)", "orbax"),
+        (("manifest.ocdbt", "d"), "orbax (OCDBT)", "save_file"),
+        (("flax_model.msgpack", "config.json"), "Flax", "from_flax=True"),
+        (("tf_model.h5", "config.json"), "TensorFlow", "from_tf=True"),
+        (("llama-q4.gguf",), "llama.cpp (GGUF)", "gguf_file="),
+        (("model.nemo",), "NeMo", "tar -xf"),
+        (("distrib_optim.pt",), "the optimizer of data parallel ranks", "torch_dist"),
+        ((".zgroup", "w"), "zarr", "--ckpt-convert-format torch_dist"),
+    ],
+)
+def test_what_is_known_and_not_read_is_named_with_what_helps(tmp_path, names, kind, remedy):
+    for name in names:
+        (tmp_path / name).write_bytes(b"data")
+    for place in (tmp_path, tmp_path / names[0]):
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(place)
+        message = str(caught.value)
+        assert len(message.splitlines()) == 1
+        assert message.startswith(f"{place}: is of {kind}")
+        assert "which is not read; use " in message
+        assert remedy in message

@@ -8,12 +8,15 @@ from itertools import product
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.reshard import reshard
+from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 from tests.checkpoint.formats.reading import read_whole
@@ -200,3 +203,23 @@ def test_legacy_checkpoints_with_experts(real, name, ranks, stages):
             assert torch.equal(whole, tensor), key
     assert experts == ranks * stages * 2 * (4 // stages) * 2 * 2
     assert sum("local_experts" in key for key in found) == 4 * 4 * 2
+
+
+def test_the_checkpoint_of_a_run_that_counts_is_read_and_named(real, tmp_path):
+    run = tmp_path / "run"
+    for number, name in ((10, "iter_0000010"), (20, "global_step_20"), (30, "iter_0000030")):
+        shutil.copytree(real("megatron-0.16") / "megatron-0.16", run / name)
+        tracker = run / "latest_checkpointed_iteration.txt"
+        tracker.write_text(f"{number}\n")
+        for path in (run, tracker):
+            found = open_checkpoint(path)
+            assert (found.directory, found.format) == (run / name, "torch distributed checkpoint")
+            assert found.notes == (f"reading {name}, which {tracker.name} names",)
+    result = CliRunner().invoke(cli, ["merge", str(run), "-o", str(tmp_path / "out.safetensors")])
+    assert result.exit_code == 0
+    assert result.stderr == (
+        f"note: {run}/iter_0000030: reading iter_0000030, which {tracker.name} names\n"
+    )
+    shutil.rmtree(run / "iter_0000030")
+    with pytest.raises(CheckpointError, match="says '30', but no such checkpoint is beside it"):
+        open_checkpoint(run)

@@ -12,6 +12,9 @@ like a smaller model. torch's own tools then write a shortened tensor. Here the 
 counts as the shape only where one of these confirms it:
 
 - the caller says how many ranks have written files (`ranks`), and as many are there;
+- those of several ranks are there, whose numbers and boxes leave no gap and whose sizes are what
+  `torch.chunk` makes for as many ranks or an axis of theirs; the user is told that this was taken
+  for enough;
 - whole tensors of the same names, shapes and dtypes lie beside the shards, or above them where the
   folder is called ``sharded``: what torch's ``enable_consolidation=True`` has written in that save.
 
@@ -39,6 +42,7 @@ from shardspec.checkpoint.formats.safetensors_header import Header, read_header
 from shardspec.checkpoint.formats.saved_offsets import saved_offsets
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.errors import CheckpointError
 
 __all__ = ["open_dcp_hf"]
@@ -91,7 +95,17 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
         _check_ranks(directory, shards, ranks)
     if whole is None:
         _check_grid(directory, shards)
-    return ListedCatalog(DCP_HF, directory, tensors, tuple(shard.path for shard in shards))
+    found = ListedCatalog(DCP_HF, directory, tensors, tuple(shard.path for shard in shards))
+    if whole is None and ranks is None:
+        count = len({shard.number for shard in shards})
+        for tensor in tensors.values():
+            check_tiling(tensor)
+            _check_chunks(directory, tensor, count)
+        found.notes = (
+            f"took it that {count} ranks have written it: their shards leave no gap, but no file "
+            f"says that there was no later one; --ranks {count} checks the number",
+        )
+    return found
 
 
 def _check_names(directory: Path, shards: list[_Shard]) -> None:
@@ -199,17 +213,44 @@ def _check_ranks(directory: Path, shards: list[_Shard], ranks: int | None) -> No
             f"{directory}: shard {missing} is missing; restore it, or if that rank had nothing to "
             f"write, say how many ranks had: {option}"
         )
-    if ranks is None:
+    if ranks is None and count == 1:
         raise CheckpointError(
-            f"{directory}: the last shard here is {last}, and neither a whole shape nor the number "
-            "of ranks stands in the files, so that later ones may be missing without a trace; if "
-            f"there were none, say so: {option}"
+            f"{directory}: the only shard here is {last}, and neither a whole shape nor the number "
+            "of ranks stands in it, so that later ones may be missing without a trace; if there "
+            f"were none, say so: {option}"
         )
-    if count != ranks:
+    if ranks is not None and count != ranks:
         hint = "" if missing is None else f"; shard {missing} is not there"
         raise CheckpointError(
             f"{directory}: holds shards of {count} ranks, but {ranks} are said to have written "
             f"some{hint}; restore what is missing or correct the number"
+        )
+
+
+def _check_chunks(directory: Path, tensor: StoredTensor, ranks: int) -> None:
+    """Check that a tensor is cut as `torch.chunk` does for so many ranks, or an axis of theirs.
+
+    A tensor that is cut along several dims is not looked at.
+    """
+    cut = {
+        at
+        for box in tensor.boxes
+        for at, side in enumerate(box.box)
+        if side[1] - side[0] != tensor.shape[at]
+    }
+    if len(cut) != 1:
+        return
+    (dim,) = cut
+    size = tensor.shape[dim]
+    *lengths, last = (hi - lo for lo, hi in sorted(box.box[dim] for box in tensor.boxes))
+    length = lengths[0]
+    axes = {-(-size // axis) for axis in range(2, ranks + 1) if ranks % axis == 0}
+    if {*lengths} != {length} or last > length or length not in axes:
+        raise CheckpointError(
+            f"{directory}: tensor {tensor.name!r} is cut into {len(lengths) + 1} parts along dim "
+            f"{dim}, of {length} to {last} elements, as torch does not cut {size} for {ranks} "
+            "ranks, so that a shard may be missing; restore it, or say how many have written: "
+            "--ranks N (ranks=N)"
         )
 
 

@@ -49,11 +49,9 @@ from shardspec.checkpoint.formats.megatron_model import Chunk, Rules, merged_ten
 from shardspec.checkpoint.formats.names import (
     MEGATRON,
     MEGATRON_FILE,
-    MEGATRON_ITERATION,
     MEGATRON_RANK,
-    MEGATRON_TRACKER,
 )
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.source_files import prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
 from shardspec.checkpoint.torch_files.torch_state import (
@@ -71,7 +69,6 @@ __all__ = ["open_megatron"]
 _STAGES: Final = "pipeline_model_parallel_size"
 _EXPERTS: Final = "expert_model_parallel_size"
 _EXTRA: Final = "._extra_state"
-_MOST_TRACKER_BYTES: Final = 32
 _MODEL: Final = re.compile(r"(model\d{0,4})\.(.*)", re.DOTALL)
 
 _NAMES: Final[Names] = {
@@ -141,7 +138,7 @@ def open_megatron(
     Parameters
     ----------
     directory
-        With the ``mp_rank_`` directories, or the one above.
+        With the ``mp_rank_`` directories.
     rules
         How tensors are cut, before the shipped rules: pattern to spec over the axis ``tp``, or the
         path of a TOML file.
@@ -154,7 +151,7 @@ def open_megatron(
         If a file is missing, damaged or swapped with another, if files contradict each other, or if
         no rule says how a tensor was cut.
     """
-    place = _iteration(directory)
+    place = directory
     files = _read(place)
     tensor_ranks, stages, experts = _grid(files)
     keys = _model_keys(files)
@@ -183,38 +180,6 @@ def open_megatron(
         tensors = {name: replace(tensor, spec=None) for name, tensor in tensors.items()}
     paths = tuple(file.state.path for file in files)
     return ListedCatalog(MEGATRON, place, tensors, paths, mesh, _others(files))
-
-
-def _iteration(directory: Path) -> Path:
-    """Return the directory with the files of the ranks."""
-    names = sorted(path.name for path in directory.iterdir())
-    if any(map(MEGATRON_RANK.fullmatch, names)):
-        return directory
-    found = [name for name in names if MEGATRON_ITERATION.fullmatch(name)]
-    if MEGATRON_TRACKER in names:
-        path = file_inside(directory, MEGATRON_TRACKER, directory)
-        with SourceFile(path) as file:
-            said = file.read(0, min(file.num_bytes, _MOST_TRACKER_BYTES)).strip().decode("latin1")
-        name = f"iter_{int(said):07d}" if said.isdecimal() and said.isascii() else said
-        if name not in found:
-            raise CheckpointError(
-                f"{path}: says {said!r}, but no such checkpoint is beside it; name the directory "
-                "of the iteration itself"
-            )
-    elif len(found) == 1:
-        name = found[0]
-    else:
-        raise CheckpointError(
-            f"{directory}: has the iterations {', '.join(found)} and no "
-            f"{MEGATRON_TRACKER} that says which counts; name the directory of one"
-        )
-    place = file_inside(directory, name, directory)
-    if not place.is_dir() or not any(MEGATRON_RANK.fullmatch(at.name) for at in place.iterdir()):
-        raise CheckpointError(
-            f"{place}: has no directories mp_rank_00 and so on; if it is a checkpoint of another "
-            "format, name it itself"
-        )
-    return place
 
 
 def _read(place: Path) -> list[_File]:

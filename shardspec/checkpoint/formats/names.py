@@ -35,6 +35,7 @@ __all__ = [
     "PARTS",
     "RANK_FILE",
     "RANK_FILES",
+    "RUN_STEP",
     "SAFETENSORS",
     "TORCH_FILE",
     "find_dcp",
@@ -44,6 +45,7 @@ __all__ = [
     "find_universal",
     "is_data_file",
     "is_rank_file",
+    "not_read",
     "part_of_several",
     "part_text",
 ]
@@ -65,6 +67,8 @@ MEGATRON_FILE: Final = "model_optim_rng.pt"
 MEGATRON_TRACKER: Final = "latest_checkpointed_iteration.txt"
 MEGATRON_RANK: Final = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 MEGATRON_ITERATION: Final = re.compile(r"iter_\d{7,12}|release")
+RUN_STEP: Final = "global_step_"
+"""What verl calls the checkpoints of a run, which it lists as Megatron does."""
 _RELEASE: Final = "release"
 """Too common a word to know a format by."""
 
@@ -171,6 +175,66 @@ PARTS: Final = {
 }
 """Formats with a file a rank that are not read here: the names of these files, with a number where
 one may be alone, and what puts them together."""
+
+
+_NOT_READ: Final = (
+    (
+        "orbax (OCDBT)",
+        re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_sharding"),
+        'python -c "import orbax.checkpoint as o, numpy as n; from flax.traverse_util import '
+        "flatten_dict as f; from safetensors.numpy import save_file as s; s({k: n.asarray(v) for "
+        "k, v in f(o.PyTreeCheckpointer().restore('IN'), sep='.').items()}, 'OUT.safetensors')\"",
+    ),
+    (
+        "zarr, as Megatron-core had it before torch_dist",
+        re.compile(r"\.zarray|\.zgroup"),
+        "a run of Megatron with --load IN --save OUT --ckpt-convert-format torch_dist",
+    ),
+    (
+        "Flax",
+        re.compile(r"flax_model.*\.msgpack"),
+        'python -c "from transformers import AutoModel as m; '
+        "m.from_pretrained('IN', from_flax=True).save_pretrained('OUT')\"",
+    ),
+    (
+        "TensorFlow",
+        re.compile(r"tf_model.*\.h5|model\.ckpt.*\.(index|meta)|saved_model\.pb"),
+        'python -c "from transformers import AutoModel as m; '
+        "m.from_pretrained('IN', from_tf=True).save_pretrained('OUT')\"",
+    ),
+    (
+        "llama.cpp (GGUF)",
+        re.compile(r".*\.gguf"),
+        "the checkpoint that it was made of, or python -c "
+        "\"from transformers import AutoModel as m; m.from_pretrained('DIRECTORY', "
+        "gguf_file='FILE').save_pretrained('OUT')\"",
+    ),
+    ("NeMo", re.compile(r".*\.nemo"), "tar -xf FILE, and then the directory in it"),
+    (
+        "the optimizer of data parallel ranks, in buckets (Megatron's distrib_optim.pt)",
+        re.compile(r"distrib_optim\.pt"),
+        "the model beside it, or a save with --ckpt-format torch_dist "
+        "--dist-ckpt-optim-fully-reshardable",
+    ),
+)
+"""What is known and not read: how it is called, its files, and what helps."""
+
+
+def not_read(names: Iterable[str]) -> str | None:
+    """Say what a directory with these names, or a file, is that cannot be read, and what helps.
+
+    Examples
+    --------
+    >>> not_read(["a.nemo"])
+    'is of NeMo, which is not read; use tar -xf FILE, and then the directory in it'
+    >>> not_read(["a.txt"]) is None
+    True
+    """
+    there = tuple(names)
+    for kind, pattern, remedy in _NOT_READ:
+        if any(map(pattern.fullmatch, there)):
+            return f"is of {kind}, which is not read; use {remedy}"
+    return None
 
 
 def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | None:

@@ -127,11 +127,13 @@ def test_the_merged_model_confirms_the_shapes(saved, tmp_path):
     assert_merged_without_torch(ckpt, tmp_path / "other.safetensors")
 
 
-def test_what_nothing_confirms_is_refused(saved):
-    assert refused(saved / "line") == (
-        f"{saved}/line: the last shard here is 4, and neither a whole shape nor the number of "
-        "ranks stands in the files, so that later ones may be missing without a trace; if there "
-        "were none, say so: --ranks 4 (ranks=4)"
+@pytest.mark.parametrize("name", ["line", "square"])
+def test_shards_that_fit_together_are_read_and_what_was_assumed_is_said(saved, name):
+    assert_same(read_whole(saved / name), read_whole(saved / name, ranks=4))
+    assert open_checkpoint(saved / name, ranks=4).notes == ()
+    assert open_checkpoint(saved / name).notes == (
+        "took it that 4 ranks have written it: their shards leave no gap, but no file says that "
+        "there was no later one; --ranks 4 checks the number",
     )
 
 
@@ -151,11 +153,36 @@ def test_every_set_of_missing_shards_is_refused(copied, name, lost):
         f"{ckpt}: holds shards of {len(left)} ranks, but 4 are said to have written some; shard "
         f"{missing} is not there; restore what is missing or correct the number"
     )
-    message = refused(ckpt)
     if missing < left[-1]:
-        assert message.startswith(f"{ckpt}: shard {missing} is missing; restore it, or if")
+        assert refused(ckpt).startswith(f"{ckpt}: shard {missing} is missing; restore it, or if")
+    elif left == [1]:
+        assert refused(ckpt) == (
+            f"{ckpt}: the only shard here is 1, and neither a whole shape nor the number of ranks "
+            "stands in it, so that later ones may be missing without a trace; if there were none, "
+            "say so: --ranks 1 (ranks=1)"
+        )
+    elif name == "square":
+        assert "no file holds its part" in refused(ckpt)
     else:
-        assert message.startswith(f"{ckpt}: the last shard here is {left[-1]}, and neither")
+        # Nothing in such files tells them from a smaller model; the user is told what was assumed.
+        (note,) = open_checkpoint(ckpt).notes
+        assert note.startswith(f"took it that {len(left)} ranks have written it")
+
+
+def test_parts_that_torch_does_not_make_are_refused(tmp_path):
+    for number, (start, rows) in enumerate([(0, 3), (3, 3), (6, 2), (8, 2)], 1):
+        said = json.dumps({"w": {"saved_offsets": [start, 0]}})
+        safetensors.torch.save_file(
+            {"w": torch.zeros(rows, 2)},
+            tmp_path / NAME.format(number, 1, 1),
+            {"DCP_SHARDING_INFO": said, "DCP_VERSION": "1.0", "format": "pt"},
+        )
+    assert refused(tmp_path) == (
+        f"{tmp_path}: tensor 'w' is cut into 4 parts along dim 0, of 3 to 2 elements, as torch "
+        "does not cut 10 for 4 ranks, so that a shard may be missing; restore it, or say how many "
+        "have written: --ranks N (ranks=N)"
+    )
+    assert read_whole(tmp_path, ranks=4)["w"].shape == (10, 2)
 
 
 def test_a_missing_middle_shard_leaves_a_hole_whatever_is_said(copied):

@@ -250,10 +250,7 @@ def test_which_iteration_counts(saved, tmp_path):
     assert open_checkpoint(root).directory == root / "iter_0000010"
     for path in (root / "iter_0000010").iterdir():
         shutil.rmtree(path)
-    assert refused(root) == (
-        f"{root}/iter_0000010: has no directories mp_rank_00 and so on; if it is a checkpoint of "
-        "another format, name it itself"
-    )
+    assert refused(root) == f"{root}/iter_0000010: is empty, there is no checkpoint in it"
 
 
 def test_names_of_directories_that_do_not_fit(ckpt):
