@@ -6,6 +6,8 @@ The page shows the bodies of these functions, and a test compares them.
 import json
 import logging
 import os
+import shutil
+import tarfile
 import warnings
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.checkpoint.formats.megatron_files import core, write
 from tests.dist.processes import run_ranks
+from tests.real.conftest import DATA
 
 __all__ = ["make_checkpoints"]
 
@@ -157,3 +160,9 @@ def make_checkpoints(directory, temporary):
     run_ranks(RANKS, temporary, play, directory)
     # As Megatron's own code writes it, but by hand: three tensor parallel ranks, two stages.
     write(directory / "megatron", core(gated=True), 3, [[0, 1], [2, 3, 4]])
+    # As Megatron-core itself has written it.
+    with tarfile.open(DATA / "megatron-0.16.tar.xz") as archive:
+        archive.extractall(temporary, filter="data")
+    run = directory / "torch-dist"
+    shutil.copytree(Path(temporary) / "megatron-0.16", run / "iter_0000010")
+    (run / "latest_checkpointed_iteration.txt").write_text("10")
