@@ -69,8 +69,9 @@ def load_sharded(
         have the new names. What these patterns leave out stays as it is in `into`.
     names
         What makes of the tensors that were saved those of another model, as one that is served: a
-        `NameMap`, or new names. All of the above then have the names that it gives. How it was
-        sharded says nothing of these tensors: give rules.
+        `NameMap`, a list of some to be taken one after the other, or new names. All of the above
+        then have the names that it gives. How it was sharded says nothing of these tensors: give
+        rules.
     communicator
         Who moves shards; as for `DTensor`.
     mesh, specs

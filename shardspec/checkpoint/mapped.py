@@ -8,6 +8,7 @@ whatever reads checkpoints reads the mapped one.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
+from typing import TypeAlias
 
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint.catalog import (
@@ -26,8 +27,8 @@ from shardspec.text import shown
 
 __all__ = ["Names", "mapped"]
 
-Names = NameMap | Mapping[str, str]
-"""A map, or new names of tensors; the others keep theirs."""
+Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap]
+"""A map, or several to be taken one after the other, or new names; others are kept."""
 
 
 def mapped(source: Catalog, names: Names | None) -> Catalog:
@@ -40,6 +41,10 @@ def mapped(source: Catalog, names: Names | None) -> Catalog:
         tensor is stored with a reduction pending.
     """
     if names is None:
+        return source
+    if isinstance(names, Sequence):
+        for each in names:
+            source = mapped(source, each)
         return source
     if isinstance(names, NameMap):
         return _MappedCatalog(source, names)

@@ -91,9 +91,9 @@ def merge(
         Regular expressions, and what the first match of each in every name is replaced with, one
         after the other: ``{"^model[.]": ""}``, or pairs.
     names
-        What makes of these tensors those of another model: a `NameMap`, or new names. The patterns
-        above then are of the names that it gives. Tensors that it does not use are left out, and
-        `WriteReport.left_out` names them.
+        What makes of these tensors those of another model: a `NameMap`, a list of some to be taken
+        one after the other, or new names. The patterns above then are of the names that it gives.
+        Tensors that it does not use are left out, and `WriteReport.left_out` names them.
     threads
         How many files are written at once.
     metadata

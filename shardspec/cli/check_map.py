@@ -11,10 +11,10 @@ from shardspec.cli.output import say
 from shardspec.errors import InputFileError
 from shardspec.resharding.check import MapReport, check_map
 from shardspec.resharding.maps import NameMap
-from shardspec.resharding.shipped import load_map, shipped_maps
+from shardspec.resharding.shipped import map_chain
 from shardspec.text import counted, shown
 
-__all__ = ["MapOptions", "command", "map_of", "map_options"]
+__all__ = ["MapOptions", "command", "map_options", "maps_of"]
 
 _SIZES: Final = click.option(
     "--sizes",
@@ -32,9 +32,10 @@ Examples:
   shardspec check-map llama-hf-to-megatron --sizes config.json --source ckpt
 
 \b
-MAP is a TOML file, or the name of a map that comes with shardspec. A file of shapes has names and
-lists of sizes: {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map
-implies are checked, and printed with --json.
+MAP is a TOML file, or the name of a map that comes with shardspec, as llama-hf-to-megatron or, by
+way of hf, llama-megatron-to-fused. A file of shapes has names and lists of sizes:
+{"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
+checked, and printed with --json.
 """,
 )
 @click.argument("map_", metavar="MAP")
@@ -50,22 +51,29 @@ def command(
 
     Exit code 3 says that it does not; the first holes and overlaps are printed.
     """
-    found = _read_map(map_, sizes)
-    found = found.reversed() if reverse else found
+    *firsts, last = maps_of({"map_": map_, "sizes": sizes, "reverse_map": reverse})
     before = _shapes(source)
-    after = found.target_shapes(before) if target is None else _shapes(target)
-    report = check_map(found, before, after)
+    for one in firsts:
+        between = one.target_shapes(before)
+        _refuse_holes(check_map(one, before, between))
+        before = between
+    after = last.target_shapes(before) if target is None else _shapes(target)
+    report = check_map(last, before, after)
     if as_json:
         say(json.dumps(_record(report, after)))
     else:
         say(f"{counted(len(report.equations), 'equation')} to {counted(len(after), 'tensor')}")
         for name in report.unused:
             say(f"not used, at least in part: {shown(name)}")
+    _refuse_holes(report)
+    if not as_json:
+        say("every element of the target is written exactly once")
+
+
+def _refuse_holes(report: MapReport) -> None:
     if report.problems:
         rest = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
         raise InputFileError(f"the map is not total: {report.problems[0]}{rest}")
-    if not as_json:
-        say("every element of the target is written exactly once")
 
 
 class MapOptions(TypedDict):
@@ -92,22 +100,24 @@ def map_options(command: _Command) -> _Command:
     return command
 
 
-def map_of(options: MapOptions) -> NameMap | None:
-    """Return the map that `map_options` name, if any."""
+def maps_of(options: MapOptions) -> tuple[NameMap, ...]:
+    """Return the maps that `map_options` name, to be taken one after the other."""
     map_, sizes, reverse = options["map_"], options["sizes"], options["reverse_map"]
     if map_ is None:
         if sizes is not None or reverse:
             raise click.UsageError("--sizes and --reverse-map are of a map; give it by --map")
-        return None
-    found = _read_map(map_, sizes)
-    return found.reversed() if reverse else found
+        return ()
+    found = _read_maps(map_, sizes)
+    return tuple(one.reversed() for one in reversed(found)) if reverse else found
 
 
-def _read_map(map_: str, sizes: Path | None) -> NameMap:
-    """Return a map given by name or file, with the sizes that a model's config says."""
-    found = load_map(map_) if map_ in shipped_maps() else NameMap.load(map_)
+def _read_maps(map_: str, sizes: Path | None) -> tuple[NameMap, ...]:
+    """Return maps given by name or file, with the sizes that a model's config says."""
     config = {} if sizes is None else _json(sizes)
-    return found.with_sizes({k: v for k, v in config.items() if type(v) is int})
+    known = {k: v for k, v in config.items() if type(v) is int}
+    if Path(map_).suffix or Path(map_).exists():
+        return (NameMap.load(map_).with_sizes(known),)
+    return map_chain(map_, known)
 
 
 def _record(report: MapReport, target: Mapping[str, tuple[int, ...]]) -> dict[str, object]:

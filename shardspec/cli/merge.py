@@ -9,7 +9,7 @@ from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat, merge
 from shardspec.checkpoint.report import WriteReport
 from shardspec.cli.arguments import parse_bytes, parsed
-from shardspec.cli.check_map import map_of, map_options
+from shardspec.cli.check_map import map_options, maps_of
 from shardspec.cli.options import (
     CheckpointPath,
     WritingOptions,
@@ -101,7 +101,7 @@ def command(
             f"({', '.join(MERGED_FORMATS)}), or a name that ends in .safetensors or .pt"
         )
 
-    names = map_of({"map_": map_, "sizes": sizes, "reverse_map": reverse_map})
+    names = maps_of({"map_": map_, "sizes": sizes, "reverse_map": reverse_map})
 
     def written(progress: Progress | None, member: Member | None) -> WriteReport:
         return merge(

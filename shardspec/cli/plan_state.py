@@ -6,10 +6,11 @@ from typing import Unpack
 
 import click
 
+from shardspec.checkpoint.mapped import mapped
 from shardspec.checkpoint.reshard import read_rules
 from shardspec.checkpoint.stored_layouts import stored_layouts
 from shardspec.cli.arguments import parse_bytes, parsed
-from shardspec.cli.check_map import map_of, map_options
+from shardspec.cli.check_map import map_options, maps_of
 from shardspec.cli.options import (
     CheckpointPath,
     ClusterOptions,
@@ -87,12 +88,12 @@ def command(
         )
     rules = {} if rules_file is None else read_rules(rules_file)
     catalog, _ = open_both(checkpoint, None, ranks, source_rules)
-    source, files = stored_layouts(catalog, max(mesh.ids) + 1)
-    names = map_of({"map_": map_, "sizes": sizes, "reverse_map": reverse_map})
+    maps = maps_of({"map_": map_, "sizes": sizes, "reverse_map": reverse_map})
+    source, files = stored_layouts(mapped(catalog, maps[:-1]), max(mesh.ids) + 1)
     plan = plan_reshard(
         source,
         (mesh, {**rules, **dict(rule_pairs)}),
-        names=names,
+        names=maps[-1] if maps else None,
         dtype=dtype,
         max_bytes=max_bytes,
     )

@@ -9,7 +9,7 @@ from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.reshard import RESHARDED_FORMATS, ReshardedFormat, read_rules, reshard
 from shardspec.cli.arguments import MeshShape, parse_mesh, parsed
-from shardspec.cli.check_map import map_of, map_options
+from shardspec.cli.check_map import map_options, maps_of
 from shardspec.cli.options import (
     CheckpointPath,
     WritingOptions,
@@ -105,7 +105,7 @@ def command(
     if rules_file is not None:
         rules = {**read_rules(rules_file), **rules}
 
-    names = map_of({"map_": map_, "sizes": sizes, "reverse_map": reverse_map})
+    names = maps_of({"map_": map_, "sizes": sizes, "reverse_map": reverse_map})
 
     def written(progress: Progress | None, member: Member | None) -> WriteReport:
         source, pattern = open_both(checkpoint, like, ranks, source_rules)

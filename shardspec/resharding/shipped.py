@@ -1,11 +1,12 @@
 """Name maps that come with shardspec, for models that many people train and serve."""
 
+import re
 from importlib.resources import files
 
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import NameMap
 
-__all__ = ["load_map", "shipped_maps"]
+__all__ = ["load_map", "map_chain", "shipped_maps"]
 
 
 def shipped_maps() -> tuple[str, ...]:
@@ -45,3 +46,26 @@ def load_map(name: str, sizes: dict[str, int] | None = None) -> NameMap:
         raise LayoutError(f"there is no map {name!r}; choose among {', '.join(shipped_maps())}")
     text = (files("shardspec.resharding") / "models" / f"{name}.toml").read_text(encoding="utf-8")
     return NameMap.parse(text).with_sizes(sizes or {})
+
+
+def map_chain(name: str, sizes: dict[str, int] | None = None) -> tuple[NameMap, ...]:
+    """Return the maps that lead from one form of a model to another, one after the other.
+
+    A name such as ``"llama-megatron-to-fused"`` is a map to Hugging Face's names and one from them.
+
+    Raises
+    ------
+    LayoutError
+        If there is no such map.
+
+    Examples
+    --------
+    >>> [len(map_chain(name)) for name in ("llama-hf-to-fused", "llama-megatron-to-fused")]
+    [1, 2]
+    """
+    found = re.fullmatch("(.+)-(hf|megatron|fused)-to-(hf|megatron|fused)", name)
+    if found is None or found[2] in ("hf", found[3]):
+        return (load_map(name, sizes),)
+    model, source, target = found.groups()
+    back = load_map(f"{model}-hf-to-{source}", sizes).reversed()
+    return (back,) if target == "hf" else (back, load_map(f"{model}-hf-to-{target}", sizes))

@@ -68,6 +68,42 @@ def test_every_shipped_map_on_disk(tmp_path, name):
     assert all(np.array_equal(into[n].to_global().numpy(), wanted[n]) for n in wanted)
 
 
+@pytest.mark.parametrize("model", ["llama", "qwen2", "mixtral", "gpt2", "gpt-neox"])
+def test_from_megatron_to_the_serving_form(tmp_path, model):
+    """Two maps one after the other, by the command too; a padded vocabulary is cut off."""
+    state, to_megatron = CASES[f"{model}-hf-to-megatron"]
+    wanted = CASES[f"{model}-hf-to-fused"][1](state, V)
+    sizes = {**SIZES, "padded_vocab": V + 2}
+    trained = {n: torch.tensor(array) for n, array in to_megatron(state, V + 2).items()}
+    save_file({n: tensor.contiguous() for n, tensor in trained.items()}, tmp_path / "a.safetensors")
+    merge(
+        tmp_path / "a.safetensors",
+        tmp_path / "b.safetensors",
+        names=[
+            load_map(f"{model}-hf-to-megatron", sizes).reversed(),
+            load_map(f"{model}-hf-to-fused", sizes),
+        ],
+    )
+    got = load_file(tmp_path / "b.safetensors")
+    assert got.keys() == wanted.keys()
+    assert all(np.array_equal(got[n].numpy(), wanted[n]) for n in wanted)
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    words = [str(tmp_path / "a.safetensors"), "--sizes", str(tmp_path / "config.json")]
+    words += ["--map", f"{model}-megatron-to-fused"]
+    for command in (
+        ["merge", "-o", str(tmp_path / "c.safetensors")],
+        ["plan-state", "--mesh", "2"],
+    ):
+        result = CliRunner().invoke(cli, [*command, *words])
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "c.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    words = ["check-map", f"{model}-megatron-to-fused", "--source", *words[:3], "--json"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 0, result.output
+    shapes = {n: list(array.shape) for n, array in wanted.items()}
+    assert json.loads(result.output)["target"] == shapes
+
+
 @pytest.mark.parametrize("order", list(permutations("abc")))
 def test_every_order_and_grouping_of_factors(tmp_path, order):
     """Views of three factors between dims of every grouping, from every spec of a small space."""
