@@ -95,7 +95,7 @@ def test_the_recipes_print_what_is_shown(tmp_path):
     ("target", "command"),
     [
         ("demo", ".venv/bin/python examples/minilm.py"),
-        ("test", ".venv/bin/python -m pytest -n auto"),
+        ("test", ".venv/bin/python -m pytest -n "),
         ("setup", ""),
     ],
 )
