@@ -71,10 +71,17 @@ def check_replicas(
             read_box_into(alone[1], block, b.data, files, buffers)
             if not np.array_equal(a, b):
                 index = list(element_index(block, int((a != b).argmax()) // size))
+                remedy = "keep the right one of the two"
+                if len(tensor.shape) == 1 and first.path.suffix == ".distcp":
+                    remedy += (
+                        "; but if ranks have saved flat parts of their own under one name, as "
+                        "FSDP1's local optimizer states are, keep all, and save them in a run of "
+                        "as many ranks with FSDP.optim_state_dict"
+                    )
                 raise CheckpointError(
                     f"tensor {tensor.name!r}: ranks {first.rank} and {other.rank} claim different "
                     f"data for box {box_text(first.box)}, first at index {index}, in {first.path} "
-                    f"and {other.path}; keep the right one of the two"
+                    f"and {other.path}; {remedy}"
                 )
 
 

@@ -14,6 +14,7 @@ from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
     BIN_NAME,
+    BIN_NUMBERED,
     DCP,
     DCP_HF,
     DCP_HF_SHARD,
@@ -144,7 +145,9 @@ FORMATS: Final = (
     Format(
         TORCH_FILE,
         BIN_NAME,
-        lambda names: BIN_INDEX in names or BIN_NAME in names,
+        lambda names: (
+            bool({BIN_INDEX, BIN_NAME} & names) or any(map(BIN_NUMBERED.fullmatch, names))
+        ),
         "torch_file:open_bin_directory",
     ),
 )
@@ -358,7 +361,6 @@ _DEPTH: Final = 2
 _MOST_DIRECTORIES: Final = 256
 """Directories that are looked into: a wrong path may be that of a whole disk."""
 _SHOWN: Final = 3
-_NUMBERED: Final = re.compile(r"-[0-9]+-of-[0-9]+\.")
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -370,12 +372,6 @@ def _nearby(place: Path, names: Iterable[str]) -> str | None:
     if found:
         return f"there are some in it: {_some([f'{at} ({name})' for at, name in found])}"
     files = sorted((name for name in names if name.endswith(_TORCH_SUFFIXES)), key=_by_numbers)
-    numbered = next((name for name in files if _NUMBERED.search(name)), None)
-    if numbered is not None:
-        return (
-            f"there are parts of one in it, such as {numbered}, without the index that lists "
-            "them; restore it"
-        )
     return f"there are files of torch in it: {_some(files)}" if files else None
 
 

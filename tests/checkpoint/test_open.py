@@ -107,8 +107,8 @@ def test_files_that_could_be_meant_are_named(tmp_path):
     )
     (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
     assert refused(tmp_path) == (
-        f"{tmp_path}: is no checkpoint itself, but there are parts of one in it, such as "
-        "pytorch_model-00001-of-00002.bin, without the index that lists them; restore it"
+        f"{tmp_path}: pytorch_model-00002-of-00002.bin is missing, by the numbers of the others; "
+        "restore it"
     )
 
 

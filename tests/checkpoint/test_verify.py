@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, DTensor, save_sharded
-from shardspec.checkpoint.catalog import StoredBox, StoredTensor
+from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
 from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.diff import Difference, diff_checkpoints
 from shardspec.checkpoint.merge import merge
@@ -319,3 +319,17 @@ def test_copies_are_compared_element_by_element_however_they_lie(tmp_path):
         check_replicas(tensor, [boxes["rows"], boxes["columns"], boxes["gaps"]], files)
         with pytest.raises(CheckpointError, match=r"ranks 2 and 3 .* first at index \[1, 2\]"):
             check_replicas(tensor, [boxes["gaps"], boxes["other"]], files)
+
+
+@pytest.mark.parametrize(("suffix", "kept"), [(".distcp", True), (".pt", False)])
+def test_flat_parts_under_one_name_are_not_to_be_thrown_away(tmp_path, suffix, kept):
+    """FSDP1's local optimizer states: what differs need not be wrong."""
+    paths = [tmp_path / f"__{rank}_0{suffix}" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        path.write_bytes(bytes((rank,)) * 8)
+    boxes = tuple(StoredBox(((0, 2),), (), rank, path, 0) for rank, path in enumerate(paths))
+    tensor = StoredTensor("exp_avg", (2,), "float32", None, (), boxes)
+    source = ListedCatalog("example", tmp_path, {"exp_avg": tensor}, paths)
+    (flaw,) = verify_checkpoint(source, every=True).flaws
+    assert "claim different data for box [0:2]" in flaw
+    assert ("FSDP1's local optimizer states are, keep all" in flaw) == kept

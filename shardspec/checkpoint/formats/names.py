@@ -10,6 +10,7 @@ from typing import Final
 __all__ = [
     "BIN_INDEX",
     "BIN_NAME",
+    "BIN_NUMBERED",
     "DCP",
     "DCP_HF",
     "DCP_HF_SHARD",
@@ -98,6 +99,7 @@ INDEX_SUFFIX: Final = ".safetensors.index.json"
 
 TORCH_FILE: Final = "torch file"
 BIN_NAME: Final = "pytorch_model.bin"
+BIN_NUMBERED: Final = re.compile(r".+-\d{5}-of-\d{5}\.bin", re.DOTALL)
 BIN_INDEX: Final = "pytorch_model.bin.index.json"
 
 

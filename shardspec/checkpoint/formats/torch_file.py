@@ -5,18 +5,20 @@ files are compared both ways. A file with DTensors is one rank's part, and is re
 part is the whole, as on a mesh of one device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor
 from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
     BIN_NAME,
+    BIN_NUMBERED,
     TORCH_FILE,
     part_of_several,
     part_text,
 )
-from shardspec.checkpoint.formats.safetensors import by_file, check_listed
+from shardspec.checkpoint.formats.safetensors import by_file, check_listed, check_numbering
+from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.torch_state import (
     TorchState,
     plain_value,
@@ -69,9 +71,23 @@ def _part_by_content(state: TorchState) -> str | None:
 
 
 def open_bin_directory(directory: Path) -> ListedCatalog:
-    """Read the index of a directory, or its one ``pytorch_model.bin``."""
+    """Read the index of a directory, or its one ``pytorch_model.bin``, or all numbered files.
+
+    Raises
+    ------
+    CheckpointError
+        As `open_bin_index`; if a number is missing, or two files hold one tensor.
+    """
     index = directory / BIN_INDEX
-    return open_bin_index(index) if index.exists() else open_torch_file(directory / BIN_NAME)
+    names = sorted(path.name for path in directory.iterdir())
+    if index.name in names:
+        return open_bin_index(index)
+    if BIN_NAME in names:
+        return open_torch_file(directory / BIN_NAME)
+    numbered = [name for name in names if BIN_NUMBERED.fullmatch(name)]
+    check_numbering(directory, numbered)
+    states = [read_torch_state(file_inside(directory, name, directory)) for name in numbered]
+    return _listed(directory, states, ())
 
 
 def open_bin_index(index: Path) -> ListedCatalog:
@@ -82,15 +98,28 @@ def open_bin_index(index: Path) -> ListedCatalog:
     CheckpointError
         If a file is missing or damaged, or disagrees with the index about what lies where.
     """
+    states = []
+    for path, names in by_file(index).items():
+        states.append(read_torch_state(path))
+        check_listed(path, states[-1].tensors, names, index)
+    return _listed(index.parent, states, (index,))
+
+
+def _listed(directory: Path, states: Iterable[TorchState], more: tuple[Path, ...]) -> ListedCatalog:
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, object] = {}
-    files = by_file(index)
-    for path, names in files.items():
-        state = read_torch_state(path)
-        check_listed(path, state.tensors, names, index)
+    paths = list(more)
+    for state in states:
+        twice = tensors.keys() & state.tensors.keys()
+        if twice:
+            raise CheckpointError(
+                f"{state.path}: holds tensor {min(twice)!r}, which another file of the same model "
+                "does too; move the one that is of another save away"
+            )
         tensors.update(_whole(state))
         others.update((name, plain_value(value)) for name, value in state.extras.items())
-    return ListedCatalog(TORCH_FILE, index.parent, tensors, (index, *files), None, others)
+        paths.append(state.path)
+    return ListedCatalog(TORCH_FILE, directory, tensors, paths, None, others)
 
 
 def _whole(state: TorchState) -> Mapping[str, StoredTensor]:

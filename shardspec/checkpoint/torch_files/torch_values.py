@@ -256,7 +256,9 @@ def _complex(real: object, imag: object) -> "Complex":
 def _sharded(*_: object) -> Never:
     raise ValueError(
         "a ShardedTensor, which FSDP1 makes without a device mesh, is read from torch DCP only; "
-        "save with torch.distributed.checkpoint, or give FSDP a device_mesh"
+        "files of LOCAL_STATE_DICT do not say the shapes of parameters; load it with FSDP in a run "
+        "of as many ranks and save with torch.distributed.checkpoint (SHARDED_STATE_DICT), or give "
+        "FSDP a device_mesh"
     )
 
 

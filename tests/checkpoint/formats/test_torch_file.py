@@ -112,6 +112,27 @@ def test_a_model_in_one_storage_is_checked_once(tmp_path):
     assert all("CRC-32" in flaw for flaw in report.flaws)
 
 
+@pytest.mark.parametrize("index", [True, False])
+def test_numbered_files_are_one_model(tmp_path, index):
+    names = [f"pytorch_model-{number:05d}-of-00003.bin" for number in (1, 2, 3)]
+    parts = [dict(list(MODEL.items())[at::3]) for at in range(3)]
+    for name, part in zip(names, parts, strict=True):
+        torch.save(part, tmp_path / name)
+    if index:
+        where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    (tmp_path / "training_args.bin").write_bytes(b"something else")
+    assert_same(read_whole(tmp_path), MODEL)
+    for name in names:
+        held = (tmp_path / name).read_bytes()
+        (tmp_path / name).unlink()
+        assert name in refused(tmp_path)
+        (tmp_path / name).write_bytes(held)
+    if not index:
+        torch.save(parts[0], tmp_path / names[1])
+        assert "which another file of the same model does too" in refused(tmp_path)
+
+
 ZERO = "several DeepSpeed ZeRO ranks has saved; put them together with the script that it leaves "
 TENSOR_PARALLEL = "several DeepSpeed's tensor parallel ranks has saved; put them together with "
 META = "several Meta's model parallel ranks has saved; put them together with python "
