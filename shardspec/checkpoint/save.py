@@ -40,17 +40,10 @@ from shardspec.checkpoint.rank_state import (
     describe,
     tensor_bytes,
 )
-from shardspec.checkpoint.sharding_info import (
-    BoxEntry,
-    FileEntry,
-    ShardingInfo,
-    format_info,
-    read_info,
-    stored_shape,
-)
+from shardspec.checkpoint.sharding_info import ShardingInfo, format_info, read_info
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, reason
-from shardspec.checkpoint.targets import assign_boxes
+from shardspec.checkpoint.targets import BoxEntry, FileEntry, assign_boxes, stored_shape
 from shardspec.checkpoint.upload import Upload
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError

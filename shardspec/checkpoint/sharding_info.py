@@ -2,15 +2,14 @@
 
 import json
 import re
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeVar, overload
+from typing import Final, NamedTuple, TypeVar
 
-from shardspec.boxes import Box, box_shape, box_size
+from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import ReplicaKey
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.safetensors_header import MAX_DIMS
@@ -33,6 +32,7 @@ from shardspec.checkpoint.strict_json import (
     field,
     member,
 )
+from shardspec.checkpoint.targets import BoxColumns, BoxEntry, FileEntry
 from shardspec.dtypes import from_safetensors, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.layout import Layout
@@ -42,15 +42,11 @@ from shardspec.text import shown
 __all__ = [
     "SAVE_KEY",
     "VERSION",
-    "BoxColumns",
-    "BoxEntry",
-    "FileEntry",
     "ShardingInfo",
     "format_info",
     "info_lines",
     "parse_info",
     "read_info",
-    "stored_shape",
 ]
 
 _T = TypeVar("_T")
@@ -65,90 +61,6 @@ _MOST_SPEC: Final = 4096
 """Characters of a spec, in which axes stand by number."""
 _MOST_BYTES: Final = 2 << 30
 """A checkpoint of 10,000 tensors on 1,024 ranks takes some 50 MB."""
-
-
-class BoxEntry(NamedTuple):
-    """One box in a file, stored under the name of its tensor."""
-
-    tensor: str
-    box: Box
-    """Never empty."""
-    addend: tuple[int, ...]
-    """Which addend of a pending reduction: one index per pending axis, in the order of the spec."""
-    crc32: int | None = None
-    """CRC-32 of its bytes; None where it was saved without."""
-
-
-class BoxColumns(Sequence[BoxEntry]):
-    """Boxes of a file as columns: for each 24 bytes, and what others do not have in common.
-
-    Examples
-    --------
-    >>> boxes = BoxColumns()
-    >>> boxes.add("w", (((0, 2),), ()), 7)
-    >>> boxes[0]
-    BoxEntry(tensor='w', box=((0, 2),), addend=(), crc32=7)
-    """
-
-    __slots__ = ("_crcs", "_names", "_parts")
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._parts: list[ReplicaKey] = []
-        self._crcs = array("q")
-        """Less than 0 where there is none."""
-
-    def add(self, tensor: str, part: ReplicaKey, crc32: int | None) -> None:
-        """Append a box."""
-        self._names.append(tensor)
-        self._parts.append(part)
-        self._crcs.append(-1 if crc32 is None else crc32)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    @overload
-    def __getitem__(self, index: int) -> BoxEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[BoxEntry]: ...
-    def __getitem__(self, index: int | slice) -> BoxEntry | Sequence[BoxEntry]:
-        if isinstance(index, slice):
-            return tuple(self)[index]
-        crc32 = self._crcs[index]
-        box, addend = self._parts[index]
-        return BoxEntry(self._names[index], box, addend, None if crc32 < 0 else crc32)
-
-    def __iter__(self) -> Iterator[BoxEntry]:
-        for name, (box, addend), crc32 in zip(self._names, self._parts, self._crcs, strict=True):
-            yield BoxEntry(name, box, addend, None if crc32 < 0 else crc32)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-
-def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """Return the shape under which a file holds boxes of one tensor, one after the other.
-
-    It is that of the box, and of several, as parts are, the number of their elements.
-
-    Examples
-    --------
-    >>> stored_shape([((0, 2), (0, 3))]), stored_shape([((0, 2), (0, 3)), ((4, 5), (0, 3))])
-    ((2, 3), (9,))
-    """
-    return box_shape(boxes[0]) if len(boxes) == 1 else (sum(map(box_size, boxes)),)
-
-
-class FileEntry(NamedTuple):
-    """One file and the boxes it holds; those of one tensor follow each other, as their bytes do."""
-
-    name: str
-    """A plain name in the directory of the checkpoint."""
-    rank: int
-    """Physical id of the device whose boxes these are."""
-    num_bytes: int
-    """Size of the file."""
-    boxes: Sequence[BoxEntry]
 
 
 class ShardingInfo(NamedTuple):

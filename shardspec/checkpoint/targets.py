@@ -4,19 +4,22 @@ A format says where everything goes. How the bytes get there, are checked and co
 for all of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias, overload
 
-from shardspec.boxes import Box, box_size
+from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import ReplicaKey, replica_holders
-from shardspec.checkpoint.sharding_info import BoxEntry
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
+    "BoxColumns",
+    "BoxEntry",
     "Extent",
+    "FileEntry",
     "MadeBytes",
     "OutputFile",
     "OutputTensor",
@@ -26,8 +29,93 @@ __all__ = [
     "Trailer",
     "Write",
     "assign_boxes",
+    "stored_shape",
     "whole_box",
 ]
+
+
+class BoxEntry(NamedTuple):
+    """One box in a file, stored under the name of its tensor."""
+
+    tensor: str
+    box: Box
+    """Never empty."""
+    addend: tuple[int, ...]
+    """Which addend of a pending reduction: one index per pending axis, in the order of the spec."""
+    crc32: int | None = None
+    """CRC-32 of its bytes; None where it was saved without."""
+
+
+class BoxColumns(Sequence[BoxEntry]):
+    """Boxes of a file as columns: for each 24 bytes, and what others do not have in common.
+
+    Examples
+    --------
+    >>> boxes = BoxColumns()
+    >>> boxes.add("w", (((0, 2),), ()), 7)
+    >>> boxes[0]
+    BoxEntry(tensor='w', box=((0, 2),), addend=(), crc32=7)
+    """
+
+    __slots__ = ("_crcs", "_names", "_parts")
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._parts: list[ReplicaKey] = []
+        self._crcs = array("q")
+        """Less than 0 where there is none."""
+
+    def add(self, tensor: str, part: ReplicaKey, crc32: int | None) -> None:
+        """Append a box."""
+        self._names.append(tensor)
+        self._parts.append(part)
+        self._crcs.append(-1 if crc32 is None else crc32)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, index: int) -> BoxEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[BoxEntry]: ...
+    def __getitem__(self, index: int | slice) -> BoxEntry | Sequence[BoxEntry]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        crc32 = self._crcs[index]
+        box, addend = self._parts[index]
+        return BoxEntry(self._names[index], box, addend, None if crc32 < 0 else crc32)
+
+    def __iter__(self) -> Iterator[BoxEntry]:
+        for name, (box, addend), crc32 in zip(self._names, self._parts, self._crcs, strict=True):
+            yield BoxEntry(name, box, addend, None if crc32 < 0 else crc32)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+
+def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """Return the shape under which a file holds boxes of one tensor, one after the other.
+
+    It is that of the box, and of several, as parts are, the number of their elements.
+
+    Examples
+    --------
+    >>> stored_shape([((0, 2), (0, 3))]), stored_shape([((0, 2), (0, 3)), ((4, 5), (0, 3))])
+    ((2, 3), (9,))
+    """
+    return box_shape(boxes[0]) if len(boxes) == 1 else (sum(map(box_size, boxes)),)
+
+
+class FileEntry(NamedTuple):
+    """One file and the boxes it holds; those of one tensor follow each other, as their bytes do."""
+
+    name: str
+    """A plain name in the directory of the checkpoint."""
+    rank: int
+    """Physical id of the device whose boxes these are."""
+    num_bytes: int
+    """Size of the file."""
+    boxes: Sequence[BoxEntry]
 
 
 @lru_cache(1024)

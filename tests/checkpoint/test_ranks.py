@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
+from shardspec import DeviceMesh, DTensor, NameMap, load_sharded, merge, save_sharded
 from shardspec.checkpoint.rank_state import agree
 from shardspec.checkpoint.sharding_info import read_info
 from shardspec.comm.process_group import communicator_of as of
@@ -24,10 +24,11 @@ def whole():
         "w": torch.arange(35.0).view(5, 7).bfloat16(),
         "b": torch.arange(3),
         "r": torch.arange(6.0).view(2, 3),
+        "f": torch.arange(18).view(6, 3),
     }
 
 
-SPECS = {"w": "[S0,S1]", "b": "[S10]", "r": "[R,R]"}
+SPECS = {"w": "[S0,S1]", "b": "[S10]", "r": "[R,R]", "f": "[S0{4,2/1},R]"}
 
 
 def state(mesh):
@@ -63,10 +64,13 @@ def save_and_load(directory, mesh):
         assert torch.equal(loaded[name].to_global(), tensor)
     assert loaded["p"].to_global().tolist() == [3.0] * 4
     line = DeviceMesh(range(4), (4,))
-    for name, tensor in load_sharded(ckpt, line, {"[wr]": "[R,S0]", "b": "[S0]"}).items():
+    for name, tensor in load_sharded(ckpt, line, {"[wrf]": "[R,S0]", "b": "[S0]"}).items():
         assert list(tensor.shards) == [dist.get_rank()]
         if name in whole():
             assert torch.equal(tensor.to_global(), whole()[name])
+    turned = NameMap(((("f", "x y"), ("g", "y x")),))
+    found = load_sharded(ckpt, line, {"g": "[R,S0{4,2}]"}, names=turned)
+    assert torch.equal(found["g"].to_global(), whole()["f"].T)
     # Two of the four ranks load; the others hold nothing.
     pair = DeviceMesh([2, 1], (2,))
     part = load_sharded(ckpt, pair, {"w": "[S0,R]", "b": "[R]"})["w"]

@@ -30,20 +30,14 @@ from shardspec.checkpoint.formats.safetensors_header import (
     encode_header,
     read_header,
 )
-from shardspec.checkpoint.sharding_info import (
-    SAVE_KEY,
-    BoxColumns,
-    FileEntry,
-    ShardingInfo,
-    info_lines,
-    read_info,
-    stored_shape,
-)
+from shardspec.checkpoint.sharding_info import SAVE_KEY, ShardingInfo, info_lines, read_info
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.targets import (
+    BoxColumns,
     Extent,
+    FileEntry,
     MadeBytes,
     OutputFile,
     OutputTensor,
@@ -52,6 +46,7 @@ from shardspec.checkpoint.targets import (
     Target,
     Write,
     assign_boxes,
+    stored_shape,
 )
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
