@@ -12,6 +12,7 @@ from shardspec.checkpoint.formats.dcp_target import dcp_target
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.mapped import Names, mapped
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.quantized import check_blocks
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Choice, Patterns, Renames, carried_by_dcp, select
 from shardspec.checkpoint.store import as_path
@@ -125,6 +126,7 @@ def reshard(
             onto, layouts = onto_mesh, _by_rules(onto_mesh, rules or {}, wanted)
         else:
             raise CheckpointError("give the mesh to cut for (--mesh), or a checkpoint to cut like")
+        check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in wanted})
         if chosen == "dcp":
             names, others = carried_by_dcp(source, choice)
             return wanted, dcp_target(onto, wanted, layouts, others)._replace(carried=names)
