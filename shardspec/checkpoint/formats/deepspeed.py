@@ -31,7 +31,7 @@ from shardspec.checkpoint.formats.deepspeed_files import (
     read_ranks,
     tag_directory,
 )
-from shardspec.checkpoint.formats.names import DEEPSPEED
+from shardspec.checkpoint.formats.names import DEEPSPEED, DEEPSPEED_LATEST
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.torch_state import (
     StateTensor,
@@ -130,7 +130,10 @@ def open_deepspeed(directory: Path) -> ListedCatalog:
                 "holds its elements; save it again with DeepSpeed 0.8 or later"
             )
     paths = dict.fromkeys(state.path for rank in ranks for state in rank)
-    return ListedCatalog(DEEPSPEED, place, tensors, paths, None, _extras(ranks[0]))
+    found = ListedCatalog(DEEPSPEED, place, tensors, paths, None, _extras(ranks[0]))
+    if place != directory:
+        found.notes = (f"reading {place.name}, by {DEEPSPEED_LATEST} or as the only one",)
+    return found
 
 
 def _under(state: TorchState, key: str) -> dict[str, object]:
@@ -214,7 +217,8 @@ def _flat(ranks: Sequence[ZeroRank], stage: int, needed: Sequence[int]) -> dict[
                 weights[key].local.shape[0] if key in weights else 0
                 for key in ((0, group), (number, group))
             )
-            fits = length == full if kind else length <= full
+            alone = len(ranks) == 1 and length == full + full % 2
+            fits = length == full or alone if kind else length <= full
             if found is None or own > full or not (length == own == full or (last and fits)):
                 raise CheckpointError(
                     f"{rank.optimizer.path}: the flat {kind or 'fp32'} tensor of group {group} has "
