@@ -8,9 +8,10 @@ whatever reads checkpoints reads the mapped one.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import TypeAlias
+from pathlib import Path
+from typing import Final, TypeAlias
 
-from shardspec.boxes import Box, box_shape
+from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import (
     Catalog,
     LazyTensorCache,
@@ -22,10 +23,13 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.resharding.check import check_map
 from shardspec.resharding.maps import Equation, NameMap
-from shardspec.resharding.views import Factor, View
+from shardspec.resharding.views import Factor, TensorView, View
 from shardspec.text import shown
 
 __all__ = ["Names", "mapped"]
+
+_ZEROS: Final = Path(__file__).with_name("zeros.bin")
+"""As many bytes as the widest element has, all zero: what padding is read from."""
 
 Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap]
 """A map, or several to be taken one after the other, or new names; others are kept."""
@@ -37,8 +41,8 @@ def mapped(source: Catalog, names: Names | None) -> Catalog:
     Raises
     ------
     LayoutError
-        If the map is not total for these tensors, pads, mixes dtypes, or names none of them, or a
-        tensor is stored with a reduction pending.
+        If the map is not total for these tensors, mixes dtypes, or names none of them, or a tensor
+        is stored with a reduction pending.
     """
     if names is None:
         return source
@@ -71,13 +75,6 @@ class _MappedCatalog(Catalog):
             raise LayoutError(
                 f"the map names no tensor of {source.directory}, whose names start with {first}"
             )
-        for padding in names.padding(found):
-            size = prod(f.length for factors in padding.side.dims for f in factors)
-            if size:
-                raise LayoutError(
-                    f"the map pads {padding.target!r} with {size} zeros, which no file holds; give "
-                    "a size without padding, or reshard in memory by plan_reshard"
-                )
         self._equations: dict[str, list[Equation]] = {}
         self._dtypes: dict[str, str] = {}
         for equation in report.equations:
@@ -94,6 +91,13 @@ class _MappedCatalog(Catalog):
                     "the checkpoint first, which finishes it"
                 )
             self._equations.setdefault(equation.target, []).append(equation)
+        self._padding: dict[str, list[TensorView]] = {}
+        for padding in names.padding(found):
+            if padding.target not in self._equations:
+                raise LayoutError(
+                    f"the map fills {padding.target!r} with zeros alone; leave it out"
+                )
+            self._padding.setdefault(padding.target, []).append(padding.side)
         left = {name: OpaqueValue("a tensor that the map does not use") for name in report.unused}
         super().__init__(
             source.format,
@@ -119,7 +123,8 @@ class _MappedCatalog(Catalog):
             for stored in self._source.tensor(equation.source).boxes
             for part in _boxes(equation.view, stored, item_bytes(self._dtypes[name]))
         )
-        return StoredTensor(name, self._shapes[name], self._dtypes[name], None, (), boxes)
+        zeros = tuple(part for side in self._padding.get(name, ()) for part in _zeros(side))
+        return StoredTensor(name, self._shapes[name], self._dtypes[name], None, (), boxes + zeros)
 
 
 def _boxes(view: View, stored: StoredBox, width: int) -> Iterator[StoredBox]:
@@ -140,6 +145,17 @@ def _boxes(view: View, stored: StoredBox, width: int) -> Iterator[StoredBox]:
             yield StoredBox(
                 part, (), stored.rank, stored.path, offset, stored.digest, None if flat else by
             )
+
+
+def _zeros(side: TensorView) -> Iterator[StoredBox]:
+    """Yield what of a tensor is padding, all of it the same zeros of a file."""
+    factors = [factor for dim in side.dims for factor in dim]
+    box = tuple((0, f.length) for f in sorted(factors, key=lambda f: f.axis))
+    nothing = [0] * len(box)
+    for sides in product(*(list(_intervals(dim, box, nothing)) for dim in side.dims)):
+        part = tuple((lo, lo + length) for lo, length, _, _ in sides)
+        if box_size(part):
+            yield StoredBox(part, (), 0, _ZEROS, 0, None, (0,) * len(part))
 
 
 def _intervals(
