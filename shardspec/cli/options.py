@@ -352,8 +352,10 @@ def open_both(
 
     paths = [one] if other is None else [one, other]
     found = open_checkpoints(paths, ranks=ranks, rules=source_rules)
+    context = click.get_current_context(silent=True)
+    quiet = context is not None and context.params.get("quiet")
     for catalog in found:
-        for note in catalog.notes:
+        for note in () if quiet else catalog.notes:
             click.echo(f"note: {catalog.directory}: {note}", err=True)
     return found[0], None if other is None else found[1]
 

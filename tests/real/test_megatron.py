@@ -220,6 +220,8 @@ def test_the_checkpoint_of_a_run_that_counts_is_read_and_named(real, tmp_path):
     assert result.stderr == (
         f"note: {run}/iter_0000030: reading iter_0000030, which {tracker.name} names\n"
     )
+    quiet = CliRunner().invoke(cli, ["merge", str(run), "-o", f"{tmp_path}/o.pt", "--quiet"])
+    assert (quiet.exit_code, quiet.output) == (0, "")
     shutil.rmtree(run / "iter_0000030")
     with pytest.raises(CheckpointError, match="says '30', but no such checkpoint is beside it"):
         open_checkpoint(run)
