@@ -166,3 +166,8 @@ def make_checkpoints(directory, temporary):
     run = directory / "torch-dist"
     shutil.copytree(Path(temporary) / "megatron-0.16", run / "iter_0000010")
     (run / "latest_checkpointed_iteration.txt").write_text("10")
+    # As DeepSpeed and Meta have written theirs.
+    with tarfile.open(DATA / "deepspeed.tar.xz") as archive:
+        archive.extractall(temporary, filter="data")
+    shutil.copytree(Path(temporary) / "zero3", directory / "zero3")
+    shutil.copytree(Path(temporary) / "meta", directory / "llama")
