@@ -381,7 +381,11 @@ def _implied(
             if name not in lengths and name not in cut:
                 next(free, None)
         elif name in cut:
-            raise SpecSyntaxError(f"the size {name!r} is not known", right[0], right[0].index(name))
+            raise SpecSyntaxError(
+                f"the size {name!r} is not known; give it in the sizes",
+                right[0],
+                right[0].index(name),
+            )
         else:
             found[name] = lengths[name] if name in lengths else next(free, 0)
     return tuple(prod(found[name] for name in factors) for factors in dims)

@@ -76,7 +76,9 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
             case ast.Name(id=name) if name in sizes:
                 return sizes[name]
             case ast.Name(id=name):
-                raise SpecSyntaxError(f"the size {name!r} is not known", text, node.col_offset)
+                raise SpecSyntaxError(
+                    f"the size {name!r} is not known; give it in the sizes", text, node.col_offset
+                )
             case ast.BinOp(left=left, op=op, right=right):
                 a, b = value(left), value(right)
                 match op:
