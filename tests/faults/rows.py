@@ -14,6 +14,7 @@ from tests.faults import (
     pickled,
     rank_forms,
     ranks,
+    tools,
     truncated,
     writers,
 )
@@ -59,6 +60,12 @@ ROWS: Final = (
         rank_forms.lookalikes,
         ends="as the files lie",
         prepare="rank_files",
+    ),
+    Row(
+        "tools",
+        "files of DeepSpeed and Meta missing, cut, or in the place of others",
+        tools.files,
+        ends="refused or right",
     ),
     Row("meshes", "wrong mesh in the info", ranks.meshes),
     Row(

@@ -11,7 +11,8 @@ lengths. ``param_shapes`` in the model's file gives names and shapes in the orde
 A stretch of a flat tensor is a few boxes of the parameter. Tensors are the parameters under their
 names, as fp32; frozen ones and buffers as they are stored (zero_to_fp32.py makes them fp32, as
 ``--dtype float32`` does); tied ones; and ``optimizer.KIND.NAME`` of what the optimizer keeps of
-each (``exp_avg``, ``exp_avg_sq``, ``step``).
+each (``exp_avg``, ``exp_avg_sq``, ``step``). **That two ranks' files of stage 3 were swapped cannot
+be told**; those of stages 1 and 2 say where they belong (``param_slice_mappings``).
 """
 
 import re
