@@ -12,8 +12,8 @@ import os
 import pickle
 import time
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -39,6 +39,8 @@ BUFFER_BYTES: Final = 1 << 20
 a core's own cache holds; less costs more in calls than it saves."""
 _RUN_BYTES: Final = 6 << 10
 """Fetching a run of bytes by itself costs as much time as reading so many in passing: 0.4 µs."""
+_FEW_RUNS: Final = 128
+"""Of an array: so many are read with those of other arrays in one call."""
 _MOST_RUNS: Final = 1024
 """IOV_MAX: runs of bytes in one call."""
 _MOST_BYTES: Final = 64 << 20
@@ -121,12 +123,18 @@ def read(pid: int, source: Region, target: Region) -> None:
         count = min(_MOST_RUNS, len(ours) - first)
         vectors: _Addresses = np.full((2, count, 2), run, dtype=np.uint64)
         vectors[0, :, 0], vectors[1, :, 0] = ours[first:][:count], theirs[first:][:count]
-        here, there = (ctypes.c_void_p(vectors[side].ctypes.data) for side in (0, 1))
-        length, no_flags = ctypes.c_ulong(count), ctypes.c_ulong(0)
-        got = _libc().process_vm_readv(pid, here, length, there, length, no_flags)
-        if got != count * run:
-            code = ctypes.get_errno() if got < 0 else errno.EFAULT
-            raise OSError(code, os.strerror(code))
+        _read_vectors(pid, vectors[0], vectors[1])
+
+
+def _read_vectors(pid: int, ours: _Addresses, theirs: _Addresses) -> None:
+    """Read at most `_MOST_RUNS` runs, given by rows of address and length."""
+    ours, theirs = np.ascontiguousarray(ours), np.ascontiguousarray(theirs)
+    here, there = (ctypes.c_void_p(vectors.ctypes.data) for vectors in (ours, theirs))
+    length, no_flags = ctypes.c_ulong(len(ours)), ctypes.c_ulong(0)
+    got = _libc().process_vm_readv(pid, here, length, there, length, no_flags)
+    if got != int(ours[:, 1].sum()):
+        code = ctypes.get_errno() if got < 0 else errno.EFAULT
+        raise OSError(code, os.strerror(code))
 
 
 @lru_cache(maxsize=1)
@@ -173,7 +181,7 @@ class PeerMemory:
                 for part in parts:
                     place = result[slices_within(part.box, schedule.after)]
                     self._fetch(peer, there.part(slices_within(part.box, part.source)), place)
-                self._release(schedule.step, peer)
+                self._release(str(schedule.step), peer)
 
     def reduce(
         self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
@@ -195,7 +203,7 @@ class PeerMemory:
                 into = buffer[: place.numel()].view(place.shape)
                 combine_into(place, self._addends(schedule, there, box, own, place, into), op)
             for peer in there:
-                self._release(schedule.step, peer)
+                self._release(str(schedule.step), peer)
 
     def _addends(
         self,
@@ -216,28 +224,109 @@ class PeerMemory:
                 self._fetch(part.peer, source, into)
                 yield into
 
-    @contextmanager
-    def _serving(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[float]:
+    def exchange(
+        self,
+        name: str,
+        outgoing: Mapping[int, Sequence[Region]],
+        incoming: Mapping[int, Sequence[Region]],
+        tensor_of: Callable[[int, int], torch.Tensor],
+    ) -> None:
+        """Fill arrays here with arrays of peers; both ends list them in the same order.
+
+        Parameters
+        ----------
+        name
+            What is done, the same on all ranks.
+        outgoing, incoming
+            By peer, what it reads here, and what here is filled by what it has.
+        tensor_of
+            Given a peer and the number of an array, returns that as a tensor.
+        """
+        tables = {
+            peer: np.array([n for one in regions for n in (one.address, *one.strides)], np.uint64)
+            for peer, regions in outgoing.items()
+        }
+        where = {
+            peer: pickle.dumps((table.ctypes.data, len(table))) for peer, table in tables.items()
+        }
+        peers = sorted({*outgoing, *incoming})
+        with self._offering(name, where, peers) as deadline:
+            for peer, places in incoming.items():
+                address, length = pickle.loads(self._expect(_ready(name), peer, deadline))
+                if length != sum(1 + len(place.strides) for place in places):
+                    raise CommunicatorError(f"rank {peer} has other pieces for this rank")
+                told = torch.empty(length, dtype=torch.int64)
+                self._fetch(peer, Region(address, (length,), (8,), 8), told)
+                self._fetch_all(peer, told.tolist(), places, tensor_of)
+                self._release(name, peer)
+
+    def _fetch_all(
+        self,
+        peer: int,
+        told: list[int],
+        places: Sequence[Region],
+        tensor_of: Callable[[int, int], torch.Tensor],
+    ) -> None:
+        """Read arrays of a peer: those with few gaps with one call for many."""
+        ours: list[int] = []
+        theirs: list[int] = []
+        lengths: list[int] = []
+        at = waiting = 0
+        pid = self._links[peer].pid
+        for number, place in enumerate(places):
+            dims = len(place.shape)
+            strides = tuple(told[at + 1 : at + 1 + dims])
+            source = Region(told[at], place.shape, strides, place.item_bytes)
+            at += 1 + dims
+            run, size = min(source.run_bytes, place.run_bytes), place.num_bytes
+            count = size // run
+            if count > _FEW_RUNS or size > BUFFER_BYTES:
+                self._fetch(peer, source, tensor_of(peer, number))
+                continue
+            if len(ours) + count > _MOST_RUNS or waiting + size > _MOST_BYTES:
+                _read_runs(peer, pid, ours, theirs, lengths)
+                ours, theirs, lengths, waiting = [], [], [], 0
+            if count == 1:
+                ours.append(place.address)
+                theirs.append(source.address)
+                lengths.append(size)
+            else:
+                ours += place.runs(run).tolist()
+                theirs += source.runs(run).tolist()
+                lengths += [run] * count
+            waiting += size
+        _read_runs(peer, pid, ours, theirs, lengths)
+
+    def _serving(
+        self, schedule: TransferSchedule, shard: torch.Tensor
+    ) -> AbstractContextManager[float]:
         """Let others read the shard until they say that they have; yields when to give up."""
-        deadline = time.monotonic() + self._timeout_s
-        readers = dict.fromkeys(peer for peer, _ in schedule.outgoing)
         region = _region(shard)
         where = pickle.dumps((region.address, region.shape, region.strides, region.item_bytes))
+        readers = {peer: where for peer, _ in schedule.outgoing}
+        return self._offering(str(schedule.step), readers, sorted(schedule.peers))
+
+    @contextmanager
+    def _offering(
+        self, name: str, where: Mapping[int, bytes], peers: Sequence[int]
+    ) -> Iterator[float]:
+        """Tell readers where to read, and wait until they have; yields when to give up."""
+        deadline = time.monotonic() + self._timeout_s
         try:
-            for peer in readers:
-                self._links[peer].send(_ready(schedule.step) + where)
+            for peer, told in where.items():
+                self._links[peer].send(_ready(name) + told)
             yield deadline
-            for peer in readers:
-                self._expect(_done(schedule.step), peer, deadline)
+            for peer in where:
+                self._expect(_done(name), peer, deadline)
         except BaseException as error:
-            ended = [peer for peer in schedule.peers if self._links[peer].has_ended()]
+            ended = [peer for peer in peers if self._links[peer].has_ended()]
             for link in self._links.values():
                 link.close()
             if not isinstance(error, CommunicatorError):
                 raise
             gone = f"; {ranks_text(ended)} have ended or given up" if len(ended) > 1 else ""
             raise CommunicatorError(
-                f"{schedule.step} with {ranks_text(schedule.peers)} failed: {error}{gone}"
+                f"{name} with {ranks_text(peers)} failed: {error}{gone}"
             ) from error.__cause__
 
     def _expect(self, start: bytes, peer: int, deadline: float) -> bytes:
@@ -249,7 +338,7 @@ class PeerMemory:
 
     def _receive(self, step: Step, part: Incoming, shard: torch.Tensor, deadline: float) -> Region:
         """Return where a peer's shard lies, once it is ready."""
-        there = Region(*pickle.loads(self._expect(_ready(step), part.peer, deadline)))
+        there = Region(*pickle.loads(self._expect(_ready(str(step)), part.peer, deadline)))
         expected = (box_shape(part.source), shard.element_size())
         if (there.shape, there.item_bytes) != expected:
             raise CommunicatorError(
@@ -258,13 +347,13 @@ class PeerMemory:
             )
         return there
 
-    def _release(self, step: Step, peer: int) -> None:
+    def _release(self, name: str, peer: int) -> None:
         """Tell a peer that all has been read; until then it is there, if all is well."""
         # A peer that fails hangs up before it lets go of its shard. So what has been read from one
         # that has not hung up is right.
         if self._links[peer].has_ended():
             raise CommunicatorError(f"rank {peer} has ended or given up this step")
-        self._links[peer].send(_done(step))
+        self._links[peer].send(_done(name))
 
     def _fetch(self, peer: int, source: Region, place: torch.Tensor) -> None:
         """Read runs of bytes one by one, or, where they are short, whole stretches with gaps."""
@@ -282,8 +371,7 @@ class PeerMemory:
                 steps = [stride // source.item_bytes for stride in source.strides]
                 place.copy_(buffer.view(place.dtype).as_strided(source.shape, steps))
         except OSError as error:
-            why = "it has ended" if error.errno == errno.ESRCH else error.strerror
-            raise CommunicatorError(f"the memory of rank {peer} cannot be read: {why}") from error
+            raise _unread(peer, error) from error
 
 
 def _by_peer(schedule: TransferSchedule) -> dict[int, list[Incoming]]:
@@ -303,11 +391,26 @@ def _region(tensor: torch.Tensor) -> Region:
     return Region(tensor.data_ptr(), tuple(tensor.shape), strides, item)
 
 
-def _ready(step: Step) -> bytes:
-    """Return how the message starts that a shard may be read in a step."""
-    return b"R" + zlib.crc32(str(step).encode()).to_bytes(4, "little")
+def _read_runs(peer: int, pid: int, ours: list[int], theirs: list[int], lengths: list[int]) -> None:
+    if not ours:
+        return
+    here, there = (np.array([at, lengths], dtype=np.uint64).T for at in (ours, theirs))
+    try:
+        _read_vectors(pid, here, there)
+    except OSError as error:
+        raise _unread(peer, error) from error
 
 
-def _done(step: Step) -> bytes:
+def _ready(name: str) -> bytes:
+    """Return how the message starts that something may be read in a step."""
+    return b"R" + zlib.crc32(name.encode()).to_bytes(4, "little")
+
+
+def _done(name: str) -> bytes:
     """Return the message that it has been read."""
-    return b"D" + zlib.crc32(str(step).encode()).to_bytes(4, "little")
+    return b"D" + zlib.crc32(name.encode()).to_bytes(4, "little")
+
+
+def _unread(peer: int, error: OSError) -> CommunicatorError:
+    why = "it has ended" if error.errno == errno.ESRCH else error.strerror
+    return CommunicatorError(f"the memory of rank {peer} cannot be read: {why}")

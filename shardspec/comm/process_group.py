@@ -150,6 +150,12 @@ class ProcessGroupCommunicator:
         """Whether all ranks of the mesh read each other's memory; found out in the first step."""
         return any(memory is not None for memory in self._joined.values())
 
+    @property
+    def peer_memory(self) -> PeerMemory | None:
+        """What reads the memory of peers in a `conversion` of this thread, where that may be."""
+        main = threading.current_thread() is threading.main_thread()
+        return self._joined.get(self._job.channel if main else self._channel)
+
     def run(
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
     ) -> dict[int, torch.Tensor]:

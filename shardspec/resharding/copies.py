@@ -80,6 +80,11 @@ class StateCopies:
         return tuple(sorted({device for mesh in meshes for device in mesh.ids}))
 
     @cached_property
+    def casts(self) -> bool:
+        """Whether any tensor changes its dtype."""
+        return any(move.source.dtype != move.target.dtype for move in self.moves)
+
+    @cached_property
     def files(self) -> frozenset[int]:
         """Which of the devices stand for files of a checkpoint."""
         stored = {m.source.mesh for m in self.moves if isinstance(m.source, StoredLayout)}

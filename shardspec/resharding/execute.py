@@ -6,14 +6,18 @@ one is packed.
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box, local_index
+from shardspec.boxes import Box
 from shardspec.comm.agreement import description
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.peer_memory import PeerMemory
+from shardspec.comm.peer_memory import Region as MemoryRegion
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
@@ -21,7 +25,15 @@ from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.copies import StateCopies
-from shardspec.resharding.schedule import Messages, Piece, Schedule, Wave, schedule_for
+from shardspec.resharding.schedule import (
+    Messages,
+    Piece,
+    Region,
+    Schedule,
+    Wave,
+    region_of,
+    schedule_for,
+)
 from shardspec.text import shown
 
 __all__ = ["run_plan"]
@@ -29,15 +41,18 @@ __all__ = ["run_plan"]
 _TAG: Final = 0x5EED0000
 """Of the messages, so that those of single conversions are not taken for them."""
 
+Transfer: TypeAlias = tuple[dist.Work, Callable[[], None]]
+"""A message on its way, and what is done when it has come or gone."""
 Shards: TypeAlias = dict[int, torch.Tensor]
 """Shards of one device by the tensor's place in the plan."""
 
 
+@torch.no_grad()
 def run_plan(
     plan: StateCopies,
     state: Mapping[str, object],
     out: Mapping[str, object] | None = None,
-) -> dict[str, DTensor]:
+) -> dict[str, Any]:
     """Convert a state dict; see `shardspec.resharding.plan.ReshardPlan.run`."""
     if dist.is_available() and dist.is_initialized():
         return _run_in_job(plan, state, out)
@@ -56,7 +71,7 @@ def run_plan(
 
 def _run_in_job(
     plan: StateCopies, state: Mapping[str, object], out: Mapping[str, object] | None
-) -> dict[str, DTensor]:
+) -> dict[str, Any]:
     rank = dist.get_rank()
     if rank not in plan.devices:
         return {}
@@ -67,11 +82,15 @@ def _run_in_job(
     words = {"reshard plan": plan.digest[:12], "problem": problem}
     kinds = {shard.device.type for shard in one.source.values()}
     # Held by one thread at a time, and compared on all ranks before the first byte.
-    with communicator.conversion(description(words), min(kinds, default="")):
+    with communicator.conversion(description(words), min(kinds, default="")) as home:
         if one.problems:
             raise LayoutError(problem)
         one.allocate()
-        works: list[tuple[dist.Work, Callable[[], None]]] = []
+        memory = communicator.peer_memory
+        if memory is not None and home == "cpu" and not plan.casts:
+            one.read_peers(memory)
+            return _results(plan, {rank: one}, out)
+        works: list[Transfer] = []
         for wave in one.waves:
             # What is received in the wave before is unpacked while this one travels.
             works, before = one.exchange(wave), works
@@ -81,7 +100,7 @@ def _run_in_job(
     return _results(plan, {rank: one}, out)
 
 
-def _finish(works: Sequence[tuple[dist.Work, Callable[[], None]]]) -> None:
+def _finish(works: Sequence[Transfer]) -> None:
     for work, then in works:
         work.wait()
         then()
@@ -104,7 +123,8 @@ class _Device:
         self.source: Shards = {}
         self.target: Shards = {}
         self._schedule: Schedule = schedule_for(plan, device)
-        self._intervals: dict[Layout, tuple[tuple[tuple[int, int], ...], ...]] = {}
+        self._due: dict[Layout, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._wire = [_torch_dtype(move.wire_dtype) for move in plan.moves]
         self._alone = alone
         # Of threads that reshard at once, each has other meshes.
         self._tag = _TAG + zlib.crc32(repr(plan.devices).encode()) % 0xFFFF
@@ -160,15 +180,18 @@ class _Device:
                 "torch, or the shard of this rank as a tensor"
             )
             return None
-        wanted = layout.local_shape(self.device)
-        dtype = str(shard.dtype).removeprefix("torch.")
-        if tuple(shard.shape) != wanted or dtype != layout.dtype:
+        if layout not in self._due:
+            self._due[layout] = layout.local_shape(self.device), _torch_dtype(layout.dtype)
+        wanted, due = self._due[layout]
+        if shard.shape != wanted or shard.dtype != due:
+            dtype = str(shard.dtype).removeprefix("torch.")
             self.problems.append(
                 f"the shard of {name!r} on device {self.device} is {tuple(shard.shape)} of "
                 f"{dtype}; under {layout} it is {wanted} of {layout.dtype}"
             )
             return None
-        return shard.detach()
+        # What lies in memory is to be the values: no conjugation that is still to be done.
+        return shard.resolve_conj().resolve_neg() if shard.is_conj() or shard.is_neg() else shard
 
     @property
     def waves(self) -> list[Wave]:
@@ -199,30 +222,68 @@ class _Device:
 
     def keep(self) -> None:
         """Copy what the device has already."""
-        for place, box in self._schedule.kept:
-            self._view(self.target, place, box).copy_(self._view(self.source, place, box))
+        for kept in self._schedule.kept:
+            source = self._part(self.source, kept.move, kept.box, kept.source)
+            self._part(self.target, kept.move, kept.box, kept.target).copy_(source)
 
     def pack(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return a message with some boxes of the source."""
         bucket = self._bucket(pieces, self.source)
-        for piece in pieces:
-            view = self._view(self.source, piece.move, piece.box)
-            self._seen(bucket, piece).view(view.shape).copy_(view)
+        for piece, seen in zip(pieces, self._seen(bucket, pieces), strict=True):
+            seen.copy_(self._part(self.source, piece.move, piece.box, piece.shard))
         return bucket
 
     def unpack(self, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
         """Copy the boxes of a message to where they belong."""
-        for piece in pieces:
-            view = self._view(self.target, piece.move, piece.box)
-            view.copy_(self._seen(bucket, piece).view(view.shape))
+        for piece, seen in zip(pieces, self._seen(bucket, pieces), strict=True):
+            self._part(self.target, piece.move, piece.box, piece.shard).copy_(seen)
 
-    def exchange(self, wave: Wave) -> list[tuple[dist.Work, Callable[[], None]]]:
+    def read_peers(self, memory: PeerMemory) -> None:
+        """Read what is wanted from where it lies in the memory of its holders."""
+        sends, receives = (
+            _by_peer(messages) for messages in (self._schedule.sends, self._schedule.receives)
+        )
+
+        def place(peer: int, number: int) -> torch.Tensor:
+            piece = receives[peer][number]
+            return self._part(self.target, piece.move, piece.box, piece.shard)
+
+        memory.exchange(
+            f"reshard plan {self.plan.digest[:12]}",
+            {peer: self._in_memory(self.source, pieces) for peer, pieces in sends.items()},
+            {peer: self._in_memory(self.target, pieces) for peer, pieces in receives.items()},
+            place,
+        )
+        self.keep()
+
+    def _in_memory(self, shards: Shards, pieces: Sequence[Piece]) -> list[MemoryRegion]:
+        """Return where boxes lie in memory."""
+        starts = {place: shard.data_ptr() for place, shard in shards.items()}
+        found = []
+        for piece in pieces:
+            region = self._region(shards, piece.move, piece.box, piece.shard)
+            width = shards[piece.move].element_size()
+            strides = tuple(stride * width for stride in region.strides)
+            address = starts[piece.move] + region.offset * width
+            found.append(MemoryRegion(address, region.shape, strides, width))
+        return found
+
+    def exchange(self, wave: Wave) -> list[Transfer]:
         """Start the messages of a wave; return what is to be waited for, and done then."""
-        ops, then = [], []
-        for peer, pieces in self.receiving(wave).items():
-            bucket = self._bucket(pieces, self.target)
-            ops.append(dist.P2POp(dist.irecv, bucket, peer, tag=self._tag))
-            then.append(_unpacking(self, pieces, bucket))
+        incoming = {
+            peer: (pieces, self._bucket(pieces, self.target))
+            for peer, pieces in self.receiving(wave).items()
+        }
+        then = [_unpacking(self, *message) for message in incoming.values()]
+        if all(bucket.device.type == "cpu" for _, bucket in incoming.values()):
+            # One by one: what is packed first is on its way while the next is packed.
+            here = [dist.irecv(b, peer, tag=self._tag) for peer, (_, b) in incoming.items()]
+            for peer, pieces in self.sending(wave).items():
+                bucket = self.pack(pieces)
+                here.append(dist.isend(bucket, peer, tag=self._tag))
+                then.append(_kept_alive(bucket))
+            return [(_checked_work(work), act) for work, act in zip(here, then, strict=True)]
+        ops = [dist.P2POp(dist.irecv, b, peer, tag=self._tag) for peer, (_, b) in incoming.items()]
         for peer, pieces in self.sending(wave).items():
             bucket = self.pack(pieces)
             ops.append(dist.P2POp(dist.isend, bucket, peer, tag=self._tag))
@@ -234,35 +295,51 @@ class _Device:
         return [(work, _all(then if work is works[-1] else [])) for work in works]
 
     def _bucket(self, pieces: Sequence[Piece], like: Shards) -> torch.Tensor:
-        size = pieces[-1].offset + pieces[-1].num_bytes
         where = like[pieces[0].move].device
         if dist.is_initialized() and f"{where.type}:gloo" in dist.get_backend_config():
             where = torch.device("cpu")  # gloo sends and reads memory of the host alone
-        return torch.empty(size, dtype=torch.uint8, device=where)
+        # Whole elements of any dtype.
+        return torch.empty(-(-pieces[-1].end // 16) * 16, dtype=torch.uint8, device=where)
 
-    def _seen(self, bucket: torch.Tensor, piece: Piece) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, self.plan.moves[piece.move].wire_dtype)
-        return bucket[piece.offset : piece.offset + piece.num_bytes].view(dtype)
+    def _seen(self, bucket: torch.Tensor, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
+        """Yield the boxes of a message as parts of it."""
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        for piece in pieces:
+            dtype = self._wire[piece.move]
+            if dtype not in typed:
+                typed[dtype] = bucket.view(dtype)
+            at = piece.message
+            yield typed[dtype].as_strided(at.shape, at.strides, at.offset)
 
-    def _view(self, shards: Shards, place: int, box: Box) -> torch.Tensor:
-        """Return the part of a shard that a box of the view is."""
+    def _part(self, shards: Shards, place: int, box: Box, region: Region) -> torch.Tensor:
+        """Return the part of a shard that a box is."""
+        shard, region = shards[place], self._region(shards, place, box, region)
+        at = shard.storage_offset() + region.offset
+        return shard.as_strided(region.shape, region.strides, at)
+
+    def _region(self, shards: Shards, place: int, box: Box, region: Region) -> Region:
+        """Return where a box lies in a shard, given where it does if that is contiguous."""
+        shard = shards[place]
+        if shard.is_contiguous():
+            return region
+        of_source = shards is self.source
         move = self.plan.moves[place]
-        from_source = shards is self.source
-        layout = move.source if from_source else move.target
-        if layout not in self._intervals:
-            self._intervals[layout] = layout.intervals(self.device)
-        shard, held = shards[place], self._intervals[layout]
-        if move.view is None:
-            starts = [local_index(own, a) for own, (a, _) in zip(held, box, strict=True)]
-            return shard[tuple(slice(s, s + b - a) for s, (a, b) in zip(starts, box, strict=True))]
-        side = move.view.source if from_source else move.view.target
-        strides = shard.stride()
-        at = side.offset(strides, held, [lo for lo, _ in box])
-        return shard.as_strided(
-            [hi - lo for lo, hi in box],
-            side.strides(strides, len(box)),
-            shard.storage_offset() + at,
-        )
+        held = (move.source if of_source else move.target).intervals(self.device)
+        return region_of(move, box, shard.stride(), held, of_source=of_source)
+
+
+def _by_peer(waves: Mapping[Wave, Messages]) -> dict[int, list[Piece]]:
+    """Return all that goes to or comes from each peer, in the order of the waves."""
+    found: dict[int, list[Piece]] = {}
+    for wave in sorted(waves):
+        for peer, pieces in waves[wave].items():
+            found.setdefault(peer, []).extend(pieces)
+    return found
+
+
+def _checked_work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is part of the job"
+    return work
 
 
 def _unpacking(one: _Device, pieces: Sequence[Piece], bucket: torch.Tensor) -> Callable[[], None]:
@@ -276,6 +353,13 @@ def _kept_alive(bucket: torch.Tensor) -> Callable[[], None]:
         assert bucket.numel() > 0
 
     return nothing
+
+
+@cache
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
 
 
 def _all(acts: Sequence[Callable[[], None]]) -> Callable[[], None]:
@@ -303,14 +387,18 @@ def _shard_of(value: object, device: int, *, alone: bool) -> torch.Tensor | None
 
 def _results(
     plan: StateCopies, held: Mapping[int, _Device], out: Mapping[str, object] | None
-) -> dict[str, DTensor]:
-    found = {}
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    communicators: dict[DeviceMesh, Communicator] = {}
     for place, move in enumerate(plan.moves):
-        given = None if out is None else out.get(move.target_name)
-        if isinstance(given, DTensor):
-            found[move.target_name] = given
-            continue
         shards = {d: one.target[place] for d, one in held.items() if place in one.target}
-        if shards:
-            found[move.target_name] = DTensor.from_shards(shards, move.target)
+        if not shards:
+            continue
+        if out is not None:
+            found[move.target_name] = out[move.target_name]
+            continue
+        mesh = move.target.mesh
+        made = DTensor.from_shards(shards, move.target, communicators.get(mesh))
+        communicators[mesh] = made.communicator
+        found[move.target_name] = made
     return found

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, overload
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating
 from shardspec.errors import LayoutError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ReshardPlan", "plan_reshard", "reshard_state"]
 
+T = TypeVar("T")
 Rules: TypeAlias = Mapping[str, SpecLike]
 """Name pattern to spec; a tensor that no pattern matches is replicated."""
 
@@ -50,9 +51,13 @@ class ReshardPlan(StateCopies):
     8 pairs of devices, peak 192 B, 23 µs
     """
 
+    @overload
+    def run(self, state: Mapping[str, object], out: None = None) -> "dict[str, DTensor]": ...
+    @overload
+    def run(self, state: Mapping[str, object], out: Mapping[str, T]) -> dict[str, T]: ...
     def run(
-        self, state: Mapping[str, object], out: Mapping[str, object] | None = None
-    ) -> "dict[str, DTensor]":
+        self, state: Mapping[str, object], out: Mapping[str, T] | None = None
+    ) -> "dict[str, DTensor] | dict[str, T]":
         """Carry the plan out.
 
         In a job every rank of any of the meshes calls this; a rank outside the source's meshes
@@ -69,7 +74,8 @@ class ReshardPlan(StateCopies):
         Returns
         -------
         dict
-            The tensors of which this process holds a shard, by the names of the target.
+            The tensors of which this process holds a shard, by the names of the target: what
+            `out` has, or new DTensors.
 
         Raises
         ------

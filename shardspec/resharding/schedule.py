@@ -1,39 +1,67 @@
 """What one device sends, receives and keeps under a plan, message by message."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import Final, TypeAlias
 
 import numpy as np
 
-from shardspec.boxes import Box, box_size, intersect
+from shardspec.boxes import Box, box_shape, box_size, intersect
 from shardspec.comm.routes import chunks
 from shardspec.dtypes import item_bytes
-from shardspec.resharding.copies import MAX_PEERS, StateCopies
+from shardspec.layout.layout import Layout
+from shardspec.resharding.copies import MAX_PEERS, StateCopies, TensorMove
+from shardspec.resharding.views import identity_view
 
-__all__ = ["Messages", "Piece", "Schedule", "Wave", "schedule_for"]
+__all__ = ["Kept", "Messages", "Piece", "Region", "Schedule", "Wave", "region_of", "schedule_for"]
 
 _ALIGNMENT: Final = 16
 """Pieces start at multiples of this in a message, so that every dtype can be seen there."""
+_MESSAGE_BYTES: Final = 4 << 20
+"""Of a message at most: larger ones are no faster, and smaller buckets stay in caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where a box lies in memory, in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of one tensor, and where it lies in a message."""
+    """A box of one tensor, where it lies in a message, and where in a contiguous shard."""
 
     move: int
     """The place of the tensor in the plan's moves."""
     box: Box
-    """In coordinates of the global tensor."""
-    offset: int
-    """Byte of the message at which it starts."""
-    num_bytes: int
+    """In coordinates of the global tensor, or of the view where the move has one."""
+    message: Region
+    shard: Region
+    end: int
+    """Byte of the message behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A box that a device has already, and where it lies in its contiguous shards."""
+
+    move: int
+    box: Box
+    source: Region
+    target: Region
 
 
 Wave: TypeAlias = tuple[int, int]
 """Which peers, by how far they stand behind the sender in the row of devices, and which of their
 messages."""
+Intervals: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+"""Per dim the indices that a shard holds, ascending."""
 Messages: TypeAlias = dict[int, tuple[Piece, ...]]
 """By peer, the boxes of its message."""
 
@@ -49,8 +77,8 @@ class Schedule:
     """Per wave, by peer, what is packed into its message."""
     receives: Mapping[Wave, Messages]
     """Per wave, by peer, what is unpacked from its message."""
-    kept: tuple[tuple[int, Box], ...]
-    """What the device has already: the tensor's place in the moves, and the box."""
+    kept: tuple[Kept, ...]
+    """What the device has already."""
 
 
 @lru_cache(maxsize=64)
@@ -87,39 +115,93 @@ def schedule_for(plan: StateCopies, device: int) -> Schedule:
             kept += [(place, own) for place in places]
     at = {device: place for place, device in enumerate(plan.devices)}
     here, count = at[device], len(at)
+    known = _Shards(plan, device)
     return Schedule(
-        _waves(plan, sends, {peer: (at[peer] - here) % count for peer in sends}),
-        _waves(plan, receives, {peer: (here - at[peer]) % count for peer in receives}),
-        tuple(sorted(kept)),
+        _waves(known, sends, {peer: (at[peer] - here) % count for peer in sends}, sent=True),
+        _waves(known, receives, {peer: (here - at[peer]) % count for peer in receives}, sent=False),
+        tuple(
+            Kept(place, box, known.region(place, box, True), known.region(place, box, False))
+            for place, box in sorted(kept)
+        ),
     )
 
 
+class _Shards:
+    """What is asked again and again of the layouts of one device."""
+
+    def __init__(self, plan: StateCopies, device: int) -> None:
+        self.plan = plan
+        self._device = device
+        self._known: dict[Layout, tuple[tuple[int, ...], Intervals]] = {}
+
+    def region(self, place: int, box: Box, of_source: bool) -> Region:
+        """Return where a box lies in the shard of a tensor if that is contiguous."""
+        move = self.plan.moves[place]
+        layout = move.source if of_source else move.target
+        if layout not in self._known:
+            strides = _contiguous(layout.local_shape(self._device))
+            self._known[layout] = strides, layout.intervals(self._device)
+        return region_of(move, box, *self._known[layout], of_source=of_source)
+
+
+def region_of(
+    move: TensorMove, box: Box, strides: Sequence[int], held: Intervals, *, of_source: bool
+) -> Region:
+    """Return where a box lies in a shard.
+
+    Parameters
+    ----------
+    move, box
+        The tensor, and a box of it, or of its view.
+    strides, held
+        Of the shard: steps in memory, and the indices that it holds of each dim.
+    of_source
+        Whether the shard is one of the source.
+    """
+    view = move.view or identity_view(move.source.global_shape)
+    side = view.source if of_source else view.target
+    offset = side.offset(strides, held, [lo for lo, _ in box])
+    return Region(box_shape(box), side.strides(strides, len(box)), offset)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else ()
+
+
 def _waves(
-    plan: StateCopies, streams: dict[int, list[tuple[int, Box]]], behind: Mapping[int, int]
+    known: _Shards,
+    streams: dict[int, list[tuple[int, Box]]],
+    behind: Mapping[int, int],
+    *,
+    sent: bool,
 ) -> dict[Wave, Messages]:
     """Divide streams into messages; `behind` says how far the receiver is behind the sender."""
     waves: dict[Wave, Messages] = {}
     for peer, stream in sorted(streams.items()):
         turn = behind[peer] // MAX_PEERS
-        for number, message in enumerate(_messages(plan, sorted(stream))):
+        for number, message in enumerate(_messages(known, sorted(stream), sent)):
             waves.setdefault((turn, number), {})[peer] = message
     return waves
 
 
-def _messages(plan: StateCopies, stream: list[tuple[int, Box]]) -> Iterator[tuple[Piece, ...]]:
+def _messages(
+    known: _Shards, stream: list[tuple[int, Box]], sent: bool
+) -> Iterator[tuple[Piece, ...]]:
     """Divide what goes from one device to another into messages of bounded size."""
-    most = plan.bucket_bytes
+    most = min(known.plan.bucket_bytes, _MESSAGE_BYTES)
     message: list[Piece] = []
     end = 0
     for place, box in stream:
-        width = item_bytes(plan.moves[place].wire_dtype)
+        width = item_bytes(known.plan.moves[place].wire_dtype)
         for part in chunks(box, max(1, most // width)):
             num_bytes = box_size(part) * width
             at = -(-end // _ALIGNMENT) * _ALIGNMENT
             if message and at + num_bytes > most:
                 yield tuple(message)
                 message, at = [], 0
-            message.append(Piece(place, part, at, num_bytes))
             end = at + num_bytes
+            shape = box_shape(part)
+            there = Region(shape, _contiguous(shape), at // width)
+            message.append(Piece(place, part, there, known.region(place, part, sent), end))
     if message:
         yield tuple(message)
