@@ -17,10 +17,10 @@ pytestmark = pytest.mark.dist
 WORLD = 6
 
 
-def _random_cases(rank: int, seeds: range) -> tuple[int, list[str]]:
+def _random_cases(rank: int, seeds: range, world: int = WORLD) -> tuple[int, list[str]]:
     compared, wrong = 0, []
     for seed in seeds:
-        whole, source, target = random_case(seed, ids=WORLD)
+        whole, source, target = random_case(seed, ids=world)
         plan = plan_reshard(source, target, max_bytes=(None, 4096)[seed % 2])
         mesh = next(iter(source.values())).mesh
         inside = rank in mesh
@@ -98,3 +98,13 @@ def test_in_a_job(tmp_path):
         assert "rank 2 asks for another conversion than rank 0: problem tensor 'w' is" in missing
         assert "problem the shard of 'w' on device 2 is (3,)" in other_shape
         assert untouched == "True"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", range(3, 9))
+def test_random_state_dicts_between_ranks(tmp_path, world):
+    """All relations of meshes, with parts and blocks, each run twice: 504 in all."""
+    seeds = range(1000 * world, 1000 * world + 84)
+    results = run_ranks(world, tmp_path, _random_cases, seeds, world, timeout_s=600)
+    assert sum(compared for compared, _ in results) > 200
+    assert [text for _, wrong in results for text in wrong] == []

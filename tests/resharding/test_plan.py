@@ -18,9 +18,12 @@ FOUR = DeviceMesh([2, 0, 3, 1], (2, 2))
 
 
 @pytest.mark.parametrize("max_bytes", [None, 4096])
-def test_random_state_dicts_on_simulated_devices(max_bytes):
+@pytest.mark.parametrize(
+    "seeds", [range(600), pytest.param(range(600, 5600), marks=pytest.mark.exhaustive)], ids=len
+)
+def test_random_state_dicts_on_simulated_devices(max_bytes, seeds):
     tensors = 0
-    for seed in range(600):
+    for seed in seeds:
         whole, source, target = random_case(seed, ids=8)
         plan = plan_reshard(source, target, max_bytes=max_bytes)
         state = {n: DTensor(w, source[n].mesh, source[n].spec) for n, w in whole.items()}
