@@ -63,6 +63,7 @@ WITH_TENSORS = {
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",
     "shardspec.profiling.measure",
+    "shardspec.resharding.device_shards",
     "shardspec.resharding.execute",
     "shardspec.resharding.trace",
     "shardspec.shards",

@@ -20,7 +20,7 @@ from shardspec.resharding.transfers import Kind, Senders, balanced, kind_of
 from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, table_text
 
-__all__ = ["MAX_BYTES", "MAX_PEERS", "StateCopies", "TensorMove"]
+__all__ = ["MAX_BYTES", "MAX_PEERS", "StateCopies", "TensorMove", "Tie"]
 
 MAX_BYTES: Final = 256 << 20
 """What buckets of a device hold by default: so much for sending and so much for receiving."""
@@ -46,6 +46,16 @@ class TensorMove:
         return min(both, key=item_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A tensor that is another one under a second name: it does not travel again."""
+
+    source_name: str
+    target_name: str
+    first: int
+    """The place of the other one in the plan's moves."""
+
+
 @dataclass(frozen=True)
 class StateCopies:
     """What every device sends and receives to convert a state dict.
@@ -57,11 +67,15 @@ class StateCopies:
     """The tensors, in the order in which they travel."""
     max_bytes: int = MAX_BYTES
     """Bound of the bytes in buckets for sending, and for receiving, on each device."""
+    ties: tuple[Tie, ...] = ()
+    """Tensors that are others of `moves` under a second name."""
+    values: tuple[tuple[str, str], ...] = ()
+    """Plain values that go along: the name in the source, and in the target."""
 
     @cached_property
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
-        found = hashlib.sha256(str(self.max_bytes).encode())
+        found = hashlib.sha256(repr((self.max_bytes, self.ties, self.values)).encode())
         texts = {}
         for move in self.moves:
             for layout in (move.source, move.target):

@@ -1,8 +1,10 @@
 """Making reshard plans: from layouts, state dicts, or rules on a mesh."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating
 from shardspec.errors import LayoutError
@@ -11,16 +13,13 @@ from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.check import check_map
-from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
+from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove, Tie
+from shardspec.resharding.flat import flat_state, is_plain
 from shardspec.resharding.maps import NameMap
 from shardspec.text import counted, shown
 
-if TYPE_CHECKING:
-    from shardspec.dtensor import DTensor
-
 __all__ = ["ReshardPlan", "plan_reshard", "reshard_state"]
 
-T = TypeVar("T")
 Rules: TypeAlias = Mapping[str, SpecLike]
 """Name pattern to spec; a tensor that no pattern matches is replicated."""
 
@@ -51,13 +50,9 @@ class ReshardPlan(StateCopies):
     8 pairs of devices, peak 192 B, 23 µs
     """
 
-    @overload
-    def run(self, state: Mapping[str, object], out: None = None) -> "dict[str, DTensor]": ...
-    @overload
-    def run(self, state: Mapping[str, object], out: Mapping[str, T]) -> dict[str, T]: ...
     def run(
-        self, state: Mapping[str, object], out: Mapping[str, T] | None = None
-    ) -> "dict[str, DTensor] | dict[str, T]":
+        self, state: Mapping[str, object], out: Mapping[str, object] | None = None
+    ) -> dict[str, Any]:
         """Carry the plan out.
 
         In a job every rank of any of the meshes calls this; a rank outside the source's meshes
@@ -67,7 +62,7 @@ class ReshardPlan(StateCopies):
         ----------
         state
             The tensors by the names of the source: DTensors of shardspec or of torch or, in a
-            job, the shards of this rank.
+            job, the shards of this rank; and plain values. It may be nested.
         out
             What is filled, by the names of the target; by default new tensors are made.
 
@@ -75,7 +70,7 @@ class ReshardPlan(StateCopies):
         -------
         dict
             The tensors of which this process holds a shard, by the names of the target: what
-            `out` has, or new DTensors.
+            `out` has, or new DTensors. With them the plain values, on every rank of any mesh.
 
         Raises
         ------
@@ -144,19 +139,24 @@ def plan_reshard(
             else [_layout(name, value).mesh for name, value in target.items()]
         )
         source = layouts_of_checkpoint(source, meshes)
-    before = {name: _layout(name, value) for name, value in source.items()}
+    given = flat_state(source)
+    before = {name: _layout(name, v) for name, v in given.items() if not is_plain(v)}
+    values = [name for name in given if name not in before]
+    tied = _tied(given, before)
     if isinstance(names, NameMap):
-        return _mapped(before, target, names, dtype, max_bytes)
-    renamed = _renamed(before, names or {})
+        moves = _mapped(before, target, names, dtype)
+        return _plan(moves, max_bytes, tied, [(name, name) for name in values])
+    renamed = _renamed(list(given), names or {})
     if isinstance(target, tuple):
         dtypes = {renamed[name]: layout.dtype for name, layout in before.items()}
         shapes = {renamed[name]: layout.global_shape for name, layout in before.items()}
         after = _by_rules(shapes, dtypes, *target, dtype)
     else:
-        after = {name: _layout(name, value) for name, value in target.items()}
+        after = _layouts(target)
+    due = {renamed[name] for name in before}
     for kind, missing in (
-        ("the target lacks", sorted(set(renamed.values()) - set(after))),
-        ("the source lacks", sorted(set(after) - set(renamed.values()))),
+        ("the target lacks", sorted(due - set(after))),
+        ("the source lacks", sorted(set(after) - due)),
     ):
         if missing:
             rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -166,7 +166,7 @@ def plan_reshard(
         move = TensorMove(name, renamed[name], layout, after[renamed[name]])
         _check(move)
         moves.append(move)
-    return _plan(moves, max_bytes)
+    return _plan(moves, max_bytes, tied, [(name, renamed[name]) for name in values])
 
 
 def reshard_state(
@@ -175,7 +175,7 @@ def reshard_state(
     *,
     device_mesh: DeviceMesh | None = None,
     max_bytes: int | None = None,
-) -> "dict[str, DTensor]":
+) -> dict[str, Any]:
     """Convert a state dict of DTensors to the specs that rules name, in one go.
 
     Parameters
@@ -203,7 +203,7 @@ def reshard_state(
     tensor([0., 1., 2., 3., 4., 5.])
     """
     if device_mesh is None:
-        meshes = {_layout(name, value).mesh for name, value in state.items()}
+        meshes = {layout.mesh for layout in _layouts(state).values()}
         if len(meshes) != 1:
             raise LayoutError(
                 f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as in "
@@ -233,7 +233,44 @@ def _layout(name: str, value: object) -> Layout:
     )
 
 
-def _renamed(before: Mapping[str, Layout], names: Mapping[str, str]) -> dict[str, str]:
+def _layouts(state: Mapping[str, object]) -> dict[str, Layout]:
+    return {
+        name: _layout(name, value)
+        for name, value in flat_state(state).items()
+        if not is_plain(value)
+    }
+
+
+def _tied(given: Mapping[str, object], before: Mapping[str, Layout]) -> dict[str, str]:
+    """Return the tensors of a state dict that are another one, with the name of that."""
+    first: dict[tuple[int, Layout], str] = {}
+    tied = {}
+    for name, layout in before.items():
+        memory = None if isinstance(given[name], Layout) else _memory(given[name])
+        if memory is None:
+            continue
+        if (memory, layout) in first:
+            tied[name] = first[memory, layout]
+        first.setdefault((memory, layout), name)
+    return tied
+
+
+def _memory(tensor: object) -> int | None:
+    """Return where the first element here of a DTensor lies, if it has any here."""
+    import torch.distributed.tensor as torch_tensor
+
+    from shardspec.dtensor import DTensor
+    from shardspec.interop.torch_dtensor import local_of
+
+    local = None
+    if isinstance(tensor, DTensor):
+        local = next(iter(tensor.shards.values()), None)
+    elif isinstance(tensor, torch_tensor.DTensor):
+        local = local_of(tensor)
+    return local.data_ptr() if local is not None and local.numel() else None
+
+
+def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     if unknown := sorted(set(names) - set(before)):
         raise LayoutError(f"names= maps {shown(unknown[0])}, which the source lacks")
     renamed = {name: names.get(name, name) for name in before}
@@ -269,15 +306,14 @@ def _mapped(
     target: Mapping[str, object] | tuple[DeviceMesh, Rules],
     names: NameMap,
     dtype: object,
-    max_bytes: int | None,
-) -> ReshardPlan:
+) -> list[TensorMove]:
     shapes = {name: layout.global_shape for name, layout in before.items()}
     if isinstance(target, tuple):
         implied = names.target_shapes(shapes)
         from_ = {e.target: before[e.source].dtype for e in names.equations(shapes, implied)}
         after = _by_rules(implied, from_, *target, dtype)
     else:
-        after = {name: _layout(name, value) for name, value in target.items()}
+        after = _layouts(target)
     report = check_map(names, shapes, {name: one.global_shape for name, one in after.items()})
     if report.problems:
         rest = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
@@ -287,11 +323,33 @@ def _mapped(
         one, other = before[equation.source], after[equation.target]
         moves.append(TensorMove(equation.source, equation.target, one, other, equation.view))
         _check(moves[-1])
-    return _plan(moves, max_bytes)
+    return moves
 
 
-def _plan(moves: Sequence[TensorMove], max_bytes: int | None) -> ReshardPlan:
-    plan = ReshardPlan(tuple(moves), MAX_BYTES if max_bytes is None else max_bytes)
+def _plan(
+    moves: Sequence[TensorMove],
+    max_bytes: int | None,
+    tied: Mapping[str, str],
+    values: Sequence[tuple[str, str]],
+) -> ReshardPlan:
+    """Return the plan in which a tensor that goes to the same place twice travels once."""
+    kept: list[TensorMove] = []
+    ties: list[Tie] = []
+    targets = Counter(move.target_name for move in moves)
+    first: dict[TensorMove, int] = {}
+    for move in moves:
+        source = tied.get(move.source_name, move.source_name)
+        # Of a target that several sources fill, each fills a part.
+        alone = targets[move.target_name] == 1
+        key = replace(move, source_name=source, target_name="")
+        if alone and key in first:
+            ties.append(Tie(move.source_name, move.target_name, first[key]))
+            continue
+        if alone:
+            first[key] = len(kept)
+        kept.append(move)
+    bound = MAX_BYTES if max_bytes is None else max_bytes
+    plan = ReshardPlan(tuple(kept), bound, tuple(ties), tuple(values))
     if max_bytes is not None:
         _ = plan.bucket_bytes  # raises where it is too small
     return plan

@@ -7,6 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.comm.job import current_job
+from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.errors import ShardSpecError
 from shardspec.resharding.plan import plan_reshard, reshard_state
 from tests.dist.processes import run_ranks
@@ -22,6 +24,10 @@ def _random_cases(rank: int, seeds: range, world: int = WORLD) -> tuple[int, lis
     for seed in seeds:
         whole, source, target = random_case(seed, ids=world)
         plan = plan_reshard(source, target, max_bytes=(None, 4096)[seed % 2])
+        if seed % 3 == 0:  # by messages, also where memory of peers may be read
+            devices = DeviceMesh(plan.devices, (len(plan.devices),))
+            known = current_job().communicators
+            known[devices] = ProcessGroupCommunicator(devices, reads_peers=False)
         mesh = next(iter(source.values())).mesh
         inside = rank in mesh
         state = {n: shard_at(w, source[n], rank) for n, w in whole.items()} if inside else {}
@@ -49,6 +55,27 @@ def _torch_state(rank: int) -> list[str]:
     got = plan.run(state)
     target = {move.target_name: move.target for move in plan.moves}
     return wrong_shards(whole, target, got, [rank])
+
+
+def _values(rank: int) -> tuple[list[object], str]:
+    """Values and tied tensors, from four ranks to two others; then a value that differs."""
+    mesh, serving = DeviceMesh(range(4), (4,)), DeviceMesh([5, 4], (2,))
+    layout = Layout(mesh, "[S0]", (8,), "float32")
+    source = {"head": layout, "optimizer": {"step": 0, "groups": [0.5, ("adam", None)]}}
+    plan = plan_reshard(source, (serving, {"*": "[S0]"}))
+    shard = torch.arange(8.0)[2 * rank : 2 * rank + 2]
+    optimizer: dict[str, object] = {"step": 7, "groups": [0.5, ("adam", None)]}
+    state: dict[str, object] = {"head": shard, "optimizer": optimizer} if rank < 4 else {}
+    got = plan.run(state)
+    found = [got["optimizer.step"], got["optimizer.groups"]]
+    if rank >= 4:
+        found.append(got["head"].to_local(rank).tolist())
+    optimizer["step"] = 7 + (rank == 3)
+    try:
+        plan.run(state)
+    except ShardSpecError as error:
+        return found, str(error)
+    return found, "done"
 
 
 def _disagreements(rank: int) -> list[str]:
@@ -79,6 +106,12 @@ def _disagreements(rank: int) -> list[str]:
 
 def _all(rank: int):
     found = _random_cases(rank, range(120)), _torch_state(rank), _disagreements(rank)
+    values, said = _values(rank)
+    assert values[:2] == [7, [0.5, ("adam", None)]]
+    assert values[2:] == (
+        [[[4.0, 5.0, 6.0, 7.0], [0.0, 1.0, 2.0, 3.0]][rank - 4]] if rank > 3 else []
+    )
+    assert "'optimizer.step' is 7 on rank 0 and 8 on rank 3" in said
     whole = torch.arange(24.0).reshape(4, 6)
     mesh = DeviceMesh(range(WORLD), (2, 3))
     got = reshard_state({"w": DTensor(whole, mesh, "[S0,S1]")}, {"w": "[S1,R]"})

@@ -97,6 +97,36 @@ def test_names_and_dtypes():
     assert sum(plan.sent.values()) == 4 * 6 * 2  # cast before it is sent
 
 
+def test_values_and_nested_states_go_along():
+    w = DTensor(torch.arange(24.0).reshape(4, 6), FOUR, "[S0,S1]")
+    state = {"model": {"w": w}, "optimizer": {"step": 3, "betas": (0.9, 0.99)}, "name": "x"}
+    there = DeviceMesh([7, 3], (2,))
+    got = plan_reshard(state, (there, {"*": "[S0,R]"}), names={"name": "title"}).run(state)
+    assert torch.equal(got.pop("model.w").to_global(), w.to_global())
+    assert got == {"optimizer.step": 3, "optimizer.betas": (0.9, 0.99), "title": "x"}
+
+
+def test_tied_tensors_travel_once():
+    w = DTensor(torch.arange(24.0).reshape(4, 6), FOUR, "[S0,S1]")
+    state = {"words": w, "head": w, "other": DTensor(torch.zeros(4, 6), FOUR, "[S0,S1]")}
+    there = DeviceMesh([7, 3], (2,))
+    plan = plan_reshard(state, (there, {"*": "[S0,R]"}))
+    assert [move.source_name for move in plan.moves] == ["words", "other"]
+    # Device 3 has the left half of the rows that it gets.
+    assert plan.received == {0: 0, 1: 0, 2: 0, 3: 2 * 24, 7: 2 * 48}
+    got = plan.run(state)
+    assert got["head"] is got["words"]
+    assert torch.equal(got["head"].to_global(), w.to_global())
+    out = {name: DTensor(torch.ones(4, 6), there, "[S0,R]") for name in state}
+    plan.run(state, out)
+    assert torch.equal(out["head"].to_global(), w.to_global())
+    assert out["head"].shards[7].data_ptr() != out["words"].shards[7].data_ptr()
+    # To other layouts each travels.
+    apart = plan_reshard(state, (there, {"words": "[S0,R]", "head": "[R,S0]"}))
+    assert [move.target_name for move in apart.moves] == ["words", "head", "other"]
+    assert torch.equal(apart.run(state)["head"].to_global(), w.to_global())
+
+
 def test_a_plan_is_a_value():
     source = {"w": Layout(FOUR, "[S0,S1]", (4, 6), "float32")}
     plans = [plan_reshard(source, (DeviceMesh([7, 3], (2,)), {"w": "[S0,R]"})) for _ in range(2)]
@@ -124,7 +154,8 @@ def bad_calls():
     yield "the source lacks 'v'", {}, {"v": w}, {}
     yield "(4, 6) in the source", {"w": w}, {"w": Layout(FOUR, "[R]", (4,), "float32")}, {}
     yield "reduction pending", {"w": w.with_spec("[S0,R|P1]")}, {"w": w}, {}
-    yield "is a int", {"w": 3}, {"w": w}, {}
+    yield "is a object", {"w": object()}, {"w": w}, {}
+    yield "would both be 'a.w'", {"a": {"w": w}, "a.w": w}, {"a.w": w}, {}
     yield "which the source lacks", {"w": w}, {"w": w}, {"names": {"x": "y"}}
     yield "each its own name", {"a": w, "b": w}, {"a": w}, {"names": {"b": "a"}}
     yield "give at least 128", {"w": w}, (one, {}), {"max_bytes": 5}
