@@ -133,7 +133,10 @@ def open_deepspeed(directory: Path) -> ListedCatalog:
     paths = dict.fromkeys(state.path for rank in ranks for state in rank)
     found = ListedCatalog(DEEPSPEED, place, tensors, paths, None, _extras(ranks[0]))
     if place != directory:
-        found.notes = (f"reading {place.name}, by {DEEPSPEED_LATEST} or as the only one",)
+        why = f"which {DEEPSPEED_LATEST} names"
+        if not directory.joinpath(DEEPSPEED_LATEST).exists():
+            why = "the only tag"
+        found.notes = (f"reading {place.name}, {why}",)
     return found
 
 
