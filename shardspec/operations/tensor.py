@@ -1,6 +1,7 @@
 """What makes a DTensor a tensor: its shards, torch's DTensor of them, operators and methods."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -44,6 +45,13 @@ class _SetByModules:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """Stands for shards that were half written when a rank failed."""
+
+    why: str
+
+
 class TensorLike:
     """Shards with the functions, methods and operators of torch, by `shardspec.operations.apply`.
 
@@ -61,7 +69,7 @@ class TensorLike:
     """Which box every device holds."""
     communicator: Communicator
     """Who moves shards."""
-    _shards: dict[int, torch.Tensor] | None
+    _shards: "dict[int, torch.Tensor] | Unusable | None"
     """Those it was made of, by physical id; None where it was made of torch's DTensor."""
     _torch: "TorchDTensor | None"
     """The same storage as torch's DTensor, once it was asked for."""
@@ -143,6 +151,10 @@ class TensorLike:
         """Whether gradients are collected at the shards that this was made of."""
         return any(s.requires_grad and s.is_leaf for s in (self._own() or {}).values())
 
+    def mark_unusable(self, why: str) -> None:
+        """Let go of the shards: whoever asks for them gets a `CommunicatorError`."""
+        self._torch, self._shards = None, Unusable(why)
+
     @property
     def shards(self) -> dict[int, torch.Tensor]:
         """The shard of every device that this process holds, by physical id."""
@@ -196,6 +208,8 @@ class TensorLike:
 
     def _own(self) -> dict[int, torch.Tensor] | None:
         """Return the shards it was made of, unless torch's tensor has had another history since."""
+        if isinstance(self._shards, Unusable):
+            raise CommunicatorError(self._shards.why)
         if self._torch is not None and self._torch.grad_fn is not self._history:
             self._shards = None
         return self._shards

@@ -16,7 +16,7 @@ from shardspec.comm.agreement import description
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.dtensor import DTensor
-from shardspec.errors import LayoutError
+from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.copies import StateCopies
 from shardspec.resharding.device_shards import DeviceShards
@@ -68,10 +68,17 @@ def _run_in_job(
         values = _agreed_values(plan, state, communicator, rank) if plan.values else {}
         one.allocate()
         memory = communicator.peer_memory
-        if memory is not None and home == "cpu" and not plan.casts:
-            one.read_peers(memory)
-        else:
-            one.exchange_all()
+        try:
+            if memory is not None and home == "cpu" and not plan.casts:
+                one.read_peers(memory)
+            else:
+                one.exchange_all()
+        except (CommunicatorError, RuntimeError) as error:
+            why = f"reshard plan {plan.digest[:12]} failed on the way, so `out` is half written"
+            for value in (out or {}).values():
+                if isinstance(value, DTensor):
+                    value.mark_unusable(f"{why}: {error}")
+            raise CommunicatorError(f"{why}; the job cannot go on: {error}") from error
     return _results(plan, {rank: one}, out) | values
 
 

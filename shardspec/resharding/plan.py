@@ -78,7 +78,8 @@ class ReshardPlan(StateCopies):
             If a tensor is missing or is not as the plan says, on any rank; on all ranks, before
             anything is sent.
         CommunicatorError
-            If ranks have different plans, or a rank has gone.
+            If ranks have different plans, or a rank has gone; DTensors of `out` that may be half
+            written then raise it too when they are read.
         """
         from shardspec.resharding.execute import run_plan
 
