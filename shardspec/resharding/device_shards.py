@@ -77,7 +77,7 @@ class DeviceShards:
         for tie in plan.ties:
             layout = plan.moves[tie.first].target
             if out is not None and device in layout.mesh:
-                shard = self._checked(tie.target_name, layout, out)
+                shard = self._checked(tie.target_name, layout, out, filled=True)
                 if shard is not None:
                     self.tied.append((tie.first, shard))
         if alone and (unknown := sorted(set(state) - names)):
@@ -107,13 +107,13 @@ class DeviceShards:
         """Find the shard of a tensor, once, and whether it is as the plan says."""
         key = (into_target, name)
         if key not in taken:
-            taken[key] = self._checked(name, layout, state)
+            taken[key] = self._checked(name, layout, state, filled=into_target)
         shard = taken[key]
         if shard is not None:
             (self.target if into_target else self.source)[place] = shard
 
     def _checked(
-        self, name: str, layout: Layout, state: Mapping[str, object]
+        self, name: str, layout: Layout, state: Mapping[str, object], *, filled: bool
     ) -> torch.Tensor | None:
         if name not in state:
             self.problems.append(f"tensor {name!r} is missing from the state dict")
@@ -135,8 +135,15 @@ class DeviceShards:
                 f"{dtype}; under {layout} it is {wanted} of {layout.dtype}"
             )
             return None
+        if not (shard.is_conj() or shard.is_neg()):
+            return shard
         # What lies in memory is to be the values: no conjugation that is still to be done.
-        return shard.resolve_conj().resolve_neg() if shard.is_conj() or shard.is_neg() else shard
+        if filled:
+            self.problems.append(
+                f"out[{name!r}] is a view that conjugates or negates; give tensors of its own"
+            )
+            return None
+        return shard.resolve_conj().resolve_neg()
 
     @property
     def waves(self) -> list[Wave]:

@@ -106,6 +106,20 @@ def test_values_and_nested_states_go_along():
     assert got == {"optimizer.step": 3, "optimizer.betas": (0.9, 0.99), "title": "x"}
 
 
+def test_what_is_still_to_be_conjugated():
+    numbers = torch.arange(24).reshape(4, 6) * (1 + 2j)
+    plan = plan_reshard(
+        {"w": Layout(FOUR, "[S0,S1]", (4, 6), "complex64")}, (FOUR, {"w": "[S1,R]"})
+    )
+    source = DTensor(numbers.to(torch.complex64), FOUR, "[S0,S1]")
+    lazy = DTensor.from_shards({d: s.conj() for d, s in source.shards.items()}, source.layout)
+    assert torch.equal(plan.run({"w": lazy})["w"].to_global(), numbers.to(torch.complex64).conj())
+    shards = {d: torch.zeros(2, 6, dtype=torch.complex64).conj() for d in FOUR.ids}
+    out = {"w": DTensor.from_shards(shards, plan.moves[0].target)}
+    with pytest.raises(LayoutError, match="conjugates or negates"):
+        plan.run({"w": source}, out)
+
+
 def test_tied_tensors_travel_once():
     w = DTensor(torch.arange(24.0).reshape(4, 6), FOUR, "[S0,S1]")
     state = {"words": w, "head": w, "other": DTensor(torch.zeros(4, 6), FOUR, "[S0,S1]")}
