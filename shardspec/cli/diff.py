@@ -8,13 +8,13 @@ import click
 
 from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
 from shardspec.checkpoint.select import Choice
-from shardspec.cli.options import (
+from shardspec.cli.checkpoint_options import (
     CheckpointPath,
     choosing_options,
-    json_option,
     open_both,
     source_options,
 )
+from shardspec.cli.options import json_option
 from shardspec.cli.output import progress_bar, say
 from shardspec.dtypes import item_bytes
 from shardspec.text import bytes_text, counted, shown

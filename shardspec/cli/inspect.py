@@ -20,7 +20,8 @@ from shardspec.checkpoint.inspect import (
     other_text,
 )
 from shardspec.cli.arguments import parse_index, parsed
-from shardspec.cli.options import CheckpointPath, json_option, open_both, source_options
+from shardspec.cli.checkpoint_options import CheckpointPath, open_both, source_options
+from shardspec.cli.options import json_option
 from shardspec.cli.output import path_text, say, say_parts
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError

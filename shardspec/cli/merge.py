@@ -10,7 +10,7 @@ from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat, merge
 from shardspec.checkpoint.report import WriteReport
 from shardspec.cli.arguments import parse_bytes, parsed
 from shardspec.cli.check_map import map_options, maps_of
-from shardspec.cli.options import (
+from shardspec.cli.checkpoint_options import (
     CheckpointPath,
     WritingOptions,
     open_both,

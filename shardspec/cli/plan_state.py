@@ -11,16 +11,8 @@ from shardspec.checkpoint.reshard import read_rules
 from shardspec.checkpoint.stored_layouts import stored_layouts
 from shardspec.cli.arguments import parse_bytes, parsed
 from shardspec.cli.check_map import map_options, maps_of
-from shardspec.cli.options import (
-    CheckpointPath,
-    ClusterOptions,
-    build_cluster,
-    cluster_options,
-    json_option,
-    open_both,
-    rules_option,
-    source_options,
-)
+from shardspec.cli.checkpoint_options import CheckpointPath, open_both, rules_option, source_options
+from shardspec.cli.options import ClusterOptions, build_cluster, cluster_options, json_option
 from shardspec.cli.output import say
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.plan import plan_reshard

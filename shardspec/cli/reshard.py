@@ -10,16 +10,16 @@ from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.reshard import RESHARDED_FORMATS, ReshardedFormat, read_rules, reshard
 from shardspec.cli.arguments import MeshShape, parse_mesh, parsed
 from shardspec.cli.check_map import map_options, maps_of
-from shardspec.cli.options import (
+from shardspec.cli.checkpoint_options import (
     CheckpointPath,
     WritingOptions,
     open_both,
     output_option,
-    plain_mesh,
     rules_option,
     source_options,
     writing_options,
 )
+from shardspec.cli.options import plain_mesh
 from shardspec.cli.output import Progress, say, write_report
 
 __all__ = ["command"]

@@ -7,13 +7,13 @@ import click
 
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.verify import VerifyReport, verify_checkpoint
-from shardspec.cli.options import (
+from shardspec.cli.checkpoint_options import (
     CheckpointPath,
     choosing_options,
-    json_option,
     open_both,
     source_options,
 )
+from shardspec.cli.options import json_option
 from shardspec.cli.output import path_text, progress_bar, say
 from shardspec.errors import CheckpointError
 from shardspec.text import bytes_text, counted, printable, shown
