@@ -17,6 +17,7 @@ ROOT = Path(shardspec.__file__).parent
 LAYERS = [
     {"text"},
     {"errors"},
+    {"input_files"},
     {"boxes", "device_ids", "dtypes", "renamed"},
     {"random_boxes"},
     {"mesh"},

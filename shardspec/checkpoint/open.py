@@ -5,6 +5,7 @@ A format is one module of `shardspec.checkpoint.formats` and one line in `FORMAT
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -211,7 +212,10 @@ def open_checkpoints(
     """
     options = (("ranks", ranks), ("rules", rules))
     added = {name: value for name, value in options if value is not None}
-    found = [_find(as_path(path)) for path in paths]
+    found = []
+    for path in map(as_path, paths):
+        with _told_as_unreadable(path):
+            found.append(_find(path))
     for name in sorted(added):
         if not any(name in one.takes for one in found):
             raise CheckpointError(
@@ -231,10 +235,21 @@ def _open(found: _Found, added: Mapping[str, object]) -> Catalog:
     snapshot = Snapshot.of(found.home, nested=found.nested)
     module, _, function = (found.reader or _reader_of_file(found.place)).partition(":")
     reader = getattr(import_module(f"shardspec.checkpoint.formats.{module}"), function)
-    opened: Catalog = reader(found.place, **added)
+    with _told_as_unreadable(found.place):
+        opened: Catalog = reader(found.place, **added)
     opened.snapshot = snapshot
     opened.notes += (found.note,) if found.note else ()
     return opened
+
+
+@contextmanager
+def _told_as_unreadable(place: Path) -> Iterator[None]:
+    """Turn what goes wrong with directories into an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename if isinstance(error.filename, str) else place
+        raise CheckpointError(f"{where}: cannot be read: {reason(error)}") from None
 
 
 def _find(place: Path) -> _Found:

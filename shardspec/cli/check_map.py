@@ -9,12 +9,16 @@ import click
 
 from shardspec.cli.output import say
 from shardspec.errors import InputFileError
+from shardspec.input_files import read_input_file
 from shardspec.resharding.check import MapReport, check_map
 from shardspec.resharding.maps import NameMap
 from shardspec.resharding.shipped import map_chain
 from shardspec.text import counted, shown
 
 __all__ = ["MapOptions", "command", "map_options", "maps_of"]
+
+_MOST_BYTES: Final = 64 << 20
+"""Of a file of shapes or sizes."""
 
 _SIZES: Final = click.option(
     "--sizes",
@@ -146,8 +150,10 @@ def _shapes(place: str) -> dict[str, tuple[int, ...]]:
 
 def _json(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = json.loads(read_input_file(path, _MOST_BYTES))
+    except InputFileError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InputFileError(f"{path}: cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise InputFileError(f"{path}: holds no JSON object")

@@ -29,12 +29,16 @@ from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from shardspec.errors import LayoutError, SpecSyntaxError
+from shardspec.errors import InputFileError, LayoutError, SpecSyntaxError
+from shardspec.input_files import read_input_file
 from shardspec.resharding.view_text import evaluate, parse_view, side_lengths, views_of
 from shardspec.resharding.views import TensorView, View, identity_view
 from shardspec.text import shown
 
 __all__ = ["Equation", "NameMap", "Padding", "Shape"]
+
+_MOST_BYTES: Final = 4 << 20
+"""Of a file of a map."""
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -91,8 +95,10 @@ class NameMap:
             If the file cannot be read, or is no map.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_input_file(Path(path), _MOST_BYTES).decode()
+        except InputFileError as error:
+            raise LayoutError(str(error)) from None
+        except UnicodeDecodeError as error:
             raise LayoutError(f"{path}: cannot be read: {error}") from None
         try:
             return cls.parse(text)

@@ -18,8 +18,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.store import reason
-from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
+from shardspec.errors import CheckpointError, InputFileError, LayoutError, ShardSpecError
+from shardspec.input_files import read_input_file
 from shardspec.layout.spec import ShardingSpec
 
 __all__ = ["CutRule", "find_rule", "parse_rules", "read_cut_rules", "read_toml", "shipped_rules"]
@@ -128,15 +128,11 @@ def read_toml(path: Path) -> dict[str, object]:
         If the file cannot be read, is too large or is no TOML.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise CheckpointError(f"{path}: has more than {_MOST_BYTES} bytes, too many for rules")
-        return _from_toml(data.decode("utf-8-sig"), str(path))
+        return _from_toml(read_input_file(path, _MOST_BYTES).decode("utf-8-sig"), str(path))
+    except InputFileError as error:
+        raise CheckpointError(str(error)) from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: is no TOML: {error}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from None
 
 
 def read_cut_rules(path: Path) -> dict[str, CutRule]:
