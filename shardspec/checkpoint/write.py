@@ -99,12 +99,14 @@ def _write(
     path = output
     rank, size = workers.member.rank, workers.member.size
     replaced: frozenset[str] = frozenset()
+    old: int | None = None
     if rank == 0:
         path = check_destination(
             output, source, directory=target.directory, overwrite=options.overwrite
         )
     read_files, read_bytes = _check_tensors(source, tensors, options.verify, workers.member)
     if options.overwrite and target.directory and rank == 0:
+        old = None if isinstance(path, RemotePath) else _inode(path)
         replaced = files_of_checkpoint(path)
         new = {file.name for file in target.files}
         if target.last is not None:
@@ -142,7 +144,7 @@ def _write(
     if isinstance(path, RemotePath):
         written = _to_store(job, path, options, workers, replaced)
     else:
-        written = _to_disk(job, path, options, workers, replaced)
+        written = _to_disk(job, path, options, workers, replaced, old)
     crc = 0
     for _, num_bytes, value in written:
         crc = int(crc32_combine(crc, value, num_bytes))
@@ -171,6 +173,7 @@ def _to_disk(
     options: WriteOptions,
     workers: Alone,
     replaced: frozenset[str],
+    old: int | None,
 ) -> _Written:
     files = job.target.files
     plan = plan_copies(job.target, job.rank, job.size)
@@ -193,6 +196,11 @@ def _to_disk(
         # The others hear of a failure before their files go away.
         workers.failing_together(),
     ):
+        # From here on no other run replaces it; before, one may have.
+        if job.target.directory and options.overwrite and _inode(path) != old:
+            raise CheckpointError(
+                f"{path}: another run has replaced it meanwhile; run again to replace that"
+            )
         staged = Staged(place, path, job.target.directory)
         for file in files:
             staged.create(file.name, file.num_bytes)
@@ -211,6 +219,14 @@ def _to_disk(
             sync_directory(place)
     workers.say("written", written)
     return written
+
+
+def _inode(path: Path) -> int | None:
+    """Return what tells the directory of a name from one that takes its place."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 def _to_store(

@@ -1,6 +1,7 @@
 """The command `shardspec check-map`."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypedDict, TypeVar
@@ -119,7 +120,7 @@ def _read_maps(map_: str, sizes: Path | None) -> tuple[NameMap, ...]:
     """Return maps given by name or file, with the sizes that a model's config says."""
     config = {} if sizes is None else _json(sizes)
     known = {k: v for k, v in config.items() if type(v) is int}
-    if Path(map_).suffix or Path(map_).exists():
+    if Path(map_).suffix or os.path.exists(map_):  # pathlib raises for long names
         return (NameMap.load(map_).with_sizes(known),)
     return map_chain(map_, known)
 
@@ -135,7 +136,7 @@ def _record(report: MapReport, target: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def _shapes(place: str) -> dict[str, tuple[int, ...]]:
-    if place.endswith(".json") and Path(place).is_file():
+    if place.endswith(".json") and os.path.isfile(place):  # as above
         found = {}
         for name, sizes in _json(Path(place)).items():
             if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):

@@ -195,5 +195,13 @@ def test_rules_that_are_too_much(tmp_path, read, text):
 
 @pytest.mark.parametrize("read", [read_rules, read_cut_rules])
 def test_rules_without_an_end(read):
-    with pytest.raises(CheckpointError, match="/dev/zero: has more than 1048576 bytes"):
+    with pytest.raises(CheckpointError, match="/dev/zero: is not a regular file"):
         read(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("read", [read_rules, read_cut_rules])
+def test_rules_that_are_too_long(tmp_path, read):
+    path = tmp_path / "rules.toml"
+    path.write_text("#" * (1 << 20) + "#")
+    with pytest.raises(CheckpointError, match="has more than 1,048,576 bytes"):
+        read(path)

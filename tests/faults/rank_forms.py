@@ -52,6 +52,8 @@ class _Form:
     due: Callable[[_Placed], _Arrays | None]
     """What comes out of files that lie elsewhere; None if that must be refused."""
     options: tuple[object, ...] = ()
+    may_refuse: bool = False
+    """Whether an error is right too: there are signs that files are missing."""
 
 
 def _boxed(held: Mapping[str, Sequence[Stored]], placed: _Placed) -> _Arrays | None:
@@ -124,8 +126,10 @@ def _alike(whole: _Arrays, placed: _Placed) -> _Arrays | None:
     return whole if any(there) and there == sorted(there, reverse=True) else None
 
 
-def _never(_: _Placed) -> None:
-    return None
+def _as_far(held: Mapping[str, Sequence[Stored]], placed: _Placed) -> _Arrays | None:
+    """Return what the files at hand give, where nothing says how many there were."""
+    there = {file: content for file, content in placed.items() if content is not None}
+    return _boxed(held, there) if there else None
 
 
 def _stacked(ranks: int, stages: int, placed: _Placed) -> _Arrays | None:
@@ -176,7 +180,8 @@ def _forms(here: Path, shape: tuple[int, ...], others: Path | None) -> Iterator[
     yield _Form("dcp", here / "dcp" / "ckpt", sorted(of_dcp), ARRAYS, due)
     due = partial(_boxed, of_hf | _dashed(others, "hf"))
     yield _Form("hf", here / "hf" / "ckpt", sorted(of_hf), ARRAYS, due, ("--ranks", len(of_hf)))
-    yield _Form("hf, unsaid", here / "hf" / "ckpt", sorted(of_hf), ARRAYS, _never)
+    unsaid = partial(_as_far, of_hf)
+    yield _Form("hf, unsaid", here / "hf" / "ckpt", sorted(of_hf), ARRAYS, unsaid, may_refuse=True)
     merged = here / "merged"
     shutil.copytree(here / "hf" / "ckpt", merged / "ckpt" / "sharded", dirs_exist_ok=True)
     safetensors.numpy.save_file(dict(ARRAYS), merged / "ckpt" / "model.safetensors")
@@ -280,6 +285,9 @@ def _apply(form: _Form, placed: _Placed, due: _Arrays | None, others: Path | Non
             refused(args, place)
         else:
             code, _, err = command([*args, "--quiet"])
+            if form.may_refuse and code == 3:
+                assert not out.exists()
+                return
             assert (code, err) == (0, "")
             same(out, due)
     finally:
