@@ -7,9 +7,11 @@ write elsewhere. A lock tells a run that is alive from what a killed one has lef
 respected, the second is cleared away. Where the file system has no locks, nothing is cleared.
 """
 
+import fcntl
 import os
 import re
 import stat
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -44,7 +46,12 @@ _LOCK_SUFFIX: Final = ".lock"
 
 @contextmanager
 def staged_output(
-    path: Path, *, directory: bool, overwrite: bool, replaced: Collection[str] = ()
+    path: Path,
+    *,
+    directory: bool,
+    overwrite: bool,
+    replaced: Collection[str] = (),
+    check: Callable[[], None] | None = None,
 ) -> Iterator[Path]:
     """Make an empty file or directory to fill, and give it the final name when all went well.
 
@@ -59,6 +66,8 @@ def staged_output(
     replaced
         Names of files in a directory that is replaced which go; files that have the name of a new
         one go too. All others are kept, also those that appear meanwhile.
+    check
+        Called when everything is written; raises if the output may not get its name.
 
     Yields
     ------
@@ -85,6 +94,8 @@ def staged_output(
             raise _refused(path, error) from None
         try:
             yield stage.place
+            if check is not None:
+                check()
             try:
                 stage.publish(overwrite, replaced)
             except OSError as error:
@@ -210,6 +221,24 @@ def _refused(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be written: {reason(error)}")
 
 
+@contextmanager
+def _one_at_a_time(parent: int) -> Iterator[None]:
+    """Let one run at a time begin in a directory, where the file system has locks.
+
+    Whoever holds the lock for longer than a second does something else with the directory.
+    """
+    deadline = time.monotonic() + 1.0
+    held = lock(parent)
+    while held is False and time.monotonic() < deadline:
+        time.sleep(0.002)
+        held = lock(parent)
+    try:
+        yield
+    finally:
+        if held:
+            fcntl.flock(parent, fcntl.LOCK_UN)
+
+
 class _Stage:
     """A staged file or directory, and its lock."""
 
@@ -218,18 +247,19 @@ class _Stage:
         self._pattern = re.compile(
             re.escape(f".{path.name}.shardspec-") + "[0-9a-f]{16}(" + re.escape(_LOCK_SUFFIX) + ")?"
         )
-        self._clear("")
-        try:
-            self._make()
-        except OSError as error:
-            raise _refused(path, error) from None
-        try:
-            # Another run may have begun at the same moment; one of the two goes on.
-            self._clear(self._lock_name)
-        except BaseException:
-            self.discard()
-            self.close()
-            raise
+        with _one_at_a_time(parent):
+            self._clear("")
+            try:
+                self._make()
+            except OSError as error:
+                raise _refused(path, error) from None
+            try:
+                # Where there is no lock, another run may have begun at the same moment.
+                self._clear(self._lock_name)
+            except BaseException:
+                self.discard()
+                self.close()
+                raise
         self.place = by_descriptor(self._fd, path.with_name(self._name))
 
     def _make(self) -> None:

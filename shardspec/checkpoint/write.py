@@ -186,21 +186,24 @@ def _to_disk(
         return _heard(workers)
     job.total += sum(file.other_bytes for file in files)
     written: _Written = []
+
+    def check() -> None:
+        if job.target.directory and options.overwrite and _inode(path) != old:
+            raise CheckpointError(
+                f"{path}: another run has replaced it meanwhile; run again to replace that"
+            )
+
     with (
         staged_output(
             path,
             directory=job.target.directory,
             overwrite=options.overwrite,
             replaced=replaced,
+            check=check,
         ) as place,
         # The others hear of a failure before their files go away.
         workers.failing_together(),
     ):
-        # From here on no other run replaces it; before, one may have.
-        if job.target.directory and options.overwrite and _inode(path) != old:
-            raise CheckpointError(
-                f"{path}: another run has replaced it meanwhile; run again to replace that"
-            )
         staged = Staged(place, path, job.target.directory)
         for file in files:
             staged.create(file.name, file.num_bytes)
