@@ -237,6 +237,7 @@ def in_processes(world: int, work: Callable[..., T], *args: object) -> T:
     with tempfile.TemporaryDirectory() as folder:
         out: SimpleQueue[T] = mp.get_context("spawn").SimpleQueue()
         given = (world, str(Path(folder) / "at"), work, out, *args)
+        # torch.multiprocessing neither declares nor types it.
         mp.start_processes(_process, given, nprocs=world)  # type: ignore[attr-defined, no-untyped-call]
         return out.get()
 

@@ -1,12 +1,33 @@
-"""Files of arguments: rules, maps, lists of pairs. Read whole, within a bound."""
+"""Regular files, opened without waiting; small ones, such as rules and maps, read whole."""
 
 import os
 import stat
 from pathlib import Path
 
-from shardspec.errors import InputFileError
+from shardspec.errors import InputFileError, ShardSpecError
 
-__all__ = ["read_input_file"]
+__all__ = ["open_regular", "read_input_file"]
+
+
+def open_regular(path: Path, error: type[ShardSpecError]) -> int:
+    """Open a regular file for reading and return its descriptor.
+
+    Raises
+    ------
+    ShardSpecError
+        One of the given kind, if the file cannot be opened or is no regular file: a pipe would make
+        the reader wait, and a device might never end.
+    """
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as refused:
+        why = refused.strerror if isinstance(refused, OSError) else str(refused)
+        raise error(f"{path}: cannot be read: {why}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise error(f"{path}: is not a regular file")
+    return descriptor
 
 
 def read_input_file(path: Path, most_bytes: int) -> bytes:
@@ -15,21 +36,13 @@ def read_input_file(path: Path, most_bytes: int) -> bytes:
     Raises
     ------
     InputFileError
-        If it cannot be read, has more bytes than `most_bytes`, or is no regular file: a pipe would
-        make the reader wait, and a device might never end.
+        If it cannot be read, is no regular file, or has more bytes than `most_bytes`.
     """
-    try:
-        # Without O_NONBLOCK, opening a pipe would wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise InputFileError(f"{path}: is not a regular file")
+    with open(open_regular(path, InputFileError), "rb") as file:
+        try:
             data = file.read(most_bytes + 1)
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputFileError):
-            raise
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputFileError(f"{path}: cannot be read: {why}") from None
+        except OSError as error:
+            raise InputFileError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > most_bytes:
         raise InputFileError(f"{path}: has more than {most_bytes:,} bytes")
     return data

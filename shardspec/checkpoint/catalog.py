@@ -156,7 +156,7 @@ class Catalog(ABC):
     """A checkpoint that can be read.
 
     It says what wrote it (`format`), where it lies, its tensors and all its files, the mesh of the
-    devices that wrote it where the format says so, and its entries that are no tensors (`extras`):
+    devices that wrote it where the format says so, and its entries that are not tensors (`extras`):
     plain values, or `OpaqueValue` ones.
     """
 
@@ -179,7 +179,7 @@ class Catalog(ABC):
         self.file_metadata = FileMetadata()
         """What goes along into files of safetensors."""
         self.beside: tuple[Path, ...] = ()
-        """Files that are no part of it and go along; `sidecars` finds them."""
+        """Files beside the weights that are copied with them; `sidecars` finds them."""
         self.notes: tuple[str, ...] = ()
         """What was taken for granted when it was opened, in a line each, for the user."""
         self.objects: Mapping[str, StoredObject] = {}
@@ -188,7 +188,7 @@ class Catalog(ABC):
 
     @property
     def extras(self) -> Mapping[str, object]:
-        """Entries that are no tensors, by name."""
+        """Entries that are not tensors, by name."""
         return self._extras
 
     @abstractmethod

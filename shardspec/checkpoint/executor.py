@@ -29,7 +29,8 @@ from shardspec.checkpoint.copy_plan import (
 from shardspec.checkpoint.digests import Checks, crc32, crc32_combine
 from shardspec.checkpoint.output_files import Staged, different, read_back, write_all
 from shardspec.checkpoint.read_boxes import Buffers, read_box
-from shardspec.checkpoint.source_files import FileStretch, OpenFiles
+from shardspec.checkpoint.source_files import OpenFiles
+from shardspec.checkpoint.store_ranges import FileStretch
 from shardspec.checkpoint.targets import Extent, Target
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError

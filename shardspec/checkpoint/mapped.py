@@ -46,6 +46,9 @@ def mapped(source: Catalog, names: Names | None) -> Catalog:
     """
     if names is None:
         return source
+    given: object = names
+    if isinstance(given, str):
+        raise LayoutError(f"names={shown(given)} is text; give a map: load_map makes one of a name")
     if isinstance(names, Sequence):
         for each in names:
             source = mapped(source, each)

@@ -26,8 +26,9 @@ from shardspec.checkpoint.executor import (
 )
 from shardspec.checkpoint.output_files import Pieces, different, digest_of_file
 from shardspec.checkpoint.read_boxes import Buffers
-from shardspec.checkpoint.source_files import AHEAD_BYTES, OpenFiles, SourceFile
+from shardspec.checkpoint.source_files import OpenFiles, SourceFile
 from shardspec.checkpoint.store import RemotePath, store_errors
+from shardspec.checkpoint.store_ranges import AHEAD_BYTES
 from shardspec.checkpoint.targets import Put, RawBytes, Target, Write
 from shardspec.errors import CheckpointError
 

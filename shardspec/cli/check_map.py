@@ -1,7 +1,6 @@
 """The command `shardspec check-map`."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypedDict, TypeVar
@@ -118,9 +117,11 @@ def maps_of(options: MapOptions) -> tuple[NameMap, ...]:
 
 def _read_maps(map_: str, sizes: Path | None) -> tuple[NameMap, ...]:
     """Return maps given by name or file, with the sizes that a model's config says."""
+    from shardspec.checkpoint.store import path_exists
+
     config = {} if sizes is None else _json(sizes)
     known = {k: v for k, v in config.items() if type(v) is int}
-    if Path(map_).suffix or os.path.exists(map_):  # pathlib raises for long names
+    if Path(map_).suffix or path_exists(Path(map_)):
         return (NameMap.load(map_).with_sizes(known),)
     return map_chain(map_, known)
 
@@ -136,7 +137,9 @@ def _record(report: MapReport, target: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def _shapes(place: str) -> dict[str, tuple[int, ...]]:
-    if place.endswith(".json") and os.path.isfile(place):  # as above
+    from shardspec.checkpoint.store import path_exists
+
+    if place.endswith(".json") and path_exists(Path(place)):
         found = {}
         for name, sizes in _json(Path(place)).items():
             if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):

@@ -80,6 +80,7 @@ class TensorLike:
 
     @classmethod
     def _wrapped(cls, tensor: "TorchDTensor", like: "TensorLike") -> "TensorLike":
+        """Return torch's DTensor as one of the subclass, which defines this."""
         raise NotImplementedError
 
     @property

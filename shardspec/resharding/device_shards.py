@@ -237,7 +237,7 @@ class DeviceShards:
             for peer, pieces in self.receiving(wave).items()
         }
         then = [_unpacking(self, *message) for message in incoming.values()]
-        if all(bucket.device.type == "cpu" for _, bucket in incoming.values()):
+        if self._on_host():
             # One by one: what is packed first is on its way while the next is packed.
             here = [dist.irecv(b, peer, tag=self._tag) for peer, (_, b) in incoming.items()]
             for peer, pieces in self.sending(wave).items():
@@ -255,6 +255,14 @@ class DeviceShards:
             return list(zip(works, then, strict=True))
         # NCCL makes one work of all.
         return [(work, _all(then if work is works[-1] else [])) for work in works]
+
+    def _on_host(self) -> bool:
+        """Whether messages lie in memory of the host; the same on all ranks of a job."""
+        kinds = {
+            shard.device.type for shards in (self.source, self.target) for shard in shards.values()
+        }
+        config = dist.get_backend_config()
+        return all(kind == "cpu" or f"{kind}:gloo" in config for kind in kinds)
 
     def _bucket(self, pieces: Sequence[Piece], like: Shards) -> torch.Tensor:
         where = like[pieces[0].move].device

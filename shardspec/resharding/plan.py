@@ -147,6 +147,11 @@ def plan_reshard(
     if isinstance(names, NameMap):
         moves = _mapped(before, target, names, dtype)
         return _plan(moves, max_bytes, tied, [(name, name) for name in values])
+    if not isinstance(names, Mapping | None):
+        raise LayoutError(
+            f"names= is a {type(names).__name__}; give one NameMap, as load_map makes, or a dict "
+            "of new names"
+        )
     renamed = _renamed(list(given), names or {})
     if isinstance(target, tuple):
         dtypes = {renamed[name]: layout.dtype for name, layout in before.items()}

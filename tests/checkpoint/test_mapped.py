@@ -205,6 +205,19 @@ def test_what_a_map_cannot_make_is_refused_before_anything_is_written(tmp_path):
         merge(tmp_path / "ckpt", tmp_path / "d.safetensors", names=map_)
 
 
+@pytest.mark.parametrize("name", ["llama-hf-to-fused", "a", ""])
+def test_the_name_of_a_map_is_no_map(tmp_path, name):
+    save_sharded({"w": DTensor(torch.zeros(4), SQUARE, "[S0]")}, tmp_path / "ckpt")
+    for call in (
+        lambda: merge(tmp_path / "ckpt", tmp_path / "out.safetensors", names=name),
+        lambda: load_sharded(tmp_path / "ckpt", THREE, {}, names=name),
+    ):
+        # What goes wrong on a rank that loads is an error of the checkpoint on all.
+        with pytest.raises((LayoutError, CheckpointError), match="is text; give a map"):
+            call()
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 def test_on_the_command_line(tmp_path):
     state, convert = CASES["llama-hf-to-fused"]
     cut = {n: DTensor(torch.tensor(a), SQUARE, spec_of(a.shape, 3)) for n, a in state.items()}

@@ -173,7 +173,7 @@ def test_an_empty_text_is_no_path(tmp_path, monkeypatch):
         save_sharded({"w": torch.ones(2)}, "")
     for place in (None, b"ckpt", 7):
         with pytest.raises(CheckpointError, match=f"a {type(place).__name__} is no path"):
-            merge(tmp_path / "ckpt", place)  # type: ignore[arg-type]
+            merge(tmp_path / "ckpt", place)  # type: ignore[arg-type]  # on purpose
 
 
 def test_no_verify_leaves_digests_alone(tmp_path):

@@ -135,7 +135,7 @@ def write(
     modules = pytest.MonkeyPatch()
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
         modules.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["megatron.core.enums"].ModelType = ModelType  # type: ignore[attr-defined]
+    sys.modules["megatron.core.enums"].ModelType = ModelType  # type: ignore[attr-defined]  # a stand-in
     modules.setattr(ModelType, "__module__", "megatron.core.enums")
     stages = len(splits)
     for stage in range(stages):

@@ -43,7 +43,7 @@ def test_tensors_with_attributes(tmp_path):
     module = torch.nn.Linear(3, 2)
     module.seen = torch.nn.Buffer(torch.arange(4))
     noted = torch.arange(5.0)
-    noted.sequence_parallel = True  # type: ignore[attr-defined]
+    noted.sequence_parallel = True  # type: ignore[attr-defined]  # as trainers do
     state = {**module.state_dict(keep_vars=True), "noted": noted}
     torch.save(state, tmp_path / "m.pt")
     due = {name: tensor.detach() for name, tensor in state.items()}
