@@ -231,7 +231,11 @@ class NameMap:
                 try:
                     shape = _implied(one[1:], other[1:], source[one[0]], known)
                 except SpecSyntaxError as error:
-                    raise LayoutError(f"the shape of {other[0]!r}: {error}") from None
+                    problem = str(error).splitlines()[0]  # without its picture
+                    raise LayoutError(
+                        f"the shape of {other[0]!r} by {' and '.join(map(repr, other[1:]))}: "
+                        f"{problem}, as --sizes config.json does (with_sizes)"
+                    ) from None
                 if found.setdefault(other[0], shape) != shape:
                     raise LayoutError(
                         f"{other[0]!r} is {found[other[0]]} by one equation and {shape} by another"
