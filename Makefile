@@ -21,7 +21,7 @@ help:
 	@echo 'make lint        setup, then formatting, lint rules and types'
 	@echo 'make test        setup and lint, then the tests'
 	@echo 'make exhaustive  setup, then the searches and benchmarks that "make test" only samples'
-	@echo 'make compat      setup, then the tests that need JAX or a browser, in .venv-compat'
+	@echo 'make compat      setup, then the tests that need JAX, a browser or the tools that write checkpoints'
 	@echo 'make cuda        the tests that need a GPU, by the Python that CUDA_PYTHON names'
 	@echo 'make docs        setup, then the site of docs/ in build/docs, by .venv-docs'
 	@echo 'make demo        setup, then save, merge and compare real weights (examples/minilm.py)'
@@ -97,7 +97,7 @@ exhaustive: setup
 
 # Environments of their own for what few people need: they see the packages of .venv, and have
 # those of one extra besides.
-.venv-docs/.ready .venv-compat/.ready: .venv-%/.ready: $(STAMP)
+.venv-docs/.ready .venv-compat/.ready .venv-tools/.ready: .venv-%/.ready: $(STAMP)
 	rm -rf .venv-$*
 	$(PY) -m venv --without-pip .venv-$*
 	$(PY) -c 'import sys, sysconfig; print(sysconfig.get_path("purelib"))' \
@@ -106,9 +106,10 @@ exhaustive: setup
 	  --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	touch $@
 
-compat: .venv-compat/.ready
+compat: .venv-compat/.ready .venv-tools/.ready
 	.venv-compat/bin/python -m tests.explorer.browser
 	.venv-compat/bin/python -m pytest -m compat
+	.venv-tools/bin/python -m tests.tools
 
 # All pages anew (-E): those that did not change have the others in their navigation.
 docs: .venv-docs/.ready
@@ -127,6 +128,6 @@ faults: setup
 	$(PY) -m tests.faults --whole
 
 clean:
-	rm -rf $(VENV) .venv-docs .venv-compat build dist shardspec.egg-info demo-output
+	rm -rf $(VENV) .venv-docs .venv-compat .venv-tools build dist shardspec.egg-info demo-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -32,7 +32,7 @@ from shardspec.checkpoint.strict_json import (
     field,
     member,
 )
-from shardspec.checkpoint.targets import BoxColumns, BoxEntry, FileEntry
+from shardspec.checkpoint.targets import BoxEntry, FileEntry, box_columns
 from shardspec.dtypes import from_safetensors, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.layout import Layout
@@ -337,7 +337,7 @@ def _parse_file(
     path: Path,
 ) -> FileEntry:
     stated: dict[str, object] = {}
-    boxes = BoxColumns()
+    boxes = box_columns()
     for part in stream.members(key):
         stated[part] = None
         if part != "boxes":
@@ -347,7 +347,8 @@ def _parse_file(
             at, said = f"{key}.boxes[{tensor!r}]", stream.value()
             for box in said if isinstance(said, list) and said else [said]:
                 held, crc32 = _parse_box(box, at, path)
-                boxes.add(names.get(tensor, tensor), parts.setdefault(held, held), crc32)
+                part_of, crc = parts.setdefault(held, held), -1 if crc32 is None else crc32
+                boxes.append(names.get(tensor, tensor), part_of, crc)
     member(stated, "boxes", path, f"{key}.boxes")
     name = field(stated, "name", as_text, path, key)
     file_inside(path.parent, name, path)

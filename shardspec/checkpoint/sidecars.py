@@ -12,7 +12,7 @@ from typing import Final
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.targets import MadeBytes, OutputFile, RawBytes, Target
+from shardspec.checkpoint.targets import OutputFile, RawBytes, Target, made_bytes
 from shardspec.errors import CheckpointError
 
 __all__ = ["add_sidecars"]
@@ -93,4 +93,4 @@ def _copied(path: Path) -> OutputFile:
         with SourceFile(path) as file:
             return RawBytes(start, file.read(start, min(_PIECE, size - start)))
 
-    return OutputFile(path.name, size, MadeBytes(-(-size // _PIECE), piece), ())
+    return OutputFile(path.name, size, made_bytes(-(-size // _PIECE), piece), ())

@@ -5,22 +5,21 @@ for all of them.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeAlias, overload
+from typing import NamedTuple, Protocol, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import ReplicaKey, replica_holders
+from shardspec.checkpoint.columns import Columns
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
-    "BoxColumns",
     "BoxEntry",
     "Extent",
     "FileEntry",
-    "MadeBytes",
     "OutputFile",
     "OutputTensor",
     "Put",
@@ -29,6 +28,9 @@ __all__ = [
     "Trailer",
     "Write",
     "assign_boxes",
+    "box_columns",
+    "extent_columns",
+    "made_bytes",
     "stored_shape",
     "whole_box",
 ]
@@ -46,51 +48,21 @@ class BoxEntry(NamedTuple):
     """CRC-32 of its bytes; None where it was saved without."""
 
 
-class BoxColumns(Sequence[BoxEntry]):
-    """Boxes of a file as columns: for each 24 bytes, and what others do not have in common.
+def box_columns() -> Columns[BoxEntry]:
+    """Return room for boxes of a file; tensor, box and addend, and CRC-32 (or -1) are appended.
 
     Examples
     --------
-    >>> boxes = BoxColumns()
-    >>> boxes.add("w", (((0, 2),), ()), 7)
+    >>> boxes = box_columns()
+    >>> boxes.append("w", (((0, 2),), ()), 7)
     >>> boxes[0]
     BoxEntry(tensor='w', box=((0, 2),), addend=(), crc32=7)
     """
 
-    __slots__ = ("_crcs", "_names", "_parts")
+    def entry(tensor: str, part: ReplicaKey, crc32: int) -> BoxEntry:
+        return BoxEntry(tensor, *part, None if crc32 < 0 else crc32)
 
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._parts: list[ReplicaKey] = []
-        self._crcs = array("q")
-        """Less than 0 where there is none."""
-
-    def add(self, tensor: str, part: ReplicaKey, crc32: int | None) -> None:
-        """Append a box."""
-        self._names.append(tensor)
-        self._parts.append(part)
-        self._crcs.append(-1 if crc32 is None else crc32)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    @overload
-    def __getitem__(self, index: int) -> BoxEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[BoxEntry]: ...
-    def __getitem__(self, index: int | slice) -> BoxEntry | Sequence[BoxEntry]:
-        if isinstance(index, slice):
-            return tuple(self)[index]
-        crc32 = self._crcs[index]
-        box, addend = self._parts[index]
-        return BoxEntry(self._names[index], box, addend, None if crc32 < 0 else crc32)
-
-    def __iter__(self) -> Iterator[BoxEntry]:
-        for name, (box, addend), crc32 in zip(self._names, self._parts, self._crcs, strict=True):
-            yield BoxEntry(name, box, addend, None if crc32 < 0 else crc32)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+    return Columns(entry, [], [], array("q"))
 
 
 def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
@@ -103,7 +75,11 @@ def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
     >>> stored_shape([((0, 2), (0, 3))]), stored_shape([((0, 2), (0, 3)), ((4, 5), (0, 3))])
     ((2, 3), (9,))
     """
-    return box_shape(boxes[0]) if len(boxes) == 1 else (sum(map(box_size, boxes)),)
+    return _shape(boxes[0]) if len(boxes) == 1 else (sum(map(box_size, boxes)),)
+
+
+_shape = lru_cache(1024)(box_shape)
+"""One object for boxes that are alike."""
 
 
 class FileEntry(NamedTuple):
@@ -155,6 +131,11 @@ class Extent(NamedTuple):
         return box_size(self.box) * item_bytes(self.tensor.dtype)
 
 
+def extent_columns() -> Columns[Extent]:
+    """Return room for the extents of a file; tensor, box and offset are appended."""
+    return Columns(Extent, [], [], array("q"))
+
+
 class RawBytes(NamedTuple):
     """Bytes that are no tensor's, such as a header."""
 
@@ -162,32 +143,9 @@ class RawBytes(NamedTuple):
     data: bytes
 
 
-class MadeBytes(Sequence[RawBytes]):
-    """Raw bytes that are made each time that they are asked for, as there are many.
-
-    Parameters
-    ----------
-    count
-        How many there are.
-    make
-        Given a number from 0, returns them.
-    """
-
-    def __init__(self, count: int, make: Callable[[int], RawBytes]) -> None:
-        self._numbers = range(count)
-        self._make = make
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, place: int) -> RawBytes: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[RawBytes]: ...
-    def __getitem__(self, place: int | slice) -> RawBytes | list[RawBytes]:
-        """Return one, or some."""
-        found = self._numbers[place]
-        return self._make(found) if isinstance(found, int) else list(map(self._make, found))
+def made_bytes(count: int, make: Callable[[int], RawBytes]) -> Sequence[RawBytes]:
+    """Return raw bytes that are made, given a number from 0, each time that they are asked for."""
+    return Columns(make, array("q", range(count)))
 
 
 class Trailer(Protocol):
@@ -210,7 +168,7 @@ class OutputFile(NamedTuple):
     num_bytes: int
     raw: Sequence[RawBytes]
     """In ascending order."""
-    extents: tuple[Extent, ...]
+    extents: Sequence[Extent]
     """In ascending order."""
     trailer: Trailer | None = None
 
@@ -248,7 +206,7 @@ class Target(NamedTuple):
 
 def assign_boxes(
     mesh: DeviceMesh, tensors: Mapping[str, Layout], *, spread: bool = True
-) -> dict[int, list[BoxEntry]]:
+) -> dict[int, Columns[BoxEntry]]:
     """Choose one of the devices that hold a box to store it, for every box that is not empty.
 
     Every rank computes the same answer alone: boxes of one holder first, then the others from the
@@ -267,27 +225,33 @@ def assign_boxes(
     >>> [[entry.tensor for entry in chosen[rank]] for rank in mesh.ids]
     [['a', 'c'], ['b']]
     """
-    parts_of: dict[Layout, dict[ReplicaKey, tuple[int, ...]]] = {}
-    chosen: dict[int, list[BoxEntry]] = {rank: [] for rank in mesh.ids}
+    parts_of = lru_cache(None)(replica_holders)
     load = dict.fromkeys(mesh.ids, 0)
-    shared: list[tuple[int, BoxEntry, tuple[int, ...]]] = []
-    for name in sorted(tensors):
+    names = sorted(tensors)
+    shared: list[tuple[int, ...]] = []
+    """The holders of every box that has several, and its bytes."""
+    sizes = array("q")
+    for name in names:
         layout = tensors[name]
-        if layout not in parts_of:
-            parts_of[layout] = replica_holders(layout)
-        for (box, addend), ranks in parts_of[layout].items():
+        for (box, _), ranks in parts_of(layout).items():
             num_bytes = box_size(box) * item_bytes(layout.dtype)
-            entry = BoxEntry(name, box, addend)
             if len(ranks) > 1 and spread:
-                shared.append((num_bytes, entry, ranks))
+                shared.append(ranks)
+                sizes.append(num_bytes)
             else:
-                chosen[ranks[0]].append(entry)
                 load[ranks[0]] += num_bytes
     # A stable sort: boxes of equal size keep their order, by name and then by holder.
-    for num_bytes, entry, ranks in sorted(shared, key=lambda item: -item[0]):
-        rank = min(ranks, key=load.__getitem__)
-        chosen[rank].append(entry)
-        load[rank] += num_bytes
-    for entries in chosen.values():
-        entries.sort(key=lambda entry: (entry.tensor, entry.box))
-    return chosen
+    chosen = array("q", bytes(8 * len(shared)))
+    for number in sorted(range(len(shared)), key=lambda number: -sizes[number]):
+        chosen[number] = rank = min(shared[number], key=load.__getitem__)
+        load[rank] += sizes[number]
+    found = {rank: box_columns() for rank in mesh.ids}
+    several = iter(chosen)
+    for name in names:
+        parts = [
+            (part, next(several) if len(ranks) > 1 and spread else ranks[0])
+            for part, ranks in parts_of(tensors[name]).items()
+        ]
+        for part, rank in sorted(parts):
+            found[rank].append(name, part, -1)
+    return found

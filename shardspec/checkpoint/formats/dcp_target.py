@@ -15,18 +15,20 @@ from zlib import error as ZlibError
 
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint.catalog import StoredObject
+from shardspec.checkpoint.columns import Columns
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.formats.torch_target import add_state, tensor_value
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.targets import (
     Extent,
-    MadeBytes,
     OutputFile,
     OutputTensor,
     Put,
     RawBytes,
     Target,
     assign_boxes,
+    extent_columns,
+    made_bytes,
 )
 from shardspec.checkpoint.torch_files.pickle_writer import (
     Call,
@@ -71,9 +73,11 @@ def dcp_target(
         check_text(name)
     values: list[tuple[object, object]] = []
     files = []
-    for rank, boxes in assign_boxes(mesh, layouts).items():
+    assigned = assign_boxes(mesh, layouts)
+    for rank in mesh.ids:
         file = _File(f"__{rank}_0.distcp")
-        for entry in boxes:
+        # Let go of one by one: together they take as much memory as what is made of them.
+        for entry in assigned.pop(rank):
             file.add_box(by_name[entry.tensor], entry.box)
         if rank == mesh.ids[0]:
             for key, value in others.items():
@@ -139,12 +143,12 @@ class _File:
         self.name = name
         self.num_bytes = 0
         self._values: list[RawBytes] = []
-        self.extents: list[Extent] = []
+        self.extents: Columns[Extent] = extent_columns()
 
     def add_box(self, tensor: OutputTensor, box: Box) -> None:
         """Add a box of a tensor."""
         archive = _archive(box_shape(box), tensor.dtype)
-        self.extents.append(Extent(tensor, box, self.num_bytes + archive.start))
+        self.extents.append(tensor, box, self.num_bytes + archive.start)
         self.num_bytes += archive.num_bytes
 
     def add_value(self, value: object) -> Made:
@@ -179,10 +183,10 @@ class _File:
                 offset, data = archive.tail(crcs[first + number])
                 return RawBytes(extent.offset - archive.start + offset, data)
 
-            return MadeBytes(len(crcs) - first, tail)
+            return made_bytes(len(crcs) - first, tail)
 
-        pieces = MadeBytes(len(self.extents) + len(self._values), piece)
-        return OutputFile(self.name, self.num_bytes, pieces, tuple(self.extents), late)
+        pieces = made_bytes(len(self.extents) + len(self._values), piece)
+        return OutputFile(self.name, self.num_bytes, pieces, self.extents, late)
 
 
 class _Archive:

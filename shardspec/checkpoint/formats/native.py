@@ -2,14 +2,14 @@
 
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
-from shardspec.boxes import Box, box_size
+from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import (
     Catalog,
     Digest,
@@ -35,10 +35,9 @@ from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefet
 from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.targets import (
-    BoxColumns,
+    BoxEntry,
     Extent,
     FileEntry,
-    MadeBytes,
     OutputFile,
     OutputTensor,
     Put,
@@ -46,6 +45,9 @@ from shardspec.checkpoint.targets import (
     Target,
     Write,
     assign_boxes,
+    box_columns,
+    extent_columns,
+    made_bytes,
     stored_shape,
 )
 from shardspec.dtypes import item_bytes
@@ -280,46 +282,47 @@ def sharded_target(
     ranks: list[int] = []
     files: list[OutputFile] = []
 
-    def head_of(extents: Sequence[Extent], rank: int) -> tuple[bytes, Header]:
+    def head_of(held: Iterable[BoxEntry | Extent], rank: int) -> tuple[bytes, Header]:
         slots = (
             TensorSlot(name, by_name[name].dtype, stored_shape([one.box for one in found]))
-            for name, found in groupby(extents, _name_of)
+            for name, found in groupby(held, _name_of)
         )
         return encode_header(slots, shard_metadata(save, rank))
 
     def made(extents: Sequence[Extent], rank: int) -> Sequence[RawBytes]:
         # Made each time that it is asked for: all of them take much memory.
-        return MadeBytes(1, lambda _: RawBytes(0, head_of(extents, rank)[0]))
+        return made_bytes(1, lambda _: RawBytes(0, head_of(extents, rank)[0]))
 
     assigned = assign_boxes(mesh, layouts)
     for rank in mesh.ids:
         # Let go of one by one: together they take as much memory as what is made of them.
-        boxes_of: dict[str, list[Box]] = {}
-        for entry in assigned.pop(rank):
-            boxes_of.setdefault(entry.tensor, []).append(entry.box)
-        if not boxes_of:
+        boxes = assigned.pop(rank)
+        if not boxes:
             continue
-        bare = [Extent(by_name[name], box, 0) for name in boxes_of for box in boxes_of[name]]
-        _, header = head_of(bare, rank)
-        extents: list[Extent] = []
-        for slot in header.entries:
-            offset = slot.offset
-            for box in boxes_of[slot.name]:
-                extents.append(Extent(by_name[slot.name], box, offset))
-                offset += extents[-1].num_bytes
+        header = head_of(boxes, rank)[1]
+        offset, file_bytes = header.entries[0].offset, header.file_bytes
+        dtypes = dict.fromkeys(slot.dtype for slot in header.entries)
+        del header
+        extents = extent_columns()
+        # A file has its tensors by dtype, and then in the order of the boxes.
+        for dtype in dtypes:
+            for entry in boxes:
+                if (tensor := by_name[entry.tensor]).dtype == dtype:
+                    extents.append(tensor, entry.box, offset)
+                    offset += box_size(entry.box) * item_bytes(dtype)
+        assert offset == file_bytes, "boxes lie in the order of the header"
         ranks.append(rank)
         name = f"shard-{rank:05d}-{save}.safetensors"
-        planned = tuple(extents)
-        files.append(OutputFile(name, header.file_bytes, made(planned, rank), planned))
+        files.append(OutputFile(name, file_bytes, made(extents, rank), extents))
 
     def last(crcs: Mapping[str, Sequence[int]], put: Put) -> None:
         def entry(rank: int, file: OutputFile) -> FileEntry:
-            boxes = BoxColumns()
+            boxes = box_columns()
+            found = crcs[file.name]
             # The info lists the boxes of a file in the order of their names.
-            found = zip(file.extents, crcs[file.name], strict=True)
-            pairs = sorted(found, key=lambda pair: _name_of(pair[0]))
-            for extent, crc in pairs:
-                boxes.add(extent.tensor.name, (extent.box, ()), crc)
+            for at in sorted(range(len(found)), key=lambda at: _name_of(file.extents[at])):
+                extent = file.extents[at]
+                boxes.append(extent.tensor.name, (extent.box, ()), found[at])
             return FileEntry(file.name, rank, file.num_bytes, boxes)
 
         entries = (entry(rank, file) for rank, file in zip(ranks, files, strict=True))
@@ -334,5 +337,5 @@ def sharded_target(
     return Target(tuple(files), directory=True, last=last, digested=True)
 
 
-def _name_of(extent: Extent) -> str:
-    return extent.tensor.name
+def _name_of(held: BoxEntry | Extent) -> str:
+    return held.tensor if isinstance(held, BoxEntry) else held.tensor.name

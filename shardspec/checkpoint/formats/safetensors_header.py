@@ -5,11 +5,15 @@ of the tensors. Source: README of https://github.com/huggingface/safetensors, se
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from shardspec.checkpoint.columns import Columns
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.strict_json import JSONStream, as_object, as_sizes, as_text
 from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
@@ -50,7 +54,7 @@ class HeaderEntry(NamedTuple):
 class Header(NamedTuple):
     """What a file holds; the entries are in the order of their bytes."""
 
-    entries: tuple[HeaderEntry, ...]
+    entries: Sequence[HeaderEntry]
     metadata: Mapping[str, str]
     file_bytes: int
     """Size of the whole file."""
@@ -202,10 +206,11 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     >>> header.entries[0].offset, header.file_bytes
     (96, 120)
     """
-    ordered = sorted(slots, key=lambda slot: (_RANK[to_safetensors(slot.dtype)], slot.name))
+    ordered = sorted(slots, key=attrgetter("name"))
+    ordered.sort(key=lambda slot: _RANK[to_safetensors(slot.dtype)])
     # Entry by entry: one table of all would take five times the memory of its text.
     text = bytearray(b"{")
-    sizes = []
+    sizes = array("q")
     end = 0
     try:
         if metadata:
@@ -238,14 +243,14 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
             f"the names of {len(ordered)} tensors need a header of {len(text)} bytes, past the "
             f"safetensors format's limit of {_MAX_HEADER_BYTES}; write fewer tensors to a file"
         )
-    entries = []
-    at = 8 + len(text)
-    for slot, size in zip(ordered, sizes, strict=True):
-        entries.append(HeaderEntry(slot.name, slot.dtype, slot.shape, at, size))
-        at += size
-    return b"".join((len(text).to_bytes(8, "little"), text)), Header(
-        tuple(entries), dict(metadata), at
-    )
+    head = b"".join((len(text).to_bytes(8, "little"), text))
+    starts = array("q", accumulate(sizes, initial=len(head)))
+    file_bytes = starts.pop()
+
+    def listed(slot: TensorSlot, start: int, size: int) -> HeaderEntry:
+        return HeaderEntry(*slot, start, size)
+
+    return head, Header(Columns(listed, ordered, starts, sizes), dict(metadata), file_bytes)
 
 
 def _member(name: str, value: object) -> bytes:
