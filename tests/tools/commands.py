@@ -1,0 +1,51 @@
+"""The command shardspec, run as users run it; times and memory."""
+
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Measured", "measured", "shardspec"]
+
+
+class Measured(NamedTuple):
+    """What a command printed, how long it took, and the most memory it had."""
+
+    output: str
+    seconds: float
+    peak_bytes: int
+
+
+def shardspec(*arguments: str | Path, code: int = 0) -> str:
+    """Run the command and return what it printed; fail if it does not end with `code`."""
+    command = [sys.executable, "-m", "shardspec", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == code, f"{' '.join(command)}: {done.returncode}\n{said}"
+    return done.stdout if code == 0 else said
+
+
+def measured(command: list[str]) -> Measured:
+    """Run a command from a process of its own, which asks the system for its child's peak."""
+    call = [sys.executable, "-m", "tests.tools.commands", *command]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    *lines, last = done.stdout.splitlines()
+    seconds, peak = last.split()
+    return Measured("\n".join(lines), float(seconds), int(peak))
+
+
+def _run(command: list[str]) -> int:
+    start = time.perf_counter()
+    code = subprocess.run(command, check=False).returncode
+    seconds = time.perf_counter() - start
+    # Linux counts it in KiB.
+    peak = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    print(f"{seconds} {peak}")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(_run(sys.argv[1:]))
