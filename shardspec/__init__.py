@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardspec.resharding.check import check_map
     from shardspec.resharding.maps import NameMap
     from shardspec.resharding.plan import ReshardPlan, plan_reshard, reshard_state
-    from shardspec.resharding.shipped import load_map, shipped_maps
+    from shardspec.resharding.shipped import load_map, map_chain, shipped_maps
     from shardspec.resharding.trace import trace_map
     from shardspec.torch_dtensors import redistribute
     from shardspec.tracing import trace
@@ -56,6 +56,7 @@ _HOME: Final = {
     "full": "shardspec.factories",
     "init_device_mesh": "shardspec.comm.torch_mesh",
     "load_map": "shardspec.resharding.shipped",
+    "map_chain": "shardspec.resharding.shipped",
     "load_sharded": "shardspec.checkpoint.load",
     "match_rules": "shardspec.layout.rules",
     "merge": "shardspec.checkpoint.merge",
@@ -97,6 +98,7 @@ __all__ = [
     "init_device_mesh",
     "load_map",
     "load_sharded",
+    "map_chain",
     "match_rules",
     "merge",
     "ones",

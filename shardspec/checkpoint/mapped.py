@@ -78,6 +78,13 @@ class _MappedCatalog(Catalog):
             raise LayoutError(
                 f"the map names no tensor of {source.directory}, whose names start with {first}"
             )
+        numbered = [one[0] for one, other in names.rules if "{" in f"{one[0]} {other[0]}"]
+        plain = {one[0] for one, _ in names.rules} - set(numbered)
+        if numbered and report.unused and {e.source for e in report.equations} <= plain:
+            raise LayoutError(
+                f"the map names {shown(numbered[0])} and others with numbers, of which "
+                f"{source.directory} has none; it has {shown(report.unused[0])}"
+            )
         self._equations: dict[str, list[Equation]] = {}
         self._dtypes: dict[str, str] = {}
         for equation in report.equations:

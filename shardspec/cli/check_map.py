@@ -111,19 +111,19 @@ def maps_of(options: MapOptions) -> tuple[NameMap, ...]:
         if sizes is not None or reverse:
             raise click.UsageError("--sizes and --reverse-map are of a map; give it by --map")
         return ()
-    found = _read_maps(map_, sizes)
-    return tuple(one.reversed() for one in reversed(found)) if reverse else found
+    return _read_maps(map_, sizes, reverse=reverse)
 
 
-def _read_maps(map_: str, sizes: Path | None) -> tuple[NameMap, ...]:
+def _read_maps(map_: str, sizes: Path | None, *, reverse: bool) -> tuple[NameMap, ...]:
     """Return maps given by name or file, with the sizes that a model's config says."""
     from shardspec.checkpoint.store import path_exists
 
     config = {} if sizes is None else _json(sizes)
     known = {k: v for k, v in config.items() if type(v) is int}
     if Path(map_).suffix or path_exists(Path(map_)):
-        return (NameMap.load(map_).with_sizes(known),)
-    return map_chain(map_, known)
+        found = NameMap.load(map_).with_sizes(known)
+        return (found.reversed() if reverse else found,)
+    return map_chain(map_, known, reverse=reverse)
 
 
 def _record(report: MapReport, target: Mapping[str, tuple[int, ...]]) -> dict[str, object]:

@@ -1,10 +1,13 @@
 """Name maps that come with shardspec, for models that many people train and serve."""
 
 import re
+from dataclasses import replace
 from importlib.resources import files
+from typing import Final
 
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import NameMap
+from shardspec.resharding.megatron_layers import numbered_layers, stacked_layers
 
 __all__ = ["load_map", "map_chain", "shipped_maps"]
 
@@ -48,10 +51,20 @@ def load_map(name: str, sizes: dict[str, int] | None = None) -> NameMap:
     return NameMap.parse(text).with_sizes(sizes or {})
 
 
-def map_chain(name: str, sizes: dict[str, int] | None = None) -> tuple[NameMap, ...]:
-    """Return the maps that lead from one form of a model to another, one after the other.
+_FORMATS: Final = re.compile(
+    "(.+)-(hf|megatron|torch_dist|fused)-to-(hf|megatron|torch_dist|fused)"
+)
+_MEGATRON: Final = ("megatron", "torch_dist")
+
+
+def map_chain(
+    name: str, sizes: dict[str, int] | None = None, *, reverse: bool = False
+) -> tuple[NameMap, ...]:
+    """Return the maps that lead from one format of a model to another, one after the other.
 
     A name such as ``"llama-megatron-to-fused"`` is a map to Hugging Face's names and one from them.
+    Layers of Megatron-core may be numbered or stacked where it is the source; as a target they are
+    numbered in ``megatron``, and stacked in ``torch_dist``, which needs their number in `sizes`.
 
     Raises
     ------
@@ -61,11 +74,35 @@ def map_chain(name: str, sizes: dict[str, int] | None = None) -> tuple[NameMap, 
     Examples
     --------
     >>> [len(map_chain(name)) for name in ("llama-hf-to-fused", "llama-megatron-to-fused")]
-    [1, 2]
+    [1, 3]
     """
-    found = re.fullmatch("(.+)-(hf|megatron|fused)-to-(hf|megatron|fused)", name)
-    if found is None or found[2] in ("hf", found[3]):
+    found = _FORMATS.fullmatch(name)
+    if found is None or found[2] == found[3]:
         return (load_map(name, sizes),)
-    model, source, target = found.groups()
-    back = load_map(f"{model}-hf-to-{source}", sizes).reversed()
-    return (back,) if target == "hf" else (back, load_map(f"{model}-hf-to-{target}", sizes))
+    model, *ends = found.groups()
+    source, target = reversed(ends) if reverse else ends
+    sizes = sizes or {}
+    maps = []
+    if source in _MEGATRON:
+        maps.append(numbered_layers(experts=_has_experts(model)))
+    if not (source in _MEGATRON and target in _MEGATRON):
+        if source != "hf":
+            back = load_map(f"{model}-hf-to-{_numbered(source)}", sizes).reversed()
+            # How far a vocabulary was padded, its tensor says.
+            own = {k: v for k, v in back.sizes.items() if k != "padded_vocab" or k in sizes}
+            maps.append(replace(back, sizes=own))
+        if target != "hf":
+            maps.append(load_map(f"{model}-hf-to-{_numbered(target)}", sizes))
+    if target == "torch_dist":
+        # GPT-2's config has a word of its own for the number of layers.
+        layers = {"num_hidden_layers": sizes["n_layer"]} if "n_layer" in sizes else {}
+        maps.append(stacked_layers(experts=_has_experts(model)).with_sizes({**sizes, **layers}))
+    return tuple(maps)
+
+
+def _numbered(format: str) -> str:
+    return "megatron" if format in _MEGATRON else format
+
+
+def _has_experts(model: str) -> bool:
+    return any(".experts." in name for (name, *_), _ in load_map(f"{model}-hf-to-megatron").rules)

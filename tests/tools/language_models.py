@@ -7,8 +7,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-__all__ = ["CONFIGS", "answers", "loaded", "model_of"]
+__all__ = ["CONFIGS", "TOKENS", "answers", "loaded", "model_of"]
 
+TOKENS = torch.arange(48).reshape(2, 24) * 5 % 96
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -48,9 +49,8 @@ def loaded(folder: Path) -> PreTrainedModel:
 
 
 def answers(model: PreTrainedModel) -> torch.Tensor:
-    """Return the logits for some tokens."""
-    tokens = torch.arange(48).reshape(2, 24) * 5 % 96
+    """Return the logits for `TOKENS`."""
     with torch.no_grad():
-        logits = model(tokens).logits
+        logits = model(TOKENS).logits
     assert isinstance(logits, torch.Tensor)
     return logits

@@ -1,0 +1,171 @@
+"""Maps from and to checkpoints of Megatron-core whose layers are stacked, against numpy."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from shardspec import NameMap, load_map, map_chain, merge
+from shardspec.cli.main import cli
+from shardspec.errors import LayoutError
+from tests.resharding.test_shipped import CASES, LAYERS, SIZES, State, V
+
+MODELS = [name.removesuffix("-hf-to-megatron") for name in CASES if name.endswith("megatron")]
+VOCAB = V + 6
+LOCAL = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""What Megatron-core's own layers name otherwise than those of Transformer Engine."""
+
+
+def sizes_of(model: str) -> dict[str, int]:
+    return {**SIZES, "n_layer" if model == "gpt2" else "num_hidden_layers": LAYERS}
+
+
+def stacked(state: State) -> State:
+    """Stack layers and experts by their names."""
+    out, found = {}, {}
+    for name, array in state.items():
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*?)(?:local_experts\.(\d+)\.(.*))?", name)
+        if match is None:
+            out[name] = array
+        else:
+            i, rest, e, last = match.groups()
+            key = f"decoder.layers.{rest}" + (f"experts.{last}" if e else "")
+            found[key, int(i), int(e or -1)] = array
+    for key in {key for key, _, _ in found}:
+        rows = [
+            [array for (k, i, _), array in sorted(found.items()) if (k, i) == (key, layer)]
+            for layer in range(LAYERS)
+        ]
+        whole = np.array(rows)
+        out[key] = whole if ".experts.experts." in key else whole[:, 0]
+    return out
+
+
+def renamed(state: State, words: dict[str, str]) -> State:
+    for old, new in words.items():
+        state = {name.replace(old, new): array for name, array in state.items()}
+    return state
+
+
+def saved_ways(model: str) -> dict[str, State]:
+    """Return what Megatron-core would save, in all the ways it does."""
+    state, convert = CASES[f"{model}-hf-to-megatron"]
+    numbered = convert(state, VOCAB)
+    experts = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if model == "mixtral" else {}
+    stacks = stacked(numbered)
+    return {
+        "numbered": numbered,
+        "stacked": stacks,
+        "numbered, its own layers": renamed(numbered, LOCAL),
+        "stacked, its own layers": renamed(stacks, experts),
+    }
+
+
+def save(state: State, path: Path) -> Path:
+    save_file({name: np.ascontiguousarray(array) for name, array in state.items()}, path)
+    return path
+
+
+def same(path: Path, wanted: State) -> None:
+    found = load_file(path)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert np.array_equal(found[name], array), name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_both_ways(tmp_path, model):
+    hf, _ = CASES[f"{model}-hf-to-megatron"]
+    sizes, padded = sizes_of(model), {**sizes_of(model), "padded_vocab": VOCAB}
+    out = tmp_path / "out.safetensors"
+
+    def check(source: Path, maps: tuple[NameMap, ...], wanted: State) -> None:
+        report = merge(source, out, names=maps, overwrite=True)
+        assert set(report.left_out) <= {"lm_head.weight"}
+        same(out, wanted)
+
+    tied = {"lm_head.weight"} if model == "gpt2" else set()
+    back = {name: array for name, array in hf.items() if name not in tied}
+    fused = CASES[f"{model}-hf-to-fused"][1](hf, V)
+    ways = saved_ways(model)
+    for way, state in ways.items():
+        source = save(state, tmp_path / f"{way}.safetensors")
+        for format in ("megatron", "torch_dist"):
+            check(source, map_chain(f"{model}-{format}-to-hf", sizes), back)
+            check(source, map_chain(f"{model}-hf-to-{format}", sizes, reverse=True), back)
+            check(source, map_chain(f"{model}-{format}-to-fused", sizes), fused)
+        check(source, map_chain(f"{model}-megatron-to-torch_dist", sizes), ways["stacked"])
+        check(source, map_chain(f"{model}-torch_dist-to-megatron", sizes), ways["numbered"])
+    source = save(hf, tmp_path / "hf.safetensors")
+    check(source, map_chain(f"{model}-hf-to-torch_dist", padded), ways["stacked"])
+    check(source, map_chain(f"{model}-torch_dist-to-hf", padded, reverse=True), ways["stacked"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_dcp_of_stacks_with_an_optimizer_on_the_command_line(tmp_path):
+    hf, convert = CASES["llama-hf-to-megatron"]
+    stacks = stacked(convert(hf, VOCAB))
+    moments = {f"optimizer.state.exp_avg.{name}": array for name, array in stacks.items()}
+    both = {name: torch.tensor(array) for name, array in {**stacks, **moments}.items()}
+    save_dcp(both, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    config = tmp_path / "ckpt" / "config.json"
+    config.write_text(json.dumps(sizes_of("llama")))
+
+    def run(*arguments: str) -> str:
+        call = [*arguments, "--sizes", str(config)]
+        result = CliRunner().invoke(cli, [*call, *(["-o", str(out)] if "merge" in call else [])])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    for at, given in enumerate(
+        (["llama-megatron-to-hf"], ["llama-hf-to-megatron", "--reverse-map"])
+    ):
+        out = tmp_path / f"{at}/"
+        said = run("merge", str(tmp_path / "ckpt"), "--to", "huggingface", "--map", *given)
+        assert "left out: 'optimizer.state.exp_avg.decoder.final_layernorm.weight'" in said
+        assert (out / "config.json").exists()
+        same(out / "model.safetensors", hf)
+    said = run("check-map", "llama-megatron-to-hf", "--source", str(tmp_path / "ckpt"))
+    assert "every element of the target is written exactly once" in said
+
+
+def test_stacks_are_refused_by_a_map_of_numbered_layers(tmp_path):
+    """Else only the embeddings and the last norm came through."""
+    hf, convert = CASES["llama-hf-to-megatron"]
+    source = save(stacked(convert(hf, VOCAB)), tmp_path / "stacked.safetensors")
+    map_ = load_map("llama-hf-to-megatron", {**SIZES, "padded_vocab": VOCAB}).reversed()
+    with pytest.raises(LayoutError, match=r"layers\.\{i\}\.self_attention.*of which .* has none"):
+        merge(source, tmp_path / "out", names=map_)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({}, "the size 'l' is not known"),
+        ({"num_hidden_layers": LAYERS + 1}, r"nothing is written at index \(2, 0"),
+        ({"num_hidden_layers": LAYERS - 1}, r"l\[1\]"),
+    ],
+)
+def test_a_wrong_number_of_layers_is_refused(tmp_path, given, problem):
+    hf, _ = CASES["llama-hf-to-megatron"]
+    source = save(hf, tmp_path / "hf.safetensors")
+    maps = map_chain("llama-hf-to-torch_dist", {**SIZES, **given})
+    with pytest.raises(LayoutError, match=problem):
+        merge(source, tmp_path / "out", names=maps)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["llama-hf-to-hf", "llama-megatron-to-megatron", "llama"])
+def test_no_way_from_a_format_to_itself(name):
+    with pytest.raises(LayoutError, match="choose among"):
+        map_chain(name, SIZES)

@@ -1,0 +1,228 @@
+"""Name maps against real models: transformers' and Megatron-core's answer alike, both ways.
+
+Megatron-core runs on a CPU here: in one process, with its own layers in place of those of
+Transformer Engine, and with what asks for CUDA answered otherwise.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
+from safetensors.torch import load_file
+from torch.nn.functional import gelu, silu
+
+from tests.tools.commands import shardspec
+from tests.tools.language_models import CONFIGS, TOKENS, answers, loaded, model_of
+from tests.tools.table import Row, write_rows
+
+State = dict[str, torch.Tensor]
+_PADDED = 128
+_MODELS = "`--map (llama, qwen2, mistral, gpt2, gpt-neox, mixtral)"
+
+
+def on_a_cpu(port: int = 29_733) -> None:
+    """Start a world of one, and answer what asks for CUDA, as Megatron-core does in passing."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(1, 1)
+    for name, answer in (("current_device", "cpu"), ("synchronize", None)):
+        setattr(torch.cuda, name, partial(_said, answer))
+    get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
+    moe_utils.te_general_gemm = None
+
+
+def _said(answer: object, *_: object) -> object:
+    return answer
+
+
+def gpt(config: transformers.PretrainedConfig, *, seed: int, vocab: int = _PADDED) -> GPTModel:
+    """Build Megatron's model of the same sizes, with other weights."""
+    torch.manual_seed(seed)
+    kind = config.model_type
+    experts = getattr(config, "num_local_experts", None)
+    sizes: dict[str, Any] = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": getattr(config, "num_key_value_heads", None),
+        "kv_channels": getattr(config, "head_dim", None),
+        "ffn_hidden_size": getattr(config, "intermediate_size", None),
+        "num_moe_experts": experts,
+    }
+    positions: dict[str, Any] = {}
+    if kind != "gpt2":
+        rope = config.rope_parameters
+        positions = {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
+        positions["rotary_percent"] = rope.get("partial_rotary_factor", 1)
+    normalization = "LayerNorm"
+    if kind == "gpt2":
+        sizes["activation_func"] = partial(gelu, approximate="tanh")
+    elif kind == "gpt_neox":
+        sizes["activation_func"] = gelu
+    else:
+        normalization = "RMSNorm"
+        sizes |= {"activation_func": silu, "gated_linear_unit": True, "add_bias_linear": False}
+        sizes |= {"layernorm_epsilon": config.rms_norm_eps, "add_qkv_bias": kind == "qwen2"}
+    if experts:
+        sizes |= {"moe_router_topk": config.num_experts_per_tok}
+        sizes |= {"moe_router_load_balancing_type": "none"}
+    layers = TransformerConfig(
+        **sizes,
+        normalization=normalization,
+        use_cpu_initialization=True,
+        attention_dropout=0,
+        hidden_dropout=0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    model = GPTModel(
+        layers,
+        get_gpt_layer_local_spec(num_experts=experts, normalization=normalization),
+        vocab_size=vocab,
+        max_sequence_length=config.max_position_embeddings,
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        **positions,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    return model.eval()
+
+
+def megatron_answers(model: GPTModel, vocab: int) -> torch.Tensor:
+    """Return the logits for the tokens that transformers' models are asked."""
+    length = TOKENS.shape[1]
+    positions = torch.arange(length).expand(TOKENS.shape)
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        logits = model(TOKENS, positions, hidden)
+    assert isinstance(logits, torch.Tensor)
+    return logits[..., :vocab]
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return how far logits are apart; fail if it is more than rounding."""
+    apart = float((one - other).abs().max())
+    assert one.shape == other.shape
+    assert apart < 1e-4, apart
+    assert float(one.std()) > 0.1, "the logits say nothing"
+    return apart
+
+
+def load(model: GPTModel, tensors: State) -> None:
+    """Load tensors, of which nothing but what is empty may be missing."""
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert not unexpected, unexpected
+    assert all(name.endswith("_extra_state") for name in missing), missing
+
+
+def sharded(model: GPTModel) -> dict[str, Any]:
+    """Return what Megatron saves and loads, less the states of layers, which are empty here."""
+    found = model.sharded_state_dict()
+    return {name: part for name, part in found.items() if not name.endswith("_extra_state")}
+
+
+def to_megatron(model_type: str, folder: Path, place: Path, saved: Path) -> tuple[float, float]:
+    """Make of a folder what Megatron loads: by names of tensors, and by `dist_checkpointing`."""
+    config = json.loads((folder / "config.json").read_text())
+    place.mkdir()
+    sizes = place / "sizes.json"
+    sizes.write_text(json.dumps({**config, "padded_vocab": _PADDED}))
+    by = ("--sizes", sizes, "--map")
+    model = loaded(folder)
+    wanted = answers(model)
+    vocab = wanted.shape[-1]
+
+    one = place / "numbered.safetensors"
+    shardspec("merge", folder, "-o", one, *by, f"{model_type}-hf-to-megatron")
+    # Without Transformer Engine norms have names of their own in memory.
+    words = {"self_attention.linear_qkv.layer_norm_": "input_layernorm."}
+    words |= {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+    tensors = load_file(one)
+    for old, new in words.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    by_name = gpt(model.config, seed=3)
+    assert not torch.allclose(megatron_answers(by_name, vocab), wanted, atol=1e-2)
+    load(by_name, tensors)
+
+    stacked = place / "stacked"
+    # Nor do stacks of it tell the norm before experts from that of a matrix.
+    local = ("--rename", "pre_mlp_layernorm[.]", "mlp.linear_fc1.layer_norm_")
+    torch_dist: list[str | Path] = [*by, f"{model_type}-hf-to-torch_dist", "--to", "dcp"]
+    torch_dist += local if model_type == "mixtral" else ()
+    shardspec("merge", folder, "-o", stacked, *torch_dist)
+    for name in ("common.pt", "metadata.json"):
+        shutil.copy(saved / name, stacked)
+    by_tool = gpt(model.config, seed=4)
+    load(by_tool, dist_checkpointing.load(sharded(by_tool), str(stacked)))
+    return (
+        alike(megatron_answers(by_name, vocab), wanted),
+        alike(megatron_answers(by_tool, vocab), wanted),
+    )
+
+
+def from_megatron(model_type: str, saved: Path, place: Path, wanted: torch.Tensor) -> float:
+    """Make of what Megatron has saved, with a config.json beside, what transformers loads."""
+    shardspec("verify", saved)
+    by = ("--sizes", saved / "config.json", "--map", f"{model_type}-megatron-to-hf")
+    shardspec("merge", saved, "-o", f"{place}/", *by)
+    return alike(answers(loaded(place)), wanted)
+
+
+def main(place: Path, rows_file: str) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    on_a_cpu()
+    for label, config in CONFIGS.items():
+        model_type, here = label.split(",")[0], place / label.replace(", ", "-")
+        if model_type == "gpt-neox":
+            # Megatron's layers are not parallel.
+            config.use_parallel_residual = False
+        folder, saved = here / "hf", here / "megatron"
+        model_of(config).save_pretrained(folder)
+        own = gpt(config, seed=2)
+        saved.mkdir()
+        dist_checkpointing.save(own.sharded_state_dict(), str(saved))
+        shutil.copy(folder / "config.json", saved)
+        apart = to_megatron(model_type, folder, here / "to", saved)
+        wanted = megatron_answers(own, config.vocab_size)
+        back = from_megatron(model_type, saved, here / "from", wanted)
+        print(
+            f"{label}: logits apart by {apart[0]:.1e}, {apart[1]:.1e}, {back:.1e}", file=sys.stderr
+        )
+    tool = ("Megatron-core", version("megatron-core"))
+    rows = [
+        Row(
+            *(*tool, f"`torch_dist` by {_MODELS}-megatron-to-hf`, vocabulary padded"),
+            *("yes", "by its logits", "`--to huggingface`"),
+            "by transformers: its logits are Megatron's, within 1e-4",
+        ),
+        Row(
+            *("transformers", transformers.__version__),
+            f"folders by {_MODELS}-hf-to-megatron` and `-hf-to-torch_dist`, vocabulary padded",
+            *("yes", "by their logits", "`--to safetensors`, `--to dcp`"),
+            "by Megatron-core: its logits are those of transformers, within 1e-4",
+        ),
+    ]
+    write_rows(rows_file, rows)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
