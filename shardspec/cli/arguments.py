@@ -152,7 +152,7 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 
 def parse_memory(text: str) -> float:
-    """Read a rate above 0; 0.0 for ``preset``.
+    """Read a rate above 0; 0.0 for ``preset``, infinity for ``none``.
 
     Raises
     ------
@@ -161,17 +161,17 @@ def parse_memory(text: str) -> float:
 
     Examples
     --------
-    >>> parse_memory("3350"), parse_memory("preset")
-    (3350.0, 0.0)
+    >>> parse_memory("3350"), parse_memory("preset"), parse_memory("none")
+    (3350.0, 0.0, inf)
     """
-    if text == "preset":
-        return 0.0
+    if text in ("preset", "none"):
+        return 0.0 if text == "preset" else math.inf
     try:
         rate = float(text)
     except ValueError:
         rate = 0.0
     if not (rate > 0 and math.isfinite(rate)):
-        raise ValueError(f"{shown(text)}: give a rate above 0 in GB/s, or 'preset'")
+        raise ValueError(f"{shown(text)}: give a rate above 0 in GB/s, 'preset' or 'none'")
     return rate
 
 

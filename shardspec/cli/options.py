@@ -195,8 +195,8 @@ cluster_options = together(
         "--memory",
         callback=parsed(parse_memory),
         metavar="RATE",
-        help="Price local copies too, by the rate of a device's memory in 10^9 bytes a second; "
-        "'preset' for that of --links.",
+        help="The rate of a device's memory in 10^9 bytes a second, by which local copies are "
+        "priced: 'preset', that of --links (the default where it is known), or 'none'.",
     ),
     click.option(
         "--profile",

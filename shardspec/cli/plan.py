@@ -141,7 +141,7 @@ def _other_mesh(
         name, start = "slowest of the other mesh", max(link.start_s for link in links)
         slowest = Link(*model.slowest(range(len(links))), name, start)
         links = (links[0] if len(set(links)) == 1 else slowest,) * len(shape)
-    return devices, CostModel(shape, links, model.link_model)
+    return devices, CostModel(shape, links, model.link_model, copy_s=model.copy_s)
 
 
 def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:

@@ -40,7 +40,7 @@ from operator import gt
 from typing import TYPE_CHECKING, Final
 
 from shardspec.comm.curves import KINDS, Band, Curve, Line, Link, curve_between, share, whole
-from shardspec.comm.presets import DEFAULT_LINK, link_preset, preset_copy_s
+from shardspec.comm.presets import DEFAULT_LINK, DEFAULT_PRESET, link_preset, preset_copy_s
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -124,13 +124,15 @@ class CostModel:
         'assumed h100-nvswitch'
         """
         if mesh.mesh_alpha is None or mesh.mesh_beta is None:
-            return cls(mesh.shape, (DEFAULT_LINK,) * mesh.ndim, mesh.link_model)
+            # On a shared bus it is another machine, of which no memory is assumed.
+            copy_s = preset_copy_s([DEFAULT_PRESET]) if mesh.link_model == "ring" else 0.0
+            return cls(mesh.shape, (DEFAULT_LINK,) * mesh.ndim, mesh.link_model, copy_s=copy_s)
         links = tuple(map(Link, mesh.mesh_alpha, mesh.mesh_beta))
         return cls(mesh.shape, links, mesh.link_model)
 
     @classmethod
     def from_presets(
-        cls, mesh: DeviceMesh, names: Sequence[str], *, copies: bool = False
+        cls, mesh: DeviceMesh, names: Sequence[str], *, copies: bool | None = None
     ) -> "CostModel":
         """Return the model of known links, one name per mesh axis or one for all.
 
@@ -139,13 +141,14 @@ class CostModel:
         mesh, names
             The mesh, and keys of `shardspec.comm.presets.PRESETS`.
         copies
-            Price local copies too, at the rate of the devices' memory.
+            Price local copies too, at the rate of the devices' memory; by default where a preset
+            knows it.
 
         Raises
         ------
         MeshError
-            If there is no such preset, or their number is not that of the axes; if no memory is
-            known for copies.
+            If there is no such preset, or their number is not that of the axes; if copies are asked
+            for, but the rate is not known.
 
         Examples
         --------
@@ -163,7 +166,8 @@ class CostModel:
             )
         each = tuple(names) * (mesh.ndim if len(names) == 1 else 1)
         links = tuple(map(link_preset, each, mesh.shape))
-        return cls(mesh.shape, links, mesh.link_model, copy_s=preset_copy_s(each) if copies else 0)
+        copy_s = preset_copy_s(each, required=copies or False) if copies is not False else 0.0
+        return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s)
 
     @classmethod
     def from_profile(cls, path: "str | Path") -> "CostModel":

@@ -149,8 +149,15 @@ def link_preset(name: str, devices: int | None = None) -> Link:
     return PRESETS[name].link(devices)
 
 
-def preset_copy_s(names: Sequence[str]) -> float:
+def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
     """Return the seconds in which a device of some presets copies a byte, once read, once written.
+
+    Parameters
+    ----------
+    names
+        Of presets; the slowest memory counts.
+    required
+        Whether it is an error if none of them has a rate; else 0 is returned.
 
     Examples
     --------
@@ -159,13 +166,15 @@ def preset_copy_s(names: Sequence[str]) -> float:
     """
     known = [PRESETS[name].memory_gb_per_s for name in names]
     rates = [rate for rate in known if rate is not None]
-    if not rates:
-        having = ", ".join(name for name in PRESETS if PRESETS[name].memory_gb_per_s)
-        raise MeshError(
-            f"no memory rate is known of {', '.join(names)}, so local copies have no price; known "
-            f"of: {having}"
-        )
-    return 2 / (min(rates) * 1e9)
+    if rates:
+        return 2 / (min(rates) * 1e9)
+    if not required:
+        return 0.0
+    having = ", ".join(name for name in PRESETS if PRESETS[name].memory_gb_per_s)
+    raise MeshError(
+        f"no memory rate is known of {', '.join(names)}, so local copies have no price; known of: "
+        f"{having}"
+    )
 
 
 def _nvswitch(

@@ -98,14 +98,14 @@ class LayoutConverter:
 
         Examples
         --------
-        Four devices hand over to four others: each half crosses once, and is then cut.
+        Four devices hand over to four others: each keeps a half, and that crosses once.
 
         >>> from shardspec import DeviceMesh
         >>> first, second = DeviceMesh(range(4), (2, 2)), DeviceMesh(range(4, 8), (4,))
         >>> source = Layout(first, "[S0,R]", (8, 8), "f32")
         >>> plan = LayoutConverter().plan(source, Layout(second, "[S0,R]", (8, 8), "f32"))
         >>> plan.steps, plan.bytes_received
-        ((Exchange(axes=(), apart=()),), 64)
+        ((Slice(dim=1, axes=(1,)), Exchange(axes=(), apart=())), 64)
         """
         if not isinstance(source, Layout):
             raise LayoutError(

@@ -10,7 +10,6 @@ from click.testing import CliRunner
 
 from shardspec.cli.main import cli
 from shardspec.comm.cost import CostModel
-from shardspec.comm.presets import link_preset
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.drawing import dot_text, draw_transitions
 from shardspec.layout.graph_svg import svg_text
@@ -30,8 +29,7 @@ def run(*args):
 
 def path_drawing():
     mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
-    links = link_preset("ib-ndr-per-gpu"), link_preset("h100-nvswitch")
-    model = CostModel((2, 4), links)
+    model = CostModel.from_presets(mesh, ["ib-ndr-per-gpu", "h100-nvswitch"])
     layout = Layout(mesh, "[S10,R]", (4096, 4096), "bf16")
     return draw_transitions(mesh, 2, LayoutConverter(model).plan(layout, "[R,S1]"))
 
@@ -48,7 +46,7 @@ def test_files_by_the_end_of_their_name(tmp_path, name):
     result = run(*PATH, "-o", tmp_path / name)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == (
-        f"{tmp_path / name}: [S(tp,dp),R] → [R,S(tp)], 144.4 µs; 11 specs of 2 dims on mesh "
+        f"{tmp_path / name}: [S(tp,dp),R] → [R,S(tp)], 149.4 µs; 11 specs of 2 dims on mesh "
         f"dp=2,tp=4\nknown error: {path_drawing().known_error}\n"
     )
     write = svg_text if name.lower().endswith("svg") else dot_text

@@ -173,8 +173,9 @@ def test_copies_are_priced_in_plans_and_tables(mesh, shape):
 def test_what_is_packed_and_unpacked(source, target, copied):
     """In eighths of the tensor, by hand."""
     mesh = DeviceMesh(range(8), (8,))
-    plain = CostModel.from_presets(mesh, ["h100-nvswitch"])
-    priced = CostModel.from_presets(mesh, ["h100-nvswitch"], copies=True)
+    plain = CostModel.from_presets(mesh, ["h100-nvswitch"], copies=False)
+    priced = CostModel.from_presets(mesh, ["h100-nvswitch"])
+    assert CostModel.of_mesh(mesh).copy_s == priced.copy_s
     assert (plain.copy_s, priced.copy_s) == (0, 2 / 3.35e12)
     layout = Layout(mesh, source, (2048, 2048), "bfloat16")
     seconds = [
