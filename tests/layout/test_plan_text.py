@@ -59,8 +59,8 @@ def test_between_meshes_axes_and_links_are_those_of_each():
     assert lines[0].endswith("(256 B) from mesh dp=2,tp=2 to mesh pp=4")
     assert lines[-2] == (
         "per device; ring model; axes dp,tp assumed h100-nvswitch: curves of 2, 4, 8 devices, "
-        "else 23 µs, 249 GB/s; then ring model; axis pp assumed h100-nvswitch: curves of 2, 4, 8 "
-        "devices, else 23 µs, 249 GB/s"
+        "else 23 µs, 249 GB/s; local copies at 1675 GB/s; then ring model; axis pp assumed "
+        "h100-nvswitch: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s; local copies at 1675 GB/s"
     )
     for step, before in zip(plan.steps, plan.layouts, strict=False):
         assert {here: "tp", there: "pp"}[before.mesh] in str(plan), step
