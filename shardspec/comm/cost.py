@@ -282,9 +282,29 @@ class CostModel:
             max(self._per_byte(axis) for axis in axes),
         )
 
+    def pair(self, axis: int) -> Line:
+        """Return what sending to one device while receiving from another takes, along an axis.
+
+        Where all-to-alls of two devices were measured it is their line for large buffers, of which
+        each device sends half and receives as much.
+
+        Examples
+        --------
+        >>> model = CostModel.from_presets(DeviceMesh(range(8), (8,)), ["h100-nvswitch"])
+        >>> fixed, per_byte = model.pair(0)
+        >>> f"{fixed * 1e6:.1f} µs, {1e-9 / per_byte:.0f} GB/s"
+        '13.5 µs, 261 GB/s'
+        """
+        link = self.links[axis]
+        for curve in link.curves if self.link_model == "ring" else ():
+            if (curve.kind, curve.devices) == ("all-to-all", 2):
+                fixed, slope = min(curve.lines, key=lambda line: line[1])
+                return fixed, slope * 2
+        return link.start_s + link.latency_s, self._per_byte(axis)
+
     @property
     def start_s(self) -> float:
-        """Seconds that a permute or an exchange takes to start."""
+        """Seconds that an exchange takes to start."""
         starts = zip(self.links, self.mesh_shape, strict=True)
         return max((link.start_s for link, devices in starts if devices > 1), default=0.0)
 

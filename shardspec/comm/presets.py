@@ -5,7 +5,7 @@ this project. A preset is a starting point: links measured on the machines thems
 
 Of machines whose collectives were published, curves fitted to them are in
 `shardspec.comm.curves`; these price the collectives. Latency, rate and start price what has no
-curve: permute and exchange, and steps on more devices than were measured.
+curve: exchange, and steps on more devices than were measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -197,8 +197,8 @@ def _nvswitch(
         f"curves of collectives fitted to nccl-tests, {versions}, {_TABLES}; start and rate: such "
         "that sending never costs less than the all-gather or all-to-all that sends as much; "
         "memory: the vendor's data sheet",
-        f"collectives on {_devices(name)} devices of a node; start and rate price permute and "
-        "exchange, of which nothing was published",
+        f"collectives on {_devices(name)} devices of a node, and permutes, as all-to-alls of two; "
+        "start and rate price exchange, of which nothing was published",
         (512, 512 * _MIB),
         start_us,
         memory_gb_per_s=memory_gb_per_s,

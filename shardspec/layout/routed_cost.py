@@ -129,10 +129,10 @@ class Geometry:
         return lo, hi
 
     def by_bits(self, model: CostModel) -> tuple[Floats, Floats]:
-        """Return latency and seconds a byte of a link, by the bits of the axes it crosses."""
+        """Return what a pair takes and pays a byte, by the bits of the axes between them."""
         alpha, beta = np.zeros((2, 1 << len(self.mesh_shape)))
         for axis in range(len(self.mesh_shape)):
-            link, half = model.slowest([axis]), 1 << axis
+            link, half = model.pair(axis), 1 << axis
             for table, cost in zip((alpha, beta), link, strict=True):
                 np.maximum(table[:half], cost, out=table[half : 2 * half])
         return alpha, beta
@@ -429,7 +429,6 @@ def _permute_lines(
         moving = (wants & ~stays).mean(axis=-1) * devices
         fixed = fixed.max(axis=-1, keepdims=True)
         slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
-    fixed = fixed + model.start_s * (wants & ~stays).any(axis=-1, keepdims=True)
     return Lines(fixed, slope * _largest(overlaps, sources)[:, None])
 
 

@@ -8,11 +8,11 @@ from typing import get_args
 
 import pytest
 
-from shardspec import DeviceMesh, Layout
+from shardspec import DeviceMesh, Layout, LayoutConverter
 from shardspec.comm.cost import DEFAULT_LINK, CostModel, Link
 from shardspec.comm.curves import KINDS
 from shardspec.comm.presets import PRESETS, Basis, Confidence, link_preset
-from shardspec.comm.steps import Exchange
+from shardspec.comm.steps import Exchange, Permute
 from shardspec.errors import MeshError, ShardSpecError
 from shardspec.layout.move_cost import step_seconds
 from shardspec.profiling.fit import step_of
@@ -197,3 +197,20 @@ def test_presets_by_axis():
             CostModel.from_presets(mesh, names)
     with pytest.raises(MeshError, match="no link preset 'warp'; known: a100-nvswitch, "):
         CostModel.from_presets(mesh, ["warp"])
+
+
+@pytest.mark.parametrize(
+    ("name", "microseconds"),
+    [("h100-nvswitch", 966.12), ("a100-nvswitch", 1635.3)],
+)
+def test_a_permute_is_the_all_to_all_of_a_pair(name, microseconds):
+    """Each of two devices sends half of its 512 MiB to the other, by nccl-tests."""
+    mesh = DeviceMesh(range(2), (2,))
+    model = CostModel.from_presets(mesh, [name])
+    fixed, per_byte = model.pair(0)
+    assert fixed + (256 << 20) * per_byte == pytest.approx(microseconds / 1e6, rel=0.08)
+    # Another order of the ids is the same boxes on other devices.
+    here = Layout(DeviceMesh(range(8), (2, 4)), "[S01]", (1 << 30,), "int8")
+    plan = LayoutConverter(CostModel.from_presets(here.mesh, [name])).plan(here, "[S10]")
+    assert [type(step) for step in plan.steps] == [Permute]
+    assert plan.cost_seconds == pytest.approx(fixed + (128 << 20) * per_byte, rel=1e-9)
