@@ -256,8 +256,11 @@ def _target(
                 raise CheckpointError(
                     f"files of at most {limit} bytes hold nothing; give max_shard_bytes from 1"
                 )
-            # PEFT looks for its own name.
-            adapter = {file.name for file in source.files} == {_ADAPTER}
+            # PEFT looks for its own name, also where the adapter was resharded in between.
+            adapter = {file.name for file in source.files} == {_ADAPTER} or (
+                (source.directory / "adapter_config.json").is_file()
+                and not (source.directory / "config.json").is_file()
+            )
             named = _ADAPTER if adapter else "model.safetensors"
             return huggingface_target(wanted, limit, {**METADATA, **metadata}, named)
         case "torch":

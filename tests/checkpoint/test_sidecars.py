@@ -131,3 +131,11 @@ def test_an_adapter_keeps_its_name(tmp_path):
     merge(place, tmp_path / "out", format="huggingface")
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    # Also by way of another format, whose files have other names.
+    reshard(place, tmp_path / "two", device_mesh=DeviceMesh(range(2)), rules={})
+    merge(tmp_path / "two", tmp_path / "back", format="huggingface")
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == names
+    # A model with an adapter's config beside is a model.
+    (tmp_path / "two" / "config.json").write_text("{}")
+    merge(tmp_path / "two", tmp_path / "model", format="huggingface")
+    assert (tmp_path / "model" / "model.safetensors").exists()
