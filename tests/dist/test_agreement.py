@@ -45,13 +45,13 @@ def _many(mesh: DeviceMesh, reads_peers: bool, factor: int, times: int, wrong: l
         wrong.append(f"{type(error).__name__}: {error}")
 
 
-def _two_threads(_: int) -> list[str]:
+def _two_threads(_: int, many: int) -> list[str]:
     torch.set_num_threads(1)
     line, grid = DeviceMesh(range(4), (4,)), DeviceMesh(range(4), (2, 2))
     wrong: list[str] = []
     for reads_peers in (True, False):
         # Two threads with a mesh each; then the main thread and another one on the same mesh.
-        for here, there, times in ((line, grid, 500), (None, grid, 100)):
+        for here, there, times in ((line, grid, many), (None, grid, many // 5)):
             calls = [(there, reads_peers, 5, times, wrong)]
             if here is not None:
                 calls.append((here, reads_peers, 3, times, wrong))
@@ -66,8 +66,9 @@ def _two_threads(_: int) -> list[str]:
     return wrong
 
 
-def test_two_threads_convert_at_once(tmp_path):
-    assert run_ranks(4, tmp_path, _two_threads) == [[]] * 4
+@pytest.mark.parametrize("many", [120, pytest.param(500, marks=pytest.mark.exhaustive)])
+def test_two_threads_convert_at_once(tmp_path, many):
+    assert run_ranks(4, tmp_path, _two_threads, many) == [[]] * 4
 
 
 def _told(call: Callable[[], Any]) -> str:

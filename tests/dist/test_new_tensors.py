@@ -61,7 +61,9 @@ def one_source(rank: int, reads_peers: bool) -> tuple[int, list[str]]:
             else ProcessGroupCommunicator(mesh, reads_peers=False)
         )
         for number, shape in enumerate(SHAPES):
-            for place, spec in enumerate(plain_specs(len(shape), mesh.ndim)):
+            # Of the large one a third.
+            specs = plain_specs(len(shape), mesh.ndim)[:: 3 if len(shape) == 3 else 1]
+            for place, spec in enumerate(specs):
                 dtype = [torch.float32, torch.bool, torch.bfloat16, torch.complex64][place % 4]
                 source = (place + number) % mesh.size
                 tensor = own(rank, shape, dtype).requires_grad_(dtype == torch.float32)
@@ -83,8 +85,8 @@ def one_source(rank: int, reads_peers: bool) -> tuple[int, list[str]]:
 def test_boxes_come_from_one_rank(tmp_path, reads_peers):
     found = run_ranks(4, tmp_path, one_source, reads_peers)
     assert [wrong for _, wrong in found] == [[]] * 4
-    # 11 specs of two dims and 19 of three on a mesh of two axes; 3 and 4 on one of a single axis.
-    assert [tried for tried, _ in found] == [65, 117, 117, 117]
+    # 11 specs of two dims and 7 of three on a mesh of two axes; 3 and 2 on one of a single axis.
+    assert [tried for tried, _ in found] == [51, 91, 91, 91]
 
 
 def ways_in(rank: int) -> dict[str, Any]:
