@@ -51,6 +51,23 @@ def load_map(name: str, sizes: dict[str, int] | None = None) -> NameMap:
     return NameMap.parse(text).with_sizes(sizes or {})
 
 
+_LAYER: Final = "model.layers.{i}."
+_STACK: Final = (f"{_LAYER}mlp.experts.gate_up_proj", "e (two f) c", "e[{e}]")
+_EXPERT: Final = f"{_LAYER}block_sparse_moe.experts.{{e}}."
+_IN_MEMORY: Final = {
+    "gpt-neox": ((("lm_head.weight",), ("embed_out.weight",)),),
+    "mixtral": (
+        ((f"{_LAYER}mlp.gate.weight",), (f"{_LAYER}block_sparse_moe.gate.weight",)),
+        ((*_STACK, "two[0]"), (f"{_EXPERT}w1.weight", "f c")),
+        ((*_STACK, "two[1]"), (f"{_EXPERT}w3.weight", "f c")),
+        (
+            (f"{_LAYER}mlp.experts.down_proj", "e c f", "e[{e}]"),
+            (f"{_EXPERT}w2.weight", "c f"),
+        ),
+    ),
+}
+"""Where models of transformers 5 differ from its files, which a trainer that saves them shows."""
+
 _FORMATS: Final = re.compile(
     "(.+)-(hf|megatron|torch_dist|fused)-to-(hf|megatron|torch_dist|fused)"
 )
@@ -65,6 +82,7 @@ def map_chain(
     A name such as ``"llama-megatron-to-fused"`` is a map to Hugging Face's names and one from them.
     Layers of Megatron-core may be numbered or stacked where it is the source; as a target they are
     numbered in ``megatron``, and stacked in ``torch_dist``, which needs their number in `sizes`.
+    From Hugging Face, what models of transformers name otherwise than its files is taken too.
 
     Raises
     ------
@@ -83,6 +101,11 @@ def map_chain(
     source, target = reversed(ends) if reverse else ends
     sizes = sizes or {}
     maps = []
+    if source == "hf" and model in _IN_MEMORY:
+        on_disk = load_map(f"{model}-hf-to-megatron")
+        kept = {side[:1]: side[:1] for side, _ in on_disk.rules}
+        rules = (*kept.items(), *_IN_MEMORY[model])
+        maps.append(NameMap(rules, {"two": 2}, unused=on_disk.unused))
     if source in _MEGATRON:
         maps.append(numbered_layers(experts=_has_experts(model)))
     if not (source in _MEGATRON and target in _MEGATRON):

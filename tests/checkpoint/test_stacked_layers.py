@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from shardspec import NameMap, load_map, map_chain, merge
 from shardspec.cli.main import cli
 from shardspec.errors import LayoutError
-from tests.resharding.test_shipped import CASES, LAYERS, SIZES, State, V
+from tests.resharding.test_shipped import CASES, EXPERTS, LAYERS, SIZES, State, V
 
 MODELS = [name.removesuffix("-hf-to-megatron") for name in CASES if name.endswith("megatron")]
 VOCAB = V + 6
@@ -108,6 +108,42 @@ def test_both_ways(tmp_path, model):
     source = save(hf, tmp_path / "hf.safetensors")
     check(source, map_chain(f"{model}-hf-to-torch_dist", padded), ways["stacked"])
     check(source, map_chain(f"{model}-torch_dist-to-hf", padded, reverse=True), ways["stacked"])
+
+
+def in_memory(model: str, hf: State) -> State:
+    """Name and stack tensors as models of transformers 5 do, where these differ from its files."""
+    if model == "gpt-neox":
+        masks = {
+            f"gpt_neox.layers.{i}.attention.bias": np.ones((1, 1, 9, 9), np.float32)
+            for i in range(LAYERS)
+        }
+        return renamed(hf, {"embed_out": "lm_head"}) | masks
+    out = {name: array for name, array in hf.items() if ".experts." not in name}
+    for i in range(LAYERS):
+        at = f"model.layers.{i}.block_sparse_moe.experts."
+        w1, w2, w3 = (
+            np.stack([hf[f"{at}{e}.{w}.weight"] for e in range(EXPERTS)])
+            for w in ("w1", "w2", "w3")
+        )
+        out[f"model.layers.{i}.mlp.experts.gate_up_proj"] = np.concatenate([w1, w3], axis=1)
+        out[f"model.layers.{i}.mlp.experts.down_proj"] = w2
+    return renamed(out, {"block_sparse_moe.gate": "mlp.gate"})
+
+
+@pytest.mark.parametrize("model", ["gpt-neox", "mixtral"])
+def test_what_a_trainer_saves_of_a_model_of_transformers(tmp_path, model):
+    hf, convert = CASES[f"{model}-hf-to-megatron"]
+    source = save(in_memory(model, hf), tmp_path / "live.safetensors")
+    out = tmp_path / "out.safetensors"
+    padded = {**sizes_of(model), "padded_vocab": VOCAB}
+    for target, wanted in (
+        ("megatron", convert(hf, VOCAB)),
+        ("torch_dist", stacked(convert(hf, VOCAB))),
+        ("fused", CASES[f"{model}-hf-to-fused"][1](hf, V)),
+    ):
+        names = map_chain(f"{model}-hf-to-{target}", padded)
+        assert merge(source, out, names=names, overwrite=True).left_out == ()
+        same(out, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from safetensors.torch import load_file
+from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import gelu, silu
 
 from tests.tools.commands import shardspec
@@ -35,11 +37,11 @@ _PADDED = 128
 _MODELS = "`--map (llama, qwen2, mistral, gpt2, gpt-neox, mixtral)"
 
 
-def on_a_cpu(port: int = 29_733) -> None:
-    """Start a world of one, and answer what asks for CUDA, as Megatron-core does in passing."""
+def on_a_cpu(rank: int, world: int, port: int) -> None:
+    """Start a world of tensor parallel ranks, and answer what asks for CUDA in passing."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(1, 1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    parallel_state.initialize_model_parallel(world, 1)
     for name, answer in (("current_device", "cpu"), ("synchronize", None)):
         setattr(torch.cuda, name, partial(_said, answer))
     get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
@@ -187,9 +189,42 @@ def from_megatron(model_type: str, saved: Path, place: Path, wanted: torch.Tenso
     return alike(answers(loaded(place)), wanted)
 
 
+def save_from_two(rank: int, labels: list[str], place: Path) -> None:
+    """Save models that two tensor parallel ranks hold."""
+    warnings.simplefilter("ignore")
+    on_a_cpu(rank, 2, 29_735)
+    for number, label in enumerate(labels):
+        model = gpt(CONFIGS[label], seed=number)
+        torch.manual_seed(100 + rank)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # What is not sharded is the same on both.
+                if getattr(parameter, "tensor_model_parallel", False):
+                    parameter.add_(torch.randn(parameter.shape) * 0.1)
+        dist_checkpointing.save(model.sharded_state_dict(), str(place / label))
+    dist.destroy_process_group()
+
+
+def from_two_ranks(place: Path) -> None:
+    """Convert what two ranks have saved; Megatron itself loads it for one, and answers alike."""
+    labels = ["llama", "qwen2", "gpt2", "gpt-neox"]
+    for label in labels:
+        (place / label).mkdir(parents=True)
+    spawn(save_from_two, (labels, place), nprocs=2)
+    for label in labels:
+        config, saved = CONFIGS[label], place / label
+        own = gpt(config, seed=11)
+        load(own, dist_checkpointing.load(sharded(own), str(saved)))
+        config.architectures = [type(model_of(config)).__name__]
+        config.save_pretrained(saved)
+        wanted = megatron_answers(own, config.vocab_size)
+        apart = from_megatron(label, saved, place / f"{label}-hf", wanted)
+        print(f"{label}, TP2: logits apart by {apart:.1e}", file=sys.stderr)
+
+
 def main(place: Path, rows_file: str) -> None:
     transformers.utils.logging.disable_progress_bar()
-    on_a_cpu()
+    on_a_cpu(0, 1, 29_733)
     for label, config in CONFIGS.items():
         model_type, here = label.split(",")[0], place / label.replace(", ", "-")
         if model_type == "gpt-neox":
@@ -207,10 +242,11 @@ def main(place: Path, rows_file: str) -> None:
         print(
             f"{label}: logits apart by {apart[0]:.1e}, {apart[1]:.1e}, {back:.1e}", file=sys.stderr
         )
+    from_two_ranks(place / "two")
     tool = ("Megatron-core", version("megatron-core"))
     rows = [
         Row(
-            *(*tool, f"`torch_dist` by {_MODELS}-megatron-to-hf`, vocabulary padded"),
+            *(*tool, f"`torch_dist` by {_MODELS}-megatron-to-hf`, vocabulary padded; TP1, TP2"),
             *("yes", "by its logits", "`--to huggingface`"),
             "by transformers: its logits are Megatron's, within 1e-4",
         ),

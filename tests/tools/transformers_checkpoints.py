@@ -118,6 +118,13 @@ def names_in_memory(model: torch.nn.Module, place: Path, wanted: torch.Tensor) -
     shutil.copy(place / "hf" / "config.json", saved)
     shardspec("merge", saved, "-o", f"{merged}/")
     same_answers(merged, wanted)
+    model_type, by = place.name.removesuffix("-tied"), ("--sizes", saved / "config.json")
+    for target in ("fused", "megatron"):
+        mapped, back = place / f"of-dcp-{target}", place / f"of-dcp-{target}-back"
+        forth = ("--map", f"{model_type}-hf-to-{target}", *by)
+        shardspec("merge", saved, "-o", f"{mapped}/", *forth)
+        shardspec("merge", mapped, "-o", f"{back}/", *forth, "--reverse-map")
+        same_answers(back, wanted)
 
 
 def main(place: Path, rows_file: str) -> None:
@@ -165,7 +172,7 @@ def main(place: Path, rows_file: str) -> None:
         ),
         Row(
             *(*tool, f"DCP of `model.state_dict()`, with `config.json`: {models}"),
-            *("yes", "yes, by their logits", "`--to huggingface`"),
+            *("yes", "yes, by their logits", "`--to huggingface`, also by the maps and back"),
             "yes, the logits are equal",
         ),
     ]
