@@ -1,38 +1,41 @@
 """Boxes read straight out of the memory of peers on the same host.
 
 A device tells those that want something of it where its shard lies; they read what they want into
-its place with `process_vm_readv` (Linux, man 2) and say so. Whoever may trace a process may read
-it: one of the same user, unless Yama or a container's filter says no. Nothing is taken for granted:
-processes compare kernel and namespaces, and try it.
+its place and say so. Nothing is taken for granted: processes compare kernel and namespaces, and try
+whether they can read each other.
 """
 
-import ctypes
 import errno
-import os
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from shardspec.boxes import Box, box_shape, box_size, slices_within
 from shardspec.comm.agreement import ranks_text
-from shardspec.comm.links import Address, Link
+from shardspec.comm.links import Link
 from shardspec.comm.messages import copy_own_part
+from shardspec.comm.process_memory import (
+    MOST_BYTES,
+    MOST_RUNS,
+    Addresses,
+    Region,
+    read,
+    read_vectors,
+)
 from shardspec.comm.results import combine_into
 from shardspec.comm.routes import Incoming, TransferSchedule, chunks
 from shardspec.comm.steps import ReduceOp, Step
 from shardspec.errors import CommunicatorError
 
-__all__ = ["BUFFER_BYTES", "PeerMemory", "Region", "read", "readable"]
+__all__ = ["BUFFER_BYTES", "PeerMemory"]
 
 BUFFER_BYTES: Final = 1 << 20
 """The most that lies in a buffer at once. Of addends it is how much is combined at once: about what
@@ -41,120 +44,35 @@ _RUN_BYTES: Final = 6 << 10
 """Fetching a run of bytes by itself costs as much time as reading so many in passing: 0.4 µs."""
 _FEW_RUNS: Final = 128
 """Of an array: so many are read with those of other arrays in one call."""
-_MOST_RUNS: Final = 1024
-"""IOV_MAX: runs of bytes in one call."""
-_MOST_BYTES: Final = 64 << 20
-"""Bytes in one call; the kernel stops at 2 GiB."""
+_MOST_PREPARED: Final = 8
+"""Exchanges whose reads are kept for the next time."""
 
-_Addresses = npt.NDArray[np.uint64]
+_Regions: TypeAlias = Mapping[int, Sequence[Region]]
+"""By peer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """Where an array lies in the memory of a process; strides in bytes."""
+class _Reads:
+    """How arrays of a peer are read: those with few gaps with one call for many."""
 
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    item_bytes: int
-
-    def part(self, index: tuple[slice, ...]) -> "Region":
-        """Return where a part of the array lies."""
-        offset = sum(part.start * step for part, step in zip(index, self.strides, strict=True))
-        shape = tuple(part.stop - part.start for part in index)
-        return Region(self.address + offset, shape, self.strides, self.item_bytes)
-
-    def halves(self) -> Iterator[tuple[slice, ...]]:
-        """Yield two parts of an array of several elements, cut where it reaches farthest."""
-        dims = [dim for dim, size in enumerate(self.shape) if size > 1]
-        widest = max(dims, key=lambda dim: self.strides[dim] * self.shape[dim])
-        middle = self.shape[widest] // 2
-        for half in (slice(0, middle), slice(middle, self.shape[widest])):
-            yield tuple(
-                half if dim == widest else slice(0, size) for dim, size in enumerate(self.shape)
-            )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all elements."""
-        return prod(self.shape) * self.item_bytes
-
-    @property
-    def span(self) -> int:
-        """Bytes from the first element to behind the last one, gaps included."""
-        reach = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        return reach + self.item_bytes if prod(self.shape) else 0
-
-    @property
-    def run_bytes(self) -> int:
-        """Bytes that lie next to each other before the first gap."""
-        run = self.item_bytes
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != run:
-                break
-            run *= size
-        return run
-
-    def runs(self, run: int) -> _Addresses:
-        """Return the address of every run of so many bytes, in the order of the elements."""
-        starts: _Addresses = np.full(1, self.address, dtype=np.uint64)
-        inner, dims = self.item_bytes, list(zip(self.shape, self.strides, strict=True))
-        # Dims that lie within one stretch count as one; what is left of a stretch is cut into runs.
-        while dims and (dims[-1][0] == 1 or dims[-1][1] == inner):
-            inner *= dims.pop()[0]
-        for size, stride in [*dims, (inner // run, run)]:
-            steps: _Addresses = np.arange(size, dtype=np.uint64) * np.uint64(stride)
-            starts = np.add.outer(starts, steps).ravel()
-        return starts
+    runs: list[tuple[Addresses, Addresses]]
+    """For each call, addresses and lengths here and there."""
+    single: list[tuple[Region, int]]
+    """Where the others lie, and their numbers."""
 
 
-def read(pid: int, source: Region, target: Region) -> None:
-    """Copy an array of another process to one here, of the same shape and element size.
+class _Exchange:
+    """An exchange that may come again: tables that peers read, and how theirs were read last."""
 
-    `OSError` says that the process has gone, may not be read, or has no such memory.
-    """
-    if source.num_bytes > _MOST_BYTES:
-        for half in source.halves():
-            read(pid, source.part(half), target.part(half))
-        return
-    run = min(source.run_bytes, target.run_bytes)
-    theirs, ours = source.runs(run), target.runs(run)
-    for first in range(0, len(ours), _MOST_RUNS):
-        count = min(_MOST_RUNS, len(ours) - first)
-        vectors: _Addresses = np.full((2, count, 2), run, dtype=np.uint64)
-        vectors[0, :, 0], vectors[1, :, 0] = ours[first:][:count], theirs[first:][:count]
-        _read_vectors(pid, vectors[0], vectors[1])
+    __slots__ = ("places", "reads", "tables")
 
-
-def _read_vectors(pid: int, ours: _Addresses, theirs: _Addresses) -> None:
-    """Read at most `_MOST_RUNS` runs, given by rows of address and length."""
-    ours, theirs = np.ascontiguousarray(ours), np.ascontiguousarray(theirs)
-    here, there = (ctypes.c_void_p(vectors.ctypes.data) for vectors in (ours, theirs))
-    length, no_flags = ctypes.c_ulong(len(ours)), ctypes.c_ulong(0)
-    got = _libc().process_vm_readv(pid, here, length, there, length, no_flags)
-    if got != int(ours[:, 1].sum()):
-        code = ctypes.get_errno() if got < 0 else errno.EFAULT
-        raise OSError(code, os.strerror(code))
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    return libc
-
-
-def readable(addresses: Mapping[int, Address]) -> frozenset[int]:
-    """Return which of some processes can be read, by reading what each says to have somewhere."""
-    found = set()
-    for peer, other in addresses.items():
-        got, size = ctypes.create_string_buffer(len(other.content)), (len(other.content),)
-        target = Region(ctypes.addressof(got), size, (1,), 1)
-        with suppress(OSError):
-            read(other.pid, Region(other.probe, size, (1,), 1), target)
-            if got.raw == other.content:
-                found.add(peer)
-    return frozenset(found)
+    def __init__(self, outgoing: _Regions, incoming: _Regions) -> None:
+        self.tables = {
+            peer: np.array([n for one in regions for n in (one.address, *one.strides)], np.uint64)
+            for peer, regions in outgoing.items()
+        }
+        self.places = incoming
+        self.reads: dict[int, tuple[torch.Tensor, _Reads]] = {}
 
 
 class PeerMemory:
@@ -170,6 +88,7 @@ class PeerMemory:
 
     def __init__(self, links: Mapping[int, Link], timeout_s: float) -> None:
         self._links, self._timeout_s = links, timeout_s
+        self._prepared: OrderedDict[Hashable, _Exchange] = OrderedDict()
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
     def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
@@ -227,8 +146,8 @@ class PeerMemory:
     def exchange(
         self,
         name: str,
-        outgoing: Mapping[int, Sequence[Region]],
-        incoming: Mapping[int, Sequence[Region]],
+        key: Hashable,
+        arrays: Callable[[], tuple[_Regions, _Regions]],
         tensor_of: Callable[[int, int], torch.Tensor],
     ) -> None:
         """Fill arrays here with arrays of peers; both ends list them in the same order.
@@ -237,65 +156,43 @@ class PeerMemory:
         ----------
         name
             What is done, the same on all ranks.
-        outgoing, incoming
-            By peer, what it reads here, and what here is filled by what it has.
+        key
+            What tells the arrays from others: as long as it is the same, they lie where they lay.
+        arrays
+            Returns by peer what it reads here, and what here is filled by what it has.
         tensor_of
             Given a peer and the number of an array, returns that as a tensor.
         """
-        tables = {
-            peer: np.array([n for one in regions for n in (one.address, *one.strides)], np.uint64)
-            for peer, regions in outgoing.items()
-        }
+        if (name, key) not in self._prepared:
+            while len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.popitem(last=False)
+            self._prepared[name, key] = _Exchange(*arrays())
+        known = self._prepared[name, key]
+        self._prepared.move_to_end((name, key))
         where = {
-            peer: pickle.dumps((table.ctypes.data, len(table))) for peer, table in tables.items()
+            peer: pickle.dumps((table.ctypes.data, len(table)))
+            for peer, table in known.tables.items()
         }
-        peers = sorted({*outgoing, *incoming})
+        peers = sorted({*where, *known.places})
         with self._offering(name, where, peers) as deadline:
-            for peer, places in incoming.items():
+            for peer, places in known.places.items():
                 address, length = pickle.loads(self._expect(_ready(name), peer, deadline))
                 if length != sum(1 + len(place.strides) for place in places):
                     raise CommunicatorError(f"rank {peer} has other pieces for this rank")
                 told = torch.empty(length, dtype=torch.int64)
                 self._fetch(peer, Region(address, (length,), (8,), 8), told)
-                self._fetch_all(peer, told.tolist(), places, tensor_of)
+                before, reads = known.reads.get(peer, (None, None))
+                if reads is None or before is None or not torch.equal(told, before):
+                    reads = _reads(told.tolist(), places)
+                    known.reads[peer] = told, reads
+                try:
+                    for here, there in reads.runs:
+                        read_vectors(self._links[peer].pid, here, there)
+                except OSError as error:
+                    raise _unread(peer, error) from error
+                for source, number in reads.single:
+                    self._fetch(peer, source, tensor_of(peer, number))
                 self._release(name, peer)
-
-    def _fetch_all(
-        self,
-        peer: int,
-        told: list[int],
-        places: Sequence[Region],
-        tensor_of: Callable[[int, int], torch.Tensor],
-    ) -> None:
-        """Read arrays of a peer: those with few gaps with one call for many."""
-        ours: list[int] = []
-        theirs: list[int] = []
-        lengths: list[int] = []
-        at = waiting = 0
-        pid = self._links[peer].pid
-        for number, place in enumerate(places):
-            dims = len(place.shape)
-            strides = tuple(told[at + 1 : at + 1 + dims])
-            source = Region(told[at], place.shape, strides, place.item_bytes)
-            at += 1 + dims
-            run, size = min(source.run_bytes, place.run_bytes), place.num_bytes
-            count = size // run
-            if count > _FEW_RUNS or size > BUFFER_BYTES:
-                self._fetch(peer, source, tensor_of(peer, number))
-                continue
-            if len(ours) + count > _MOST_RUNS or waiting + size > _MOST_BYTES:
-                _read_runs(peer, pid, ours, theirs, lengths)
-                ours, theirs, lengths, waiting = [], [], [], 0
-            if count == 1:
-                ours.append(place.address)
-                theirs.append(source.address)
-                lengths.append(size)
-            else:
-                ours += place.runs(run).tolist()
-                theirs += source.runs(run).tolist()
-                lengths += [run] * count
-            waiting += size
-        _read_runs(peer, pid, ours, theirs, lengths)
 
     def _serving(
         self, schedule: TransferSchedule, shard: torch.Tensor
@@ -391,14 +288,45 @@ def _region(tensor: torch.Tensor) -> Region:
     return Region(tensor.data_ptr(), tuple(tensor.shape), strides, item)
 
 
-def _read_runs(peer: int, pid: int, ours: list[int], theirs: list[int], lengths: list[int]) -> None:
-    if not ours:
-        return
-    here, there = (np.array([at, lengths], dtype=np.uint64).T for at in (ours, theirs))
-    try:
-        _read_vectors(pid, here, there)
-    except OSError as error:
-        raise _unread(peer, error) from error
+def _reads(told: Sequence[int], places: Sequence[Region]) -> _Reads:
+    """Return how to read arrays of a peer, which has told address and strides of each."""
+    found = _Reads([], [])
+    ours: list[int] = []
+    theirs: list[int] = []
+    lengths: list[int] = []
+    at = waiting = 0
+
+    def end_call() -> None:
+        if ours:
+            here, there = (np.array([at, lengths], dtype=np.uint64).T for at in (ours, theirs))
+            found.runs.append((np.ascontiguousarray(here), np.ascontiguousarray(there)))
+        for values in (ours, theirs, lengths):
+            values.clear()
+
+    for number, place in enumerate(places):
+        dims = len(place.shape)
+        strides = tuple(told[at + 1 : at + 1 + dims])
+        source = Region(told[at], place.shape, strides, place.item_bytes)
+        at += 1 + dims
+        run, size = min(source.run_bytes, place.run_bytes), place.num_bytes
+        count = size // run
+        if count > _FEW_RUNS or size > BUFFER_BYTES:
+            found.single.append((source, number))
+            continue
+        if len(ours) + count > MOST_RUNS or waiting + size > MOST_BYTES:
+            end_call()
+            waiting = 0
+        if count == 1:
+            ours.append(place.address)
+            theirs.append(source.address)
+            lengths.append(size)
+        else:
+            ours += place.runs(run).tolist()
+            theirs += source.runs(run).tolist()
+            lengths += [run] * count
+        waiting += size
+    end_call()
+    return found
 
 
 def _ready(name: str) -> bytes:

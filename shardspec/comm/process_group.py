@@ -32,7 +32,8 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.job import Channel, check_members, current_job
 from shardspec.comm.links import Listener
 from shardspec.comm.messages import Collectives, Messages, all_reduce, has_collective
-from shardspec.comm.peer_memory import PeerMemory, readable
+from shardspec.comm.peer_memory import PeerMemory
+from shardspec.comm.process_memory import readable
 from shardspec.comm.results import checked, empty_hugepages
 from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
 from shardspec.comm.simulated import SimulatedCommunicator

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardspec.boxes import Box
 from shardspec.comm.peer_memory import PeerMemory
-from shardspec.comm.peer_memory import Region as MemoryRegion
+from shardspec.comm.process_memory import Region as MemoryRegion
 from shardspec.dtensor import DTensor
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
@@ -202,20 +202,24 @@ class DeviceShards:
 
     def read_peers(self, memory: PeerMemory) -> None:
         """Read what is wanted from where it lies in the memory of its holders."""
-        sends, receives = (
-            _by_peer(messages) for messages in (self._schedule.sends, self._schedule.receives)
-        )
+        sends, receives = self._schedule.streams
 
         def place(peer: int, number: int) -> torch.Tensor:
             piece = receives[peer][number]
             return self._part(self.target, piece.move, piece.box, piece.shard)
 
-        memory.exchange(
-            f"reshard plan {self.plan.digest[:12]}",
-            {peer: self._in_memory(self.source, pieces) for peer, pieces in sends.items()},
-            {peer: self._in_memory(self.target, pieces) for peer, pieces in receives.items()},
-            place,
+        def arrays() -> tuple[dict[int, list[MemoryRegion]], dict[int, list[MemoryRegion]]]:
+            return (
+                {peer: self._in_memory(self.source, pieces) for peer, pieces in sends.items()},
+                {peer: self._in_memory(self.target, pieces) for peer, pieces in receives.items()},
+            )
+
+        where = tuple(
+            (shard.data_ptr(), shard.stride())
+            for shards in (self.source, self.target)
+            for shard in shards.values()
         )
+        memory.exchange(f"reshard plan {self.plan.digest[:12]}", where, arrays, place)
         self.keep()
 
     def _in_memory(self, shards: Shards, pieces: Sequence[Piece]) -> list[MemoryRegion]:
@@ -296,15 +300,6 @@ class DeviceShards:
         move = self.plan.moves[place]
         held = (move.source if of_source else move.target).intervals(self.device)
         return region_of(move, box, shard.stride(), held, of_source=of_source)
-
-
-def _by_peer(waves: Mapping[Wave, Messages]) -> dict[int, list[Piece]]:
-    """Return all that goes to or comes from each peer, in the order of the waves."""
-    found: dict[int, list[Piece]] = {}
-    for wave in sorted(waves):
-        for peer, pieces in waves[wave].items():
-            found.setdefault(peer, []).extend(pieces)
-    return found
 
 
 def _checked_work(work: dist.Work | None) -> dist.Work:

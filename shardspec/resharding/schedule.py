@@ -1,7 +1,7 @@
 """What one device sends, receives and keeps under a plan, message by message."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -79,6 +79,19 @@ class Schedule:
     """Per wave, by peer, what is unpacked from its message."""
     kept: tuple[Kept, ...]
     """What the device has already."""
+    streams: tuple[dict[int, list[Piece]], dict[int, list[Piece]]] = field(init=False)
+    """All that goes to each peer, and all that comes from it, in the order of the waves."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "streams", (_by_peer(self.sends), _by_peer(self.receives)))
+
+
+def _by_peer(waves: Mapping[Wave, Messages]) -> dict[int, list[Piece]]:
+    found: dict[int, list[Piece]] = {}
+    for wave in sorted(waves):
+        for peer, pieces in waves[wave].items():
+            found.setdefault(peer, []).extend(pieces)
+    return found
 
 
 @lru_cache(maxsize=64)
