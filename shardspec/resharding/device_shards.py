@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Final, TypeAlias
 
 import torch
@@ -94,6 +95,23 @@ class DeviceShards:
                     f"out[{plan.moves[place].target_name!r}] shares memory with the source; give "
                     "tensors of its own"
                 )
+        if pair := self._sharing():
+            self.problems.append(
+                f"out[{pair[0]!r}] and out[{pair[1]!r}] share memory; give each a tensor of its own"
+            )
+
+    def _sharing(self) -> tuple[str, str] | None:
+        """Return two results that would be written to the same place, if there are such."""
+        places = {
+            self.plan.moves[place].target_name: (shard.data_ptr(), shard.nbytes)
+            for place, shard in self.target.items()
+            if shard.numel() and shard.is_contiguous()
+        }
+        ordered = sorted((start, start + size, name) for name, (start, size) in places.items())
+        for (_, end, name), (start, _, other) in pairwise(ordered):
+            if start < end:
+                return name, other
+        return None
 
     def _take(
         self,

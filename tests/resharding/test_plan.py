@@ -205,6 +205,20 @@ def test_a_state_that_is_not_as_planned_is_refused_before_out_is_touched():
     with pytest.raises(LayoutError, match="shares memory"):
         same.run({"w": good}, {"w": good})
     assert torch.equal(out["w"].to_global(), torch.full((4, 6), 7.0))
+    two = plan_reshard({"a": good.layout, "b": good.layout}, {"a": good.layout, "b": good.layout})
+    other = DTensor(torch.ones(4, 6), FOUR, "[S0,S1]")
+    given = {"a": good, "b": other}
+    once = DTensor(torch.full((4, 6), 7.0), FOUR, "[S0,S1]")
+    with pytest.raises(LayoutError, match=r"out\['a'\] and out\['b'\] share memory; give each"):
+        two.run(given, {"a": once, "b": once})
+    assert torch.equal(once.to_global(), torch.full((4, 6), 7.0))
+    flat = {rank: torch.zeros(12) for rank in range(4)}
+    halves = [
+        DTensor.from_shards({r: f[at : at + 6].view(2, 3) for r, f in flat.items()}, good.layout)
+        for at in (0, 6)
+    ]
+    two.run(given, {"a": halves[0], "b": halves[1]})
+    assert torch.equal(halves[1].to_global(), torch.ones(4, 6))
 
 
 def test_reshard_state_stays_on_the_mesh_unless_told():

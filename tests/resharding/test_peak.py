@@ -1,0 +1,57 @@
+"""Resharding takes no more memory than the plan says: what is held, what is made, and buckets."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardspec import DeviceMesh, Layout, ProcessGroupCommunicator, plan_reshard
+from shardspec.comm.job import current_job
+from tests.dist.processes import run_ranks
+
+pytestmark = pytest.mark.dist
+
+MESH = DeviceMesh(range(3), (3,))
+MIB = 1 << 20
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+def _grown(rank: int, max_bytes: int) -> list[tuple[int, int, int]]:
+    """Return by how much a process grows, of that for results, and what the plan says."""
+    torch.set_num_threads(1)
+    os.environ.pop("SHARDSPEC_CHECK", None)  # it takes memory of its own
+    found = []
+    for reads_peers in (False, True):
+        current_job().communicators[MESH] = ProcessGroupCommunicator(MESH, reads_peers=reads_peers)
+        for rows in (32, 4096):  # what is loaded when first used is not counted
+            names = [f"w{number}" for number in range(6)]
+            before = {name: Layout(MESH, "[S0,R]", (rows, 3072), "float32") for name in names}
+            after = {name: layout.with_spec("[R,S0]") for name, layout in before.items()}
+            plan = plan_reshard(before, after, max_bytes=max_bytes)
+            state = {n: torch.ones(layout.local_shape(rank)) for n, layout in before.items()}
+            held = sum(tensor.nbytes for tensor in state.values())
+            ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not to serve now
+            Path("/proc/self/clear_refs").write_text("5")
+            start = _status("VmRSS")
+            out = plan.run(state)
+            grown = _status("VmHWM") - start
+            made = sum(tensor.to_local().nbytes for tensor in out.values())
+        found.append((grown, made, plan.peak_bytes - held))
+    return found
+
+
+@pytest.mark.parametrize("max_bytes", [8 * MIB, 64 * MIB])
+def test_the_peak_is_source_and_target_and_buckets(tmp_path, max_bytes):
+    for found in run_ranks(3, tmp_path, _grown, max_bytes):
+        for grown, made, planned in found:
+            assert made == 6 * 4096 * 1024 * 4
+            assert made <= planned <= made + 2 * max_bytes
+            # Python's own objects, and what gloo holds.
+            assert 0.9 * made < grown < planned + 6 * MIB
