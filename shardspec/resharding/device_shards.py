@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Final, TypeAlias
 
@@ -22,6 +22,7 @@ from shardspec.resharding.schedule import (
     Region,
     Schedule,
     Wave,
+    message_bytes,
     region_of,
     schedule_for,
 )
@@ -38,10 +39,14 @@ Shards: TypeAlias = dict[int, torch.Tensor]
 """Shards of one device by the tensor's place in the plan."""
 
 
-def _finish(works: Sequence[Transfer]) -> None:
-    for work, then in works:
+def _finish(works: list[Transfer]) -> None:
+    """Wait for messages in their order, and let go of each as soon as it is unpacked."""
+    works.reverse()
+    while works:
+        work, then = works.pop()
         work.wait()
         then()
+        del work, then
 
 
 class DeviceShards:
@@ -63,6 +68,8 @@ class DeviceShards:
         self._schedule: Schedule = schedule_for(plan, device)
         self._due: dict[Layout, tuple[tuple[int, ...], torch.dtype]] = {}
         self._wire = [_torch_dtype(move.wire_dtype) for move in plan.moves]
+        self._free: list[torch.Tensor] = []
+        """Buckets that hold no message."""
         self._alone = alone
         # Of threads that reshard at once, each has other meshes.
         self._tag = _TAG + zlib.crc32(repr(plan.devices).encode()) % 0xFFFF
@@ -254,24 +261,26 @@ class DeviceShards:
 
     def exchange(self, wave: Wave) -> list[Transfer]:
         """Start the messages of a wave; return what is to be waited for, and done then."""
-        incoming = {
-            peer: (pieces, self._bucket(pieces, self.target))
-            for peer, pieces in self.receiving(wave).items()
-        }
-        then = [_unpacking(self, *message) for message in incoming.values()]
+        incoming: dict[int, torch.Tensor] = {}
+        then: list[Callable[[], None]] = []
+        for peer, pieces in self.receiving(wave).items():
+            bucket = self._bucket(pieces, self.target)
+            incoming[peer] = bucket[: message_bytes(pieces)]
+            then.append(partial(self._unpack_and_free, pieces, bucket))
         if self._on_host():
             # One by one: what is packed first is on its way while the next is packed.
-            here = [dist.irecv(b, peer, tag=self._tag) for peer, (_, b) in incoming.items()]
+            here = [dist.irecv(b, peer, tag=self._tag) for peer, b in incoming.items()]
             for peer, pieces in self.sending(wave).items():
                 bucket = self.pack(pieces)
-                here.append(dist.isend(bucket, peer, tag=self._tag))
-                then.append(_kept_alive(bucket))
+                here.append(dist.isend(bucket[: message_bytes(pieces)], peer, tag=self._tag))
+                then.append(partial(self._free.append, bucket))
             return [(_checked_work(work), act) for work, act in zip(here, then, strict=True)]
-        ops = [dist.P2POp(dist.irecv, b, peer, tag=self._tag) for peer, (_, b) in incoming.items()]
+        ops = [dist.P2POp(dist.irecv, b, peer, tag=self._tag) for peer, b in incoming.items()]
         for peer, pieces in self.sending(wave).items():
             bucket = self.pack(pieces)
-            ops.append(dist.P2POp(dist.isend, bucket, peer, tag=self._tag))
-            then.append(_kept_alive(bucket))
+            message = bucket[: message_bytes(pieces)]
+            ops.append(dist.P2POp(dist.isend, message, peer, tag=self._tag))
+            then.append(partial(self._free.append, bucket))
         works = dist.batch_isend_irecv(ops) if ops else []
         if len(works) == len(ops):
             return list(zip(works, then, strict=True))
@@ -290,8 +299,14 @@ class DeviceShards:
         where = like[pieces[0].move].device
         if dist.is_initialized() and f"{where.type}:gloo" in dist.get_backend_config():
             where = torch.device("cpu")  # gloo sends and reads memory of the host alone
-        # Whole elements of any dtype.
-        return torch.empty(-(-pieces[-1].end // 16) * 16, dtype=torch.uint8, device=where)
+        # Used again and again, as the allocator keeps some of what it gets back.
+        if self._free:
+            return self._free.pop()
+        return torch.empty(self._schedule.largest_message, dtype=torch.uint8, device=where)
+
+    def _unpack_and_free(self, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
+        self.unpack(pieces, bucket)
+        self._free.append(bucket)
 
     def _seen(self, bucket: torch.Tensor, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
         """Yield the boxes of a message as parts of it."""
@@ -325,19 +340,9 @@ def _checked_work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _unpacking(
-    one: DeviceShards, pieces: Sequence[Piece], bucket: torch.Tensor
-) -> Callable[[], None]:
-    return lambda: one.unpack(pieces, bucket)
-
-
-def _kept_alive(bucket: torch.Tensor) -> Callable[[], None]:
-    """Hold a bucket until its message has gone."""
-
-    def nothing() -> None:
-        assert bucket.numel() > 0
-
-    return nothing
+def _message_bytes(pieces: Sequence[Piece]) -> int:
+    """Return the bytes of a message: whole elements of any dtype."""
+    return -(-pieces[-1].end // 16) * 16
 
 
 @cache

@@ -16,7 +16,17 @@ from shardspec.layout.layout import Layout
 from shardspec.resharding.copies import MAX_PEERS, StateCopies, TensorMove
 from shardspec.resharding.views import identity_view
 
-__all__ = ["Kept", "Messages", "Piece", "Region", "Schedule", "Wave", "region_of", "schedule_for"]
+__all__ = [
+    "Kept",
+    "Messages",
+    "Piece",
+    "Region",
+    "Schedule",
+    "Wave",
+    "message_bytes",
+    "region_of",
+    "schedule_for",
+]
 
 _ALIGNMENT: Final = 16
 """Pieces start at multiples of this in a message, so that every dtype can be seen there."""
@@ -79,11 +89,21 @@ class Schedule:
     """Per wave, by peer, what is unpacked from its message."""
     kept: tuple[Kept, ...]
     """What the device has already."""
+    largest_message: int = field(init=False)
+    """In bytes."""
     streams: tuple[dict[int, list[Piece]], dict[int, list[Piece]]] = field(init=False)
     """All that goes to each peer, and all that comes from it, in the order of the waves."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "streams", (_by_peer(self.sends), _by_peer(self.receives)))
+        waves = (*self.sends.values(), *self.receives.values())
+        sizes = (message_bytes(pieces) for messages in waves for pieces in messages.values())
+        object.__setattr__(self, "largest_message", max(sizes, default=0))
+
+
+def message_bytes(pieces: Sequence[Piece]) -> int:
+    """Return the bytes of a message: whole elements of any dtype."""
+    return -(-pieces[-1].end // _ALIGNMENT) * _ALIGNMENT
 
 
 def _by_peer(waves: Mapping[Wave, Messages]) -> dict[int, list[Piece]]:

@@ -52,6 +52,7 @@ def test_the_peak_is_source_and_target_and_buckets(tmp_path, max_bytes):
     for found in run_ranks(3, tmp_path, _grown, max_bytes):
         for grown, made, planned in found:
             assert made == 6 * 4096 * 1024 * 4
-            assert made <= planned <= made + 2 * max_bytes
-            # Python's own objects, and what gloo holds.
-            assert 0.9 * made < grown < planned + 6 * MIB
+            # Some ranks have a row more than others.
+            assert made <= planned <= made + 2 * max_bytes + MIB
+            # A MiB is Python's and gloo's own.
+            assert 0.9 * made < grown < planned + MIB
