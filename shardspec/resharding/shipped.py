@@ -12,6 +12,9 @@ from shardspec.resharding.megatron_layers import numbered_layers, stacked_layers
 __all__ = ["load_map", "map_chain", "shipped_maps"]
 
 
+_LIKE_LLAMA: Final = ("mistral", "qwen2")
+
+
 def shipped_maps() -> tuple[str, ...]:
     """Return the names of the maps that come with shardspec.
 
@@ -21,7 +24,9 @@ def shipped_maps() -> tuple[str, ...]:
     True
     """
     found = (files("shardspec.resharding") / "models").iterdir()
-    return tuple(sorted(f.name.removesuffix(".toml") for f in found if f.name.endswith(".toml")))
+    names = [file.name.removesuffix(".toml") for file in found if file.name.endswith(".toml")]
+    alike = [name.replace("llama", model, 1) for name in names for model in _LIKE_LLAMA]
+    return tuple(sorted({*names, *alike}))
 
 
 def load_map(name: str, sizes: dict[str, int] | None = None) -> NameMap:
@@ -47,7 +52,9 @@ def load_map(name: str, sizes: dict[str, int] | None = None) -> NameMap:
     """
     if name not in shipped_maps():
         raise LayoutError(f"there is no map {name!r}; choose among {', '.join(shipped_maps())}")
-    text = (files("shardspec.resharding") / "models" / f"{name}.toml").read_text(encoding="utf-8")
+    model, way = name.split("-", 1)
+    file = f"llama-{way}.toml" if model in _LIKE_LLAMA else f"{name}.toml"
+    text = (files("shardspec.resharding") / "models" / file).read_text(encoding="utf-8")
     return NameMap.parse(text).with_sizes(sizes or {})
 
 

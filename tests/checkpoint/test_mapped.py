@@ -236,7 +236,7 @@ def test_on_the_command_line(tmp_path):
     wanted = convert(state, V)
     for name, tensor in load_sharded(tmp_path / "served").items():
         assert np.array_equal(tensor.to_global().numpy(), wanted[name])
-        if "qkv" in name:
+        if "qkv_proj.weight" in name:
             q, k, v = np.split(wanted[name], [24, 32])
             mine = np.concatenate([np.split(x, 2)[1] for x in (q, k, v)])
             assert np.array_equal(tensor.shards[1].numpy(), mine)

@@ -34,7 +34,8 @@ def state_of(shapes: Mapping[str, tuple[int, ...]]) -> State:
     return {n: random.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
 
 
-def llama(*, biases: bool = False, experts: bool = False) -> State:
+def llama(*, biases: str = "", experts: bool = False) -> State:
+    """LLaMA's tensors; `biases` is ``"qkv"``, ``"all"`` or none."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (V, C),
         "model.norm.weight": (C,),
@@ -48,6 +49,9 @@ def llama(*, biases: bool = False, experts: bool = False) -> State:
             if biases:
                 shapes[f"{at}self_attn.{x}_proj.bias"] = (heads * D,)
         shapes[f"{at}self_attn.o_proj.weight"] = (C, HEADS * D)
+        if biases == "all":
+            shapes[f"{at}self_attn.o_proj.bias"] = shapes[f"{at}mlp.down_proj.bias"] = (C,)
+            shapes |= {f"{at}mlp.{x}_proj.bias": (F,) for x in ("gate", "up")}
         if experts:
             shapes[f"{at}block_sparse_moe.gate.weight"] = (EXPERTS, C)
             for e in range(EXPERTS):
@@ -127,14 +131,16 @@ def llama_to_megatron(state: State, vocab: int) -> State:
             if f"{a}self_attn.q_proj.{kind}" in state:
                 parts = [state[f"{a}self_attn.{x}_proj.{kind}"] for x in "qkv"]
                 out[f"{b}self_attention.linear_qkv.{kind}"] = grouped(*parts)
-        out[f"{b}self_attention.linear_proj.weight"] = state[f"{a}self_attn.o_proj.weight"]
+            if f"{a}self_attn.o_proj.{kind}" in state:
+                out[f"{b}self_attention.linear_proj.{kind}"] = state[f"{a}self_attn.o_proj.{kind}"]
+            if f"{a}mlp.gate_proj.{kind}" in state:
+                gate, up = (state[f"{a}mlp.{x}_proj.{kind}"] for x in ("gate", "up"))
+                out[f"{b}mlp.linear_fc1.{kind}"] = np.concatenate([gate, up])
+                out[f"{b}mlp.linear_fc2.{kind}"] = state[f"{a}mlp.down_proj.{kind}"]
         out[f"{b}self_attention.linear_qkv.layer_norm_weight"] = state[f"{a}input_layernorm.weight"]
         norm = state[f"{a}post_attention_layernorm.weight"]
         if f"{a}mlp.gate_proj.weight" in state:
             out[f"{b}mlp.linear_fc1.layer_norm_weight"] = norm
-            gate, up = (state[f"{a}mlp.{x}_proj.weight"] for x in ("gate", "up"))
-            out[f"{b}mlp.linear_fc1.weight"] = np.concatenate([gate, up])
-            out[f"{b}mlp.linear_fc2.weight"] = state[f"{a}mlp.down_proj.weight"]
             continue
         out[f"{b}pre_mlp_layernorm.weight"] = norm
         out[f"{b}mlp.router.weight"] = state[f"{a}block_sparse_moe.gate.weight"]
@@ -155,9 +161,10 @@ def llama_to_fused(state: State, vocab: int) -> State:
             if f"{a}self_attn.q_proj.{kind}" in out:
                 parts = [out.pop(f"{a}self_attn.{x}_proj.{kind}") for x in "qkv"]
                 out[f"{a}self_attn.qkv_proj.{kind}"] = np.concatenate(parts)
-        if f"{a}mlp.gate_proj.weight" in out:
-            both = [out.pop(f"{a}mlp.{x}_proj.weight") for x in ("gate", "up")]
-            out[f"{a}mlp.gate_up_proj.weight"] = np.concatenate(both)
+            if f"{a}mlp.gate_proj.{kind}" in out:
+                both = [out.pop(f"{a}mlp.{x}_proj.{kind}") for x in ("gate", "up")]
+                out[f"{a}mlp.gate_up_proj.{kind}"] = np.concatenate(both)
+        if f"{a}mlp.down_proj.weight" in out:
             continue
         moe = f"{a}block_sparse_moe.experts."
         w1, w2, w3 = (
@@ -240,12 +247,12 @@ def neox_to_fused(state: State, vocab: int) -> State:
 
 Convert = Callable[[State, int], State]
 CASES: dict[str, tuple[State, Convert]] = {
-    "llama-hf-to-megatron": (llama(), llama_to_megatron),
-    "llama-hf-to-fused": (llama(), llama_to_fused),
+    "llama-hf-to-megatron": (llama(biases="all"), llama_to_megatron),
+    "llama-hf-to-fused": (llama(biases="all"), llama_to_fused),
     "mistral-hf-to-megatron": (llama(), llama_to_megatron),
     "mistral-hf-to-fused": (llama(), llama_to_fused),
-    "qwen2-hf-to-megatron": (llama(biases=True), llama_to_megatron),
-    "qwen2-hf-to-fused": (llama(biases=True), llama_to_fused),
+    "qwen2-hf-to-megatron": (llama(biases="qkv"), llama_to_megatron),
+    "qwen2-hf-to-fused": (llama(biases="qkv"), llama_to_fused),
     "mixtral-hf-to-megatron": (llama(experts=True), llama_to_megatron),
     "mixtral-hf-to-fused": (llama(experts=True), llama_to_fused),
     "gpt2-hf-to-megatron": (gpt2(), gpt2_to_megatron),

@@ -23,6 +23,7 @@ _GPT2: dict[str, Any] = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head":
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": transformers.LlamaConfig(**_GROUPED),
     "llama, tied": transformers.LlamaConfig(**_GROUPED, tie_word_embeddings=True),
+    "llama, with biases": transformers.LlamaConfig(**_GROUPED, attention_bias=True, mlp_bias=True),
     "qwen2": transformers.Qwen2Config(**_GROUPED),
     "mistral": transformers.MistralConfig(**_GROUPED, head_dim=16),
     "gpt2": transformers.GPT2Config(**_GPT2, n_positions=32, bos_token_id=1, eos_token_id=2),

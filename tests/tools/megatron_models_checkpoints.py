@@ -78,7 +78,8 @@ def gpt(config: transformers.PretrainedConfig, *, seed: int, vocab: int = _PADDE
         sizes["activation_func"] = gelu
     else:
         normalization = "RMSNorm"
-        sizes |= {"activation_func": silu, "gated_linear_unit": True, "add_bias_linear": False}
+        sizes |= {"activation_func": silu, "gated_linear_unit": True}
+        sizes |= {"add_bias_linear": getattr(config, "mlp_bias", False)}
         sizes |= {"layernorm_epsilon": config.rms_norm_eps, "add_qkv_bias": kind == "qwen2"}
     if experts:
         sizes |= {"moe_router_topk": config.num_experts_per_tok}
@@ -226,7 +227,7 @@ def main(place: Path, rows_file: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     on_a_cpu(0, 1, 29_733)
     for label, config in CONFIGS.items():
-        model_type, here = label.split(",")[0], place / label.replace(", ", "-")
+        model_type, here = label.split(",")[0], place / label.replace(", ", "-").replace(" ", "-")
         if model_type == "gpt-neox":
             # Megatron's layers are not parallel.
             config.use_parallel_residual = False

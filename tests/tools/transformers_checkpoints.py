@@ -118,7 +118,10 @@ def names_in_memory(model: torch.nn.Module, place: Path, wanted: torch.Tensor) -
     shutil.copy(place / "hf" / "config.json", saved)
     shardspec("merge", saved, "-o", f"{merged}/")
     same_answers(merged, wanted)
-    model_type, by = place.name.removesuffix("-tied"), ("--sizes", saved / "config.json")
+    model_type, by = (
+        place.name.removesuffix("-tied").removesuffix("-with-biases"),
+        ("--sizes", saved / "config.json"),
+    )
     for target in ("fused", "megatron"):
         mapped, back = place / f"of-dcp-{target}", place / f"of-dcp-{target}-back"
         forth = ("--map", f"{model_type}-hf-to-{target}", *by)
@@ -130,7 +133,7 @@ def names_in_memory(model: torch.nn.Module, place: Path, wanted: torch.Tensor) -
 def main(place: Path, rows_file: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     for label, config in CONFIGS.items():
-        model_type, here = label.split(",")[0], place / label.replace(", ", "-")
+        model_type, here = label.split(",")[0], place / label.replace(", ", "-").replace(" ", "-")
         model = model_of(config)
         wanted = answers(model)
         folder = here / "hf"
@@ -153,7 +156,10 @@ def main(place: Path, rows_file: str) -> None:
     models = "LLaMA, Qwen2, Mistral, GPT-2, GPT-NeoX, Mixtral"
     rows = [
         Row(
-            *(*tool, f"folders with an index, 6 to 9 safetensors files: {models}; tied too"),
+            *(
+                *tool,
+                f"folders with an index, 6 to 9 safetensors files: {models}; tied, with biases too",
+            ),
             *("yes", "yes, by their logits", "`--to huggingface`, whole and resharded"),
             "yes, the logits are equal",
         ),
