@@ -44,7 +44,7 @@ _RUN_BYTES: Final = 6 << 10
 """Fetching a run of bytes by itself costs as much time as reading so many in passing: 0.4 µs."""
 _FEW_RUNS: Final = 128
 """Of an array: so many are read with those of other arrays in one call."""
-_MOST_PREPARED: Final = 8
+_MOST_PREPARED: Final = 4
 """Exchanges whose reads are kept for the next time."""
 
 _Regions: TypeAlias = Mapping[int, Sequence[Region]]
