@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from safetensors import safe_open
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -63,14 +63,22 @@ def _save_rank(rank: int, store: str, place: str) -> None:
         name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in _weights(2).items()
     }
     moments = {f"optim.{name}": tensor for name, tensor in state.items()}
-    dcp.save({"model": {**state, **moments}}, checkpoint_id=place)
+    save({"model": {**state, **moments}}, checkpoint_id=place)
     dist.destroy_process_group()
 
 
 def make_dcp(place: Path) -> None:
     """As FSDP2 of four ranks saves."""
     with tempfile.TemporaryDirectory() as store:
-        mp.spawn(_save_rank, (f"{store}/store", str(place)), RANKS)
+        spawn = mp.get_context("spawn")
+        ranks = [
+            spawn.Process(target=_save_rank, args=(rank, f"{store}/store", str(place)))
+            for rank in range(RANKS)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
 
 
 def make_zero2(place: Path) -> None:
