@@ -12,7 +12,9 @@ from typing import Final
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.strict_json import parse_json
 from shardspec.checkpoint.targets import OutputFile, RawBytes, Target, made_bytes
+from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
 from shardspec.errors import CheckpointError
 
 __all__ = ["add_sidecars"]
@@ -50,6 +52,8 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
         return target
     # A store that has been opened has been listed.
     there = frozenset(path.name for path in directory.iterdir())
+    if format == "dcp":
+        _check_megatron(source, there)
     taken = {file.name for file in target.files}
     files = []
     for name in sorted(_wanted(there, format)):
@@ -76,6 +80,36 @@ def _wanted(names: Iterable[str], format: str) -> set[str]:
         if there >= _MEGATRON:
             found |= _MEGATRON
     return found
+
+
+def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
+    """Check that Megatron-core can load what is written, if it has written what is read."""
+    directory = source.directory
+    said: object = None
+    if "metadata.json" in there:
+        path = file_inside(directory, "metadata.json", directory)
+        with SourceFile(path) as file:
+            data = file.read(0, min(file.num_bytes, _PIECE))
+        # Without Megatron's file beside it, it is something else, whatever it says.
+        if source.objects or b'"sharded_backend"' in data:
+            said = parse_json(data, path, "description")
+    if said is None and not source.objects:
+        return
+    backend = said.get("sharded_backend") if isinstance(said, dict) else None
+    missing = sorted(_MEGATRON - there)
+    if missing:
+        problem = f"{missing[0]} is missing"
+    elif backend != "torch_dist":
+        problem = f"metadata.json says sharded_backend {backend!r}, and not 'torch_dist'"
+    else:
+        path = file_inside(directory, "common.pt", directory)
+        with SourceFile(path) as file:
+            read_torch_zip(file)
+        return
+    raise CheckpointError(
+        f"{directory}: {problem}, and Megatron-core would not load what is written; restore it, or "
+        "write the tensors alone with --no-sidecars (sidecars=False)"
+    )
 
 
 def _copied(path: Path) -> OutputFile:

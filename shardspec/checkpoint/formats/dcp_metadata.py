@@ -10,7 +10,12 @@ from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import box_text
-from shardspec.checkpoint.formats.megatron_core import PLAN_NAMES, block_of, original_shapes
+from shardspec.checkpoint.formats.megatron_core import (
+    PLAN_NAMES,
+    block_of,
+    check_optimizer,
+    original_shapes,
+)
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.pickle_screen import MOST_PICKLE_BYTES, RefusedError
 from shardspec.checkpoint.torch_files.torch_values import TORCH_NAMES, sizes_of
@@ -321,6 +326,7 @@ def read_metadata(path: Path) -> DcpMetadata:
     places = _places(storage, path)
     originals = original_shapes(root.get("mcore_data"), path)
     tensors, others = _entries(listed, places, originals, path)
+    check_optimizer({name: entry.shape for name, entry in tensors.items()}, path)
     by_file: dict[str, list[DcpPlace]] = {}
     for place in places.values():
         by_file.setdefault(place.file, []).append(place)

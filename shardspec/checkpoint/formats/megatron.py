@@ -294,14 +294,14 @@ def _check_arguments(
 
 
 def _check_iteration(files: list[_File]) -> None:
-    """Check that all files are of one iteration, where they say it."""
+    """Check that all files are of one iteration and version, where they say it."""
     first = files[0]
-    for file in files:
-        one, other = (f.state.extras.get("iteration") for f in (first, file))
-        if type(one) is int and type(other) is int and one != other:
+    for file, key in product(files, ("iteration", "checkpoint_version")):
+        one, other = (f.state.extras.get(key) for f in (first, file))
+        if {type(one), type(other)} <= {int, float} and one != other:
             raise CheckpointError(
-                f"{first.state.path}: is of iteration {one}, but {file.state.path} of {other}; the "
-                "files are not of one save, restore those of one"
+                f"{first.state.path}: is of {key.replace('_', ' ')} {one}, but {file.state.path} "
+                f"of {other}; the files are not of one save, restore those of one"
             )
 
 

@@ -10,6 +10,7 @@ the tensor. Source: ``dist_checkpointing/strategies/torch.py`` and ``resharding.
 """
 
 import re
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,14 @@ from shardspec.checkpoint.torch_files.torch_values import sizes_of
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class
 from shardspec.errors import CheckpointError
 
-__all__ = ["MEGATRON_OBJECT", "PLAN_NAMES", "block_of", "boxes_of_stretch", "original_shapes"]
+__all__ = [
+    "MEGATRON_OBJECT",
+    "PLAN_NAMES",
+    "block_of",
+    "boxes_of_stretch",
+    "check_optimizer",
+    "original_shapes",
+]
 
 
 class _Unused(Record):
@@ -50,6 +58,7 @@ PLAN_NAMES: Final[Names] = {
 MEGATRON_OBJECT: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
 """What the names of its objects end in: which of how many it is, such as ``/shard_0.1_4.2``."""
 
+_OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.")
 _SHAPE: Final = "nd_reformulated_orig_global_shape"
 
 
@@ -83,6 +92,19 @@ def block_of(
             "which is not made of such blocks; the metadata contradicts itself, save again"
         )
     return block
+
+
+def check_optimizer(shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Check that what the optimizer holds of a tensor has its shape; flat ones have been undone."""
+    for name, shape in shapes.items():
+        match = _OF_OPTIMIZER.match(name)
+        model = shapes.get(name[match.end() :], shape) if match else shape
+        if shape != model and prod(shape) == prod(model):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is {list(shape)}, but that of the model "
+                f"{list(model)}, and nothing says how it was made flat (mcore_data); convert it "
+                "with Megatron's own tools to fully_reshardable"
+            )
 
 
 def boxes_of_stretch(block: tuple[int, ...], chunk: Box) -> list[tuple[Box, int]]:

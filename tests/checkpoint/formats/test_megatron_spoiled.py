@@ -118,16 +118,25 @@ def test_all_files_are_those_of_one_rank(ckpt):
     assert "was saved by rank 1, and " in refused(ckpt)
 
 
-def test_a_rank_of_another_iteration(tmp_path):
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("iteration", 9, "iteration 10, but {} of 9"),
+        # Before 2.0 the rows of q, k and v lie in another order.
+        ("checkpoint_version", 1.0, "checkpoint version 3.0, but {} of 1.0"),
+        ("checkpoint_version", 0, "checkpoint version 3.0, but {} of 0"),
+    ],
+)
+def test_a_rank_of_another_iteration_or_version(tmp_path, key, value, problem):
     def spoil(rank, stage, state):
         if (rank, stage) == (2, 0):
-            state["iteration"] = 9
+            state[key] = value
 
     ckpt = write(tmp_path / "ckpt", MODEL, 3, SPLITS, spoil=spoil) / "iter_0000010"
+    other = f"{ckpt}/mp_rank_02_000/model_optim_rng.pt"
     assert refused(ckpt) == (
-        f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: is of iteration 10, but "
-        f"{ckpt}/mp_rank_02_000/model_optim_rng.pt of 9; the files are not of one save, restore "
-        "those of one"
+        f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: is of {problem.format(other)}; the files are "
+        "not of one save, restore those of one"
     )
 
 
