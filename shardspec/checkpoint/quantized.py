@@ -2,11 +2,14 @@
 
 torchao says in the metadata of its safetensors files where blocks lie (``block_size``). For fp8
 weights ``config.json`` says it (``quantization_config.weight_block_size``): each such weight ``W``
-has a ``W_scale_inv``.
+has a ``W_scale_inv``. GPTQ and AWQ have a row of ``W.scales`` for so many rows of ``W.qweight``;
+bitsandbytes has a number of ``W.absmax`` for so many bytes of a 4-bit ``W``, a power of two.
 """
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain
+from math import prod
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
@@ -35,7 +38,8 @@ def check_blocks(source: Catalog, layouts: Mapping[str, Layout]) -> None:
     LayoutError
         If one is.
     """
-    blocks = {**dict(_torchao(source.file_metadata.values)), **dict(_fp8(source))}
+    torchao = _torchao(source.file_metadata.values)
+    blocks = dict(chain(torchao, _fp8(source), _packed(source)))
     for name in sorted(blocks.keys() & layouts.keys()):
         layout = layouts[name]
         if len(blocks[name]) != len(layout.global_shape):
@@ -72,6 +76,22 @@ def _fp8(source: Catalog) -> Iterator[tuple[str, tuple[int, ...]]]:
     block = _sizes(said.get("weight_block_size") if isinstance(said, dict) else None)
     if block:
         yield from ((name, block) for name in scaled)
+
+
+def _packed(source: Catalog) -> Iterator[tuple[str, tuple[int, ...]]]:
+    known = set(source.names)
+    for name in source.names:
+        home, _, last = name.rpartition(".")
+        if last == "qweight" and f"{home}.scales" in known:
+            rows, groups = (source.outline(f"{home}.{of}").shape[0] for of in (last, "scales"))
+            if groups and rows % groups == 0:
+                yield name, (rows // groups, 1)
+        elif f"{name}.absmax" in known:
+            num_bytes, count = (prod(source.outline(of).shape) for of in (name, f"{name}.absmax"))
+            powers = (1 << power for power in range(num_bytes.bit_length() + 1))
+            block = next((size for size in powers if -(-num_bytes // size) == count), None)
+            if block is not None:
+                yield name, (block, 1)
 
 
 def _object(text: str | bytes) -> dict[str, object]:

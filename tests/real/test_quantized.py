@@ -1,6 +1,7 @@
 """Quantised checkpoints are kept to the bit, and not cut through their blocks."""
 
 import json
+import math
 
 import pytest
 import safetensors
@@ -65,3 +66,33 @@ def test_blocks_of_fp8_weights_are_not_cut(tmp_path, size, ranks, fits):
     merge(tmp_path / "cut", tmp_path / "out.safetensors")
     found = load_file(tmp_path / "out.safetensors")["w"]
     assert torch.equal(found.view(torch.uint8), weight.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name", "fits", "cut"),
+    [
+        # GPTQ: eight numbers of 4 bits down each int32, a scale for 32 of them.
+        ({"w.qweight": (16, 6), "w.scales": (4, 6)}, "w.qweight", (2, 4), (8, 3)),
+        # AWQ: eight numbers of 4 bits along a row.
+        ({"w.qweight": (128, 3), "w.scales": (2, 24)}, "w.qweight", (2,), (4, 3)),
+        # bitsandbytes: two numbers a byte, a scale for 64 of them, the last block not full.
+        ({"w": (4000, 1), "w.absmax": (125,)}, "w", (5,), (2, 3)),
+        ({"w": (4010, 1), "w.absmax": (126,)}, "w", (), (2, 5)),
+    ],
+)
+def test_blocks_of_packed_weights_are_not_cut(tmp_path, tensors, name, fits, cut):
+    source = tmp_path / "packed.safetensors"
+    held = {key: torch.arange(math.prod(shape)).reshape(shape) for key, shape in tensors.items()}
+    save_file(held, source)
+    for ranks in (*fits, *cut):
+        mesh = DeviceMesh(range(ranks), (ranks,))
+        out = tmp_path / f"on-{ranks}"
+        if ranks in fits:
+            reshard(source, out, device_mesh=mesh, rules={name: "[S0,R]"})
+            merge(out, tmp_path / f"{ranks}.safetensors")
+            back = load_file(tmp_path / f"{ranks}.safetensors")
+            assert all(torch.equal(back[key], tensor) for key, tensor in held.items())
+        else:
+            with pytest.raises(LayoutError, match="elements that share a scale"):
+                reshard(source, out, device_mesh=mesh, rules={name: "[S0,R]"})
+            assert not out.exists()

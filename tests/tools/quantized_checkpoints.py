@@ -1,0 +1,83 @@
+"""Models that torchao and bitsandbytes have quantised, merged and resharded, and loaded again."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
+
+from tests.tools.commands import shardspec
+from tests.tools.language_models import answers, loaded, model_of
+from tests.tools.table import Row, write_rows
+
+KINDS = {
+    "torchao int8": TorchAoConfig(Int8WeightOnlyConfig()),
+    "bitsandbytes nf4": BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=True,
+    ),
+    "bitsandbytes int8": BitsAndBytesConfig(load_in_8bit=True),
+}
+CUT = {
+    "torchao int8": ("*.k_proj._weight_qdata", "[R,S0]"),
+    "bitsandbytes nf4": ("*.k_proj.weight", "[S0,R]"),
+}
+"""Cuts through blocks over three ranks: torchao's are rows, those of bitsandbytes 32 bytes."""
+
+
+# The kernels of bitsandbytes for CPUs take multiples of 32.
+CONFIG = LlamaConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def main(place: Path, rows_file: str) -> None:
+    plain = model_of(CONFIG)
+    plain.save_pretrained(place / "plain")
+    rows = []
+    for kind, config in KINDS.items():
+        here = place / kind.replace(" ", "-")
+        model = AutoModelForCausalLM.from_pretrained(
+            place / "plain", quantization_config=config, dtype=torch.float32, device_map="cpu"
+        )
+        model.save_pretrained(here / "saved", max_shard_size="60KB")
+        wanted = answers(loaded(here / "saved"))
+        assert not torch.equal(wanted, answers(plain)), "it is quantised"
+        assert len(list((here / "saved").glob("*.safetensors"))) > 1
+        shardspec("verify", here / "saved")
+        shardspec("merge", here / "saved", "-o", f"{here}/merged/")
+        shardspec("reshard", here / "saved", "-o", here / "own", "--mesh", "2", "--rule",
+                  "*norm.weight", "[S0]")  # fmt: skip
+        shardspec("merge", here / "own", "-o", f"{here}/back/")
+        # Metadata of safetensors files does not pass through shardspec's own format.
+        for folder in ("merged",) if kind.startswith("torchao") else ("merged", "back"):
+            assert torch.equal(answers(loaded(here / folder)), wanted), (kind, folder)
+        if kind in CUT:
+            cut = ("--mesh", "3", "--rule", *CUT[kind])
+            said = shardspec("reshard", here / "saved", "-o", here / "cut", *cut, code=2)
+            assert "share a scale" in said, said
+            assert not (here / "cut").exists()
+        tool, _, how = kind.partition(" ")
+        rows.append(
+            Row(
+                *(tool, version(tool), f"{how} of a LLaMA, several safetensors files"),
+                *("yes", "yes, by the logits", "`--to huggingface`"),
+                "yes, by transformers: the logits are equal; a cut through a block is refused"
+                if kind in CUT
+                else "yes, by transformers: the logits are equal",
+            )
+        )
+    write_rows(rows_file, rows)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
