@@ -63,7 +63,7 @@ ROWS: Final = (
     ),
     Row(
         "tools",
-        "files of DeepSpeed and Meta missing, cut, or in the place of others",
+        "files of DeepSpeed, Meta and Megatron missing, cut, or in the place of others",
         tools.files,
         ends="refused or right",
     ),

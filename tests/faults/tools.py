@@ -1,4 +1,4 @@
-"""Files of DeepSpeed and Meta, of the tools themselves: missing, cut, or in another's place."""
+"""Files that DeepSpeed, Meta's and Megatron's tools wrote: missing, cut, or in another's place."""
 
 import hashlib
 import json
@@ -18,6 +18,7 @@ from tests.faults.harness import Case
 __all__ = ["files"]
 
 _DATA: Final = Path(__file__).parents[1] / "real" / "data"
+_MEGATRON: Final = ("0.15", "0.16", "legacy")
 _CUTS: Final = 16
 
 
@@ -27,13 +28,23 @@ def files(place: Path, whole: bool) -> Iterator[Case]:
         archive.extractall(place, filter="data")
     due = json.loads((_DATA / "deepspeed.json").read_text("utf-8"))
     cases = [case for name in due for case in _cases(place / name, due[name])]
+    for archive_name in _MEGATRON:
+        with tarfile.open(_DATA / f"megatron-{archive_name}.tar.xz") as archive:
+            archive.extractall(place, filter="data")
+    for source in sorted({*place.glob("megatron-0.1?"), *place.glob("legacy-*")}):
+        # tests/real compares these with what each rank held.
+        out = place / f"{source.name}.safetensors"
+        code, _, error = command(["merge", source, "-o", out])
+        assert code == 0, error
+        cases += _cases(source, _shown(out))
     yield from cases[:: 1 if whole else 9]
 
 
 def _cases(source: Path, due: dict[str, list[object]]) -> Iterator[Case]:
-    held = sorted(path.relative_to(source) for path in source.rglob("*.pt*"))
+    found = {path for kind in ("*.pt*", "*.distcp", ".metadata") for path in source.rglob(kind)}
     # What may be left out, or says nothing that is compared.
-    held = [path for path in held if path.stem != "optimizer_state"]
+    left = ("optimizer_state", "common")
+    held = sorted(path.relative_to(source) for path in found if path.stem not in left)
 
     for path in held:
         yield Case(f"{source.name}, {path} missing", partial(_act, source, due, path, None))
@@ -43,9 +54,11 @@ def _cases(source: Path, due: dict[str, list[object]]) -> Iterator[Case]:
             yield Case(f"{source.name}, {path} cut", partial(_act, source, due, path, cut))
         # Those of parameters may be of equal shapes.
         for other in held if source.name != "universal" else ():
-            if other != path and other.suffix == path.suffix:
+            over = (source / other).read_bytes()
+            # Chunks of equal shapes may be swapped in a DCP directory: see the document.
+            alike = path.suffix == ".distcp" and len(over) == len(data)
+            if other != path and other.suffix == path.suffix and not alike:
                 label = f"{source.name}, {other} over {path}"
-                over = (source / other).read_bytes()
                 yield Case(label, partial(_act, source, due, path, over))
 
 
@@ -63,13 +76,15 @@ def _act(source: Path, due: dict[str, list[object]], path: Path, data: bytes | N
         assert code == 3
         refused(args, place)
         return
-    found = safetensors.numpy.load_file(place / "out.safetensors")
-    shown = {
+    shown = _shown(place / "out.safetensors")
+    assert {name: found for name, found in shown.items() if name in due} == due
+
+
+def _shown(path: Path) -> dict[str, list[object]]:
+    return {
         name: [str(array.dtype), list(array.shape), hashlib.sha256(_bytes(array)).hexdigest()[:16]]
-        for name, array in found.items()
-        if name in due
+        for name, array in safetensors.numpy.load_file(path).items()
     }
-    assert shown == due
 
 
 def _bytes(array: np.ndarray) -> bytes:
