@@ -180,7 +180,7 @@ def _parameters(ranks: Sequence[ZeroRank], stage: int) -> tuple[list[_Parameter]
     if not isinstance(groups, list) or len(needed) != len(groups):
         raise CheckpointError(
             f"{model.path}: has no param_shapes, or other ones than {optimizer.path} has "
-            "param_alignment_paddings; without them flat tensors cannot be taken apart"
+            "param_alignment_paddings, and flat tensors cannot be taken apart; restore the file"
         )
     return found, [at] * len(ranks) if stage == 3 else needed
 
@@ -205,40 +205,38 @@ def _flat(ranks: Sequence[ZeroRank], stage: int, needed: Sequence[int]) -> dict[
     if groups != list(range(len(groups))) or (stage < 3 and len(groups) != len(needed)):
         raise CheckpointError(
             f"{ranks[0].optimizer.path}: has the flat groups {groups}, but {ranks[0].model.path} "
-            "other groups of parameters; the files are not of one save"
+            "other groups of parameters; the files are not of one save, restore those of one"
         )
     flat: dict[str, _Lines] = {kind: {} for kind in kinds}
     for (kind, tensors), group in product(kinds.items(), groups):
         if stage < 3 and all((at, group) not in tensors for at in range(len(ranks))):
             # The optimizer keeps nothing of a group that was never updated.
             continue
+        # Behind the last parameter of stages 1 and 2 ranks have padding, or leave it out.
+        share = -(-needed[group] // (2 * len(ranks))) * 2 if stage < 3 else 0
         for number, rank in enumerate(ranks):
-            # What is behind the last parameter may be left out by the last rank.
-            last = stage < 3 and number == len(ranks) - 1
             found = tensors.get((number, group))
             length = 0 if found is None else found.local.shape[0]
-            full, own = (
-                weights[key].local.shape[0] if key in weights else 0
-                for key in ((0, group), (number, group))
-            )
-            alone = len(ranks) == 1 and length == full + full % 2
-            fits = length == full or alone if kind else length <= full
-            if found is None or own > full or not (length == own == full or (last and fits)):
+            if stage == 3:
+                like = weights.get((0, group))
+                due = {0 if like is None else like.local.shape[0]}
+            else:
+                due = {share, min(max(0, needed[group] - number * share), share)}
+            if found is None or length not in due:
                 raise CheckpointError(
                     f"{rank.optimizer.path}: the flat {kind or 'fp32'} tensor of group {group} has "
-                    f"{length} elements, but {full} are due; it was padded or cut off, restore the "
-                    "file"
+                    f"{length} elements, but {min(due)} are due; it was padded or cut off, "
+                    "or param_shapes is of another save; restore the files of one"
                 )
             line = flat[kind].setdefault(number if stage == 3 else group, [])
-            start = line[-1].end if line else 0
+            start = number * share if stage < 3 else line[-1].end if line else 0
             line.append(_Piece(number, rank.optimizer.path, found, start))
-    align = 1 if stage == 3 else 2 * len(ranks)
     for line, wanted in zip(flat[_WEIGHT].values(), needed, strict=True):
-        have = line[-1].end
-        if have < wanted or -(-have // align) != -(-wanted // align):
+        if stage == 3 and line[-1].end != wanted:
             raise CheckpointError(
-                f"{line[-1].path}: the flat fp32 tensors have {have} elements, but the parameters "
-                f"in them {wanted}; they were padded or cut off, or param_shapes is of another save"
+                f"{line[-1].path}: the flat fp32 tensors have {line[-1].end} elements, but the "
+                f"parameters in them {wanted}; they were padded or cut off, or param_shapes is of "
+                "another save; restore the files of one"
             )
     return flat
 

@@ -118,7 +118,7 @@ def made_by(name: str, function: Callable[..., object]) -> Global:
             return function(*args)
         except (TypeError, ValueError) as error:
             raise RefusedError(
-                f"calls {name} with arguments that it does not take: {error}"
+                f"calls {name} with arguments that it does not take: {error}; restore the file"
             ) from None
 
     return Global(name, (), {"__new__": make})

@@ -42,10 +42,8 @@ def flats(groups, whole, ranks, stage, gaps):
             )
             padded = torch.cat([flat, torch.full((-len(flat) % (2 * ranks),), -1.0)])
             for rank, piece in enumerate(padded.chunk(ranks)):
-                # The last rank leaves its padding out of the parameters, not of the moments.
-                end = (
-                    len(flat) - rank * len(piece) if not kind and rank == ranks - 1 else len(piece)
-                )
+                # Padding is left out of the parameters, not of the moments.
+                end = len(piece) if kind else len(flat) - rank * len(piece)
                 found[kind, rank, at] = piece[: max(0, end)].clone()
     return found
 
