@@ -35,19 +35,25 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import ceil, isfinite, prod
+from math import isfinite, prod
 from operator import gt
 from typing import TYPE_CHECKING, Final
 
-from shardspec.comm.curves import KINDS, Band, Curve, Line, Link, curve_between, share, whole
+from shardspec.comm.curves import (
+    Band,
+    Curve,
+    Line,
+    Link,
+    copies,
+    curve_between,
+    kind_of,
+    share,
+    whole,
+)
 from shardspec.comm.presets import DEFAULT_LINK, DEFAULT_PRESET, link_preset, preset_copy_s
 from shardspec.comm.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
     Exchange,
     Permute,
-    ReduceScatter,
     Step,
 )
 from shardspec.errors import MeshError
@@ -56,9 +62,7 @@ from shardspec.mesh import DeviceMesh, LinkModel
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["DEFAULT_LINK", "CostModel", "Link", "bytes_received", "copies", "kind_of"]
-
-_COLLECTIVES: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))
+__all__ = ["DEFAULT_LINK", "CostModel", "Link"]
 
 NO_MEASUREMENT: Final = "no measurement"
 
@@ -83,6 +87,7 @@ class CostModel:
 
     Examples
     --------
+    >>> from shardspec.comm.steps import AllGather
     >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
     >>> round(model.step_seconds(AllGather(0, (1,)), 1_000_000) * 1e6, 3)
     6.0
@@ -200,6 +205,7 @@ class CostModel:
 
         Examples
         --------
+        >>> from shardspec.comm.steps import AllGather
         >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
         >>> model.lines(AllGather(0, (1,))) == ((3 * 1e-6, 3 * 1e-12),)
         True
@@ -411,62 +417,3 @@ class CostModel:
                 fixed += peers * alpha
                 per_byte += peers / n * beta
         return start + fixed, per_byte
-
-
-def copies(step: Step, devices: int) -> int:
-    """Return how often a device copies what it holds before a collective, to pack and unpack.
-
-    Parameters
-    ----------
-    step, devices
-        A collective, and along how many devices it goes.
-
-    Examples
-    --------
-    >>> copies(AllGather(0, (1,)), 4), copies(AllGather(1, (1,)), 4)
-    (0, 4)
-    """
-    match step:
-        case AllGather(dim):
-            return devices if dim else 0
-        case ReduceScatter(dim):
-            return int(dim > 0)
-        case AllToAll(src_dim, dst_dim):
-            return (src_dim > 0) + (dst_dim > 0)
-        case _:
-            return 0
-
-
-def kind_of(step: Step) -> str | None:
-    """Return which of `KINDS` a step is; None for one that is no collective.
-
-    Examples
-    --------
-    >>> kind_of(AllGather(0, (1,)))
-    'all-gather'
-    """
-    return _COLLECTIVES.get(type(step))
-
-
-def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int:
-    """Return the bytes that a device receives in a step, by a bandwidth-optimal algorithm.
-
-    Parameters
-    ----------
-    step
-        What moves; no permute or exchange, which are counted from the layouts on both sides.
-    mesh_shape
-        Devices along each axis.
-    num_bytes
-        Bytes of the largest shard before the step.
-
-    Examples
-    --------
-    >>> bytes_received(AllGather(0, (1,)), (2, 4), 100)
-    300
-    >>> bytes_received(AllReduce((1,), "sum"), (2, 4), 100)
-    150
-    """
-    assert not isinstance(step, Permute | Exchange), "counted from the layouts on both sides"
-    n, kind = prod(mesh_shape[axis] for axis in step.axes), kind_of(step)
-    return 0 if kind is None else ceil(num_bytes * share(kind, n) * whole(kind, n))

@@ -10,7 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from math import ceil, prod
 from typing import Final, Literal, TypeAlias
+
+from shardspec.comm.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Permute,
+    ReduceScatter,
+    Step,
+)
 
 __all__ = [
     "KINDS",
@@ -19,14 +30,18 @@ __all__ = [
     "Curve",
     "Line",
     "Link",
+    "bytes_received",
+    "copies",
     "curve_between",
     "curves_of",
+    "kind_of",
     "share",
     "whole",
 ]
 
 KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """The collectives that have curves."""
+_COLLECTIVES: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))
 
 LARGE: Final = 1 << 20
 """Bytes from which on errors are told apart from those of smaller buffers."""
@@ -319,3 +334,62 @@ def _line(microseconds: str, picoseconds: str) -> Line:
 
 def _band(text: str) -> Band | None:
     return None if text == "-" else Band(*(float(part) / 100 for part in text.split(",")))
+
+
+def copies(step: Step, devices: int) -> int:
+    """Return how often a device copies what it holds before a collective, to pack and unpack.
+
+    Parameters
+    ----------
+    step, devices
+        A collective, and along how many devices it goes.
+
+    Examples
+    --------
+    >>> copies(AllGather(0, (1,)), 4), copies(AllGather(1, (1,)), 4)
+    (0, 4)
+    """
+    match step:
+        case AllGather(dim):
+            return devices if dim else 0
+        case ReduceScatter(dim):
+            return int(dim > 0)
+        case AllToAll(src_dim, dst_dim):
+            return (src_dim > 0) + (dst_dim > 0)
+        case _:
+            return 0
+
+
+def kind_of(step: Step) -> str | None:
+    """Return which of `KINDS` a step is; None for one that is no collective.
+
+    Examples
+    --------
+    >>> kind_of(AllGather(0, (1,)))
+    'all-gather'
+    """
+    return _COLLECTIVES.get(type(step))
+
+
+def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int:
+    """Return the bytes that a device receives in a step, by a bandwidth-optimal algorithm.
+
+    Parameters
+    ----------
+    step
+        What moves; no permute or exchange, which are counted from the layouts on both sides.
+    mesh_shape
+        Devices along each axis.
+    num_bytes
+        Bytes of the largest shard before the step.
+
+    Examples
+    --------
+    >>> bytes_received(AllGather(0, (1,)), (2, 4), 100)
+    300
+    >>> bytes_received(AllReduce((1,), "sum"), (2, 4), 100)
+    150
+    """
+    assert not isinstance(step, Permute | Exchange), "counted from the layouts on both sides"
+    n, kind = prod(mesh_shape[axis] for axis in step.axes), kind_of(step)
+    return 0 if kind is None else ceil(num_bytes * share(kind, n) * whole(kind, n))

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel, copies
-from shardspec.comm.curves import Line
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import Line, copies
 from shardspec.comm.steps import AllReduce, Permute, ReduceOp, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError

@@ -4,7 +4,8 @@ from math import prod
 
 import numpy as np
 
-from shardspec.comm.cost import CostModel, bytes_received
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import bytes_received
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.dtypes import item_bytes
 from shardspec.layout.cross import exchange_seconds, held_bytes, missing, received_bytes

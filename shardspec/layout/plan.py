@@ -7,8 +7,8 @@ from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
-from shardspec.comm.cost import CostModel, kind_of
-from shardspec.comm.curves import Band
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import Band, kind_of
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,

@@ -13,7 +13,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel, copies
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import copies
 from shardspec.comm.steps import Step
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import PartialState, State, TransitionGraph, spec_of

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel, kind_of
-from shardspec.comm.curves import share
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import kind_of, share
 from shardspec.comm.curves import whole as whole_of
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes

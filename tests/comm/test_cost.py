@@ -2,7 +2,8 @@ from itertools import combinations, permutations
 
 import pytest
 
-from shardspec.comm.cost import DEFAULT_LINK, CostModel, Link, bytes_received
+from shardspec.comm.cost import DEFAULT_LINK, CostModel, Link
+from shardspec.comm.curves import bytes_received
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
 from shardspec.errors import MeshError
 from shardspec.layout.graph import TransitionGraph, spec_of
