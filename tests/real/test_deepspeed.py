@@ -215,6 +215,29 @@ def test_what_does_not_add_up_is_refused(real, tmp_path, name, change, told):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.usefixtures("deepspeed")
+def test_round_robin_changes_the_order_of_parameters(real, tmp_path):
+    """Then ranks say where parameters lay before; where they lie is in param_shapes alone."""
+    one, two = (f"model.layers.{layer}.input_layernorm.weight" for layer in range(2))
+    place = shutil.copytree(real("deepspeed") / "zero2", tmp_path / "run")
+
+    def other_order(state):
+        (shapes,) = state["param_shapes"]
+        names = {one: two, two: one}
+        state["param_shapes"] = [{names.get(name, name): shapes[name] for name in shapes}]
+
+    def round_robin(state):
+        state["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+
+    spoiled(place, "mp_rank_00_model_states.pt", other_order)
+    with pytest.raises(CheckpointError, match="of another rank or save"):
+        read_whole(place)
+    spoiled(place, "mp_rank_00_model_states.pt", round_robin)
+    due = read_whole(real("deepspeed") / "zero2")
+    due[one], due[two] = due[two], due[one]
+    assert_same(read_whole(place), due)
+
+
 def swap(place):
     one, two = (place / "global_step2" / optimizer(rank) for rank in (1, 2))
     held = one.read_bytes()

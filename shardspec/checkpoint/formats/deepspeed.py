@@ -12,7 +12,8 @@ A stretch of a flat tensor is a few boxes of the parameter. Tensors are the para
 names, as fp32; frozen ones and buffers as they are stored (zero_to_fp32.py makes them fp32, as
 ``--dtype float32`` does); tied ones; and ``optimizer.KIND.NAME`` of what the optimizer keeps of
 each (``exp_avg``, ``exp_avg_sq``, ``step``). **That two ranks' files of stage 3 were swapped cannot
-be told**; those of stages 1 and 2 say where they belong (``param_slice_mappings``).
+be told**; those of stages 1 and 2 say where they belong (``param_slice_mappings``), unless the run
+had ``round_robin_gradients``.
 """
 
 import re
@@ -45,7 +46,7 @@ from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["open_deepspeed"]
+__all__ = ["beside", "open_deepspeed", "shape_of"]
 
 _GROUP: Final = re.compile(
     rf"{OPTIMIZER}\.(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d{{1,9}})"
@@ -107,7 +108,7 @@ def open_deepspeed(directory: Path) -> ListedCatalog:
     flat = _flat(ranks, stage, needed)
     if stage < 3:
         _check_slices(ranks, parameters, flat[_WEIGHT])
-    tensors = _beside(ranks, stage)
+    tensors = beside(ranks, stage)
     scalars = _scalars(ranks)
     for one in parameters:
         for kind, lines in flat.items():
@@ -146,7 +147,8 @@ def _under(state: TorchState, key: str) -> dict[str, object]:
     return {k.removeprefix(start): v for k, v in state.extras.items() if k.startswith(start)}
 
 
-def _shape(state: TorchState, name: object, value: object) -> tuple[str, tuple[int, ...]]:
+def shape_of(state: TorchState, name: object, value: object) -> tuple[str, tuple[int, ...]]:
+    """Return the name and shape of a parameter, as a model's file says them."""
     try:
         if isinstance(name, str):
             return name, sizes_of(value)
@@ -173,7 +175,7 @@ def _parameters(ranks: Sequence[ZeroRank], stage: int) -> tuple[list[_Parameter]
         if not isinstance(group, dict) or not isinstance(gaps, list) or len(gaps) != len(group):
             break
         for (key, value), gap in zip(group.items(), gaps, strict=True):
-            name, shape = _shape(model, key, value)
+            name, shape = shape_of(model, key, value)
             found.append(_Parameter(name, shape, number, at))
             at += -(-prod(shape) // len(ranks)) if stage == 3 else prod(shape) + gap
         needed.append(at)
@@ -242,7 +244,13 @@ def _flat(ranks: Sequence[ZeroRank], stage: int, needed: Sequence[int]) -> dict[
 
 
 def _check_slices(ranks: Sequence[ZeroRank], stated: Sequence[_Parameter], flat: _Lines) -> None:
-    """Compare where parameters lie with what each rank says of its own parts of them."""
+    """Compare where parameters lie with what each rank says of its own parts of them.
+
+    With ``round_robin_gradients`` ranks say where they lay before DeepSpeed changed their order;
+    only param_shapes is right then.
+    """
+    if ranks[0].model.extras.get("ds_config.zero_optimization.round_robin_gradients") is True:
+        return
     known = {(one.group, one.name): one for one in stated}
     for number, rank in enumerate(ranks):
         said = rank.optimizer.extras.get(f"{OPTIMIZER}.param_slice_mappings")
@@ -288,7 +296,7 @@ def _scalars(ranks: Sequence[ZeroRank]) -> dict[int, dict[str, StoredTensor]]:
     return found
 
 
-def _beside(ranks: Sequence[ZeroRank], stage: int) -> dict[str, StoredTensor]:
+def beside(ranks: Sequence[ZeroRank], stage: int) -> dict[str, StoredTensor]:
     """Return buffers, and parameters that are not trained."""
     model = ranks[0].model
     tensors = {}
@@ -298,7 +306,7 @@ def _beside(ranks: Sequence[ZeroRank], stage: int) -> dict[str, StoredTensor]:
         if name != key and (stage < 3 or 0 not in found.local.shape):
             tensors[name] = whole_tensor(name, model.path, found)
     for key, value in _under(model, "frozen_param_shapes").items():
-        name, shape = _shape(model, key, value)
+        name, shape = shape_of(model, key, value)
         lines: _Lines = {}
         share = -(-prod(shape) // len(ranks)) if stage == 3 else prod(shape)
         for at, rank in enumerate(ranks[: len(ranks) if stage == 3 else 1]):
