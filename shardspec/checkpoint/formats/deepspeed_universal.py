@@ -3,9 +3,9 @@
 ``zero/NAME/fp32.pt`` has a whole parameter, ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``
 beside it what the optimizer keeps of it; ``mp_rank_00_model_states.pt`` the rest, and the names and
 shapes that are due. Of stage 3 parameters are flat there, and each rank has a model's file, with
-its part of what is frozen. Tensors have the names that they have when the run's own checkpoint is read.
-Tied parameters are the one that they are tied to: their own fp32.pt has the rounded values of the
-model.
+its part of what is frozen. Tensors have the names that they have when the run's own checkpoint is
+read. Tied parameters are the one that they are tied to: their own fp32.pt has the rounded values of
+the model.
 """
 
 from collections.abc import Mapping
