@@ -49,7 +49,7 @@ class Columns(Sequence[_Row]):
         """Return a row, or some."""
         if isinstance(index, slice):
             return tuple(map(self._row, *(column[index] for column in self._columns)))
-        return self._row(*(column[index] for column in self._columns))
+        return self._row(*[column[index] for column in self._columns])
 
     def __iter__(self) -> Iterator[_Row]:
         return map(self._row, *self._columns)
