@@ -8,7 +8,7 @@ from math import prod
 from typing import TypeAlias
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Band, kind_of
+from shardspec.comm.curves import Band, copies, kind_of
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -123,11 +123,14 @@ class ConversionPlan:
 
     @property
     def errors(self) -> tuple[StepError, ...]:
-        """How far the price of every step that communicates is off."""
-        found = []
+        """How far the price of every step that communicates is off; None where nobody measured."""
+        found: list[StepError] = []
         for step, before, after in self.communicating:
             model = self.model_between(before, after)
             found.append((_what(step, before), model.error(step, before.max_local_bytes)))
+            if model.copy_s and copies(step, 2):
+                # Their rate is the vendor's.
+                found.append(("local copies", None))
         return tuple(found)
 
     def as_dict(self) -> dict[str, object]:

@@ -48,7 +48,8 @@ def test_json():
     plan = LayoutConverter().plan(layout, "[R,S01]")
     assert json.loads(result.stdout) == json.loads(plan.to_json())
     assert json.loads(result.stdout)["known_error"] == (
-        "all-to-all of 8: 6 % off at the median, 11 % at the 90th percentile"
+        "all-to-all of 8: 6 % off at the median, 11 % at the 90th percentile; "
+        "no measurement of local copies"
     )
     assert [step["layout"] for step in json.loads(result.stdout)["steps"]] == ["[S01,R]", "[R,S01]"]
 
@@ -108,7 +109,9 @@ def test_named_links():
         "axis 1 h100-nvswitch: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s; "
         "local copies at 1675 GB/s"
     )
-    assert result.stdout.splitlines()[-1] == "known error: no measurement of all-to-all of 8"
+    assert result.stdout.splitlines()[-1] == (
+        "known error: no measurement of all-to-all of 8, local copies"
+    )
     links = json.loads(run(*README_EXAMPLE, "--links", "efa-v4-per-gpu", "--json").stdout)["links"]
     assert [link["name"] for link in links] == ["efa-v4-per-gpu"] * 2
 
