@@ -71,11 +71,13 @@ class StateCopies:
     """Tensors that are others of `moves` under a second name."""
     values: tuple[tuple[str, str], ...] = ()
     """Plain values that go along: the name in the source, and in the target."""
+    padded: tuple[str, ...] = ()
+    """Tensors of the target that are zero where no tensor of the source fills them."""
 
     @cached_property
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
-        found = hashlib.sha256(repr((self.max_bytes, self.ties, self.values)).encode())
+        found = hashlib.sha256(repr((self.max_bytes, self.ties, self.values, self.padded)).encode())
         texts = {}
         for move in self.moves:
             for layout in (move.source, move.target):

@@ -184,7 +184,10 @@ class DeviceShards:
         return self._schedule.receives.get(wave, {})
 
     def allocate(self) -> None:
-        """Make the results that were not given."""
+        """Make the results that were not given, and clear those that have padding."""
+        for place, shard in self.target.items():
+            if self.plan.moves[place].target_name in self.plan.padded:
+                shard.zero_()
         where = next(iter(self.source.values())).device if self.source else _default_device()
         made: dict[str, torch.Tensor] = {}
         for place, move in enumerate(self.plan.moves):

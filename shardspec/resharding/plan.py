@@ -146,7 +146,10 @@ def plan_reshard(
     tied = _tied(given, before)
     if isinstance(names, NameMap):
         moves = _mapped(before, target, names, dtype)
-        return _plan(moves, max_bytes, tied, [(name, name) for name in values])
+        found = {move.target_name: move.target.global_shape for move in moves}
+        padded = {padding.target for padding in names.padding(found)}
+        plan = _plan(moves, max_bytes, tied, [(name, name) for name in values])
+        return replace(plan, padded=tuple(sorted(padded)))
     if not isinstance(names, Mapping | None):
         raise LayoutError(
             f"names= is a {type(names).__name__}; give one NameMap, as load_map makes, or a dict "

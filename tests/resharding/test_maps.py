@@ -159,6 +159,9 @@ def test_random_meshes_both_ways(backwards):
         plan = plan_reshard(source, target, names=map_, max_bytes=(None, 512)[seed % 2] or None)
         tensors = {n: DTensor(t, a, source[n].spec) for n, t in given.items()}
         assert wrong_shards(wanted, target, plan.run(tensors), b.ids) == [], seed
+        # What is filled held something else, also where it is padding.
+        out = {n: DTensor(torch.randn_like(t), b, target[n].spec) for n, t in wanted.items()}
+        assert wrong_shards(wanted, target, plan.run(tensors, out), b.ids) == [], seed
 
 
 def test_the_target_is_implied_by_views_and_sizes():
