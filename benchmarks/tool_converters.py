@@ -6,6 +6,7 @@ own, imports included. The times are medians; memory is the most that any run ha
 """
 
 import argparse
+import os
 import shutil
 import statistics
 import subprocess
@@ -28,7 +29,6 @@ from shardspec.text import bytes_text, table_text
 __all__ = ["main"]
 
 RANKS, LAYERS, WIDTH = 4, 32, 2048
-_VERSION = "0.19.8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,11 @@ class Converter:
     """File of the output whose tensors are compared, by either."""
 
 
-def _weights(share: int) -> dict[str, torch.Tensor]:
-    """Return float32 weights of 1 GiB, divided by `share`."""
+def _weights() -> dict[str, torch.Tensor]:
+    """Return float32 weights of half a GiB."""
     torch.manual_seed(0)
-    width = WIDTH // share
     return {
-        f"model.layers.{layer}.{name}.weight": torch.randn(WIDTH, width)
+        f"model.layers.{layer}.{name}.weight": torch.randn(WIDTH, WIDTH // 2)
         for layer in range(LAYERS)
         for name in ("q", "o")
     }
@@ -60,7 +59,7 @@ def _save_rank(rank: int, store: str, place: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     state = {
-        name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in _weights(2).items()
+        name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in _weights().items()
     }
     moments = {f"optim.{name}": tensor for name, tensor in state.items()}
     save({"model": {**state, **moments}}, checkpoint_id=place)
@@ -81,35 +80,48 @@ def make_dcp(place: Path) -> None:
             rank.join()
 
 
-def make_zero2(place: Path) -> None:
-    """As ZeRO-2 of four ranks saves: masters and both moments, a third of the bytes each."""
-    whole = _weights(3)
-    flat = torch.cat([tensor.reshape(-1) for tensor in whole.values()])
-    flat = torch.cat([flat, torch.zeros(-len(flat) % (2 * RANKS))])
-    tag = place / "global_step1"
-    tag.mkdir(parents=True)
-    (place / "latest").write_text("global_step1")
-    model = {
-        "module": {name: tensor.bfloat16() for name, tensor in whole.items()},
-        "buffer_names": [],
-        "param_shapes": [{name: tensor.shape for name, tensor in whole.items()}],
-        "frozen_param_shapes": None,
-        "frozen_param_fragments": None,
-        "shared_params": {},
-        "dp_world_size": RANKS,
-        "ds_version": _VERSION,
+class _Model(torch.nn.Module):
+    """Weights of 1 GiB of float32 divided by 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (torch.nn.Linear(WIDTH // 3, WIDTH, bias=False) for _ in range(2 * LAYERS))
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).sum() for layer in self.layers]).sum()
+
+
+def _train(place: Path) -> None:
+    """Be one rank of a run with ZeRO-2 that takes one step and saves."""
+    import deepspeed
+
+    # This op would be compiled for minutes, and gloo does the same.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(0)
+    model = _Model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "reduce_scatter": False, "overlap_comm": False},
     }
-    torch.save(model, tag / "mp_rank_00_model_states.pt")
-    for rank, part in enumerate(flat.chunk(RANKS)):
-        moments = {"step": torch.tensor(1.0), "exp_avg": part * 2, "exp_avg_sq": part * 3}
-        optimizer = {
-            "zero_stage": 2,
-            "partition_count": [RANKS],
-            "single_partition_of_fp32_groups": [part.clone()],
-            "base_optimizer_state": {"state": {0: moments}},
-        }
-        path = tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        torch.save({"optimizer_state_dict": optimizer, "ds_version": _VERSION}, path)
+    adam = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
+    engine.backward(engine(torch.ones(WIDTH // 3, dtype=torch.bfloat16)))
+    engine.step()
+    engine.save_checkpoint(str(place))
+    dist.destroy_process_group()
+
+
+def make_zero2(place: Path) -> None:
+    """As DeepSpeed saves ZeRO-2 of four ranks: masters and both moments, a third of it each."""
+    call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    call += ["-m", "benchmarks.tool_converters", str(place), "--train"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    subprocess.run(call, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
 CONVERTERS = (
@@ -164,7 +176,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.train:
+        _train(given.folder)
+        return
     rows = []
     for converter in CONVERTERS:
         with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
