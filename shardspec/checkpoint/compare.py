@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor, box_text
 from shardspec.checkpoint.copy_plan import BLOCK_BYTES, blocks
@@ -57,7 +55,7 @@ def check_replicas(
     first, *others = group
     size = item_bytes(tensor.dtype)
     buffers = Buffers()
-    rooms = np.empty(BLOCK_BYTES, np.uint8), np.empty(BLOCK_BYTES, np.uint8)
+    rooms = memoryview(bytearray(BLOCK_BYTES)), memoryview(bytearray(BLOCK_BYTES))
     for other in others:
         if trust_digests and _same_digest(first, other, box_size(first.box) * size):
             continue
@@ -67,10 +65,11 @@ def check_replicas(
         ]
         for block in blocks(first.box, BLOCK_BYTES // size):
             a, b = (room[: box_size(block) * size] for room in rooms)
-            read_box_into(alone[0], block, a.data, files, buffers)
-            read_box_into(alone[1], block, b.data, files, buffers)
-            if not np.array_equal(a, b):
-                index = list(element_index(block, int((a != b).argmax()) // size))
+            read_box_into(alone[0], block, a, files, buffers)
+            read_box_into(alone[1], block, b, files, buffers)
+            if a.tobytes() != b.tobytes():
+                at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+                index = list(element_index(block, at // size))
                 remedy = "keep the right one of the two"
                 if len(tensor.shape) == 1 and first.path.suffix == ".distcp":
                     remedy += (
