@@ -27,8 +27,11 @@ from shardspec.checkpoint.directories import (
     by_descriptor,
     exists,
     give_mode,
+    give_modes,
     is_same,
     lock,
+    move_others,
+    names_below,
     old_mode,
     remove_tree,
     rename_file,
@@ -244,6 +247,7 @@ class _Stage:
 
     def __init__(self, parent: int, path: Path, directory: bool) -> None:
         self._parent, self._path, self._directory = parent, path, directory
+        self._exchanged = False
         self._pattern = re.compile(
             re.escape(f".{path.name}.shardspec-") + "[0-9a-f]{16}(" + re.escape(_LOCK_SUFFIX) + ")?"
         )
@@ -349,7 +353,8 @@ class _Stage:
             self._check_named()
             return
         old_name = self._name
-        if not renameat2(self._parent, self._name, self._path.name, EXCHANGE, self._path):
+        self._exchanged = renameat2(self._parent, self._name, self._path.name, EXCHANGE, self._path)
+        if not self._exchanged:
             # Between these two, neither stands under the name; both are complete on the disk.
             old_name = f"{self._name}-old"
             for one, other in ((self._path.name, old_name), (self._name, self._path.name)):
@@ -366,56 +371,42 @@ class _Stage:
 
     def _give_modes(self, old: os.stat_result | None, replaced: Collection[str]) -> None:
         """Give the directory and its files the modes of what they replace."""
-        modes: dict[str, os.stat_result] = {}
-        if old is not None:
-            with suppress(OSError):
-                fd = os.open(self._path.name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
-                try:
-                    for name in os.listdir(fd):
-                        modes[name] = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                finally:
-                    os.close(fd)
-        known = [modes[name] for name in replaced if name in modes]
-        alike = known[0] if len({at.st_mode for at in known}) == 1 else None
-        for name in os.listdir(self._fd):
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
-            try:
-                give_mode(fd, modes.get(name, alike), directory=False)
-            finally:
-                os.close(fd)
-        give_mode(self._fd, old, directory=True)
-        with suppress(OSError):
-            os.fsync(self._fd)
+        if old is None:
+            give_modes(self._fd, None, None, None)
+            return
+        older = os.open(self._path.name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
+        try:
+            known = [at for name in replaced if (at := old_mode(older, name)) is not None]
+            alike = known[0] if len({at.st_mode for at in known}) == 1 else None
+            give_modes(self._fd, older, old, alike)
+        finally:
+            os.close(older)
 
     def _keep_others(self, old_name: str, replaced: Collection[str]) -> None:
         """Move to the new directory what was none of the old checkpoint, and remove the rest."""
-        new = set(os.listdir(self._fd))
+        made = frozenset(names_below(self._fd))
         old = os.open(old_name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
         try:
             for _ in range(10):
-                for name in os.listdir(old):
-                    at = os.stat(name, dir_fd=old, follow_symlinks=False)
-                    if (name in replaced or name in new) and not stat.S_ISDIR(at.st_mode):
-                        os.unlink(name, dir_fd=old)
-                    elif name in new:
-                        raise CheckpointError(
-                            f"{self._path}: is written, but the old directory had a directory "
-                            f"{name!r} where it now has a file; it is kept in "
-                            f"{self._path.with_name(old_name)}"
-                        )
-                    else:
-                        os.rename(name, name, src_dir_fd=old, dst_dir_fd=self._fd)
+                move_others(old, self._fd, made, replaced)
                 # What somebody puts there by its descriptor meanwhile is kept too.
                 with suppress(OSError):
                     os.rmdir(old_name, dir_fd=self._parent)
                     return
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path}: is written, but what else lay in the old directory could not be "
+                f"moved there ({error.filename or error}: {reason(error)}); it is kept in "
+                f"{self._path.with_name(old_name)}"
+            ) from None
         finally:
             os.close(old)
 
     def discard(self) -> None:
         """Remove what can be removed: an error is on its way already."""
         with suppress(OSError):
-            if self._directory:
+            # The old directory may have this name by now, with what is somebody else's in it.
+            if self._directory and not self._exchanged:
                 remove_tree(self._parent, self._name)
             unlink_same(self._parent, self._lock_name, self._lock)
 

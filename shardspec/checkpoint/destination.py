@@ -3,16 +3,21 @@
 import os
 import re
 import stat
-from pathlib import Path
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.directories import exists
+from shardspec.checkpoint.directories import DIRECTORY, exists, names_below
 from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
+    DEEPSPEED_MODEL,
+    DEEPSPEED_UNIVERSAL,
     INDEX_SUFFIX,
     INFO_NAME,
     METADATA_NAME,
+    UNIVERSAL_LATEST,
+    UNIVERSAL_OPTIMIZER,
     is_data_file,
 )
 from shardspec.checkpoint.store import RemotePath, reason
@@ -160,6 +165,9 @@ def files_of_checkpoint(directory: Path) -> frozenset[str]:
             source.tensor(name)
     except ShardSpecError:
         return frozenset(name for name in _names_in(directory) if _OWN_NAMES.fullmatch(name))
+    if source.format == DEEPSPEED_UNIVERSAL:
+        below = (file.relative_to(source.directory).as_posix() for file in source.files)
+        return frozenset((*below, UNIVERSAL_OPTIMIZER, UNIVERSAL_LATEST))
     inside = {file.name for file in source.files if file.parent == source.directory}
     listed = any(name in _LISTS_OF_FILES or name.endswith(INDEX_SUFFIX) for name in inside)
     return frozenset(
@@ -175,13 +183,39 @@ def files_of_checkpoint(directory: Path) -> frozenset[str]:
 _DATA: Final = (".safetensors", ".distcp", ".bin")
 
 
-def _names_in(directory: Path) -> set[str]:
+def _names_in(directory: Path, inner: Collection[str] = ()) -> set[str]:
+    """Return the names in a directory; of those that are `inner` directories what lies below."""
     try:
         if isinstance(directory, RemotePath):
             return set(directory.entries())
-        return set(os.listdir(directory))
+        found = set(os.listdir(directory))
+        for name in found & set(inner):
+            fd = os.open(directory / name, DIRECTORY | os.O_NOFOLLOW)
+            try:
+                found = found - {name} | set(names_below(fd, f"{name}/"))
+            finally:
+                os.close(fd)
     except OSError:
         return set()
+    return found
+
+
+def _check_kinds(output: Path, new: Collection[str]) -> None:
+    """Refuse to write files where directories are, or directories where anything else is."""
+    if isinstance(output, RemotePath):
+        return
+    due = dict.fromkeys(new, "file")
+    due |= {str(at): "directory" for name in new for at in PurePosixPath(name).parents}
+    for name, kind in due.items():
+        try:
+            mode = os.lstat(output / name).st_mode
+        except OSError:
+            continue
+        if stat.S_ISDIR(mode) != (kind == "directory"):
+            raise CheckpointError(
+                f"{output}: holds {name!r}, where a {kind} is to be written; move it, or choose "
+                "another directory"
+            )
 
 
 def check_others(
@@ -209,17 +243,29 @@ def check_others(
     """
     from shardspec.checkpoint.open import format_of_names
 
-    kept = _names_in(output) - replaced - new
+    inner = {name.split("/")[0] for name in new if "/" in name}
+    heads = new - {name for name in new if "/" in name} | inner
+    _check_kinds(output, new)
+    kept = _names_in(output, inner) - replaced - new
     if not listed:
-        others = sorted(name for name in kept if is_data_file(name) or name.endswith(INDEX_SUFFIX))
+        others = sorted(
+            name
+            for name in kept
+            if is_data_file(name)
+            or name.endswith(INDEX_SUFFIX)
+            # Of a Universal Checkpoint.
+            or (inner and DEEPSPEED_MODEL.fullmatch(name))
+            or ("/" in name and name.endswith(".pt"))
+        )
         if others:
             raise CheckpointError(
                 f"{output}: holds {', '.join(map(repr, others[:3]))}, which would count as parts "
                 "of what is written there; move them, or choose another directory"
             )
-    known = format_of_names(new)
-    if format_of_names(new | kept) is not known:
-        first = sorted(n for n in kept if format_of_names(new | {n}) is not known) or sorted(kept)
+    known = format_of_names(heads)
+    if format_of_names(heads | kept) is not known:
+        first = sorted(n for n in kept if format_of_names(heads | {n}) is not known)
+        first = first or sorted(kept)
         raise CheckpointError(
             f"{output}: holds {', '.join(map(repr, first[:3]))}, which would be read instead of "
             "what is written there; move them, or choose another directory"

@@ -8,6 +8,7 @@ import fcntl
 import os
 import stat
 import sys
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
@@ -25,9 +26,13 @@ __all__ = [
     "by_descriptor",
     "exists",
     "give_mode",
+    "give_modes",
     "is_same",
     "lock",
+    "move_others",
+    "names_below",
     "old_mode",
+    "open_below",
     "remove_tree",
     "rename_file",
     "renameat2",
@@ -163,7 +168,7 @@ def old_mode(parent: int, name: str) -> os.stat_result | None:
     """Return the state of a file or directory that is there; None if it is a link or missing."""
     try:
         at = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return at if stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode) else None
 
@@ -177,6 +182,127 @@ def give_mode(fd: int, old: os.stat_result | None, *, directory: bool) -> None:
         with suppress(OSError):
             os.fchown(fd, old.st_uid, old.st_gid)
     os.fchmod(fd, stat.S_IMODE(old.st_mode) & 0o777)
+
+
+def open_below(place: Path, name: str, flags: int, *, make: bool = False) -> int:
+    """Open a file in a directory by its name, which may name directories on the way, but no links.
+
+    With `make`, directories on the way that are missing are made, for this user alone.
+    """
+    *above, last = name.split("/")
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    if not above:
+        return os.open(place / last, flags, 0o600)
+    if not {"", ".", ".."}.isdisjoint((*above, last)):
+        raise CheckpointError(f"{name!r} is no name of a file below a directory; choose another")
+    fd = os.open(place, DIRECTORY)
+    try:
+        for part in above:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(part, 0o700, dir_fd=fd)
+            inner = os.open(part, DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        return os.open(last, flags, 0o600, dir_fd=fd)
+    finally:
+        os.close(fd)
+
+
+def names_below(fd: int, above: str = "") -> Iterator[str]:
+    """Yield the names of all that is no directory in a directory and those below."""
+    with os.scandir(fd) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                inner = os.open(entry.name, DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+                try:
+                    yield from names_below(inner, f"{above}{entry.name}/")
+                finally:
+                    os.close(inner)
+            else:
+                yield above + entry.name
+
+
+def give_modes(
+    new: int, older: int | None, old: os.stat_result | None, alike: os.stat_result | None
+) -> None:
+    """Give a directory and all in it the modes of what they replace, and flush the names in it.
+
+    Parameters
+    ----------
+    new, older
+        The directory, and the one that it replaces.
+    old
+        State of the latter.
+    alike
+        That of files that replace none, if it is known.
+    """
+    for name in os.listdir(new):
+        at = None if older is None else old_mode(older, name)
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=new)
+        within = None
+        try:
+            if not stat.S_ISDIR(os.fstat(fd).st_mode):
+                give_mode(fd, at or alike, directory=False)
+                continue
+            with suppress(OSError):
+                within = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=older) if at else None
+            give_modes(fd, within, None if within is None else at, alike)
+        finally:
+            os.close(fd)
+            if within is not None:
+                os.close(within)
+    give_mode(new, old, directory=True)
+    with suppress(OSError):
+        os.fsync(new)
+
+
+def move_others(
+    old: int, new: int, made: Collection[str], replaced: Collection[str], above: str = ""
+) -> None:
+    """Move from a directory to the one that replaces it what neither was made there nor is to go.
+
+    Parameters
+    ----------
+    old, new
+        The directories.
+    made, replaced
+        Names of the files that were made in the new one, and of those of the old that go.
+    above
+        Where they lie themselves, with a slash at the end.
+
+    Raises
+    ------
+    IsADirectoryError
+        If a file was made where the old one has a directory.
+    """
+    gone = {*made, *replaced}
+    below = (name.removeprefix(above) for name in gone if name.startswith(above))
+    inside = {above + name.split("/")[0] for name in below if "/" in name}
+    for name in os.listdir(old):
+        full = above + name
+        mode = os.stat(name, dir_fd=old, follow_symlinks=False).st_mode
+        if not stat.S_ISDIR(mode) and full in gone:
+            os.unlink(name, dir_fd=old)
+        elif stat.S_ISDIR(mode) and full in made:
+            raise IsADirectoryError(full)
+        elif stat.S_ISDIR(mode) and full in inside:
+            with suppress(FileExistsError):
+                os.mkdir(name, stat.S_IMODE(mode), dir_fd=new)
+            before = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=old)
+            try:
+                now = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=new)
+                try:
+                    move_others(before, now, made, replaced, f"{full}/")
+                finally:
+                    os.close(now)
+            finally:
+                os.close(before)
+            for at in (old, new):
+                with suppress(OSError):  # one that is not empty stays
+                    os.rmdir(name, dir_fd=at)
+        else:
+            os.rename(name, name, src_dir_fd=old, dst_dir_fd=new)
 
 
 def _umask() -> int:

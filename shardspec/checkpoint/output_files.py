@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from shardspec.checkpoint.copy_plan import BLOCK_BYTES
 from shardspec.checkpoint.digests import crc32, crc32_combine, crc_text
-from shardspec.checkpoint.directories import reserve
+from shardspec.checkpoint.directories import open_below, reserve
 from shardspec.checkpoint.store import RemotePath, reason
 from shardspec.checkpoint.targets import OutputFile, RawBytes, Write
 from shardspec.errors import CheckpointError
@@ -42,7 +42,7 @@ class Staged(NamedTuple):
     def create(self, name: str, num_bytes: int) -> None:
         """Make a file of a size: a disk that has no room for it shows before any is written."""
         try:
-            fd = self._open(name, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW if self.directory else 0)
+            fd = self._open(name, os.O_CREAT | os.O_EXCL if self.directory else 0, make=True)
             try:
                 reserve(fd, num_bytes)
             finally:
@@ -56,13 +56,14 @@ class Staged(NamedTuple):
     def open(self, name: str) -> int:
         """Open a file that was made; return its descriptor."""
         try:
-            return self._open(name, os.O_NOFOLLOW if self.directory else 0)
+            return self._open(name, 0)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be written: {reason(error)}") from None
 
-    def _open(self, name: str, flags: int) -> int:
-        place = self.place / name if self.directory else self.place
-        return os.open(place, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    def _open(self, name: str, flags: int, *, make: bool = False) -> int:
+        if not self.directory:
+            return os.open(self.place, os.O_RDWR | os.O_CLOEXEC)
+        return open_below(self.place, name, os.O_RDWR | flags, make=make)
 
 
 def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:

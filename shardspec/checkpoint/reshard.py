@@ -9,6 +9,7 @@ from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.coordinate import Member, Progress
 from shardspec.checkpoint.formats.cut_rules import read_toml
 from shardspec.checkpoint.formats.dcp_target import dcp_target
+from shardspec.checkpoint.formats.deepspeed_universal_target import universal_target
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.mapped import Names, mapped
 from shardspec.checkpoint.open import as_catalog
@@ -27,7 +28,7 @@ from shardspec.renamed import renamed_argument
 
 __all__ = ["RESHARDED_FORMATS", "ReshardedFormat", "read_rules", "reshard"]
 
-ReshardedFormat: TypeAlias = Literal["shardspec", "dcp"]
+ReshardedFormat: TypeAlias = Literal["shardspec", "dcp", "deepspeed-universal"]
 RESHARDED_FORMATS: Final[tuple[ReshardedFormat, ...]] = get_args(ReshardedFormat)
 
 
@@ -74,7 +75,9 @@ def reshard(
         A checkpoint that says mesh and specs, instead of the two above: every tensor is cut as
         the one of its name there.
     format
-        shardspec's own, which is the default, or that of `torch.distributed.checkpoint`.
+        shardspec's own, which is the default, that of `torch.distributed.checkpoint`, or
+        ``"deepspeed-universal"``, which any number of ranks loads: give neither mesh nor rules,
+        and as `directory` a run of DeepSpeed's ZeRO, all of it.
     dtype, include, exclude, rename, names, threads, strict_cast
         As for `merge`.
     overwrite, verify, reread, dry_run, sidecars, progress, member
@@ -117,8 +120,21 @@ def reshard(
             "DeviceMesh(range(8), (2, 4))"
         )
     choice = Choice(include, exclude, rename, dtype)
+    universal = chosen == "deepspeed-universal"
+    if universal and (onto_mesh is not None or like is not None or rules):
+        raise CheckpointError(
+            "a Universal Checkpoint is for any number of ranks; leave out the mesh, the rules and "
+            "the checkpoint to cut like"
+        )
+    if universal and (any(choice) or names):
+        raise CheckpointError(
+            "a Universal Checkpoint has all tensors of a run as DeepSpeed saved them; leave out "
+            "--dtype, --include, --exclude, --rename and --map"
+        )
 
     def lay_out(source: Catalog, save: str) -> tuple[Sequence[OutputTensor], Target]:
+        if universal:
+            return universal_target(source)
         wanted = select(source, choice)
         if like is not None:
             onto, layouts = _like(as_catalog(like), wanted)

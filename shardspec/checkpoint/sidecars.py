@@ -17,7 +17,7 @@ from shardspec.checkpoint.targets import OutputFile, RawBytes, Target, made_byte
 from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
 from shardspec.errors import CheckpointError
 
-__all__ = ["add_sidecars"]
+__all__ = ["add_sidecars", "copied_file"]
 
 _HUGGING_FACE: Final = re.compile(
     r"(adapter_|generation_|tokenizer_|(video_|image_)?(pre)?processor_|quantize_|hf_quant_)?"
@@ -64,7 +64,13 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
             )
         path = file_inside(directory, name, directory)
         if path.is_file():
-            files.append(_copied(path))
+            files.append(file := copied_file(path, name))
+            if file.num_bytes > _MOST_BYTES:
+                raise CheckpointError(
+                    f"{path}: has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a file "
+                    "that goes along with weights; leave such files behind with --no-sidecars "
+                    "(sidecars=False)"
+                )
     source.beside = tuple(directory / file.name for file in files)
     return target._replace(
         files=(*target.files, *files), sidecars=tuple(file.name for file in files)
@@ -112,19 +118,14 @@ def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
     )
 
 
-def _copied(path: Path) -> OutputFile:
+def copied_file(path: Path, name: str) -> OutputFile:
     """Return a file that holds what another one does; it is read when it is written."""
     with SourceFile(path) as file:
         size = file.num_bytes
-    if size > _MOST_BYTES:
-        raise CheckpointError(
-            f"{path}: has {size} bytes, more than the {_MOST_BYTES} of a file that goes along with "
-            "weights; leave such files behind with --no-sidecars (sidecars=False)"
-        )
 
     def piece(number: int) -> RawBytes:
         start = number * _PIECE
         with SourceFile(path) as file:
             return RawBytes(start, file.read(start, min(_PIECE, size - start)))
 
-    return OutputFile(path.name, size, made_bytes(-(-size // _PIECE), piece), ())
+    return OutputFile(name, size, made_bytes(-(-size // _PIECE), piece), ())

@@ -164,7 +164,7 @@ class OutputFile(NamedTuple):
     """A file to be written."""
 
     name: str
-    """A plain name; that of the output itself if it is a file."""
+    """Its place below the output, parts separated by slashes; that of the output if it is one."""
     num_bytes: int
     raw: Sequence[RawBytes]
     """In ascending order."""

@@ -97,6 +97,11 @@ def _write(
     if options.sidecars:
         target = add_sidecars(source, target, format)
     path = output
+    if isinstance(path, RemotePath) and any("/" in file.name for file in target.files):
+        raise CheckpointError(
+            f"{output}: the format {format!r} has files in directories, which are not written into "
+            "a store; write to a directory here, and copy that"
+        )
     rank, size = workers.member.rank, workers.member.size
     replaced: frozenset[str] = frozenset()
     old: int | None = None
@@ -111,7 +116,7 @@ def _write(
         new = {file.name for file in target.files}
         if target.last is not None:
             new.add(_LISTS[format])
-        check_others(path, replaced, frozenset(new), listed=format != "huggingface")
+        check_others(path, replaced, frozenset(new), listed=format in ("shardspec", "dcp"))
     report = WriteReport(
         path=output,
         format=format,

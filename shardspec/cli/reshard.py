@@ -33,6 +33,7 @@ Examples:
   shardspec reshard model.safetensors -o cut --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
   shardspec reshard ckpt -o cut --like other_ckpt
   shardspec reshard ckpt -o cut --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes config.json
+  shardspec reshard zero_run -o universal --to deepspeed-universal
 
 \b
 A file of rules has a line for each pattern of names:
@@ -70,7 +71,8 @@ What no rule matches is kept whole on every device.
     type=click.Choice(RESHARDED_FORMATS),
     default="shardspec",
     show_default=True,
-    help="The format of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
+    help="The format of OUT: shardspec's own, that of torch.distributed.checkpoint, or of "
+    "a run of DeepSpeed's ZeRO its Universal Checkpoint, for any number of ranks.",
 )
 @map_options
 @source_options
@@ -97,7 +99,13 @@ def command(
     CKPT may be of any format that can be read; pending reductions are finished. OUT appears when it
     is complete and was read again.
     """
-    if (mesh is None) == (like is None):
+    universal = form == "deepspeed-universal"
+    if universal and (mesh is not None or like is not None or rules_file or rule_pairs):
+        raise click.UsageError(
+            "a Universal Checkpoint is for any number of ranks; leave out --mesh, --rules, --rule "
+            "and --like"
+        )
+    if not universal and (mesh is None) == (like is None):
         raise click.UsageError("give either --mesh, with rules, or --like")
     if like is not None and (rules_file is not None or rule_pairs):
         raise click.UsageError("--like says how to cut; leave out --rules and --rule")
@@ -113,7 +121,7 @@ def command(
             source,
             output,
             device_mesh=None if mesh is None else plain_mesh(mesh),
-            rules=None if like is not None else rules,
+            rules=None if universal or like is not None else rules,
             like=pattern,
             format=form,
             names=names,
@@ -123,5 +131,5 @@ def command(
         )
 
     write_report("reshard", written, as_json=as_json, quiet=quiet)
-    if like is None and not rules and not quiet:
+    if not universal and like is None and not rules and not quiet:
         say("note: no rules were given, so every tensor is whole on every device", err=True)

@@ -39,6 +39,8 @@ __all__ = [
     "RUN_STEP",
     "SAFETENSORS",
     "TORCH_FILE",
+    "UNIVERSAL_LATEST",
+    "UNIVERSAL_OPTIMIZER",
     "find_dcp",
     "find_deepspeed",
     "find_index",
@@ -76,6 +78,8 @@ _RELEASE: Final = "release"
 DEEPSPEED: Final = "DeepSpeed ZeRO"
 DEEPSPEED_UNIVERSAL: Final = "DeepSpeed Universal Checkpoint"
 DEEPSPEED_LATEST: Final = "latest"
+UNIVERSAL_LATEST: Final = "latest_universal"
+UNIVERSAL_OPTIMIZER: Final = "zero/optimizer_state.pt"
 DEEPSPEED_OPTIMIZER: Final = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt"
 )

@@ -54,7 +54,9 @@ def tensor_value(shape: Sequence[int], dtype: str, key: str) -> Call:
     return Call(Name("torch._utils", "_rebuild_tensor_v3"), args_v3)
 
 
-def add_state(plan: ZipPlan, value: object, storages: Sequence[tuple[str, int]]) -> list[int]:
+def add_state(
+    plan: ZipPlan, value: object, storages: Sequence[tuple[str, int | bytes]]
+) -> list[int]:
     """Add to an archive what torch.save writes.
 
     Parameters
@@ -64,18 +66,23 @@ def add_state(plan: ZipPlan, value: object, storages: Sequence[tuple[str, int]])
     value
         What is pickled.
     storages
-        Key and bytes of every storage that the value refers to.
+        Key of every storage that the value refers to, and its size, or its bytes.
 
     Returns
     -------
     list
-        Where in the file the bytes of each storage go.
+        Where in the file the bytes of each storage go that was given by its size.
     """
     plan.add("data.pkl", pickled(value))
     plan.add(".format_version", b"1")
     plan.add(".storage_alignment", b"64")
     plan.add("byteorder", b"little")
-    places = [plan.add_tensor(f"data/{key}", num_bytes) for key, num_bytes in storages]
+    places = []
+    for key, stored in storages:
+        if isinstance(stored, bytes):
+            plan.add(f"data/{key}", stored)
+        else:
+            places.append(plan.add_tensor(f"data/{key}", stored))
     plan.add("version", b"3\n")
     return places
 
