@@ -14,6 +14,7 @@ import torch
 from shardspec import DeviceMesh, merge, reshard, save_sharded
 from shardspec.checkpoint import commit, directories
 from shardspec.checkpoint.commit import real_path, staged_output
+from shardspec.checkpoint.output_files import Staged
 from shardspec.errors import CheckpointError, OutputExistsError
 
 
@@ -170,6 +171,50 @@ def test_only_what_is_replaced_goes_from_a_directory(tmp_path):
     assert text_of(path, True) == "new"
     assert (path / "notes" / "one").read_text() == "kept"
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_directory_in_the_way_of_a_file_is_kept(tmp_path):
+    """One that appears when it is too late to write another name."""
+    path = tmp_path / "out"
+    path.mkdir()
+
+    def replace():
+        with staged_output(path, directory=True, overwrite=True) as place:
+            fill(place, True, "new")
+            (path / "a").mkdir()
+            (path / "a" / "precious").write_text("kept")
+
+    with pytest.raises(CheckpointError, match=r"is written, but what else lay .* it is kept in "):
+        replace()
+    assert text_of(path, True) == "new"
+    (kept,) = set(os.listdir(tmp_path)) - {"out"}
+    assert (tmp_path / kept / "a" / "precious").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../x", "/x", "a//x", "a/", "a/./x"])
+def test_names_do_not_lead_out(tmp_path, name):
+    with (
+        pytest.raises(CheckpointError, match="is no name of a file below a directory"),
+        staged_output(tmp_path / "out", directory=True, overwrite=False) as place,
+    ):
+        Staged(place, tmp_path / "out", directory=True).create(name, 1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_link_is_followed_on_the_way_to_a_file(tmp_path):
+    (tmp_path / "victim").mkdir()
+    with staged_output(tmp_path / "out", directory=True, overwrite=False) as place:
+        staged = Staged(place, tmp_path / "out", directory=True)
+        staged.create("a/b/c", 3)
+        os.close(staged.open("a/b/c"))
+        assert stat.S_IMODE((place / "a" / "b").stat().st_mode) == 0o700
+        (place / "z").symlink_to(tmp_path / "victim")
+        for act in (staged.open, lambda name: staged.create(name, 1)):
+            with pytest.raises(CheckpointError, match="cannot be written: Not a directory"):
+                act("z/c")
+        (place / "z").unlink()
+    assert os.listdir(tmp_path / "victim") == []
+    assert (tmp_path / "out" / "a" / "b" / "c").read_bytes() == bytes(3)
 
 
 def test_without_exchanging_names(tmp_path, monkeypatch):

@@ -133,6 +133,21 @@ def test_resharded_it_has_the_same_tensors(real, tmp_path, name):
     assert_same(read_whole(tmp_path / "out"), read_whole(real("deepspeed") / name))
 
 
+@pytest.mark.usefixtures("deepspeed")
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_a_universal_checkpoint_of_it_has_the_same_tensors(real, tmp_path, name):
+    place, out = real("deepspeed") / name, tmp_path / "out"
+    reshard(place, out, format="deepspeed-universal")
+    assert_same(read_whole(out), read_whole(place))
+    held = torch.load(out / "zero" / "optimizer_state.pt", weights_only=False)
+    path = place / "global_step2" / optimizer(0)
+    due = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    inner = due.get("base_optimizer_state", due.get("optimizer_state_dict"))
+    assert held["param_groups"] == inner["param_groups"]
+    assert vars(held["loss_scaler"]) == vars(due["loss_scaler"]) != {}
+    assert held["zero_stage"] is due["zero_stage"]
+
+
 def test_moments_are_those_of_the_parameters(real):
     """Cut by torch: of each, every rank has a quarter."""
     place = real("deepspeed") / "zero3"

@@ -64,6 +64,11 @@ _OF_PARAMETERS: Final = (
     "single_partition_of_fp32_groups",
     "param_slice_mappings",
 )
+_HOMES: Final = {
+    **dict.fromkeys(("set", "frozenset", "bytearray", "range", "slice"), "builtins"),
+    "device": "torch",
+}
+"""Where things are found whose records do not say it."""
 _PADDINGS: Final = "group_paddings"
 _MOST_NAME_BYTES: Final = 255
 _MOST_PARTS: Final = 100_000
@@ -261,11 +266,11 @@ class _Rewriter:
                 self.storages.append((str(len(self.storages)), data))
                 return tensor_value(shape, dtype, self.storages[-1][0])
             case Record(args=(), state=state):
-                return Made(_named(value), self.rewritten(state, deeper))
+                return Made(self._named(value), self.rewritten(state, deeper))
             case Record(args=args, state=None):
-                return Call(_named(value), tuple(self.rewritten(one, deeper) for one in args))
+                return Call(self._named(value), tuple(self.rewritten(one, deeper) for one in args))
             case Global():
-                return _named(value)
+                return self._named(value)
             case dict():
                 return {key: self.rewritten(one, deeper) for key, one in value.items()}
             case list():
@@ -284,7 +289,9 @@ class _Rewriter:
             f"written again; use {_TOOL}"
         )
 
-
-def _named(value: Record | Global) -> Name:
-    module, _, name = value.name.rpartition(".")
-    return Name(module, name)
+    def _named(self, value: Record | Global) -> Name:
+        module, _, name = value.name.rpartition(".")
+        module = module or _HOMES.get(name, "")
+        if not module:
+            raise self._refused(f"a {name}")
+        return Name(module, name)
