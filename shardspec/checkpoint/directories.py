@@ -285,7 +285,7 @@ def move_others(
         if not stat.S_ISDIR(mode) and full in gone:
             os.unlink(name, dir_fd=old)
         elif stat.S_ISDIR(mode) and full in made:
-            raise IsADirectoryError(full)
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
         elif stat.S_ISDIR(mode) and full in inside:
             with suppress(FileExistsError):
                 os.mkdir(name, stat.S_IMODE(mode), dir_fd=new)

@@ -146,7 +146,7 @@ def reshard(
         if chosen == "dcp":
             names, others = carried_by_dcp(source, choice)
             return wanted, dcp_target(onto, wanted, layouts, others)._replace(carried=names)
-        return wanted, sharded_target(onto, wanted, layouts, save)
+        return wanted, sharded_target(onto, wanted, layouts, save, source.file_metadata.values)
 
     options = WriteOptions(
         threads, strict_cast, replace, verify, reread, dry_run, sidecars, progress, member

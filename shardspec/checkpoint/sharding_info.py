@@ -56,6 +56,7 @@ SAVE_KEY: Final = "shardspec.save"
 VERSION: Final = 1
 """The version of the format that this code reads and writes."""
 _FORMAT: Final = "shardspec"
+_FILE_METADATA: Final = "file_metadata"
 _CRC: Final = re.compile("[0-9a-f]{8}")
 _MOST_SPEC: Final = 4096
 """Characters of a spec, in which axes stand by number."""
@@ -75,6 +76,8 @@ class ShardingInfo(NamedTuple):
     """Plain values of the state dict that was saved, by name."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
     """Names that were no keys of it, but joined: the keys that led there."""
+    file_metadata: Mapping[str, str] = MappingProxyType({})
+    """What safetensors files that it was made of said besides their tensors."""
 
 
 def format_info(info: ShardingInfo) -> str:
@@ -104,7 +107,15 @@ def format_info(info: ShardingInfo) -> str:
     <BLANKLINE>
     """
     return "".join(
-        info_lines(info.save, info.mesh, info.tensors, info.files, info.values, info.paths)
+        info_lines(
+            info.save,
+            info.mesh,
+            info.tensors,
+            info.files,
+            info.values,
+            info.paths,
+            info.file_metadata,
+        )
     )
 
 
@@ -115,6 +126,7 @@ def info_lines(
     files: Iterable[FileEntry],
     values: Mapping[str, object] = MappingProxyType({}),
     paths: Mapping[str, KeyPath] = MappingProxyType({}),
+    file_metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[str]:
     """Yield the text of `format_info` in pieces; the parameters are the members of the info."""
     stated = {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names}
@@ -137,6 +149,7 @@ def info_lines(
     for key, encoded in (
         ("values", {name: encode_value(value, name) for name, value in values.items()}),
         ("paths", {name: encode_path(path) for name, path in paths.items()}),
+        (_FILE_METADATA, file_metadata),
     ):
         if encoded:
             yield f',\n"{key}": {{'
@@ -216,6 +229,7 @@ def _parse(stream: JSONStream, path: Path) -> ShardingInfo:
     files: list[FileEntry] = []
     values: dict[str, object] = {}
     paths: dict[str, KeyPath] = {}
+    file_metadata: dict[str, str] = {}
     names: dict[str, str] = {}
     kinds: dict[_StatedTensor, _StatedTensor] = {}
     parts: dict[ReplicaKey, ReplicaKey] = {}
@@ -238,6 +252,9 @@ def _parse(stream: JSONStream, path: Path) -> ShardingInfo:
             case "paths":
                 for name in stream.members(key):
                     paths[name] = _decoded(decode_path, stream.value(), f"paths[{name!r}]", path)
+            case _ if key == _FILE_METADATA:
+                for name in stream.members(key):
+                    file_metadata[name] = as_text(stream.value(), path, f"{key}[{name!r}]")
             case _:
                 stated[key] = stream.value()
                 _check_version(stated, path)
@@ -253,7 +270,7 @@ def _parse(stream: JSONStream, path: Path) -> ShardingInfo:
     for name in paths.keys() - layouts.keys() - values.keys():
         raise CheckpointError(f"{path}: paths[{name!r}] is of nothing that the info lists")
     save = as_text(stated["save"], path, "save")
-    return ShardingInfo(save, mesh, layouts, tuple(files), values, paths)
+    return ShardingInfo(save, mesh, layouts, tuple(files), values, paths, file_metadata)
 
 
 def _check_version(stated: dict[str, object], path: Path) -> None:

@@ -1,5 +1,6 @@
 """Merging: what comes out, over every layout; the file; progress, cleaning up, memory."""
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, save_sharded
 from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.reshard import reshard
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.checkpoint.handmade import all_specs, handmade, sample
 
@@ -265,6 +267,7 @@ def run(code, *arguments):
 FULL = """
 import resource, sys
 from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.reshard import reshard
 from shardspec.errors import CheckpointError
 ckpt, out, limit, when = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 def full(done, total):
@@ -297,6 +300,7 @@ def test_a_file_that_cannot_grow(tmp_path, when, spec):
 MEMORY = """
 import resource, sys
 from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.reshard import reshard
 merge(sys.argv[1], sys.argv[2])
 assert "torch" not in sys.modules and "networkx" not in sys.modules
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
@@ -379,6 +383,18 @@ def test_what_files_say_besides_tensors_goes_along(tmp_path):
     report = merge(source, tmp_path / "none.safetensors", metadata=False)
     assert report.left_out == ("__metadata__",)
     assert metadata_of(tmp_path / "none.safetensors") == {"format": "pt"}
+    # By way of our own format, twice.
+    mesh = DeviceMesh(range(2), (2,))
+    assert reshard(source, tmp_path / "own", device_mesh=mesh).left_out == ()
+    reshard(tmp_path / "own", tmp_path / "cut", device_mesh=mesh, rules={"w1": "[S0]"})
+    merge(tmp_path / "cut", tmp_path / "back.safetensors")
+    assert metadata_of(tmp_path / "back.safetensors") == due
+    info = json.loads((tmp_path / "cut" / "sharding_info.json").read_text("utf-8"))
+    assert info["file_metadata"] == {key: due[key] for key in ("w1", "shared")}
+    info["file_metadata"]["w1"] = 7
+    (tmp_path / "cut" / "sharding_info.json").write_text(json.dumps(info))
+    with pytest.raises(CheckpointError, match=r"file_metadata\['w1'\]"):
+        merge(tmp_path / "cut", tmp_path / "never.safetensors")
     # Other formats have no room for it.
     assert merge(source, tmp_path / "out.pt").left_out == ("__metadata__",)
 
@@ -393,5 +409,7 @@ def test_files_that_contradict_each_other(tmp_path):
         merge(source, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
     merge(source, tmp_path / "out.pt")
+    report = reshard(source, tmp_path / "own", device_mesh=DeviceMesh((0,), (1,)))
+    assert report.left_out == ("__metadata__",)
     merge(source, tmp_path / "out.safetensors", metadata=False)
     assert metadata_of(tmp_path / "out.safetensors") == {"format": "pt"}

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from shardspec.boxes import box_size
@@ -14,6 +15,7 @@ from shardspec.checkpoint.catalog import (
     Catalog,
     Digest,
     FileBox,
+    FileMetadata,
     Outline,
     ReplicaKey,
     StoredBox,
@@ -109,6 +111,7 @@ class NativeCatalog(Catalog):
         paths = tuple(file_inside(directory, f.name, directory / INFO_NAME) for f in info.files)
         files = (directory / INFO_NAME, *paths)
         super().__init__(NATIVE, directory, info.tensors, files, info.mesh, info.values)
+        self.file_metadata = FileMetadata(info.file_metadata)
         self.paths: Mapping[str, KeyPath] = info.paths
         """Names that were no keys of the state dict, but joined: the keys that led there."""
         self._tensors: dict[str, tuple[_Kind, int]] = {}
@@ -263,11 +266,12 @@ def sharded_target(
     tensors: Sequence[OutputTensor],
     layouts: Mapping[str, Layout],
     save: str | None = None,
+    file_metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Target:
     """Return the output that is a checkpoint as the ranks of a mesh would save it.
 
     Layouts by name in the output have no reductions pending. `save` names this save in all its
-    files.
+    files, `file_metadata` is what the source's safetensors files say besides their tensors.
 
     Examples
     --------
@@ -326,7 +330,8 @@ def sharded_target(
             return FileEntry(file.name, rank, file.num_bytes, boxes)
 
         entries = (entry(rank, file) for rank, file in zip(ranks, files, strict=True))
-        lines = info_lines(save, mesh, dict(sorted(layouts.items())), entries)
+        sorted_layouts = dict(sorted(layouts.items()))
+        lines = info_lines(save, mesh, sorted_layouts, entries, file_metadata=file_metadata)
 
         def fill(write: Write) -> None:
             for line in lines:
@@ -334,7 +339,8 @@ def sharded_target(
 
         put(INFO_NAME, fill)
 
-    return Target(tuple(files), directory=True, last=last, digested=True)
+    carried = frozenset(file_metadata)
+    return Target(tuple(files), directory=True, last=last, digested=True, carried=carried)
 
 
 def _name_of(held: BoxEntry | Extent) -> str:
