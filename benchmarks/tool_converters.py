@@ -40,9 +40,9 @@ class Converter:
     tool: str
     """Python that has `source` and `out`."""
     options: tuple[str, ...]
-    """Of ``shardspec merge``."""
+    """Command of ``shardspec``, and its options."""
     kept: str
-    """File of the output whose tensors are compared, by either."""
+    """File of the output, or folder of it, whose tensors are compared, by either."""
 
 
 def _weights() -> dict[str, torch.Tensor]:
@@ -129,7 +129,7 @@ CONVERTERS = (
         "FSDP2 (DCP), `accelerate merge-weights`",
         make_dcp,
         "from accelerate.utils import merge_fsdp_weights; merge_fsdp_weights(source, out)",
-        ("--to", "huggingface", "--rename", "^model[.]", ""),
+        ("merge", "--to", "huggingface", "--rename", "^model[.]", ""),
         "model.safetensors",
     ),
     Converter(
@@ -137,8 +137,19 @@ CONVERTERS = (
         make_zero2,
         "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as to;"
         " to(source, out, safe_serialization=True, max_shard_size='100GB')",
-        ("--to", "huggingface", "--exclude", "optimizer.*"),
+        ("merge", "--to", "huggingface", "--exclude", "optimizer.*"),
         "model.safetensors",
+    ),
+    Converter(
+        "DeepSpeed ZeRO-2, `ds_to_universal`",
+        make_zero2,
+        "from types import SimpleNamespace as to; from pathlib import Path;"
+        " from deepspeed.checkpoint.ds_to_universal import main;"
+        " tag = Path(source, Path(source, 'latest').read_text());"
+        " main(to(input_folder=str(tag), output_folder=out, num_extract_workers=4, strict=True,"
+        " num_merge_workers=2, keep_temp_folder=False, inject_missing_state=True))",
+        ("reshard", "--to", "deepspeed-universal"),
+        "zero",
     ),
 )
 
@@ -165,6 +176,15 @@ def _run(command: list[str]) -> tuple[float, int]:
 
 
 def _same(ours: Path, theirs: Path) -> None:
+    if ours.is_dir():
+        mine, due = ({p.relative_to(at) for p in at.glob("*/*.pt")} for at in (ours, theirs))
+        assert mine == due, "both have the same files"
+        for path in mine:
+            one, other = (torch.load(at / path, weights_only=True) for at in (ours, theirs))
+            if isinstance(one, dict):
+                one, other = one["param"], other["param"]
+            assert torch.equal(one, other), path
+        return
     with safe_open(ours, "pt") as one, safe_open(theirs, "pt") as other:
         assert set(one.keys()) == set(other.keys()), "both have the same tensors"
         for name in one.keys():  # noqa: SIM118  # no mapping
@@ -188,16 +208,18 @@ def main() -> None:
             converter.make(source)
             size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
             tool = f"source, out = {str(source)!r}, {str(out)!r}; {converter.tool}"
-            merge = ["-m", "shardspec", "merge", str(source), "-o", str(out), *converter.options]
+            command, *options = converter.options
+            merge = ["-m", "shardspec", command, str(source), "-o", str(out), *options]
             found: dict[str, list[tuple[float, int]]] = {"tool": [], "ours": []}
             for _ in range(given.times):
                 for name, args in (("tool", ["-c", tool]), ("ours", merge)):
                     shutil.rmtree(out, ignore_errors=True)
                     found[name].append(_run([sys.executable, *args]))
-                    kept = Path(temporary, f"{name}.safetensors")
+                    kept = Path(temporary, name)
+                    shutil.rmtree(kept, ignore_errors=True)
                     kept.unlink(missing_ok=True)
                     (out / converter.kept).rename(kept)
-            _same(Path(temporary, "ours.safetensors"), Path(temporary, "tool.safetensors"))
+            _same(Path(temporary, "ours"), Path(temporary, "tool"))
             theirs, ours = (
                 (statistics.median(t for t, _ in runs), max(m for _, m in runs))
                 for runs in (found["tool"], found["ours"])

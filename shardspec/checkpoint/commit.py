@@ -33,6 +33,7 @@ from shardspec.checkpoint.directories import (
     move_others,
     names_below,
     old_mode,
+    opened,
     remove_tree,
     rename_file,
     renameat2,
@@ -84,27 +85,17 @@ def staged_output(
     CheckpointError
         If another run is at work on the same output, or the system refuses.
     """
-    try:
+    with _refusals(path):
         parent = os.open(path.parent, DIRECTORY)
-    except OSError as error:
-        raise _refused(path, error) from None
     try:
-        try:
+        with _refusals(path):
             stage = _Stage(parent, path, directory)
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise _refused(path, error) from None
         try:
             yield stage.place
             if check is not None:
                 check()
-            try:
+            with _refusals(path):
                 stage.publish(overwrite, replaced)
-            except OSError as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                raise _refused(path, error) from None
         except BaseException:
             stage.discard()
             raise
@@ -185,31 +176,22 @@ def write_atomically(
         removed too when `fill` raises, or the user interrupts.
     """
     name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
-    try:
+    with _refusals(path):
         parent = os.open(path.parent, DIRECTORY)
-    except OSError as error:
-        raise _refused(path, error) from None
     try:
-        try:
+        with _refusals(path):
             fd = os.open(name, NEW_FILE, 0o600, dir_fd=parent)
-        except OSError as error:
-            raise _refused(path, error) from None
         try:
-            reserve(fd, num_bytes)
-            fill(fd)
-            older = old_mode(parent, mode_of or path.name)
-            if mode_of and older and older.st_uid not in (os.geteuid(), os.fstat(parent).st_uid):
-                older = None  # another user may have put it there
-            give_mode(fd, older, directory=False)
-            os.fsync(fd)
-            rename_file(parent, name, path, fd, overwrite)
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(
-                f"{path}: cannot be written: {reason(error)} ({num_bytes} bytes are needed); make "
-                "room or write elsewhere"
-            ) from None
+            with _refusals(path, f" ({num_bytes} bytes are needed); make room or write elsewhere"):
+                reserve(fd, num_bytes)
+                fill(fd)
+                older = old_mode(parent, mode_of or path.name)
+                owners = os.geteuid(), os.fstat(parent).st_uid
+                if mode_of and older and older.st_uid not in owners:
+                    older = None  # another user may have put it there
+                give_mode(fd, older, directory=False)
+                os.fsync(fd)
+                rename_file(parent, name, path, fd, overwrite)
         finally:
             # By now the file has its name, or an error is on its way that says more.
             unlink_same(parent, name, fd)
@@ -220,8 +202,15 @@ def write_atomically(
         os.close(parent)
 
 
-def _refused(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path}: cannot be written: {reason(error)}")
+@contextmanager
+def _refusals(path: Path, more: str = "") -> Iterator[None]:
+    """Make errors of ours of what the system refuses."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {reason(error)}{more}") from None
 
 
 @contextmanager
@@ -253,10 +242,7 @@ class _Stage:
         )
         with _one_at_a_time(parent):
             self._clear("")
-            try:
-                self._make()
-            except OSError as error:
-                raise _refused(path, error) from None
+            self._make()
             try:
                 # Where there is no lock, another run may have begun at the same moment.
                 self._clear(self._lock_name)
@@ -313,12 +299,8 @@ class _Stage:
                 at = os.stat(name, dir_fd=self._parent, follow_symlinks=False)
                 if not stat.S_ISREG(at.st_mode) or at.st_uid != os.geteuid():
                     continue
-                fd = os.open(
-                    name,
-                    os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
-                    dir_fd=self._parent,
-                )
-                try:
+                flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                with opened(name, self._parent, flags) as fd:
                     locked = lock(fd)
                     if locked is False and (not own or name < own):
                         raise CheckpointError(
@@ -329,8 +311,6 @@ class _Stage:
                         if match[1]:
                             remove_tree(self._parent, name.removesuffix(_LOCK_SUFFIX))
                         os.unlink(name, dir_fd=self._parent)
-                finally:
-                    os.close(fd)
 
     def publish(self, overwrite: bool, replaced: Collection[str]) -> None:
         """Give the output its name."""
@@ -374,33 +354,28 @@ class _Stage:
         if old is None:
             give_modes(self._fd, None, None, None)
             return
-        older = os.open(self._path.name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
-        try:
+        with opened(self._path.name, self._parent) as older:
             known = [at for name in replaced if (at := old_mode(older, name)) is not None]
             alike = known[0] if len({at.st_mode for at in known}) == 1 else None
             give_modes(self._fd, older, old, alike)
-        finally:
-            os.close(older)
 
     def _keep_others(self, old_name: str, replaced: Collection[str]) -> None:
         """Move to the new directory what was none of the old checkpoint, and remove the rest."""
         made = frozenset(names_below(self._fd))
-        old = os.open(old_name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
         try:
-            for _ in range(10):
-                move_others(old, self._fd, made, replaced)
-                # What somebody puts there by its descriptor meanwhile is kept too.
-                with suppress(OSError):
-                    os.rmdir(old_name, dir_fd=self._parent)
-                    return
+            with opened(old_name, self._parent) as old:
+                for _ in range(10):
+                    move_others(old, self._fd, made, replaced)
+                    # What somebody puts there by its descriptor meanwhile is kept too.
+                    with suppress(OSError):
+                        os.rmdir(old_name, dir_fd=self._parent)
+                        return
         except OSError as error:
             raise CheckpointError(
                 f"{self._path}: is written, but what else lay in the old directory could not be "
                 f"moved there ({error.filename or error}: {reason(error)}); it is kept in "
                 f"{self._path.with_name(old_name)}"
             ) from None
-        finally:
-            os.close(old)
 
     def discard(self) -> None:
         """Remove what can be removed: an error is on its way already."""

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.directories import DIRECTORY, exists, names_below
+from shardspec.checkpoint.directories import exists, names_below, opened
 from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
     DEEPSPEED_MODEL,
@@ -190,11 +190,8 @@ def _names_in(directory: Path, inner: Collection[str] = ()) -> set[str]:
             return set(directory.entries())
         found = set(os.listdir(directory))
         for name in found & set(inner):
-            fd = os.open(directory / name, DIRECTORY | os.O_NOFOLLOW)
-            try:
+            with opened(directory / name) as fd:
                 found = found - {name} | set(names_below(fd, f"{name}/"))
-            finally:
-                os.close(fd)
     except OSError:
         return set()
     return found

@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Self
 
@@ -33,6 +33,7 @@ __all__ = [
     "names_below",
     "old_mode",
     "open_below",
+    "opened",
     "remove_tree",
     "rename_file",
     "renameat2",
@@ -43,6 +44,18 @@ __all__ = [
 
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextmanager
+def opened(
+    name: Path | str, parent: int | None = None, flags: int = DIRECTORY | os.O_NOFOLLOW
+) -> Iterator[int]:
+    """Open something, a directory unless said otherwise, for the length of a block."""
+    fd = os.open(name, flags, dir_fd=parent)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def exists(path: Path) -> OutputExistsError:
@@ -72,12 +85,8 @@ def reserve(fd: int, num_bytes: int) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Flush the names in a directory to the disk, where the file system can do that."""
-    with suppress(OSError):
-        fd = os.open(directory, DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    with suppress(OSError), opened(directory, flags=DIRECTORY) as fd:
+        os.fsync(fd)
 
 
 class DirectoryLock:
@@ -214,11 +223,8 @@ def names_below(fd: int, above: str = "") -> Iterator[str]:
     with os.scandir(fd) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                inner = os.open(entry.name, DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-                try:
+                with opened(entry.name, fd) as inner:
                     yield from names_below(inner, f"{above}{entry.name}/")
-                finally:
-                    os.close(inner)
             else:
                 yield above + entry.name
 
@@ -239,19 +245,14 @@ def give_modes(
     """
     for name in os.listdir(new):
         at = None if older is None else old_mode(older, name)
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=new)
-        within = None
-        try:
+        with opened(name, new, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC) as fd:
             if not stat.S_ISDIR(os.fstat(fd).st_mode):
                 give_mode(fd, at or alike, directory=False)
-                continue
-            with suppress(OSError):
-                within = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=older) if at else None
-            give_modes(fd, within, None if within is None else at, alike)
-        finally:
-            os.close(fd)
-            if within is not None:
-                os.close(within)
+            elif at is None or not stat.S_ISDIR(at.st_mode):
+                give_modes(fd, None, None, alike)
+            else:
+                with opened(name, older) as within:
+                    give_modes(fd, within, at, alike)
     give_mode(new, old, directory=True)
     with suppress(OSError):
         os.fsync(new)
@@ -289,15 +290,8 @@ def move_others(
         elif stat.S_ISDIR(mode) and full in inside:
             with suppress(FileExistsError):
                 os.mkdir(name, stat.S_IMODE(mode), dir_fd=new)
-            before = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=old)
-            try:
-                now = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=new)
-                try:
-                    move_others(before, now, made, replaced, f"{full}/")
-                finally:
-                    os.close(now)
-            finally:
-                os.close(before)
+            with opened(name, old) as before, opened(name, new) as now:
+                move_others(before, now, made, replaced, f"{full}/")
             for at in (old, new):
                 with suppress(OSError):  # one that is not empty stays
                     os.rmdir(name, dir_fd=at)
