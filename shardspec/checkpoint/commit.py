@@ -333,6 +333,9 @@ class _Stage:
             self._check_named()
             return
         old_name = self._name
+        # Without a lock nobody takes it for left behind: if this run is killed now, what is
+        # somebody else's in the old directory stays where it is.
+        unlink_same(self._parent, self._lock_name, self._lock)
         self._exchanged = renameat2(self._parent, self._name, self._path.name, EXCHANGE, self._path)
         if not self._exchanged:
             # Between these two, neither stands under the name; both are complete on the disk.

@@ -191,6 +191,22 @@ def test_a_directory_in_the_way_of_a_file_is_kept(tmp_path):
     assert (tmp_path / kept / "a" / "precious").read_text() == "kept"
 
 
+def test_killed_when_it_has_its_name_it_loses_nothing_of_others(tmp_path, monkeypatch):
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "notes.md").write_text("mine")
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "move_others", lambda *_: os._exit(9))
+        process = get_context("fork").Process(target=work, args=(path, True))
+        process.start()
+        process.join()
+    assert process.exitcode == 9
+    assert os.listdir(path) == ["a"]
+    work(path, True)
+    (kept,) = set(os.listdir(tmp_path)) - {"out"}
+    assert (tmp_path / kept / "notes.md").read_text() == "mine"
+
+
 @pytest.mark.parametrize("name", ["../x", "a/../x", "/x", "a//x", "a/", "a/./x"])
 def test_names_do_not_lead_out(tmp_path, name):
     with (

@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, bits, read_whole
 from tests.checkpoint.formats.test_deepspeed import KINDS, SHAPES, write
+from tests.checkpoint.test_together import in_processes
 
 FORMAT: ReshardedFormat = "deepspeed-universal"
 NAMES = [f"p{at}" for at in range(len(SHAPES))]
@@ -66,6 +68,46 @@ def test_every_file_is_what_deepspeed_loads(tmp_path, ranks, stage, gaps, split)
         assert_same(held, {"param": due["cold"]})
     assert_same(read_whole(out), due)
     assert verify_checkpoint(out, every=True).flaws == ()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_several_processes_write_the_same_files(tmp_path, stage):
+    run = tmp_path / "run"
+    write(run, 3, stage, 0)
+    universal(run, tmp_path / "alone")
+    found = in_processes(partial(universal, run, tmp_path / "out"))
+    assert [answer[1] for answer in found] == [None] * 3
+    names = files_in(tmp_path / "alone")
+    assert files_in(tmp_path / "out") == names
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["alone", "out", "run"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 30, -1])
+def test_when_it_is_stopped_the_old_one_stays(tmp_path, overwrite, at):
+    run, out = tmp_path / "run", tmp_path / "out"
+    write(run, 2, 3, 0)
+    calls = []
+    universal(run, out, progress=lambda *done: calls.append(done))
+    assert universal(run, tmp_path / "dry", dry_run=True).files
+    before = {name: (out / name).read_bytes() for name in files_in(out)}
+    stop = len(calls) - 1 if at < 0 else at
+    if not overwrite:
+        shutil.rmtree(out)
+    seen: list[object] = []
+
+    def interrupt(*done):
+        if len(seen) == stop:
+            raise KeyboardInterrupt
+        seen.append(done)
+
+    with pytest.raises(KeyboardInterrupt):
+        universal(run, out, overwrite=overwrite, progress=interrupt)
+    assert sorted(os.listdir(tmp_path)) == (["out", "run"] if overwrite else ["run"])
+    if overwrite:
+        assert {name: (out / name).read_bytes() for name in files_in(out)} == before
 
 
 def test_what_the_optimizer_keeps_besides(tmp_path):
