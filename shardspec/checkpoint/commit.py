@@ -8,6 +8,7 @@ respected, the second is cleared away. Where the file system has no locks, nothi
 """
 
 import fcntl
+import json
 import os
 import re
 import stat
@@ -309,8 +310,26 @@ class _Stage:
                         )
                     if locked and is_same(self._parent, name, fd):
                         if match[1]:
-                            remove_tree(self._parent, name.removesuffix(_LOCK_SUFFIX))
+                            self._clear_directory(name.removesuffix(_LOCK_SUFFIX), fd)
                         os.unlink(name, dir_fd=self._parent)
+
+    def _clear_directory(self, name: str, locked: int) -> None:
+        """Remove what a killed run had staged; if that has its name, move what is of others."""
+        try:
+            inode, made, replaced = json.loads(os.pread(locked, os.fstat(locked).st_size, 0))
+        except ValueError:  # it has not come to that
+            remove_tree(self._parent, name)
+            return
+        for left in (name, f"{name}-old"):
+            # What cannot be moved stays.
+            with suppress(OSError), opened(left, self._parent) as old:
+                if os.fstat(old).st_ino == inode:
+                    remove_tree(self._parent, left)
+                    continue
+                with opened(self._path.name, self._parent) as new:
+                    if os.fstat(new).st_ino == inode:
+                        move_others(old, new, made, replaced, late=True)
+                os.rmdir(left, dir_fd=self._parent)
 
     def publish(self, overwrite: bool, replaced: Collection[str]) -> None:
         """Give the output its name."""
@@ -333,9 +352,11 @@ class _Stage:
             self._check_named()
             return
         old_name = self._name
-        # Without a lock nobody takes it for left behind: if this run is killed now, what is
-        # somebody else's in the old directory stays where it is.
-        unlink_same(self._parent, self._lock_name, self._lock)
+        made = frozenset(names_below(self._fd))
+        # If this run is killed from here on, the next one moves what is somebody else's.
+        record = json.dumps([os.fstat(self._fd).st_ino, sorted(made), sorted(replaced)])
+        os.pwrite(self._lock, record.encode(), 0)
+        os.fsync(self._lock)
         self._exchanged = renameat2(self._parent, self._name, self._path.name, EXCHANGE, self._path)
         if not self._exchanged:
             # Between these two, neither stands under the name; both are complete on the disk.
@@ -343,7 +364,7 @@ class _Stage:
             for one, other in ((self._path.name, old_name), (self._name, self._path.name)):
                 os.rename(one, other, src_dir_fd=self._parent, dst_dir_fd=self._parent)
         self._check_named()
-        self._keep_others(old_name, replaced)
+        self._keep_others(old_name, made, replaced)
 
     def _check_named(self) -> None:
         if not is_same(self._parent, self._path.name, self._fd):
@@ -362,23 +383,26 @@ class _Stage:
             alike = known[0] if len({at.st_mode for at in known}) == 1 else None
             give_modes(self._fd, older, old, alike)
 
-    def _keep_others(self, old_name: str, replaced: Collection[str]) -> None:
+    def _keep_others(self, old_name: str, made: Collection[str], replaced: Collection[str]) -> None:
         """Move to the new directory what was none of the old checkpoint, and remove the rest."""
-        made = frozenset(names_below(self._fd))
-        try:
-            with opened(old_name, self._parent) as old:
-                for _ in range(10):
+        failed: OSError | None = None
+        for _ in range(10):
+            try:
+                with opened(old_name, self._parent) as old:
                     move_others(old, self._fd, made, replaced)
-                    # What somebody puts there by its descriptor meanwhile is kept too.
-                    with suppress(OSError):
-                        os.rmdir(old_name, dir_fd=self._parent)
-                        return
-        except OSError as error:
+                failed = None
+            except OSError as error:
+                failed = error
+            # What somebody puts there by its descriptor meanwhile is kept too.
+            with suppress(OSError):
+                os.rmdir(old_name, dir_fd=self._parent)
+                return
+        if failed is not None:
             raise CheckpointError(
                 f"{self._path}: is written, but what else lay in the old directory could not be "
-                f"moved there ({error.filename or error}: {reason(error)}); it is kept in "
+                f"moved there ({failed.filename or old_name}: {reason(failed)}); it is kept in "
                 f"{self._path.with_name(old_name)}"
-            ) from None
+            )
 
     def discard(self) -> None:
         """Remove what can be removed: an error is on its way already."""

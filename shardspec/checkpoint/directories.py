@@ -259,7 +259,13 @@ def give_modes(
 
 
 def move_others(
-    old: int, new: int, made: Collection[str], replaced: Collection[str], above: str = ""
+    old: int,
+    new: int,
+    made: Collection[str],
+    replaced: Collection[str],
+    above: str = "",
+    *,
+    late: bool = False,
 ) -> None:
     """Move from a directory to the one that replaces it what neither was made there nor is to go.
 
@@ -271,6 +277,8 @@ def move_others(
         Names of the files that were made in the new one, and of those of the old that go.
     above
         Where they lie themselves, with a slash at the end.
+    late
+        Whether what has a name in the new one by now is newer, and stays.
 
     Raises
     ------
@@ -291,11 +299,11 @@ def move_others(
             with suppress(FileExistsError):
                 os.mkdir(name, stat.S_IMODE(mode), dir_fd=new)
             with opened(name, old) as before, opened(name, new) as now:
-                move_others(before, now, made, replaced, f"{full}/")
+                move_others(before, now, made, replaced, f"{full}/", late=late)
             for at in (old, new):
                 with suppress(OSError):  # one that is not empty stays
                     os.rmdir(name, dir_fd=at)
-        else:
+        elif not (late and name in os.listdir(new)):
             os.rename(name, name, src_dir_fd=old, dst_dir_fd=new)
 
 

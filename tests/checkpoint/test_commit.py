@@ -195,6 +195,7 @@ def test_killed_when_it_has_its_name_it_loses_nothing_of_others(tmp_path, monkey
     path = tmp_path / "out"
     path.mkdir()
     (path / "notes.md").write_text("mine")
+    (path / "newer.md").write_text("older")
     with monkeypatch.context() as patched:
         patched.setattr(commit, "move_others", lambda *_: os._exit(9))
         process = get_context("fork").Process(target=work, args=(path, True))
@@ -202,9 +203,15 @@ def test_killed_when_it_has_its_name_it_loses_nothing_of_others(tmp_path, monkey
         process.join()
     assert process.exitcode == 9
     assert os.listdir(path) == ["a"]
-    work(path, True)
+    (path / "newer.md").write_text("newer")
+    with pytest.raises(KeyboardInterrupt):
+        work(path, True, interrupted=True)
+    assert (path / "notes.md").read_text() == "mine"
+    # One that has been written anew is kept beside the old one, which is not lost.
+    assert (path / "newer.md").read_text() == "newer"
     (kept,) = set(os.listdir(tmp_path)) - {"out"}
-    assert (tmp_path / kept / "notes.md").read_text() == "mine"
+    assert os.listdir(tmp_path / kept) == ["newer.md"]
+    assert (tmp_path / kept / "newer.md").read_text() == "older"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../x", "/x", "a//x", "a/", "a/./x"])
