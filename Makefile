@@ -13,6 +13,9 @@ PYTEST := $(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
 # Interpreters to try, in this order; `make setup PYTHON=/path/to/python3.12` names one.
 PYTHON ?= python3.11 python3
 
+# Hundreds of processes start in the tests, and torch is compiled by each that may not keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup lint test exhaustive compat docs cuda demo faults clean again
 
