@@ -66,10 +66,7 @@ def check_destination(output: Path, source: Catalog, *, directory: bool, overwri
         return path
     except OSError as error:
         raise CheckpointError(f"{output}: cannot be written: {reason(error)}") from None
-    if directory:
-        _check_directory(output, path, at, source, overwrite)
-    else:
-        _check_file(output, path, at, source, overwrite)
+    _check_there(output, path, at, source, directory=directory, overwrite=overwrite)
     _check_writable(output, path.parent)
     return path
 
@@ -113,30 +110,31 @@ def _check_place(output: Path, path: Path, source: Catalog) -> None:
             )
 
 
-def _check_file(
-    output: Path, path: Path, at: os.stat_result, source: Catalog, overwrite: bool
+def _check_there(
+    output: Path,
+    path: Path,
+    at: os.stat_result,
+    source: Catalog,
+    *,
+    directory: bool,
+    overwrite: bool,
 ) -> None:
-    if not stat.S_ISREG(at.st_mode):
+    """Refuse what is of another kind, belongs to the source, or is to be kept."""
+    if directory and not stat.S_ISDIR(at.st_mode):
+        raise CheckpointError(f"{output}: is a file; name a directory to write")
+    if not directory and not stat.S_ISREG(at.st_mode):
         kind = "a directory" if stat.S_ISDIR(at.st_mode) else "no regular file"
         raise CheckpointError(f"{output}: is {kind}; name a file to write")
     for file in source.files:
-        if not isinstance(file, RemotePath) and path.samefile(file):
-            raise CheckpointError(
-                f"{output}: is {file.name} of the checkpoint itself; choose another name"
-            )
-    if not overwrite:
-        raise exists(output)
-
-
-def _check_directory(
-    output: Path, path: Path, at: os.stat_result, source: Catalog, overwrite: bool
-) -> None:
-    if not stat.S_ISDIR(at.st_mode):
-        raise CheckpointError(f"{output}: is a file; name a directory to write")
-    for file in source.files:
-        if not isinstance(file, RemotePath) and path in Path(os.path.realpath(file)).parents:
+        if isinstance(file, RemotePath):
+            continue
+        if directory and path in Path(os.path.realpath(file)).parents:
             raise CheckpointError(
                 f"{output}: holds the checkpoint itself; choose another directory"
+            )
+        if not directory and path.samefile(file):
+            raise CheckpointError(
+                f"{output}: is {file.name} of the checkpoint itself; choose another name"
             )
     if not overwrite:
         raise exists(output)

@@ -10,7 +10,7 @@ import stat
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final, Self
 
 from shardspec.checkpoint.store import reason
@@ -263,7 +263,6 @@ def move_others(
     new: int,
     made: Collection[str],
     replaced: Collection[str],
-    above: str = "",
     *,
     late: bool = False,
 ) -> None:
@@ -275,8 +274,6 @@ def move_others(
         The directories.
     made, replaced
         Names of the files that were made in the new one, and of those of the old that go.
-    above
-        Where they lie themselves, with a slash at the end.
     late
         Whether what has a name in the new one by now is newer, and stays.
 
@@ -285,26 +282,29 @@ def move_others(
     IsADirectoryError
         If a file was made where the old one has a directory.
     """
-    gone = {*made, *replaced}
-    below = (name.removeprefix(above) for name in gone if name.startswith(above))
-    inside = {above + name.split("/")[0] for name in below if "/" in name}
-    for name in os.listdir(old):
-        full = above + name
-        mode = os.stat(name, dir_fd=old, follow_symlinks=False).st_mode
-        if not stat.S_ISDIR(mode) and full in gone:
-            os.unlink(name, dir_fd=old)
-        elif stat.S_ISDIR(mode) and full in made:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
-        elif stat.S_ISDIR(mode) and full in inside:
-            with suppress(FileExistsError):
-                os.mkdir(name, stat.S_IMODE(mode), dir_fd=new)
-            with opened(name, old) as before, opened(name, new) as now:
-                move_others(before, now, made, replaced, f"{full}/", late=late)
-            for at in (old, new):
-                with suppress(OSError):  # one that is not empty stays
-                    os.rmdir(name, dir_fd=at)
-        elif not (late and name in os.listdir(new)):
-            os.rename(name, name, src_dir_fd=old, dst_dir_fd=new)
+    made, gone = frozenset(made), {*made, *replaced}
+    inside = {str(above) for name in gone for above in PurePosixPath(name).parents}
+
+    def move(old: int, new: int, above: str) -> None:
+        for name in os.listdir(old):
+            full = above + name
+            mode = os.stat(name, dir_fd=old, follow_symlinks=False).st_mode
+            if not stat.S_ISDIR(mode) and full in gone:
+                os.unlink(name, dir_fd=old)
+            elif stat.S_ISDIR(mode) and full in made:
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
+            elif stat.S_ISDIR(mode) and full in inside:
+                with suppress(FileExistsError):
+                    os.mkdir(name, stat.S_IMODE(mode), dir_fd=new)
+                with opened(name, old) as before, opened(name, new) as now:
+                    move(before, now, f"{full}/")
+                for at in (old, new):
+                    with suppress(OSError):  # one that is not empty stays
+                        os.rmdir(name, dir_fd=at)
+            elif not (late and name in os.listdir(new)):
+                os.rename(name, name, src_dir_fd=old, dst_dir_fd=new)
+
+    move(old, new, "")
 
 
 def _umask() -> int:
