@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from math import prod
 from operator import mul
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardspec.boxes import Box, box_shape, box_size, intersect
+from shardspec.boxes import Box, box_shape, intersect
 from shardspec.comm.routes import chunks
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
@@ -34,8 +35,7 @@ _MESSAGE_BYTES: Final = 4 << 20
 """Of a message at most: larger ones are no faster, and smaller buckets stay in caches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Where a box lies in memory, in elements."""
 
     shape: tuple[int, ...]
@@ -43,8 +43,7 @@ class Region:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of one tensor, where it lies in a message, and where in a contiguous shard."""
 
     move: int
@@ -57,8 +56,7 @@ class Piece:
     """Byte of the message behind it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """A box that a device has already, and where it lies in its contiguous shards."""
 
     move: int
@@ -119,7 +117,8 @@ def schedule_for(plan: StateCopies, device: int) -> Schedule:
     """Return what a device does under a plan; both ends of a message find the same one."""
     sends: dict[int, list[tuple[int, Box]]] = {}
     receives: dict[int, list[tuple[int, Box]]] = {}
-    kept: list[tuple[int, Box]] = []
+    kept: list[Kept] = []
+    known = _Shards(plan, device)
     for number, (kind, places) in enumerate(zip(plan.overlaps, plan.kinds.values(), strict=True)):
         width = plan.item_bytes[number]
         starts = plan.senders.starts[number]
@@ -145,18 +144,26 @@ def schedule_for(plan: StateCopies, device: int) -> Schedule:
                 kind.source_boxes[kind.kept_at[row]], kind.target_boxes[kind.kept_to[row]]
             )
             assert own is not None, "what is kept is an overlap"
-            kept += [(place, own) for place in places]
+            regions = known.region(places[0], own, True), known.region(places[0], own, False)
+            kept += [Kept(place, own, *regions) for place in places]
     at = {device: place for place, device in enumerate(plan.devices)}
     here, count = at[device], len(at)
-    known = _Shards(plan, device)
     return Schedule(
         _waves(known, sends, {peer: (at[peer] - here) % count for peer in sends}, sent=True),
         _waves(known, receives, {peer: (here - at[peer]) % count for peer in receives}, sent=False),
-        tuple(
-            Kept(place, box, known.region(place, box, True), known.region(place, box, False))
-            for place, box in sorted(kept)
-        ),
+        tuple(sorted(kept)),
     )
+
+
+class _Part(NamedTuple):
+    """A box that fits into a message, or a part of one that does not."""
+
+    box: Box
+    num_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Of its elements in the message."""
+    shard: Region
 
 
 class _Shards:
@@ -164,8 +171,24 @@ class _Shards:
 
     def __init__(self, plan: StateCopies, device: int) -> None:
         self.plan = plan
+        self.most_bytes = min(plan.bucket_bytes, _MESSAGE_BYTES)
+        """Of a message."""
         self._device = device
         self._known: dict[Layout, tuple[tuple[int, ...], Intervals]] = {}
+        self._parts: dict[tuple[object, ...], list[_Part]] = {}
+
+    def parts(self, place: int, box: Box, width: int, of_source: bool) -> list[_Part]:
+        """Return the parts of a box, which are those of all tensors that are laid out alike."""
+        move = self.plan.moves[place]
+        key = (of_source, move.source if of_source else move.target, move.view, box, width)
+        if key not in self._parts:
+            found = []
+            for part in chunks(box, max(1, self.most_bytes // width)):
+                shape = box_shape(part)
+                region = self.region(place, part, of_source)
+                found.append(_Part(part, prod(shape) * width, shape, _contiguous(shape), region))
+            self._parts[key] = found
+        return self._parts[key]
 
     def region(self, place: int, box: Box, of_source: bool) -> Region:
         """Return where a box lies in the shard of a tensor if that is contiguous."""
@@ -221,20 +244,17 @@ def _messages(
     known: _Shards, stream: list[tuple[int, Box]], sent: bool
 ) -> Iterator[tuple[Piece, ...]]:
     """Divide what goes from one device to another into messages of bounded size."""
-    most = min(known.plan.bucket_bytes, _MESSAGE_BYTES)
     message: list[Piece] = []
     end = 0
     for place, box in stream:
         width = item_bytes(known.plan.moves[place].wire_dtype)
-        for part in chunks(box, max(1, most // width)):
-            num_bytes = box_size(part) * width
+        for part in known.parts(place, box, width, sent):
             at = -(-end // _ALIGNMENT) * _ALIGNMENT
-            if message and at + num_bytes > most:
+            if message and at + part.num_bytes > known.most_bytes:
                 yield tuple(message)
                 message, at = [], 0
-            end = at + num_bytes
-            shape = box_shape(part)
-            there = Region(shape, _contiguous(shape), at // width)
-            message.append(Piece(place, part, there, known.region(place, part, sent), end))
+            end = at + part.num_bytes
+            there = Region(part.shape, part.strides, at // width)
+            message.append(Piece(place, part.box, there, part.shard, end))
     if message:
         yield tuple(message)
