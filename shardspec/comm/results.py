@@ -20,6 +20,8 @@ _LARGE_BYTES: Final = 4 << 20
 """From here on large pages save time: at least one fits in, wherever the tensor starts."""
 _WIDER: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Sums of many short floats are kept in a wider type and rounded once."""
+_KEPT_BYTES: Final = 1 << 12
+"""To make noise takes longer than to look at it; of short tensors it is kept."""
 _WINDOW_BYTES: Final = 4
 """What is compared with the filling at once: one byte would often be equal by chance."""
 
@@ -50,8 +52,7 @@ def checked(what: object, result: torch.Tensor) -> Iterator[None]:
         yield
         return
     flat = result.view(-1).view(torch.uint8)
-    seeded = torch.Generator().manual_seed(len(flat))
-    noise = torch.randint(1, 256, flat.shape, generator=seeded, dtype=torch.uint8).to(flat.device)
+    noise = (_kept_noise if len(flat) <= _KEPT_BYTES else _noise)(len(flat)).to(flat.device)
     flat.copy_(noise)
     yield
     left, width = flat == noise, max(_WINDOW_BYTES, result.element_size())
@@ -102,6 +103,14 @@ def _add(total: torch.Tensor, addend: torch.Tensor, op: ReduceOp) -> None:
             (torch.minimum if op == "min" else torch.maximum)(total, addend, out=total)
         case _:
             assert_never(op)
+
+
+def _noise(length: int) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(length)
+    return torch.randint(1, 256, (length,), generator=seeded, dtype=torch.uint8)
+
+
+_kept_noise = lru_cache(maxsize=256)(_noise)
 
 
 @lru_cache(maxsize=1)

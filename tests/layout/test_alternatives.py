@@ -1,6 +1,7 @@
 """The next best plans, against every path that there is, found by plain depth-first search."""
 
 import time
+from functools import cache
 from itertools import pairwise
 from math import factorial, inf, prod
 
@@ -32,6 +33,7 @@ def moves_of(plan):
     )
 
 
+@cache
 def is_cut(before, after):
     """Whether slices alone lead from one spec to the other."""
     a, b = ShardingSpec.parse(before), ShardingSpec.parse(after)
@@ -39,6 +41,7 @@ def is_cut(before, after):
     return a.partials == b.partials and all(y.axes[: len(x.axes)] == x.axes for x, y in pairs)
 
 
+@cache
 def orders_of(before, after):
     """In how many orders single slices lead from one spec to the other."""
     a, b = ShardingSpec.parse(before), ShardingSpec.parse(after)

@@ -119,8 +119,13 @@ def test_plan_is_the_cheapest_of_all_ways(name, shape):
     for (a, b), seconds in across.items():
         assert exchange_seconds(a, b, model) == pytest.approx(seconds, rel=1e-12)
     inside = {(a, b): converter.cost(a, b) for side in (leave, arrive) for a in side for b in side}
+    # Whatever is done before, an exchange is followed by the cheapest way on from where it ends.
+    at = {
+        (source, b): min(inside[source, a] + across[a, b] for a in leave)
+        for source, b in product(leave, arrive)
+    }
     for source, target in across:
-        best = min(inside[source, a] + across[a, b] + inside[b, target] for a, b in across)
+        best = min(at[source, b] + inside[b, target] for b in arrive)
         plan = converter.plan(source, target)
         assert plan.cost_seconds == pytest.approx(best, rel=1e-9, abs=2e-11)
         assert plan.source == source
