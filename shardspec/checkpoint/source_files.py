@@ -2,7 +2,7 @@
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -37,8 +37,6 @@ _OPEN_AT_ONCE: Final = 128
 """Files kept open: far below the usual limit of 1024 for a process."""
 _HEADERS_AT_ONCE: Final = 256
 """Readers of headers in stores; each keeps 64 KiB."""
-_ROWS_AT_ONCE: Final = 1024
-"""Stretches of memory filled by one call, which is as many as Linux takes."""
 _KEPT_BYTES: Final = 32 << 20
 """Bytes kept of all files in stores together."""
 
@@ -148,7 +146,10 @@ class SourceFile:
             return
         done, end = 0, len(buffer)
         while done < end:
-            count = self._readv([buffer[done:] if done else buffer], offset + done)
+            try:
+                count = os.preadv(self._fd, [buffer[done:] if done else buffer], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
             if count == 0:
                 raise CheckpointError(
                     f"{self.path}: ends at byte {offset + done}, but bytes up to "
@@ -156,36 +157,11 @@ class SourceFile:
                 )
             done += count
 
-    def read_rows(self, rows: Sequence[memoryview], offset: int, num_bytes: int) -> None:
-        """Fill stretches of memory, one after the other, from a stretch of the file."""
-        if self.remote is not None:
-            end = offset + num_bytes
-            for row in rows:
-                self.remote.read_into(row, offset, end)
-                offset += len(row)
-            return
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            some = rows[first : first + _ROWS_AT_ONCE]
-            due = num_bytes if len(some) == len(rows) else sum(map(len, some))
-            if self._readv(some, offset) == due:
-                offset += due
-                continue
-            # Rare: a signal came, or the file ends.
-            for row in some:
-                self.read_into(row, offset)
-                offset += len(row)
-
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return a stretch of the file; for headers and other small things."""
         data = bytearray(num_bytes)
         self.read_into(memoryview(data), offset)
         return bytes(data)
-
-    def _readv(self, rows: Sequence[memoryview], offset: int) -> int:
-        try:
-            return os.preadv(self._fd, rows, offset)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
 
     def close(self) -> None:
         """Close it."""

@@ -343,11 +343,6 @@ def _checked_work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _message_bytes(pieces: Sequence[Piece]) -> int:
-    """Return the bytes of a message: whole elements of any dtype."""
-    return -(-pieces[-1].end // 16) * 16
-
-
 @cache
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
