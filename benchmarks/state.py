@@ -59,9 +59,10 @@ def _shards(layouts: dict[str, Layout], rank: int) -> State:
     }
 
 
-def _empty(layouts: dict[str, Layout], rank: int) -> State:
+def _other(layouts: dict[str, Layout], rank: int) -> State:
+    """Return weights to be replaced; the system has given their memory, as to those of a model."""
     return {
-        name: torch.empty(layout.local_shape(rank))
+        name: torch.full(layout.local_shape(rank), 7.0)
         for name, layout in layouts.items()
         if rank in layout.mesh
     }
@@ -192,7 +193,7 @@ def measure(rank: int, row: Row, times: int) -> dict[str, float]:
     """Return the seconds of a row on one process, the slowest one's."""
     torch.set_num_threads(1)
     before, after = row.layouts(row.source), row.layouts(row.target)
-    state, out, expected = _shards(before, rank), _empty(after, rank), _shards(after, rank)
+    state, out, expected = _shards(before, rank), _other(after, rank), _shards(after, rank)
 
     def first() -> None:
         plan_reshard(before, after).run(state, out)
