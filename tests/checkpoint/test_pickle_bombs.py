@@ -1,0 +1,93 @@
+"""Bombs: small pickles of large values are refused, or read, in little memory and time."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoint.test_pickles import raw
+
+LIMITED = """
+import re, sys, time
+from pathlib import Path
+from shardspec.checkpoint.torch_files.unpickler import record_class, unpickle
+from shardspec.errors import CheckpointError
+data = Path(sys.argv[1]).read_bytes()
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+used = peak()
+started = time.monotonic()
+try:
+    value = unpickle(data, {"a.Thing": record_class("Thing")}, Path("x"), "pickle")
+    print("read")
+except CheckpointError as error:
+    assert len(str(error)) < 400
+    print("refused:", error)
+more = peak() - used
+print(more)
+assert more < 200, more
+assert time.monotonic() - started < 20
+"""
+
+
+def laughs(width):
+    """A tuple of the tuple before, twice, and so on: what shows or hashes it never ends."""
+    body = b")q\0"
+    for level in range(width):
+        body += b"h" + bytes([level]) + b"\x86q" + bytes([level + 1])
+    return body
+
+
+BOMBS = {
+    "empty lists": (b"(" + b"]" * (8 << 20) + b"t", "makes larger objects than"),
+    "empty dicts": (b"(" + b"}" * (8 << 20) + b"t", "makes larger objects than"),
+    "sets": (b"(" + b"\x8f" * (8 << 20) + b"t", "makes larger objects than"),
+    "marks": (b"(" * (8 << 20), "nests more than 10000 deep"),
+    "records": (b"(ca\nThing\nq\0" + b"h\0)\x81" * (2 << 20) + b"t", "read"),
+    "records with states": (
+        b"(ca\nThing\nq\0" + b"h\0)\x81}K\1K\1sb" * (1 << 20) + b"t",
+        "makes larger objects than",
+    ),
+    "tuples in tuples": (b")" + b"\x85" * (8 << 20), "makes larger objects than"),
+    "texts": (b"(" + b"\x8c\1x" * (4 << 20) + b"t", "read"),
+    "wide texts": (b"(" + b"\x8c\5x\xf0\x9f\x98\x80" * (1 << 20) + b"t", "read"),
+    "a memo with a gap": (b"Nr\xff\xff\xff\x7f", "numbers an object 2147483647 after 0"),
+    "numbers of one hash": (
+        b"}("
+        + b"".join(
+            b"\x8a\x0b" + ((2**61 - 1) * n).to_bytes(11, "little") + b"N"
+            for n in range(1 << 20, (1 << 20) + 40_000)
+        )
+        + b"u",
+        "holds a whole number of 11 bytes",
+    ),
+    "wide tuples as keys": (
+        b"((" + b"K\1" * 100_000 + b"tq\0}" + b"h\0Ns" * 100_000 + b"t",
+        "large or nested tuples",
+    ),
+    "many tuples as keys": (
+        b"}(" + b"".join(b"J" + n.to_bytes(4, "little") + b"\x85N" for n in range(20_000)) + b"u",
+        "large or nested tuples",
+    ),
+    "a long text that is not there": (b"B\xff\xff\xff\x7f", "it is truncated"),
+    "a frame that is not there": (b"\x95" + b"\xff" * 7 + b"\x7f", "it is truncated"),
+    "small dicts": (b"(" + b"}K\1K\1s" * (1 << 20) + b"t", "makes larger objects than"),
+    "a thousand laughs as a key": (b"}" + laughs(200) + b"K\1s", "large or nested tuples"),
+    "a thousand laughs as a list": (laughs(200) + b"K\1a", "no attribute 'append'"),
+    "a thousand laughs called": (laughs(200) + b")R", "'tuple' object is not callable"),
+    "a thousand laughs referred to": (laughs(200) + b"Q", "refers to a tuple, outside of itself"),
+    "a thousand laughs as a name": (laughs(200) + b"h\0\x93", "STACK_GLOBAL requires str"),
+    "a thousand laughs with a state": (laughs(200) + b"}b", "'tuple' object has no attribute"),
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_bombs_take_little_memory(case, tmp_path):
+    body, message = BOMBS[case]
+    path = tmp_path / "bomb"
+    path.write_bytes(raw(body, 4))
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert message in done.stdout
