@@ -45,7 +45,6 @@ __all__ = [
     "ShardingInfo",
     "format_info",
     "info_lines",
-    "parse_info",
     "read_info",
 ]
 
@@ -211,15 +210,6 @@ def read_info(directory: Path) -> ShardingInfo:
                 "is damaged, restore it"
             )
         return _parse(JSONStream(file.read, file.num_bytes, path, "sharding info"), path)
-
-
-def parse_info(data: bytes, path: Path) -> ShardingInfo:
-    """Check the bytes of a `sharding_info.json` and return what they say."""
-
-    def read(start: int, num_bytes: int) -> bytes:
-        return data[start : start + num_bytes]
-
-    return _parse(JSONStream(read, len(data), path, "sharding info"), path)
 
 
 def _parse(stream: JSONStream, path: Path) -> ShardingInfo:

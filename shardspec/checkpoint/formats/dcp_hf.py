@@ -3,7 +3,7 @@
 ``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`` lets rank r write
 ``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of 1 to n for which it has
 something, n being the number of files of the merged model. Every box is stored once. The note in
-each file (`shardspec.checkpoint.formats.saved_offsets`) says where a box starts in the whole
+each file (`saved_offsets`) says where a box starts in the whole
 tensor. **Nothing says how large the whole tensor is, nor how many ranks there were.** Source:
 torch/distributed/checkpoint/hf_storage.py and _hf_utils.py, torch 2.8 to 2.13.
 
@@ -37,9 +37,9 @@ from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, find_index,
 from shardspec.checkpoint.formats.safetensors import (
     open_index_directory,
     open_without_index,
+    saved_offsets,
 )
 from shardspec.checkpoint.formats.safetensors_header import Header, read_header
-from shardspec.checkpoint.formats.saved_offsets import saved_offsets
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.tiling import check_tiling

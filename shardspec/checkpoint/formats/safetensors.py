@@ -33,11 +33,10 @@ from shardspec.checkpoint.formats.safetensors_header import (
     encode_header,
     read_header,
 )
-from shardspec.checkpoint.formats.saved_offsets import saved_offsets
 from shardspec.checkpoint.sharding_info import SAVE_KEY
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
-from shardspec.checkpoint.strict_json import as_object, as_text, member, parse_json
+from shardspec.checkpoint.strict_json import as_object, as_sizes, as_text, member, parse_json
 from shardspec.checkpoint.targets import (
     Extent,
     OutputFile,
@@ -62,9 +61,13 @@ __all__ = [
     "open_single_file",
     "open_without_index",
     "safetensors_target",
+    "saved_offsets",
     "whole_header",
 ]
 
+_INFO: Final = "DCP_SHARDING_INFO"
+_VERSION: Final = "DCP_VERSION"
+_KNOWN_VERSION: Final = "1.0"
 _NUMBERED: Final = re.compile(r"(.*)-(\d+)-of-(\d+)(\.[a-z]+)", re.DOTALL)
 _MOST_INDEX_BYTES: Final = 256 << 20
 
@@ -347,3 +350,45 @@ def huggingface_target(
 
     files = (one_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True))
     return Target(tuple(files), directory=True, last=last)
+
+
+def saved_offsets(path: Path, header: Header) -> Mapping[str, tuple[int, ...]] | None:
+    """Return per tensor of a file its first index in the whole tensor; None if none are noted.
+
+    torch's ``HuggingFaceStorageWriter`` puts ``"DCP_VERSION": "1.0"`` into the metadata of a file,
+    and ``"DCP_SHARDING_INFO"``, the JSON text ``{tensor name: {"saved_offsets": [first index per
+    dim]}}``. Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
+    """
+    text = header.metadata.get(_INFO)
+    if text is None:
+        return None
+    version = header.metadata.get(_VERSION)
+    if version != _KNOWN_VERSION:
+        raise CheckpointError(
+            f"{path}: its metadata says {_VERSION} {version!r}, but {_KNOWN_VERSION!r} is the one "
+            "that can be read; save again with a torch that writes it"
+        )
+    notes = as_object(parse_json(text.encode("utf-8"), path, _INFO), path, _INFO)
+    offsets: dict[str, tuple[int, ...]] = {}
+    for entry in header.entries:
+        if entry.name not in notes:
+            raise CheckpointError(
+                f"{path}: {_INFO} says nothing of tensor {entry.name!r}; the file was changed, "
+                "restore it"
+            )
+        what = f"{_INFO}[{entry.name!r}]"
+        note = as_object(notes.pop(entry.name), path, what)
+        key = f"{what}.saved_offsets"
+        found = as_sizes(member(note, "saved_offsets", path, key), path, key)
+        if len(found) != len(entry.shape):
+            raise CheckpointError(
+                f"{path}: {key} is {list(found)}, but the tensor has shape {list(entry.shape)}; "
+                "the file was changed, restore it"
+            )
+        offsets[entry.name] = found
+    for name in notes:
+        raise CheckpointError(
+            f"{path}: {_INFO} speaks of tensor {name!r}, which the file does not hold; the file "
+            "was changed, restore it"
+        )
+    return offsets
