@@ -60,6 +60,30 @@ def saved_and_resharded(folder: Path, place: Path, wanted: torch.Tensor) -> None
     same_answers(place / "back", wanted)
 
 
+def numbered_files(folder: Path, place: Path, wanted: torch.Tensor) -> None:
+    """Merge numbered ``.bin`` files, which transformers reads too, and files without an index."""
+    bins = place / "bin"
+    bins.mkdir()
+    shutil.copy(folder / "config.json", bins)
+    files = sorted(folder.glob("*.safetensors"))
+    index = {}
+    for path in files:
+        held, name = load_file(path), f"pytorch_{path.stem}.bin"
+        torch.save(held, bins / name)
+        index |= dict.fromkeys(held, name)
+    listed = bins / "pytorch_model.bin.index.json"
+    listed.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    same_answers(bins, wanted)
+    shardspec("merge", bins, "-o", f"{place}/of-bin/")
+    same_answers(place / "of-bin", wanted)
+    listed.unlink()
+    shutil.copytree(folder, place / "numbered")
+    (place / "numbered" / "model.safetensors.index.json").unlink()
+    for name, given in (("of-bin-alone", bins), ("of-numbered", place / "numbered")):
+        shardspec("merge", given, "-o", f"{place}/{name}/")
+        same_answers(place / name, wanted)
+
+
 def there_and_back(
     model: str, target: str, folder: Path, sizes: Path, place: Path, wanted: torch.Tensor
 ) -> None:
@@ -149,6 +173,7 @@ def main(place: Path, rows_file: str) -> None:
         there_and_back(model_type, "fused", folder, folder / "config.json", here / "fused", wanted)
         if label == "llama":
             fused_as_others_fuse(place, wanted)
+            numbered_files(folder, here, wanted)
         if label == "mixtral":
             experts_in_memory(model, here)
         print(f"{label}: equal logits", file=sys.stderr)
@@ -180,6 +205,10 @@ def main(place: Path, rows_file: str) -> None:
             *(*tool, f"DCP of `model.state_dict()`, with `config.json`: {models}"),
             *("yes", "yes, by their logits", "`--to huggingface`, also by the maps and back"),
             "yes, the logits are equal",
+        ),
+        Row(
+            *(*tool, "numbered `.bin` with an index and without, `.safetensors` without: LLaMA"),
+            *("yes", "yes, by the logits", "`--to huggingface`", "yes, the logits are equal"),
         ),
     ]
     write_rows(rows_file, rows)
