@@ -65,9 +65,8 @@ def numbered_files(folder: Path, place: Path, wanted: torch.Tensor) -> None:
     bins = place / "bin"
     bins.mkdir()
     shutil.copy(folder / "config.json", bins)
-    files = sorted(folder.glob("*.safetensors"))
-    index = {}
-    for path in files:
+    index: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
         held, name = load_file(path), f"pytorch_{path.stem}.bin"
         torch.save(held, bins / name)
         index |= dict.fromkeys(held, name)
