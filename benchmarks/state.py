@@ -324,15 +324,14 @@ def _others(plan: ReshardPlan) -> tuple[Counter[int], Counter[int]]:
     """Return what devices send if the first holder does, and if holders take turns."""
     first: Counter[int] = Counter()
     turns: Counter[int] = Counter()
-    for kind, places, width in zip(
-        plan.overlaps, plan.kinds.values(), plan.item_bytes, strict=True
-    ):
+    (stage,) = plan.stages
+    for kind, count, width in zip(stage.kinds, stage.counts, stage.item_bytes, strict=True):
         for number, (at, elements) in enumerate(
             zip(kind.at.tolist(), kind.elements.tolist(), strict=True)
         ):
             holders = kind.holders[at]
-            first[holders[0]] += elements * width * len(places)
-            turns[holders[number % len(holders)]] += elements * width * len(places)
+            first[holders[0]] += elements * width * count
+            turns[holders[number % len(holders)]] += elements * width * count
     return first, turns
 
 

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,8 +14,11 @@ from shardspec.comm.cost import CostModel
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+from shardspec.resharding.hosts import Hosts, crossing_once, hosts_of
+from shardspec.resharding.stages import Stage
 from shardspec.resharding.stored import StoredLayout
-from shardspec.resharding.transfers import Kind, Senders, balanced, kind_of
+from shardspec.resharding.transfers import kind_of
 from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, table_text
 
@@ -83,7 +85,9 @@ class StateCopies:
             for layout in (move.source, move.target):
                 if layout not in texts:
                     stored = layout.held if isinstance(layout, StoredLayout) else ()
-                    facts = (layout.mesh.ids, layout.mesh.shape, str(layout.spec), stored)
+                    mesh = layout.mesh
+                    links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model
+                    facts = (mesh.ids, mesh.shape, links, str(layout.spec), stored)
                     texts[layout] = repr((*facts, layout.global_shape, layout.dtype)).encode()
             found.update(repr((move.source_name, move.target_name, move.view)).encode())
             found.update(texts[move.source] + texts[move.target])
@@ -115,80 +119,55 @@ class StateCopies:
         return found
 
     @cached_property
-    def overlaps(self) -> tuple[Kind, ...]:
-        """The overlaps of every pair of layouts."""
-        return tuple(kind_of(*key) for key in self.kinds)
+    def hosts(self) -> Hosts | None:
+        """Which devices share a host, where the links of the meshes tell them apart."""
+        return None if self.files else hosts_of(self._meshes)
 
     @cached_property
-    def item_bytes(self) -> tuple[int, ...]:
-        """Bytes of an element on its way, for every pair of layouts."""
-        return tuple(item_bytes(self.moves[places[0]].wire_dtype) for places in self.kinds.values())
-
-    @cached_property
-    def senders(self) -> Senders:
-        """Which of the replicas sends what."""
-        counts = [len(places) for places in self.kinds.values()]
-        return balanced(self.overlaps, counts, self.item_bytes)
+    def stages(self) -> tuple[Stage, ...]:
+        """What is copied at once: all; or first to each host what it lacks, then inside of it."""
+        counts = tuple(map(len, self.kinds.values()))
+        first_of = [self.moves[places[0]] for places in self.kinds.values()]
+        widths = tuple(item_bytes(move.wire_dtype) for move in first_of)
+        kinds = tuple(kind_of(*key) for key in self.kinds)
+        direct = (Stage(kinds, counts, widths),)
+        if self.hosts is None:
+            return direct
+        across, inside = zip(*(crossing_once(k, self.hosts.number) for k in kinds), strict=True)
+        once: tuple[Stage, ...] = (Stage(across, counts, widths),)
+        if any(len(kind.at) for kind in inside):
+            # It is handed on as it lies in the result.
+            widths = tuple(item_bytes(move.target.dtype) for move in first_of)
+            once += (Stage(inside, counts, widths),)
+        return min(once, direct, key=self._seconds)
 
     @cached_property
     def sent(self) -> Mapping[int, int]:
         """Bytes that every device sends."""
-        found = dict.fromkeys(self.devices, 0)
-        for holders, ends in self.senders.ends.items():
-            for device, num_bytes in zip(holders, np.diff(ends, prepend=0).tolist(), strict=True):
-                found[device] += num_bytes
-        return found
+        return {d: sum(stage.sent.get(d, 0) for stage in self.stages) for d in self.devices}
 
     @cached_property
     def received(self) -> Mapping[int, int]:
         """Bytes that every device receives: what it wants and lacks."""
-        found = dict.fromkeys(self.devices, 0)
-        for kind, width, places in zip(
-            self.overlaps, self.item_bytes, self.kinds.values(), strict=True
-        ):
-            devices, index = np.unique(kind.receiver, return_inverse=True)
-            sums = np.bincount(index, kind.elements * (width * len(places)), len(devices))
-            for device, num_bytes in zip(devices.tolist(), sums.tolist(), strict=True):
-                found[device] += round(num_bytes)
-        return found
+        return {d: sum(stage.received.get(d, 0) for stage in self.stages) for d in self.devices}
 
-    @cached_property
-    def pairs(self) -> frozenset[tuple[int, int]]:
-        """Sender and receiver of every message."""
-        found: set[tuple[int, int]] = set()
-        for kind, width, places, starts in zip(
-            self.overlaps,
-            self.item_bytes,
-            self.kinds.values(),
-            self.senders.starts,
-            strict=True,
-        ):
-            bounds = np.searchsorted(kind.at, np.arange(len(kind.holders) + 1))
-            num_bytes = kind.elements * (width * len(places))
-            for holders, first, last in zip(kind.holders, bounds[:-1], bounds[1:], strict=True):
-                receivers = kind.receiver[first:last].tolist()
-                if len(holders) == 1:
-                    found.update((holders[0], receiver) for receiver in receivers)
-                    continue
-                ends = self.senders.ends.get(holders)
-                if ends is None:
-                    continue
-                begin = starts[first:last]
-                left = np.searchsorted(ends, begin, side="right")
-                right = np.searchsorted(ends, begin + num_bytes[first:last], side="left")
-                for receiver, a, b in zip(receivers, left.tolist(), right.tolist(), strict=True):
-                    found.update((sender, receiver) for sender in holders[a : b + 1])
-        return frozenset(found)
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of sender and receiver."""
+        pairs = [np.stack(stage.traffic[:2]) for stage in self.stages]
+        return int(np.unique(np.concatenate(pairs, axis=1), axis=1).shape[1])
+
+    @property
+    def bytes_between_hosts(self) -> int | None:
+        """Bytes that go from one host to another, where the meshes tell which these are."""
+        if self.hosts is None:
+            return None
+        return sum(stage.bytes_between(self.hosts.number) for stage in self.stages)
 
     @cached_property
     def bucket_bytes(self) -> int:
         """The most bytes of one message."""
-        peers: dict[tuple[str, int], int] = defaultdict(int)
-        for sender, receiver in self.pairs:
-            peers["to", sender] += 1
-            peers["from", receiver] += 1
-        most = max(peers.values(), default=1)
-        most = min(most, MAX_PEERS)
+        most = min(max(1, *(stage.most_peers for stage in self.stages)), MAX_PEERS)
         # Twice: a bucket is filled while the one before it is on its way.
         bucket = self.max_bytes // (2 * most)
         least = 16
@@ -225,31 +204,33 @@ class StateCopies:
     def cost_seconds(self) -> float:
         """Modelled seconds: those of the device that sends or receives longest.
 
-        After the time to start, every message costs the latency, and every byte the transfer cost,
-        of the slowest axis of the meshes; see `CostModel`.
+        After the time to start each stage, every message costs the latency, and every byte the
+        transfer cost, of the slowest axis of the meshes, or of the slowest that join devices of a
+        host; see `CostModel`.
         """
-        meshes = {
-            layout.mesh
-            for key in self.kinds
-            for layout in key[:2]
-            if not isinstance(layout, StoredLayout)
-        }
-        models = set(map(CostModel.of_mesh, meshes))
-        if not models or not self.pairs:
+        return self._seconds(self.stages)
+
+    def _seconds(self, stages: Sequence[Stage]) -> float:
+        models = set(map(CostModel.of_mesh, self._meshes))
+        stages = [stage for stage in stages if len(stage.traffic.sender)]
+        if not models or not stages:
             return 0.0
         slowest = [model.slowest(range(len(model.links))) for model in models if model.links]
         latency = max((alpha for alpha, _ in slowest), default=0.0)
         per_byte = max((beta for _, beta in slowest), default=0.0)
         start = max(model.start_s for model in models)
-        messages: dict[tuple[str, int], int] = defaultdict(int)
-        for sender, receiver in self.pairs:
-            messages["to", sender] += 1
-            messages["from", receiver] += 1
-        return start + max(
-            count * latency + (self.sent if way == "to" else self.received)[device] * per_byte
-            for (way, device), count in messages.items()
-            if device not in self.files
-        )
+        link = latency, per_byte
+        return sum(start + stage.seconds(link, self.hosts, self.files) for stage in stages)
+
+    @property
+    def _meshes(self) -> set[DeviceMesh]:
+        """The meshes of devices."""
+        return {
+            layout.mesh
+            for key in self.kinds
+            for layout in key[:2]
+            if not isinstance(layout, StoredLayout)
+        }
 
     def as_dict(self) -> dict[str, object]:
         """Return what the plan says as plain values, ready for JSON."""
@@ -260,7 +241,8 @@ class StateCopies:
             "received": {str(device): num_bytes for device, num_bytes in self.received.items()},
             "busiest_sender": max(self.sent.values(), default=0),
             "busiest_receiver": max(self.received.values(), default=0),
-            "pairs": len(self.pairs),
+            "pairs": self.num_pairs,
+            "bytes_between_hosts": self.bytes_between_hosts,
             "peak_bytes": self.peak_bytes,
             "cost_seconds": self.cost_seconds,
             "digest": self.digest,
@@ -299,9 +281,15 @@ class StateCopies:
             f"busiest receiver {bytes_text(max(self.received.values(), default=0))} "
             f"(even share of {counted(receivers, 'receiver')}: "
             f"{bytes_text(total / max(1, receivers))})",
-            f"{counted(len(self.pairs), 'pair')} of devices, "
+            f"{counted(self.num_pairs, 'pair')} of devices, "
             f"peak {bytes_text(self.peak_bytes)}, {seconds_text(self.cost_seconds)}",
         ]
+        if self.hosts is not None and (between := self.bytes_between_hosts):
+            once = " (each byte once to a host)" if len(self.stages) > 1 else ""
+            lines.append(
+                f"between {counted(len(set(self.hosts.number.values())), 'host')} "
+                f"{bytes_text(between)}{once}"
+            )
         return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from shardspec.resharding.schedule import (
     Piece,
     Region,
     Schedule,
+    Streams,
     Wave,
     message_bytes,
     region_of,
@@ -67,7 +68,9 @@ class DeviceShards:
         self.target: Shards = {}
         self._schedule: Schedule = schedule_for(plan, device)
         self._due: dict[Layout, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._wire = [_torch_dtype(move.wire_dtype) for move in plan.moves]
+        # What crosses in the first stage may be cast there; then it is as in the result.
+        wire = [_torch_dtype(move.wire_dtype) for move in plan.moves]
+        self._wire = (wire, [_torch_dtype(move.target.dtype) for move in plan.moves])
         self._free: list[torch.Tensor] = []
         """Buckets that hold no message."""
         self._alone = alone
@@ -173,7 +176,7 @@ class DeviceShards:
     @property
     def waves(self) -> list[Wave]:
         """The waves of messages that the device takes part in, in order."""
-        return sorted({*self._schedule.sends, *self._schedule.receives})
+        return self._schedule.waves
 
     def sending(self, wave: Wave) -> Messages:
         """Return what is sent in a wave, by peer."""
@@ -206,22 +209,27 @@ class DeviceShards:
             source = self._part(self.source, kept.move, kept.box, kept.source)
             self._part(self.target, kept.move, kept.box, kept.target).copy_(source)
 
-    def pack(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Return a message with some boxes of the source."""
-        bucket = self._bucket(pieces, self.source)
-        for piece, seen in zip(pieces, self._seen(bucket, pieces), strict=True):
-            seen.copy_(self._part(self.source, piece.move, piece.box, piece.shard))
+    def pack(self, wave: Wave, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Return a message with some boxes: of the source, or of what has come in stages before."""
+        shards = self.target if wave[0] else self.source
+        bucket = self._bucket(pieces, shards)
+        for piece, seen in zip(pieces, self._seen(wave, bucket, pieces), strict=True):
+            seen.copy_(self._part(shards, piece.move, piece.box, piece.shard))
         return bucket
 
-    def unpack(self, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
+    def unpack(self, wave: Wave, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
         """Copy the boxes of a message to where they belong."""
-        for piece, seen in zip(pieces, self._seen(bucket, pieces), strict=True):
+        for piece, seen in zip(pieces, self._seen(wave, bucket, pieces), strict=True):
             self._part(self.target, piece.move, piece.box, piece.shard).copy_(seen)
 
     def exchange_all(self) -> None:
         """Carry the plan out by messages."""
         works: list[Transfer] = []
+        stage = 0
         for wave in self.waves:
+            if wave[0] > stage:
+                _finish(works)
+                stage = wave[0]
             # What is received in the wave before is unpacked while this one travels.
             works, before = self.exchange(wave), works
             _finish(before)
@@ -230,24 +238,28 @@ class DeviceShards:
 
     def read_peers(self, memory: PeerMemory) -> None:
         """Read what is wanted from where it lies in the memory of its holders."""
-        sends, receives = self._schedule.streams
-
-        def place(peer: int, number: int) -> torch.Tensor:
-            piece = receives[peer][number]
-            return self._part(self.target, piece.move, piece.box, piece.shard)
-
-        def arrays() -> tuple[dict[int, list[MemoryRegion]], dict[int, list[MemoryRegion]]]:
-            return (
-                {peer: self._in_memory(self.source, pieces) for peer, pieces in sends.items()},
-                {peer: self._in_memory(self.target, pieces) for peer, pieces in receives.items()},
-            )
-
         where = tuple(
             (shard.data_ptr(), shard.stride())
             for shards in (self.source, self.target)
             for shard in shards.values()
         )
-        memory.exchange(f"reshard plan {self.plan.digest[:12]}", where, arrays, place)
+        for stage, (sends, receives) in enumerate(self._schedule.streams):
+            shards = self.target if stage else self.source
+
+            def place(peer: int, number: int, receives: Streams = receives) -> torch.Tensor:
+                piece = receives[peer][number]
+                return self._part(self.target, piece.move, piece.box, piece.shard)
+
+            def arrays(
+                sends: Streams = sends, receives: Streams = receives, shards: Shards = shards
+            ) -> tuple[dict[int, list[MemoryRegion]], dict[int, list[MemoryRegion]]]:
+                return (
+                    {peer: self._in_memory(shards, pieces) for peer, pieces in sends.items()},
+                    {peer: self._in_memory(self.target, p) for peer, p in receives.items()},
+                )
+
+            name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {stage}" if stage else "")
+            memory.exchange(name, where, arrays, place)
         self.keep()
 
     def _in_memory(self, shards: Shards, pieces: Sequence[Piece]) -> list[MemoryRegion]:
@@ -269,18 +281,18 @@ class DeviceShards:
         for peer, pieces in self.receiving(wave).items():
             bucket = self._bucket(pieces, self.target)
             incoming[peer] = bucket[: message_bytes(pieces)]
-            then.append(partial(self._unpack_and_free, pieces, bucket))
+            then.append(partial(self._unpack_and_free, wave, pieces, bucket))
         if self._on_host():
             # One by one: what is packed first is on its way while the next is packed.
             here = [dist.irecv(b, peer, tag=self._tag) for peer, b in incoming.items()]
             for peer, pieces in self.sending(wave).items():
-                bucket = self.pack(pieces)
+                bucket = self.pack(wave, pieces)
                 here.append(dist.isend(bucket[: message_bytes(pieces)], peer, tag=self._tag))
                 then.append(partial(self._free.append, bucket))
             return [(_checked_work(work), act) for work, act in zip(here, then, strict=True)]
         ops = [dist.P2POp(dist.irecv, b, peer, tag=self._tag) for peer, b in incoming.items()]
         for peer, pieces in self.sending(wave).items():
-            bucket = self.pack(pieces)
+            bucket = self.pack(wave, pieces)
             message = bucket[: message_bytes(pieces)]
             ops.append(dist.P2POp(dist.isend, message, peer, tag=self._tag))
             then.append(partial(self._free.append, bucket))
@@ -307,15 +319,17 @@ class DeviceShards:
             return self._free.pop()
         return torch.empty(self._schedule.largest_message, dtype=torch.uint8, device=where)
 
-    def _unpack_and_free(self, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
-        self.unpack(pieces, bucket)
+    def _unpack_and_free(self, wave: Wave, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
+        self.unpack(wave, pieces, bucket)
         self._free.append(bucket)
 
-    def _seen(self, bucket: torch.Tensor, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
+    def _seen(
+        self, wave: Wave, bucket: torch.Tensor, pieces: Sequence[Piece]
+    ) -> Iterator[torch.Tensor]:
         """Yield the boxes of a message as parts of it."""
         typed: dict[torch.dtype, torch.Tensor] = {}
         for piece in pieces:
-            dtype = self._wire[piece.move]
+            dtype = self._wire[wave[0]][piece.move]
             if dtype not in typed:
                 typed[dtype] = bucket.view(dtype)
             at = piece.message

@@ -45,7 +45,8 @@ def run_plan(
     for wave in sorted({wave for one in held.values() for wave in one.waves}):
         for device, one in held.items():
             for peer, pieces in one.sending(wave).items():
-                held[peer].unpack(held[peer].receiving(wave)[device], one.pack(pieces))
+                message = one.pack(wave, pieces)
+                held[peer].unpack(wave, held[peer].receiving(wave)[device], message)
     return _results(plan, held, out) | _values_of(plan, state)
 
 

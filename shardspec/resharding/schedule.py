@@ -12,9 +12,9 @@ import numpy as np
 
 from shardspec.boxes import Box, box_shape, intersect
 from shardspec.comm.routes import chunks
-from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.resharding.copies import MAX_PEERS, StateCopies, TensorMove
+from shardspec.resharding.stages import Stage
 from shardspec.resharding.views import identity_view
 
 __all__ = [
@@ -65,13 +65,17 @@ class Kept(NamedTuple):
     target: Region
 
 
-Wave: TypeAlias = tuple[int, int]
-"""Which peers, by how far they stand behind the sender in the row of devices, and which of their
-messages."""
+Wave: TypeAlias = tuple[int, int, int]
+"""Which stage of the plan, which peers, by how far they stand behind the sender in the row of
+devices, and which of their messages."""
 Intervals: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 """Per dim the indices that a shard holds, ascending."""
 Messages: TypeAlias = dict[int, tuple[Piece, ...]]
 """By peer, the boxes of its message."""
+Streams: TypeAlias = dict[int, list[Piece]]
+"""By peer, the boxes of all its messages."""
+_Streams: TypeAlias = dict[int, list[tuple[int, int, Box]]]
+"""By peer the tensor, bytes of an element, and box."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +93,30 @@ class Schedule:
     """What the device has already."""
     largest_message: int = field(init=False)
     """In bytes."""
-    streams: tuple[dict[int, list[Piece]], dict[int, list[Piece]]] = field(init=False)
-    """All that goes to each peer, and all that comes from it, in the order of the waves."""
+    streams: tuple[tuple[Streams, Streams], ...] = field(init=False)
+    """Per stage all that goes to each peer, and all that comes from it, in order."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "streams", (_by_peer(self.sends), _by_peer(self.receives)))
         waves = (*self.sends.values(), *self.receives.values())
         sizes = (message_bytes(pieces) for messages in waves for pieces in messages.values())
         object.__setattr__(self, "largest_message", max(sizes, default=0))
+        stages = range(1 + max((wave[0] for wave in self.waves), default=0))
+        streams = tuple((_by_peer(self.sends, s), _by_peer(self.receives, s)) for s in stages)
+        object.__setattr__(self, "streams", streams)
+
+    @property
+    def waves(self) -> list[Wave]:
+        """Those that the device takes part in, in order."""
+        return sorted({*self.sends, *self.receives})
+
+
+def _by_peer(waves: Mapping[Wave, Messages], stage: int) -> Streams:
+    found: Streams = {}
+    for wave in sorted(waves):
+        if wave[0] == stage:
+            for peer, pieces in waves[wave].items():
+                found.setdefault(peer, []).extend(pieces)
+    return found
 
 
 def message_bytes(pieces: Sequence[Piece]) -> int:
@@ -104,24 +124,42 @@ def message_bytes(pieces: Sequence[Piece]) -> int:
     return -(-pieces[-1].end // _ALIGNMENT) * _ALIGNMENT
 
 
-def _by_peer(waves: Mapping[Wave, Messages]) -> dict[int, list[Piece]]:
-    found: dict[int, list[Piece]] = {}
-    for wave in sorted(waves):
-        for peer, pieces in waves[wave].items():
-            found.setdefault(peer, []).extend(pieces)
-    return found
-
-
 @lru_cache(maxsize=64)
 def schedule_for(plan: StateCopies, device: int) -> Schedule:
     """Return what a device does under a plan; both ends of a message find the same one."""
-    sends: dict[int, list[tuple[int, Box]]] = {}
-    receives: dict[int, list[tuple[int, Box]]] = {}
-    kept: list[Kept] = []
     known = _Shards(plan, device)
-    for number, (kind, places) in enumerate(zip(plan.overlaps, plan.kinds.values(), strict=True)):
-        width = plan.item_bytes[number]
-        starts = plan.senders.starts[number]
+    kept: list[Kept] = []
+    for places, kind in zip(plan.kinds.values(), plan.stages[0].kinds, strict=True):
+        for row in np.nonzero(kind.kept_by == device)[0].tolist():
+            own = intersect(
+                kind.source_boxes[kind.kept_at[row]], kind.target_boxes[kind.kept_to[row]]
+            )
+            assert own is not None, "what is kept is an overlap"
+            regions = known.region(places[0], own, True), known.region(places[0], own, False)
+            kept += [Kept(place, own, *regions) for place in places]
+    sends: dict[Wave, Messages] = {}
+    receives: dict[Wave, Messages] = {}
+    at = {device: place for place, device in enumerate(plan.devices)}
+    here, count = at[device], len(at)
+    for number, stage in enumerate(plan.stages):
+        outgoing, incoming = _streams(stage, list(plan.kinds.values()), device)
+        behind = {peer: (at[peer] - here) % count for peer in outgoing}
+        sends |= _waves(known, number, outgoing, behind, of_source=number == 0)
+        behind = {peer: (here - at[peer]) % count for peer in incoming}
+        receives |= _waves(known, number, incoming, behind, of_source=False)
+    return Schedule(sends, receives, tuple(sorted(kept)))
+
+
+def _streams(
+    stage: Stage, places: Sequence[Sequence[int]], device: int
+) -> tuple[_Streams, _Streams]:
+    """Return what a device sends to each other one in a stage, and what it receives."""
+    outgoing: _Streams = {}
+    incoming: _Streams = {}
+    senders = stage.senders
+    for kind, starts, width, moves in zip(
+        stage.kinds, senders.starts, stage.item_bytes, places, strict=True
+    ):
         sending = np.array([device in holders for holders in kind.holders], dtype=bool)
         concerned = kind.receiver == device
         if sending.any():
@@ -132,27 +170,14 @@ def schedule_for(plan: StateCopies, device: int) -> Schedule:
             box = kind.box(demand)
             num_bytes = int(kind.elements[demand]) * width
             start = int(starts[demand])
-            for place in places:
-                for sender, part in plan.senders.split(holders, box, start, num_bytes):
+            for place in moves:
+                for sender, part in senders.split(holders, box, start, num_bytes):
                     if sender == device:
-                        sends.setdefault(receiver, []).append((place, part))
+                        outgoing.setdefault(receiver, []).append((place, width, part))
                     elif receiver == device:
-                        receives.setdefault(sender, []).append((place, part))
+                        incoming.setdefault(sender, []).append((place, width, part))
                 start += num_bytes
-        for row in np.nonzero(kind.kept_by == device)[0].tolist():
-            own = intersect(
-                kind.source_boxes[kind.kept_at[row]], kind.target_boxes[kind.kept_to[row]]
-            )
-            assert own is not None, "what is kept is an overlap"
-            regions = known.region(places[0], own, True), known.region(places[0], own, False)
-            kept += [Kept(place, own, *regions) for place in places]
-    at = {device: place for place, device in enumerate(plan.devices)}
-    here, count = at[device], len(at)
-    return Schedule(
-        _waves(known, sends, {peer: (at[peer] - here) % count for peer in sends}, sent=True),
-        _waves(known, receives, {peer: (here - at[peer]) % count for peer in receives}, sent=False),
-        tuple(sorted(kept)),
-    )
+    return outgoing, incoming
 
 
 class _Part(NamedTuple):
@@ -226,29 +251,29 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _waves(
     known: _Shards,
-    streams: dict[int, list[tuple[int, Box]]],
+    stage: int,
+    streams: _Streams,
     behind: Mapping[int, int],
     *,
-    sent: bool,
+    of_source: bool,
 ) -> dict[Wave, Messages]:
     """Divide streams into messages; `behind` says how far the receiver is behind the sender."""
     waves: dict[Wave, Messages] = {}
     for peer, stream in sorted(streams.items()):
         turn = behind[peer] // MAX_PEERS
-        for number, message in enumerate(_messages(known, sorted(stream), sent)):
-            waves.setdefault((turn, number), {})[peer] = message
+        for number, message in enumerate(_messages(known, sorted(stream), of_source)):
+            waves.setdefault((stage, turn, number), {})[peer] = message
     return waves
 
 
 def _messages(
-    known: _Shards, stream: list[tuple[int, Box]], sent: bool
+    known: _Shards, stream: list[tuple[int, int, Box]], of_source: bool
 ) -> Iterator[tuple[Piece, ...]]:
     """Divide what goes from one device to another into messages of bounded size."""
     message: list[Piece] = []
     end = 0
-    for place, box in stream:
-        width = item_bytes(known.plan.moves[place].wire_dtype)
-        for part in known.parts(place, box, width, sent):
+    for place, width, box in stream:
+        for part in known.parts(place, box, width, of_source):
             at = -(-end // _ALIGNMENT) * _ALIGNMENT
             if message and at + part.num_bytes > known.most_bytes:
                 yield tuple(message)

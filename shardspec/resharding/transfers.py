@@ -6,9 +6,10 @@ sends what is found for all tensors together, so that the busiest sender of the 
 is as little busy as possible.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TypeAlias
 
 import numpy as np
@@ -56,15 +57,43 @@ class Kind:
 
 
 def _distinct(layout: Layout, side: TensorView, axes: int) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return the boxes of the view that are not empty, each with its holders."""
+    """Return the boxes of the view that are not empty, each with its holders; they are disjoint."""
+    held = {device: layout.local_boxes(device) for device in layout.mesh.ids}
+    if not all(cut.is_plain for cut in layout.spec.dim_specs):
+        held = _disjoint(held)
     found: dict[Box, list[int]] = {}
-    for device in layout.mesh.ids:
-        for box in layout.local_boxes(device):
+    for device, boxes in held.items():
+        for box in boxes:
             if all(lo < hi for lo, hi in box):
                 found.setdefault(box, []).append(device)
     return [
         (part, tuple(devices)) for box, devices in found.items() for part in side.boxes(box, axes)
     ]
+
+
+def _disjoint(held: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
+    """Cut boxes wherever one begins or ends: a replicated part may join what is before it.
+
+    Examples
+    --------
+    >>> _disjoint({0: [((0, 2),), ((4, 6),)], 1: [((2, 6),)]})
+    {0: [((0, 2),), ((4, 6),)], 1: [((2, 4),), ((4, 6),)]}
+    """
+    every = [box for boxes in held.values() for box in boxes]
+    edges = [
+        sorted({edge for side in sides for edge in side}) for sides in zip(*every, strict=True)
+    ]
+
+    def cells(box: Box) -> Iterator[Box]:
+        inner = (
+            [lo, *all_[bisect_right(all_, lo) : bisect_left(all_, hi)], hi]
+            for all_, (lo, hi) in zip(edges, box, strict=True)
+        )
+        return product(*map(pairwise, inner))
+
+    return {
+        device: [cell for box in boxes for cell in cells(box)] for device, boxes in held.items()
+    }
 
 
 def kind_of(source: Layout, target: Layout, view: View | None = None) -> Kind:

@@ -11,12 +11,16 @@ from shardspec.layout.spec import Part
 from tests.layout.test_parts import indices
 
 SHAPES = ((1,), (2,), (3,), (4,), (1, 2), (2, 1), (2, 2), (2, 3), (2, 1, 3))
+LINKS = ((1e-9, 1e-8), (1e-10, 1e-11))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
 
 def random_mesh(random_: random.Random, ids: int) -> DeviceMesh:
+    """Return a mesh, of which half have links, so that devices share hosts or not."""
     shape = random_.choice([shape for shape in SHAPES if prod(shape) <= ids])
-    return DeviceMesh(random_.sample(range(ids), prod(shape)), shape)
+    links = [random_.choice(LINKS) for _ in shape] if random_.random() < 0.5 else None
+    alpha, beta = zip(*links, strict=True) if links else (None, None)
+    return DeviceMesh(random_.sample(range(ids), prod(shape)), shape, None, alpha, beta)
 
 
 def random_spec(random_: random.Random, mesh: DeviceMesh, shape: tuple[int, ...]) -> ShardingSpec:

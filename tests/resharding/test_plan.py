@@ -66,10 +66,12 @@ def test_only_what_is_lacking_travels_and_replicas_share_the_work():
 def test_the_busiest_sender_is_least():
     """Against maximum flow: with 2 % less at every sender, not everything could be sent."""
     tried = 0
-    for seed in range(150):
+    for seed in range(250):
         _, source, target = random_case(seed, ids=8)
         plan = plan_reshard(source, target)
-        totals = {holders: int(ends[-1]) for holders, ends in plan.senders.ends.items()}
+        if plan.hosts is not None:  # which then share the work among near ones
+            continue
+        totals = {holders: int(ends[-1]) for holders, ends in plan.stages[0].senders.ends.items()}
         if not totals:
             continue
         # Bytes are whole: each set of holders rounds once.
@@ -240,7 +242,7 @@ def test_a_device_talks_to_few_peers_at_once():
     )
     schedules = {device: schedule_for(plan, device) for device in mesh.ids}
     waves = sorted({wave for schedule in schedules.values() for wave in schedule.sends})
-    assert waves == [(0, 0), (1, 0), (2, 0)]
+    assert waves == [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
     for device, schedule in schedules.items():
         for wave, messages in schedule.sends.items():
             assert 0 < len(messages) <= 32
