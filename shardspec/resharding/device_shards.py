@@ -13,7 +13,6 @@ from shardspec.boxes import Box
 from shardspec.comm.peer_memory import PeerMemory
 from shardspec.comm.process_memory import Region as MemoryRegion
 from shardspec.dtensor import DTensor
-from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
 from shardspec.resharding.copies import StateCopies
 from shardspec.resharding.schedule import (
@@ -381,6 +380,8 @@ def _shard_of(value: object, device: int, *, alone: bool) -> torch.Tensor | None
     if isinstance(value, DTensor):
         return value.shards.get(device)
     if isinstance(value, torch.distributed.tensor.DTensor):
+        from shardspec.interop.torch_dtensor import local_of
+
         return local_of(value)
     if alone and isinstance(value, torch.Tensor):
         return value
