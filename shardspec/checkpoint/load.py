@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from shardspec.dtensor import DTensor
 
-__all__ = ["load_sharded"]
+__all__ = ["load_sharded", "read_shards"]
 
 
 def load_sharded(
@@ -138,7 +138,7 @@ def load_sharded(
         return old, _layouts(source, old, target, by_rules), values
 
     old, layouts, values = agree(chosen, selected)
-    loaded = agree(chosen, lambda: _read(source, old, layouts, chosen))
+    loaded = agree(chosen, lambda: read_shards(source, old, layouts, chosen))
     return _nested(source, loaded, old, values)
 
 
@@ -211,7 +211,7 @@ def _load_into(
 
     source, state, names, values = agree(chosen, selected)
     layouts = {name: state.layouts[name] for name in names}
-    agree(chosen, lambda: _read(source, names, layouts, chosen, state.shards))
+    agree(chosen, lambda: read_shards(source, names, layouts, chosen, state.shards))
     flat = state.flat
     kept = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
     return unflatten({name: flat.paths.get(name, (name,)) for name in kept}, kept.__getitem__)
@@ -291,7 +291,7 @@ def _as_saved(tensor: Outline[FileBox], saved: DeviceMesh | None, mesh: DeviceMe
         ) from None
 
 
-def _read(
+def read_shards(
     source: Catalog,
     names: Mapping[str, str],
     layouts: Mapping[str, Layout],

@@ -3,9 +3,10 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.hosts import Hosts, crossing_once, hosts_of
+from shardspec.resharding.maps import NameMap
 from shardspec.resharding.stages import Stage
 from shardspec.resharding.stored import StoredLayout
 from shardspec.resharding.transfers import kind_of
@@ -75,6 +77,10 @@ class StateCopies:
     """Plain values that go along: the name in the source, and in the target."""
     padded: tuple[str, ...] = ()
     """Tensors of the target that are zero where no tensor of the source fills them."""
+    checkpoint: Path | None = None
+    """What is read, where the source is a checkpoint."""
+    names: NameMap | None = field(default=None, compare=False)
+    """By which map, if by one."""
 
     @cached_property
     def digest(self) -> str:

@@ -56,7 +56,8 @@ class ReshardPlan(StateCopies):
         """Carry the plan out.
 
         In a job every rank of any of the meshes calls this; a rank outside the source's meshes
-        passes ``{}``. Without a job all devices are simulated in this process.
+        passes ``{}``. Without a job all devices are simulated in this process. Where the source is
+        a checkpoint all pass ``{}``, and each rank reads what it is to hold.
 
         Parameters
         ----------
@@ -77,15 +78,21 @@ class ReshardPlan(StateCopies):
         LayoutError
             If a tensor is missing or is not as the plan says, on any rank; on all ranks, before
             anything is sent.
+        CheckpointError
+            If a checkpoint cannot be read, or has changed since the plan was made.
         CommunicatorError
             If ranks have different plans, or a rank has gone; DTensors of `out` that may be half
             written then raise it too when they are read.
         """
         from shardspec.resharding.execute import run_plan
 
+        if self.checkpoint is not None:
+            from shardspec.checkpoint.load_plan import load_by_plan
+
+            return load_by_plan(self, state, out)
         if self.files:
             raise LayoutError(
-                "the source of this plan is a checkpoint; load_sharded reads it by the same rules"
+                "the source of this plan lies in files; give plan_reshard the checkpoint's path"
             )
         return run_plan(self, state, out)
 
@@ -103,8 +110,8 @@ def plan_reshard(
     Parameters
     ----------
     source
-        Name to `Layout`, or a state dict of DTensors, shardspec's or torch's; or a checkpoint, of
-        which `load_sharded` then reads what the plan says.
+        Name to `Layout`, or a state dict of DTensors, shardspec's or torch's; or the path of a
+        checkpoint.
     target
         The same, or a mesh and rules: name pattern to spec, what no pattern matches is replicated.
         Meshes may be any: the same, grown, shrunk, permuted, disjoint or overlapping ones.
@@ -139,7 +146,12 @@ def plan_reshard(
             if isinstance(target, tuple)
             else [_layout(name, value).mesh for name, value in target.items()]
         )
-        source = layouts_of_checkpoint(source, meshes)
+        checkpoint = Path(source)
+        stored = layouts_of_checkpoint(checkpoint, meshes)
+        plan = plan_reshard(stored, target, names=names, dtype=dtype, max_bytes=max_bytes)
+        if isinstance(names, Mapping):
+            names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
+        return replace(plan, checkpoint=checkpoint, names=names)
     given = flat_state(source)
     before = {name: _layout(name, v) for name, v in given.items() if not is_plain(v)}
     values = [name for name in given if name not in before]

@@ -83,7 +83,7 @@ def test_what_is_refused(checkpoint):
     assert run(checkpoint.parent / "none", "--mesh", "2")[0] == 3
     source, _ = stored_layouts(open_checkpoint(checkpoint), 4)
     plan = plan_reshard(source, (FOUR, {}))
-    with pytest.raises(LayoutError, match="load_sharded reads it"):
+    with pytest.raises(LayoutError, match="lies in files"):
         plan.run({})
     pending = DTensor.from_local({d: torch.ones(3) for d in range(4)}, FOUR, "[R|P1]")
     save_sharded({"p": pending}, checkpoint.parent / "p")
@@ -101,5 +101,3 @@ def test_a_plan_of_a_checkpoint_by_its_path(checkpoint):
         for target in ((mesh, rules), layouts):
             plan = plan_reshard(place, target)
             assert plan.moves == plan_reshard(source, target).moves
-            with pytest.raises(LayoutError, match="load_sharded reads it"):
-                plan.run({})

@@ -1,0 +1,108 @@
+"""Reshard plans whose source is a checkpoint: what they read is what they plan."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardspec import DeviceMesh, DTensor, Layout, plan_reshard, save_sharded
+from shardspec.errors import CheckpointError, LayoutError
+from shardspec.resharding.maps import NameMap
+from tests.dist.processes import run_ranks
+from tests.resharding.states import random_case, wrong_shards
+
+FOUR, THREE = DeviceMesh(range(4), (2, 2)), DeviceMesh([5, 9, 2], (3,))
+FUSED = NameMap.parse(
+    """
+[sizes]
+p = 2
+[[map]]
+source = ["q", "r c"]
+target = ["qv", "(p r) c", "p[0]"]
+[[map]]
+source = ["v", "r c"]
+target = ["qv", "(p r) c", "p[1]"]
+"""
+)
+
+
+@pytest.fixture
+def whole():
+    torch.manual_seed(0)
+    return {name: torch.randn(8, 6) for name in ("q", "v")}
+
+
+@pytest.fixture
+def checkpoint(tmp_path, whole):
+    specs = {"q": "[S0,S1]", "v": "[S10,R]"}
+    save_sharded({n: DTensor(w, FOUR, specs[n]) for n, w in whole.items()}, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def test_random_state_dicts(tmp_path):
+    for seed in range(40):
+        whole, source, target = random_case(seed, ids=8)
+        state = {n: DTensor(w, source[n].mesh, source[n].spec) for n, w in whole.items()}
+        save_sharded(state, tmp_path / f"{seed}")
+        plan = plan_reshard(tmp_path / f"{seed}", target)
+        ids = next(iter(target.values())).mesh.ids
+        assert wrong_shards(whole, target, plan.run({}), ids) == [], seed
+        out = {
+            n: DTensor(torch.zeros(w.shape, dtype=w.dtype), target[n].mesh, target[n].spec)
+            for n, w in whole.items()
+        }
+        for _ in range(2):
+            assert plan.run({}, out) == out
+            assert wrong_shards(whole, target, out, ids) == [], seed
+
+
+def test_maps_dtypes_and_several_meshes(checkpoint, whole):
+    plan = plan_reshard(checkpoint, (THREE, {"*": "[S0,R]"}), names=FUSED, dtype="bfloat16")
+    both = torch.cat([whole["q"], whole["v"]]).bfloat16()
+    target = {"qv": Layout(THREE, "[S0,R]", (16, 6), "bfloat16")}
+    assert hash(plan) == hash(pickle.loads(pickle.dumps(plan)))
+    for each in (plan, pickle.loads(pickle.dumps(plan))):
+        assert wrong_shards({"qv": both}, target, each.run({}), THREE.ids) == []
+    out = {"qv": DTensor(torch.zeros(16, 6, dtype=torch.bfloat16), THREE, "[S0,R]")}
+    plan.run({}, out)
+    assert torch.equal(out["qv"].to_global(), both)
+    apart = {
+        "a": Layout(THREE, "[R,S0]", (8, 6), "float32"),
+        "v": Layout(FOUR, "[S1,R]", (8, 6), "float32"),
+    }
+    got = plan_reshard(checkpoint, apart, names={"q": "a"}).run({})
+    assert list(got) == ["a", "v"]
+    assert wrong_shards({"a": whole["q"]}, apart, got, THREE.ids) == []
+    assert wrong_shards({"v": whole["v"]}, apart, got, FOUR.ids) == []
+
+
+def test_what_is_refused(checkpoint, whole):
+    plan = plan_reshard(checkpoint, (THREE, {}))
+    with pytest.raises(LayoutError, match="pass an empty state dict"):
+        plan.run({"q": DTensor(whole["q"], FOUR, "[R,R]")})
+    out = {name: DTensor(torch.zeros(8, 6), THREE, "[S0,R]") for name in whole}
+    with pytest.raises(CheckpointError, match="in the plan as"):
+        plan.run({}, out)
+    with pytest.raises(CheckpointError, match="'v' is missing"):
+        plan.run({}, {"q": DTensor(torch.zeros(8, 6), THREE, "[R,R]")})
+    assert all(bool((tensor.to_global() == 0).all()) for tensor in out.values())
+    save_sharded(
+        {n: DTensor(w, FOUR, "[R,S0]") for n, w in whole.items()}, checkpoint, overwrite=True
+    )
+    with pytest.raises(CheckpointError, match="'q' is not as it was when the plan was made"):
+        plan.run({})
+
+
+def _in_job(rank: int, place: str, whole: dict[str, torch.Tensor]) -> list[str]:
+    serving = DeviceMesh([2, 0], (2,))
+    plan = plan_reshard(place, (serving, {"*": "[R,S0]"}))
+    got = plan.run({})
+    target = {move.target_name: move.target for move in plan.moves}
+    dist.barrier()
+    return [*sorted(got), *wrong_shards(whole, target, got, [rank])]
+
+
+@pytest.mark.dist
+def test_in_a_job(tmp_path, checkpoint, whole):
+    assert run_ranks(3, tmp_path, _in_job, str(checkpoint), whole) == [["q", "v"], [], ["q", "v"]]
