@@ -120,7 +120,7 @@ def pickle_at(data):
     return 30 + sum(names), size, line + 16
 
 
-@pytest.mark.parametrize("change", [1, 0x80])
+@pytest.mark.parametrize("change", [1, pytest.param(0x80, marks=pytest.mark.exhaustive)])
 def test_every_byte_of_a_pickle(saved, tmp_path, change):
     first, data = paths_of(saved / "one")[0], bytearray(paths_of(saved / "one")[1].read_bytes())
     start, size, noted = pickle_at(data)

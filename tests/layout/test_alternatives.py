@@ -109,7 +109,9 @@ def check_pair(graph, converter, layout, target, count):
         assert (plan.source, str(plan.target.spec)) == (layout, target)
 
 
-@pytest.mark.parametrize("link_model", ["ring", "shared-bus"])
+@pytest.mark.parametrize(
+    "link_model", ["ring", pytest.param("shared-bus", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("shape", [(600, 1200), (7, 5)])
 @pytest.mark.parametrize("pending", ["", "|P1", "|P01"])
 def test_every_pair_of_two_axes(link_model, shape, pending):

@@ -15,7 +15,9 @@ from shardspec.layout.table import CostTable
 FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
 
 
-@pytest.mark.parametrize("link_model", ["ring", "shared-bus"])
+@pytest.mark.parametrize(
+    "link_model", ["ring", pytest.param("shared-bus", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize(
     ("mesh_shape", "shape"),
     [

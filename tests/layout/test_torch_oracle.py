@@ -42,7 +42,7 @@ MESH_SHAPES = [
     (1, 2),
     (2, 1),
     (1, 1),
-    (1, 3, 2),
+    pytest.param((1, 3, 2), marks=pytest.mark.exhaustive),
 ]
 
 
