@@ -10,16 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product
 from math import prod
+from typing import Final
 
 import torch
 
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.steps import Exchange, Permute, Step
+from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.layout.graph import TransitionGraph, spec_of, state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import Axis
 
-OPS = ("sum", "avg", "min", "max", "prod")
+OPS: Final[tuple[ReduceOp, ...]] = ("sum", "avg", "min", "max", "prod")
 _SHORT = (torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 
 
@@ -133,19 +135,19 @@ def routed(source: Layout, target: Layout) -> Iterator[Move]:
 
 
 def partial_specs(
-    dims: int, num_axes: int, ops: Sequence[str] = OPS, mixed: bool = False
+    dims: int, num_axes: int, ops: Sequence[ReduceOp] = OPS, mixed: bool = False
 ) -> Iterator[ShardingSpec]:
     """Yield every spec with some axes pending by one operation, or by sum and avg together."""
     for count in range(1, num_axes + 1):
         for pending in combinations(range(num_axes), count):
             choices = [(op,) * count for op in ops]
             if mixed:
-                choices = [c for c in product(("sum", "avg"), repeat=count) if len(set(c)) == 2]
+                choices = [c for c in product(OPS[:2], repeat=count) if len(set(c)) == 2]
             rest = [axis for axis in range(num_axes) if axis not in pending]
             for chosen in choices:
                 for cuts in cuts_by(dims, rest):
-                    partial = dict(zip(pending, chosen, strict=True))
-                    yield ShardingSpec(dims, cuts, partial=partial)  # type: ignore[arg-type]
+                    partial: dict[Axis, ReduceOp] = dict(zip(pending, chosen, strict=True))
+                    yield ShardingSpec(dims, cuts, partial=partial)
 
 
 def cuts_by(dims: int, axes: Sequence[int]) -> Iterator[dict[int, list[int | str]]]:

@@ -118,7 +118,7 @@ def diff_checkpoints(
     """
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not (isfinite(value) and value >= 0):
-            raise CheckpointError(f"{name} {value!r} is no tolerance; give a number from 0")
+            raise CheckpointError(f"{name} {value!r} is not a tolerance; give a number from 0")
     left, right = as_catalog(a), as_catalog(b)
     old, others = names_to_compare(left, right, Choice(include, exclude, rename))
     count = _Count(sum(_num_bytes(left.outline(name)) for name in old.values()), progress)

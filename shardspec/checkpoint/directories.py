@@ -203,7 +203,7 @@ def open_below(place: Path, name: str, flags: int, *, make: bool = False) -> int
     if not above:
         return os.open(place / last, flags, 0o600)
     if not {"", ".", ".."}.isdisjoint((*above, last)):
-        raise CheckpointError(f"{name!r} is no name of a file below a directory; choose another")
+        raise CheckpointError(f"{name!r} does not name a file below a directory; choose another")
     fd = os.open(place, DIRECTORY)
     try:
         for part in above:
@@ -219,7 +219,7 @@ def open_below(place: Path, name: str, flags: int, *, make: bool = False) -> int
 
 
 def names_below(fd: int, above: str = "") -> Iterator[str]:
-    """Yield the names of all that is no directory in a directory and those below."""
+    """Yield the names of everything but directories, in a directory and below it."""
     with os.scandir(fd) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

@@ -59,6 +59,14 @@ def _load(
             flat_state(out), layouts, communicator
         )
 
+    digests = communicator.gather(dict.fromkeys(communicator.addressable, plan.digest[:12]))
+    first = min(digests)
+    for rank, digest in digests.items():
+        if digest != digests[first]:
+            raise LayoutError(
+                f"rank {rank} has reshard plan {digest} where rank {first} has {digests[first]}; "
+                "make the same plan on every rank"
+            )
     source, into = agree(communicator, opened)
     stored = {
         name: Layout(at.mesh, at.spec, at.global_shape, source.outline(name).dtype)

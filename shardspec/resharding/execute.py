@@ -60,7 +60,9 @@ def _run_in_job(
     communicator = ProcessGroupCommunicator.of(mesh)
     one = DeviceShards(plan, rank, state, out, alone=True)
     problem = one.problems[0] if one.problems else "none"
-    words = {"reshard plan": plan.digest[:12], "problem": problem}
+    # The number of stages follows from prices, which other processors might round otherwise.
+    stages = str(len(plan.stages))
+    words = {"reshard plan": plan.digest[:12], "stages": stages, "problem": problem}
     kinds = {shard.device.type for shard in one.source.values()}
     # Held by one thread at a time, and compared on all ranks before the first byte.
     with communicator.conversion(description(words), min(kinds, default="")) as home:

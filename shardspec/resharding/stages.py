@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from shardspec.resharding.hosts import Hosts
 from shardspec.resharding.transfers import Ints, Kind, Senders, balanced
@@ -131,7 +132,8 @@ class Stage:
             longest = max(longest, *sums[~np.isin(devices, list(files))].tolist(), 0.0)
         return longest
 
-    def _crosses(self, host: Mapping[int, int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _crosses(self, host: Mapping[int, int]) -> npt.NDArray[np.bool_]:
+        """Return for each pair whether its messages leave the host."""
         devices, index = np.unique(np.concatenate(self.traffic[:2]), return_inverse=True)
         hosts = np.array([host.get(device, -1) for device in devices.tolist()])[index]
         half = len(self.traffic.sender)

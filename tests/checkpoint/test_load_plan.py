@@ -99,6 +99,13 @@ def _in_job(rank: int, place: str, whole: dict[str, torch.Tensor]) -> list[str]:
     plan = plan_reshard(place, (serving, {"*": "[R,S0]"}))
     got = plan.run({})
     target = {move.target_name: move.target for move in plan.moves}
+    other = plan_reshard(place, (serving, {"*": "[S0,R]" if rank else "[R,S0]"}))
+    said = ""
+    if rank in serving:
+        with pytest.raises(LayoutError, match="make the same plan on every rank") as error:
+            other.run({})
+        said = str(error.value)
+    assert ("has reshard plan" in said) == (rank in serving)
     dist.barrier()
     return [*sorted(got), *wrong_shards(whole, target, got, [rank])]
 

@@ -102,7 +102,7 @@ def test_whole_numbers_are_compared_as_such(tmp_path, dtype, tolerance):
 def test_what_is_no_tolerance(tmp_path, number):
     a = save(tmp_path / "a", w=(torch.ones(2), "[S0]"))
     for name in ("atol", "rtol"):
-        with pytest.raises(CheckpointError, match=f"{name} {number!r} is no tolerance"):
+        with pytest.raises(CheckpointError, match=f"{name} {number!r} is not a tolerance"):
             list(diff_checkpoints(a, a, **{name: number}))
         refused = CliRunner().invoke(cli, ["diff", str(a), str(a), f"--{name}", str(number)])
         assert refused.exit_code == 2

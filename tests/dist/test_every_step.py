@@ -3,6 +3,7 @@
 `make test` takes every sixth step, and `make exhaustive` takes all.
 """
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator, ShardingSpec
-from shardspec.comm.steps import AllReduce
+from shardspec.comm.steps import AllReduce, ReduceOp
 from shardspec.layout.layout import Layout
 from tests.conversions import (
+    OPS,
     Move,
     Outcome,
     collectives,
@@ -35,11 +37,14 @@ pytestmark = pytest.mark.dist
 SIX = DeviceMesh([6, 1, 7, 0, 3, 2], (2, 3))
 CUBE = DeviceMesh([6, 1, 7, 0, 3, 2, 5, 4], (2, 2, 2))
 WIDE = DeviceMesh(range(8), (2, 4))
-OPS = ("sum", "avg", "min", "max", "prod")
 
 
 def moves_of(
-    mesh: DeviceMesh, shape: tuple[int, ...], dtype: str, ops: tuple[str, ...] = OPS, every: int = 1
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    dtype: str,
+    ops: Sequence[ReduceOp] = OPS,
+    every: int = 1,
 ) -> list[Move]:
     """Every collective there is, every permute, and some of the exchanges."""
     plain = [Layout(mesh, spec, shape, dtype) for spec in plain_specs(len(shape), mesh.ndim)]

@@ -222,6 +222,7 @@ def _checked(value: StoredObject) -> bytes:
     try:
         with ZipFile(BytesIO(data)) as archive:
             spoiled = archive.testzip()
+    # What zipfile raises for damaged bytes; the third for a compression that it does not know.
     except (BadZipFile, EOFError, NotImplementedError, ZlibError) as error:
         spoiled = str(error)
     if spoiled is not None:

@@ -230,6 +230,7 @@ def read_torch_zip(
         found = _checked(what, infos, offset, num_bytes - len(tail), end)
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
+    # What zipfile raises for a damaged directory; the second for a version that it does not know.
     except (BadZipFile, NotImplementedError, ValueError, OSError, struct.error) as error:
         raise CheckpointError(
             f"{what}: its directory contradicts itself ({error}); the file is damaged"
