@@ -19,7 +19,7 @@ LAYERS = [
     {"errors"},
     {"input_files"},
     {"boxes", "device_ids", "dtypes", "renamed"},
-    {"random_boxes"},
+    {"copies", "random_boxes"},
     {"mesh"},
     {"comm"},
     {"layout"},

@@ -13,6 +13,7 @@ from shardspec.boxes import Box, box_shape, box_size, intersect
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor, distinct
 from shardspec.checkpoint.store_ranges import FileStretch
 from shardspec.checkpoint.targets import Target
+from shardspec.copies import overlaps
 from shardspec.dtypes import item_bytes
 
 __all__ = [
@@ -260,28 +261,10 @@ def cut(
     """
     size = item_bytes(tensor.dtype)
     wanted = byte_box(target, size)
-    waiting = [
-        (box, stored)
-        for stored in distinct(tensor)
-        if intersect(box := byte_box(stored.box, size), wanted) is not None
-    ]
-    # Boxes are met in the order of their first rows; the last one here is the next.
-    waiting.sort(key=lambda one: one[0][0][0])
-    waiting.reverse()
-    active: list[tuple[Box, StoredBox]] = []
-    for block in blocks(wanted, most):
-        low, high = block[0]
-        while waiting and waiting[-1][0][0][0] < high:
-            active.append(waiting.pop())
-        active = [one for one in active if one[0][0][1] > low]
-        yield (
-            block,
-            [
-                Part(stored, box, shared)
-                for box, stored in active
-                if (shared := intersect(box, block)) is not None
-            ],
-        )
+    stored = [(one, byte_box(one.box, size)) for one in distinct(tensor)]
+    stored = [one for one in stored if intersect(one[1], wanted) is not None]
+    for block, met in overlaps([box for _, box in stored], blocks(wanted, most)):
+        yield block, [Part(*stored[number], shared) for number, shared in met]
 
 
 def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:

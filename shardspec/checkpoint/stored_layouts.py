@@ -9,7 +9,7 @@ from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.stored import StoredLayout
+from shardspec.resharding.copies import StoredLayout
 
 __all__ = ["layouts_of_checkpoint", "stored_layouts"]
 

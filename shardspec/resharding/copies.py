@@ -9,27 +9,65 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
+from shardspec.boxes import Box, box_size
 from shardspec.comm.cost import CostModel
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.hosts import Hosts, crossing_once, hosts_of
 from shardspec.resharding.maps import NameMap
-from shardspec.resharding.stages import Stage
-from shardspec.resharding.stored import StoredLayout
-from shardspec.resharding.transfers import kind_of
+from shardspec.resharding.stages import Stage, kind_of
 from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, table_text
 
-__all__ = ["MAX_BYTES", "MAX_PEERS", "StateCopies", "TensorMove", "Tie"]
+__all__ = ["MAX_BYTES", "MAX_PEERS", "StateCopies", "StoredLayout", "TensorMove", "Tie"]
 
 MAX_BYTES: Final = 256 << 20
 """What buckets of a device hold by default: so much for sending and so much for receiving."""
 MAX_PEERS: Final = 32
 """How many devices a device sends to at once at most, and receives from."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class StoredLayout(Layout):
+    """Where a checkpoint has a tensor: which boxes in which files, numbered as devices are.
+
+    Examples
+    --------
+    >>> files = DeviceMesh([8, 9], (2,))
+    >>> stored = StoredLayout(files, {8: [((0, 2),)], 9: [((2, 3),)]}, (3,), "int8")
+    >>> stored.local_boxes(9)
+    [((2, 3),)]
+    """
+
+    held: tuple[tuple[int, tuple[Box, ...]], ...]
+    """Per file its boxes."""
+    _boxes: Mapping[int, Sequence[Box]] = field(compare=False, repr=False)
+
+    def __init__(
+        self,
+        files: DeviceMesh,
+        held: Mapping[int, Sequence[Box]],
+        global_shape: Sequence[int],
+        dtype: object,
+    ) -> None:
+        Layout.__init__(self, files, ShardingSpec(len(global_shape)), global_shape, dtype)
+        boxes = {file: tuple(found) for file, found in held.items()}
+        object.__setattr__(self, "held", tuple(sorted(boxes.items())))
+        object.__setattr__(self, "_boxes", boxes)
+        object.__setattr__(self, "_hash", hash((self.held, self.global_shape, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
+        return StoredLayout, (self.mesh, dict(self._boxes), self.global_shape, self.dtype)
+
+    def local_boxes(self, physical_id: int) -> list[Box]:
+        """Return what a file holds."""
+        return [box for box in self._boxes.get(physical_id, ()) if box_size(box)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +198,15 @@ class StateCopies:
     @property
     def num_pairs(self) -> int:
         """Pairs of sender and receiver."""
-        pairs = [np.stack(stage.traffic[:2]) for stage in self.stages]
-        return int(np.unique(np.concatenate(pairs, axis=1), axis=1).shape[1])
+        return len({pair for stage in self.stages for pair in stage.traffic})
 
     @property
     def bytes_between_hosts(self) -> int | None:
         """Bytes that go from one host to another, where the meshes tell which these are."""
         if self.hosts is None:
             return None
-        return sum(stage.bytes_between(self.hosts.number) for stage in self.stages)
+        traffic = (one for stage in self.stages for one in stage.traffic.items())
+        return sum(num_bytes for pair, num_bytes in traffic if self.hosts.crosses(*pair))
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -218,15 +256,15 @@ class StateCopies:
 
     def _seconds(self, stages: Sequence[Stage]) -> float:
         models = set(map(CostModel.of_mesh, self._meshes))
-        stages = [stage for stage in stages if len(stage.traffic.sender)]
+        stages = [stage for stage in stages if stage.traffic]
         if not models or not stages:
             return 0.0
         slowest = [model.slowest(range(len(model.links))) for model in models if model.links]
         latency = max((alpha for alpha, _ in slowest), default=0.0)
         per_byte = max((beta for _, beta in slowest), default=0.0)
         start = max(model.start_s for model in models)
-        link = latency, per_byte
-        return sum(start + stage.seconds(link, self.hosts, self.files) for stage in stages)
+        link = (lambda _a, _b: (latency, per_byte)) if self.hosts is None else self.hosts.link
+        return sum(start + stage.seconds(link, self.files) for stage in stages)
 
     @property
     def _meshes(self) -> set[DeviceMesh]:

@@ -3,15 +3,13 @@
 Meshes say it by their links: an axis that is faster than the slowest one joins devices of a host.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-
-import numpy as np
 
 from shardspec.boxes import Box, box_size, intersect
+from shardspec.copies import Holders
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.transfers import Ints, Kind
+from shardspec.resharding.stages import Kind
 
 __all__ = ["Hosts", "crossing_once", "hosts_of"]
 
@@ -26,6 +24,14 @@ class Hosts:
     """Seconds a message, and seconds a byte."""
     between: tuple[float, float]
 
+    def crosses(self, one: int, other: int) -> bool:
+        """Whether a message leaves its host."""
+        return self.number.get(one) != self.number.get(other)
+
+    def link(self, one: int, other: int) -> tuple[float, float]:
+        """Return what a message costs, and a byte of it."""
+        return self.between if self.crosses(one, other) else self.inside
+
 
 def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
     """Return which devices are joined by faster links than the slowest, if some are and some not.
@@ -34,10 +40,8 @@ def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
     --------
     >>> mesh = DeviceMesh(range(4), (2, 2), mesh_alpha=(1e-5, 1e-6), mesh_beta=(1e-10, 1e-12))
     >>> found = hosts_of([mesh, DeviceMesh([3, 9], (2,))])
-    >>> dict(found.number)
-    {0: 0, 1: 0, 2: 1, 3: 1, 9: 2}
-    >>> found.inside, found.between
-    ((1e-06, 1e-12), (1e-05, 1e-10))
+    >>> dict(found.number), found.inside, found.between
+    ({0: 0, 1: 0, 2: 1, 3: 1, 9: 2}, (1e-06, 1e-12), (1e-05, 1e-10))
     """
     meshes = list(meshes)
     links = [
@@ -74,114 +78,74 @@ def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
     )
 
 
+_Copy = tuple[Box, Holders, Box, int]
+"""A box, who holds it, the box that is wanted, and by which device."""
+
+
 def crossing_once(kind: Kind, host: Mapping[int, int]) -> tuple[Kind, Kind]:
     """Return the copies of a kind in two stages, so that no byte goes to a host twice.
 
     Of what a host has already its own devices send. What several devices of a host want of others
     is divided among them in the first stage, and in the second each hands its part to the rest.
-
-    Parameters
-    ----------
-    kind
-        What is wanted.
-    host
-        Device to host.
     """
-    first, second = _Rows(kind.target_boxes), _Rows(())
-    groups: dict[tuple[int, int], list[int]] = {}
-    receivers_of: dict[tuple[int, int], list[int]] = {}
-    # Demands of the same overlap are neighbours.
-    new = np.diff(kind.at, prepend=-1).astype(bool) | np.diff(kind.to, prepend=-1).astype(bool)
-    for start, end in pairwise([*np.flatnonzero(new).tolist(), len(kind.at)]):
-        at, to = int(kind.at[start]), int(kind.to[start])
-        by_host: dict[int, list[int]] = {}
-        for device in kind.receiver[start:end].tolist():
-            by_host.setdefault(host[device], []).append(device)
-        for number, receivers in by_host.items():
-            near = tuple(holder for holder in kind.holders[at] if host[holder] == number)
-            if near or len(receivers) == 1:
-                holders = near or kind.holders[at]
-                elements = int(kind.elements[start])
-                for device in receivers:
-                    first.add(kind.source_boxes[at], holders, to, device, elements)
+    first: list[_Copy] = []
+    second: list[_Copy] = []
+    wanted: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for at, to, device in zip(
+        kind.at.tolist(), kind.to.tolist(), kind.receiver.tolist(), strict=True
+    ):
+        wanted.setdefault((to, host[device]), {}).setdefault(at, []).append(device)
+    for (to, number), by_source in wanted.items():
+        target = kind.target_boxes[to]
+        far: list[int] = []
+        receivers: list[int] = []
+        for at, devices in by_source.items():
+            box, holders = kind.source_boxes[at], kind.holders[at]
+            near = tuple(holder for holder in holders if host[holder] == number)
+            if near or len(devices) == 1:
+                first += [(box, near or holders, target, device) for device in devices]
             else:
-                groups.setdefault((to, number), []).append(at)
-                receivers_of[to, number] = receivers
-    for (to, number), places in groups.items():
-        receivers = receivers_of[to, number]
-        boxes = [intersect(kind.source_boxes[at], kind.target_boxes[to]) for at in places]
-        for at, part, relay in _shared(places, boxes, receivers):
-            size = box_size(part)
-            row = kind.source_boxes[at], kind.holders[at]
-            first.add(*row, first.target(part), receivers[relay], size)
-            for device in receivers:
-                if device != receivers[relay]:
-                    second.add(part, (receivers[relay],), second.target(part), device, size)
-    return first.kind(kind), second.kind(None)
+                far.append(at)
+                receivers = devices  # none here has it, so these are all who want the target
+        boxes = [intersect(kind.source_boxes[at], target) for at in far]
+        for at, part, relay in _divided(far, boxes, receivers):
+            first.append((kind.source_boxes[at], kind.holders[at], part, relay))
+            second += [(part, (relay,), part, other) for other in receivers if other != relay]
+    return _kind(first, kind), _kind(second, None)
 
 
-def _shared(
+def _divided(
     places: Sequence[int], boxes: Sequence[Box | None], receivers: Sequence[int]
-) -> Iterable[tuple[int, Box, int]]:
+) -> Iterator[tuple[int, Box, int]]:
     """Yield which part of which box goes to which of the receivers first: about as much to each."""
     count = len(receivers)
     for number, (at, box) in enumerate(zip(places, boxes, strict=True)):
         assert box is not None, "demands are overlaps"
-        if len(boxes) >= count:
-            yield at, box, number * count // len(boxes)
-            continue
         dim = next((dim for dim, (lo, hi) in enumerate(box) if hi - lo > 1), None)
-        if dim is None:
-            yield at, box, number
+        if len(boxes) >= count or dim is None:
+            yield at, box, receivers[number * count // max(count, len(boxes))]
             continue
         lo, hi = box[dim]
-        for relay in range(count):
+        for relay, receiver in enumerate(receivers):
             begin, end = (lo + (hi - lo) * edge // count for edge in (relay, relay + 1))
             if begin < end:
-                yield at, (*box[:dim], (begin, end), *box[dim + 1 :]), relay
+                yield at, (*box[:dim], (begin, end), *box[dim + 1 :]), receiver
 
 
-class _Rows:
-    """Demands, gathered one by one."""
-
-    def __init__(self, target_boxes: Sequence[Box]) -> None:
-        self._sources: dict[tuple[Box, tuple[int, ...]], int] = {}
-        self._targets = list(target_boxes)
-        self._places: dict[Box, int] = {}
-        self._rows: list[tuple[int, int, int, int]] = []
-
-    def target(self, box: Box) -> int:
-        """Return the number of a box that is wanted, beside those given."""
-        place = self._places.setdefault(box, len(self._targets))
-        if place == len(self._targets):
-            self._targets.append(box)
-        return place
-
-    def add(
-        self, box: Box, holders: tuple[int, ...], to: int, receiver: int, elements: int
-    ) -> None:
-        """Add what a device wants of a box that some hold."""
-        at = self._sources.setdefault((box, holders), len(self._sources))
-        self._rows.append((at, to, receiver, elements))
-
-    def kind(self, own: Kind | None) -> Kind:
-        """Return the demands, with what another kind says that devices have already."""
-        rows = np.array(sorted(self._rows), dtype=np.int64).reshape(-1, 4)
-        boxes = [box for box, _ in self._sources]
-        nothing: Ints = np.zeros(0, dtype=np.int64)
-        kept = (nothing, nothing, nothing)
-        if own is not None:
-            kept = own.kept_at + len(boxes), own.kept_to, own.kept_by
-            boxes += own.source_boxes
-        holders = [holders for _, holders in self._sources]
-        at, to, receiver, elements = (column.copy() for column in rows.T)
-        return Kind(
-            tuple(holders) + ((),) * (len(boxes) - len(holders)),
-            tuple(boxes),
-            tuple(self._targets),
-            at,
-            to,
-            receiver,
-            elements,
-            *kept,
-        )
+def _kind(copies: Sequence[_Copy], own: Kind | None) -> Kind:
+    """Return copies as a kind, with what another one says that devices have already."""
+    sources: dict[tuple[Box, Holders], int] = {}
+    targets = {box: number for number, box in enumerate(own.target_boxes if own else ())}
+    demands = []
+    for box, holders, target, device in copies:
+        at = sources.setdefault((box, holders), len(sources))
+        to = targets.setdefault(target, len(targets))
+        shared = intersect(box, target)
+        assert shared is not None, "demands are overlaps"
+        demands.append((at, to, device, box_size(shared)))
+    have, kept = list(sources), []
+    if own is not None:
+        have += [(box, ()) for box in own.source_boxes]
+        columns = (own.kept_at + len(sources)).tolist(), own.kept_to.tolist(), own.kept_by.tolist()
+        kept = [(*row, 0) for row in zip(*columns, strict=True)]
+    return Kind.of(have, list(targets), demands, kept)
