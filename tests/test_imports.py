@@ -42,8 +42,7 @@ UPWARD_ON_PURPOSE = {
     ("shardspec.comm.cost", "shardspec.profiling.profile"),
     ("shardspec.mesh", "shardspec.comm.process_group"),
     ("shardspec.mesh", "shardspec.comm.torch_mesh"),
-    ("shardspec.resharding.plan", "shardspec.checkpoint.load_plan"),
-    ("shardspec.resharding.plan", "shardspec.checkpoint.stored_layouts"),
+    ("shardspec.resharding.plan", "shardspec.checkpoint.load"),
 }
 WITH_TENSORS = {
     "shardspec.comm.job",
