@@ -16,9 +16,8 @@ from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.hosts import Hosts, crossing_once, hosts_of
 from shardspec.resharding.maps import NameMap
-from shardspec.resharding.stages import Stage, kind_of
+from shardspec.resharding.stages import Hosts, Stage, crossing_once, hosts_of, kind_of
 from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, table_text
 

@@ -161,7 +161,7 @@ def plan_reshard(
     if isinstance(names, NameMap):
         moves = _mapped(before, target, names, dtype)
         found = {move.target_name: move.target.global_shape for move in moves}
-        padded = {padding.target for padding in names.padding(found)}
+        padded = {name for name, _ in names.padding(found)}
         plan = _plan(moves, max_bytes, tied, [(name, name) for name in values])
         return replace(plan, padded=tuple(sorted(padded)))
     if not isinstance(names, Mapping | None):
