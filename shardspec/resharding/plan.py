@@ -270,11 +270,8 @@ def _tied(given: Mapping[str, object], before: Mapping[str, Layout]) -> dict[str
     tied = {}
     for name, layout in before.items():
         memory = None if isinstance(given[name], Layout) else _memory(given[name])
-        if memory is None:
-            continue
-        if (memory, layout) in first:
-            tied[name] = first[memory, layout]
-        first.setdefault((memory, layout), name)
+        if memory is not None and (same := first.setdefault((memory, layout), name)) != name:
+            tied[name] = same
     return tied
 
 
@@ -299,11 +296,10 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     renamed = {name: names.get(name, name) for name in before}
     first: dict[str, str] = {}
     for name, new in renamed.items():
-        if new in first:
+        if (other := first.setdefault(new, name)) != name:
             raise LayoutError(
-                f"names= makes both {first[new]!r} and {name!r} to {new!r}; give each its own name"
+                f"names= makes both {other!r} and {name!r} to {new!r}; give each its own name"
             )
-        first[new] = name
     return renamed
 
 
@@ -379,19 +375,19 @@ def _plan(
 
 
 def _check(move: TensorMove) -> None:
-    if move.view is None and move.source.global_shape != move.target.global_shape:
+    name, one, other = move.source_name, move.source, move.target
+    if move.view is None and one.global_shape != other.global_shape:
         raise LayoutError(
-            f"{move.source_name!r} is {move.source.global_shape} in the source and "
-            f"{move.target.global_shape} in the target"
+            f"{name!r} is {one.global_shape} in the source and {other.global_shape} in the target"
         )
-    if move.source.dtype != move.target.dtype and not is_cast(move.source.dtype, move.target.dtype):
+    if one.dtype != other.dtype and not is_cast(one.dtype, other.dtype):
         raise LayoutError(
-            f"{move.source_name!r} is {move.source.dtype} in the source and {move.target.dtype} "
-            "in the target; only floating-point dtypes are cast"
+            f"{name!r} is {one.dtype} in the source and {other.dtype} in the target; only "
+            "floating-point dtypes are cast"
         )
-    for layout in (move.source, move.target):
-        if layout.spec.partials:
+    for spec in (one.spec, other.spec):
+        if spec.partials:
             raise LayoutError(
-                f"{move.source_name!r} is laid out as {layout.spec}, with a reduction pending; "
-                f"finish it first, with redistribute({str(layout.spec.without_partial())!r})"
+                f"{name!r} is laid out as {spec}, with a reduction pending; finish it first, with "
+                f"redistribute({str(spec.without_partial())!r})"
             )
