@@ -6,7 +6,9 @@ A plan is a set of copies (holder, box) -> (holder, box). Holders are devices or
 - ``load_sharded``, and a plan whose source is a checkpoint, from files to devices
   (`shardspec.checkpoint.load`);
 - ``merge`` and ``reshard`` from files to files (`shardspec.checkpoint.copy_plan`);
-- ``save_sharded`` from devices to files (`shardspec.checkpoint.targets.assign_boxes`).
+- ``save_sharded`` from devices to files (`shardspec.checkpoint.targets.assign_boxes`);
+- an exchange within one tensor's conversion from devices to devices (`shardspec.comm.routes`),
+  whose senders are the nearest ones, as a message has a price of its own there.
 
 All of them ask the same two questions. `overlaps` tells what of the boxes held is wanted, one
 wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
