@@ -3,8 +3,9 @@
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from hashlib import sha256
+from itertools import permutations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
@@ -165,37 +166,39 @@ def _shards_of(
 
 def _on_larger(layout: Layout, mesh: DeviceMesh) -> Layout | None:
     """Return a layout on a mesh of which its own is a slice; None if it is none."""
-    own = layout.mesh
-    if own == mesh:
+    if layout.mesh == mesh:
         return layout
-    if not set(own.ids) <= set(mesh.ids):
+    axes = _axes_on(layout.mesh, mesh)
+    if axes is None:
         return None
-    origin = mesh.coordinates(own.ids[0])
-    axes: dict[int, int] = {}
-    for axis, size in enumerate(own.shape):
-        if size > 1:
-            neighbour = mesh.coordinates(own.id_at([int(a == axis) for a in range(own.ndim)]))
-            moved = [a for a in range(mesh.ndim) if neighbour[a] != origin[a]]
-            if len(moved) != 1 or mesh.shape[moved[0]] != size or moved[0] in axes.values():
-                return None
-            axes[axis] = moved[0]
-    for device in own.ids:
-        place = list(origin)
-        for axis, onto in axes.items():
-            place[onto] = own.coordinates(device)[axis]
-        if mesh.coordinates(device) != tuple(place):
-            return None
     spec = layout.spec
     cuts: dict[int, DimSpec] = {}
     for dim, cut in enumerate(spec.dim_specs):
-        by = [axes[int(axis)] for axis in cut.axes if axis in axes]
+        by = tuple(axes[int(axis)] for axis in cut.axes if axis in axes)
         # Along axes of one device nothing is sharded, nor does a part have several shares.
-        cuts[dim] = DimSpec(tuple(by), cut.parts, cut.block) if by else DimSpec()
+        cuts[dim] = DimSpec(by, cut.parts, cut.block) if by else DimSpec()
     pending: dict[Axis, ReduceOp] = {
         axes[int(p.axis)]: p.op for p in spec.partials if p.axis in axes
     }
     onto_mesh = ShardingSpec(spec.dims, cuts, partial=pending)
     return Layout(mesh, onto_mesh, layout.global_shape, layout.dtype)
+
+
+@lru_cache(maxsize=64)
+def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
+    """Return which axis of a mesh each longer axis of a slice of it is; None if it is no slice."""
+    if not set(own.ids) <= set(mesh.ids):
+        return None
+    longer = [axis for axis, size in enumerate(own.shape) if size > 1]
+    places = [(own.coordinates(device), mesh.coordinates(device)) for device in own.ids]
+    for onto in permutations(range(mesh.ndim), len(longer)):
+        axes = dict(zip(longer, onto, strict=True))
+        if any(own.shape[a] != mesh.shape[b] for a, b in axes.items()):
+            continue
+        rest = {tuple(at for b, at in enumerate(there) if b not in onto) for _, there in places}
+        if len(rest) == 1 and all(h[a] == t[b] for h, t in places for a, b in axes.items()):
+            return axes
+    return None
 
 
 def _check_plain(name: str, tensor: "torch.Tensor") -> None:
