@@ -35,8 +35,7 @@ from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed_argument
-from shardspec.resharding.copies import StateCopies, StoredLayout
-from shardspec.resharding.flat import flat_state
+from shardspec.resharding.copies import StateCopies, StoredLayout, flat_state
 
 if TYPE_CHECKING:
     import torch

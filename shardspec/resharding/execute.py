@@ -18,9 +18,8 @@ from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.dtensor import DTensor
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.copies import StateCopies
+from shardspec.resharding.copies import StateCopies, flat_state
 from shardspec.resharding.device_shards import DeviceShards
-from shardspec.resharding.flat import flat_state
 from shardspec.text import shown
 
 __all__ = ["run_plan"]

@@ -13,8 +13,14 @@ from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.check import check_map
-from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove, Tie
-from shardspec.resharding.flat import flat_state, is_plain
+from shardspec.resharding.copies import (
+    MAX_BYTES,
+    StateCopies,
+    TensorMove,
+    Tie,
+    flat_state,
+    is_plain,
+)
 from shardspec.resharding.maps import NameMap
 from shardspec.text import counted, shown
 
