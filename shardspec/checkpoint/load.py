@@ -14,7 +14,7 @@ from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.copy_plan import stretches
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.formats.native import NativeCatalog
-from shardspec.checkpoint.mapped import Names, mapped
+from shardspec.checkpoint.mapped import Names, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.rank_state import (
     Described,
@@ -296,11 +296,7 @@ def stored_layouts(
     known: dict[object, StoredLayout] = {}
     found: dict[str, StoredLayout] = {}
     for tensor in outlines:
-        if tensor.pending:
-            raise LayoutError(
-                f"{tensor.name!r} is stored with a reduction pending; merge or reshard the "
-                "checkpoint first, which finishes it"
-            )
+        require_finished(tensor)
         key = (tensor.shape, tensor.dtype, tensor.boxes)
         if key not in known:
             held: dict[int, list[Box]] = {}

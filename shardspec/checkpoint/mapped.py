@@ -15,8 +15,10 @@ from typing import Final, TypeAlias
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import (
     Catalog,
+    FileBox,
     LazyTensorCache,
     OpaqueValue,
+    Outline,
     StoredBox,
     StoredTensor,
 )
@@ -27,7 +29,7 @@ from shardspec.resharding.maps import Equation, NameMap
 from shardspec.resharding.views import Factor, TensorView, View
 from shardspec.text import shown
 
-__all__ = ["Names", "mapped"]
+__all__ = ["Names", "mapped", "require_finished"]
 
 _ZEROS: Final = Path(__file__).with_name("zeros.bin")
 """As many bytes as the widest element has, all zero: what padding is read from."""
@@ -59,6 +61,15 @@ def mapped(source: Catalog, names: Names | None) -> Catalog:
     return _MappedCatalog(source, NameMap(tuple(rules)))
 
 
+def require_finished(tensor: Outline[FileBox]) -> None:
+    """Raise LayoutError if a tensor is stored with a reduction pending."""
+    if tensor.pending:
+        raise LayoutError(
+            f"{tensor.name!r} is stored with a reduction pending; merge or reshard the checkpoint "
+            "first, which finishes it"
+        )
+
+
 class _MappedCatalog(Catalog):
     """A checkpoint as a map makes it; boxes are made when they are asked for."""
 
@@ -67,9 +78,7 @@ class _MappedCatalog(Catalog):
         shapes = {name: outline.shape for name, outline in outlines.items()}
         found = names.target_shapes(shapes)
         report = check_map(names, shapes, found)
-        if report.problems:
-            rest = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
-            raise LayoutError(f"the map is not total: {report.problems[0]}{rest}")
+        report.require_total()
         if not report.equations:
             first = ", ".join(map(shown, source.names[:3]))
             raise LayoutError(
@@ -92,11 +101,7 @@ class _MappedCatalog(Catalog):
                     f"the map makes {equation.target!r} of {dtype} and of {outline.dtype}, that of "
                     f"{equation.source!r}; cast one of them first"
                 )
-            if outline.pending:
-                raise LayoutError(
-                    f"{equation.source!r} is stored with a reduction pending; merge or reshard "
-                    "the checkpoint first, which finishes it"
-                )
+            require_finished(outline)
             self._equations.setdefault(equation.target, []).append(equation)
         self._padding: dict[str, list[TensorView]] = {}
         for target, side in names.padding(found):

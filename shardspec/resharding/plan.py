@@ -28,6 +28,8 @@ __all__ = ["ReshardPlan", "plan_reshard", "reshard_state"]
 
 Rules: TypeAlias = Mapping[str, SpecLike]
 """Name pattern to spec; a tensor that no pattern matches is replicated."""
+Target: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
+"""Layouts by name, or DTensors; or a mesh and rules."""
 
 
 class ReshardPlan(StateCopies):
@@ -105,7 +107,7 @@ class ReshardPlan(StateCopies):
 
 def plan_reshard(
     source: Mapping[str, object] | Path | str,
-    target: Mapping[str, object] | tuple[DeviceMesh, Rules],
+    target: Target,
     *,
     names: Mapping[str, str] | NameMap | None = None,
     dtype: object = None,
@@ -176,16 +178,11 @@ def plan_reshard(
             "of new names"
         )
     renamed = _renamed(list(given), names or {})
-    if isinstance(target, tuple):
-        dtypes = {renamed[name]: layout.dtype for name, layout in before.items()}
-        shapes = {renamed[name]: layout.global_shape for name, layout in before.items()}
-        after = _by_rules(shapes, dtypes, *target, dtype)
-    else:
-        after = _layouts(target)
-    due = {renamed[name] for name in before}
+    due = {renamed[name]: (at.global_shape, at.dtype) for name, at in before.items()}
+    after = _targets(target, due, dtype)
     for kind, missing in (
-        ("the target lacks", sorted(due - set(after))),
-        ("the source lacks", sorted(set(after) - due)),
+        ("the target lacks", sorted(due.keys() - after.keys())),
+        ("the source lacks", sorted(after.keys() - due.keys())),
     ):
         if missing:
             rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -309,40 +306,34 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     return renamed
 
 
-def _by_rules(
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, str],
-    mesh: DeviceMesh,
-    rules: Rules,
-    dtype: object,
+def _targets(
+    target: Target, due: Mapping[str, tuple[tuple[int, ...], str]], dtype: object
 ) -> dict[str, Layout]:
-    specs = match_rules(rules, {name: len(shape) for name, shape in shapes.items()})
+    """Return the layouts of the target; by rules for the shapes and dtypes that are due."""
+    if not isinstance(target, tuple):
+        return _layouts(target)
+    mesh, rules = target
+    specs = match_rules(rules, {name: len(shape) for name, (shape, _) in due.items()})
     wanted = None if dtype is None else dtype_name(dtype)
     found = {}
-    for name, shape in shapes.items():
+    for name, (shape, own) in due.items():
         spec = specs.get(name, ShardingSpec(len(shape), {}))
-        cast = wanted is not None and is_floating(dtypes[name])
-        found[name] = Layout(mesh, spec, shape, wanted if cast else dtypes[name])
+        found[name] = Layout(mesh, spec, shape, wanted if wanted and is_floating(own) else own)
     return found
 
 
 def _mapped(
-    before: Mapping[str, Layout],
-    target: Mapping[str, object] | tuple[DeviceMesh, Rules],
-    names: NameMap,
-    dtype: object,
+    before: Mapping[str, Layout], target: Target, names: NameMap, dtype: object
 ) -> list[TensorMove]:
     shapes = {name: layout.global_shape for name, layout in before.items()}
+    due = {}
     if isinstance(target, tuple):
         implied = names.target_shapes(shapes)
-        from_ = {e.target: before[e.source].dtype for e in names.equations(shapes, implied)}
-        after = _by_rules(implied, from_, *target, dtype)
-    else:
-        after = _layouts(target)
+        for e in names.equations(shapes, implied):
+            due[e.target] = implied[e.target], before[e.source].dtype
+    after = _targets(target, due, dtype)
     report = check_map(names, shapes, {name: one.global_shape for name, one in after.items()})
-    if report.problems:
-        rest = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
-        raise LayoutError(f"the map is not total: {report.problems[0]}{rest}")
+    report.require_total()
     moves = []
     for equation in report.equations:
         one, other = before[equation.source], after[equation.target]
