@@ -19,8 +19,7 @@ from shardspec.cli.output import say
 from shardspec.comm.cost import CostModel, Link
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
-from shardspec.layout.naive import difference_text, naive_plan
-from shardspec.layout.plan import ConversionPlan, plans_table
+from shardspec.layout.plan import ConversionPlan, difference_text, naive_plan, plans_table
 from shardspec.mesh import DeviceMesh
 from shardspec.text import printable
 

@@ -18,11 +18,9 @@ from shardspec.comm.steps import Step
 from shardspec.errors import DTypeError, LayoutError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.drawing import kind_of
-from shardspec.layout.graph import spec_of
+from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout
-from shardspec.layout.naive import naive_plan
-from shardspec.layout.plan import ConversionPlan, step_text
-from shardspec.layout.space import count_states, space_of
+from shardspec.layout.plan import ConversionPlan, naive_plan, step_text
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["MAX_DIMS", "PLANS", "count_conversions", "layouts_of", "mesh_tables", "models_of"]

@@ -5,9 +5,8 @@ from typing import Final, TypeAlias
 
 from shardspec.boxes import box_shape, box_size
 from shardspec.errors import LayoutError, LossyConversionError
-from shardspec.layout.graph import spec_of
+from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout
-from shardspec.layout.space import count_states, space_of
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["Chunk", "from_chunks", "to_chunks"]

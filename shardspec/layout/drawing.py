@@ -12,10 +12,9 @@ from typing import Final
 
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import State, TransitionGraph, spec_of
+from shardspec.layout.graph import MAX_STATES, State, TransitionGraph, count_states, spec_of
 from shardspec.layout.layout import Layout, resolve_axes
 from shardspec.layout.plan import ConversionPlan, step_text
-from shardspec.layout.space import MAX_STATES, count_states
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 from shardspec.text import seconds_text
