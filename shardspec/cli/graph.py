@@ -21,8 +21,7 @@ from shardspec.cli.options import (
 from shardspec.cli.output import path_text, say, write_file
 from shardspec.errors import LayoutError
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.drawing import Drawing, dot_text, draw_transitions
-from shardspec.layout.graph_svg import svg_text
+from shardspec.layout.drawing import Drawing, dot_text, draw_transitions, svg_text
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.text import counted
