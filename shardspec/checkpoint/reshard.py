@@ -7,10 +7,10 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.coordinate import Member, Progress
-from shardspec.checkpoint.formats.cut_rules import read_toml
 from shardspec.checkpoint.formats.dcp_target import dcp_target
-from shardspec.checkpoint.formats.deepspeed_universal_target import universal_target
+from shardspec.checkpoint.formats.deepspeed_universal import universal_target
 from shardspec.checkpoint.formats.native import sharded_target
+from shardspec.checkpoint.formats.tensor_parallel import read_toml
 from shardspec.checkpoint.mapped import Names, mapped
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantized import check_blocks

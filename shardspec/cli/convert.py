@@ -10,10 +10,8 @@ from shardspec.cli.arguments import MeshShape
 from shardspec.cli.options import json_option, mesh_option, plain_mesh, shape_option
 from shardspec.cli.output import say
 from shardspec.errors import LossyConversionError
-from shardspec.interop.colossal import to_colossal
 from shardspec.interop.jax_specs import partition_spec_text
-from shardspec.interop.oneflow import sbp_text
-from shardspec.interop.shardy import shardy_mesh_text, shardy_text
+from shardspec.interop.other_specs import sbp_text, shardy_mesh_text, shardy_text, to_colossal
 from shardspec.interop.torch_placements import placements_text
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
