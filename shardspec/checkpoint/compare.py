@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardspec.boxes import Box, box_size
+from shardspec.boxes import Box, box_size, chunks
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor, box_text
-from shardspec.checkpoint.copy_plan import BLOCK_BYTES, blocks
+from shardspec.checkpoint.copy_plan import BLOCK_BYTES
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.dtypes import item_bytes
@@ -63,7 +63,7 @@ def check_replicas(
         alone = [
             replace(tensor, pending=(), boxes=(replace(b, addend=()),)) for b in (first, other)
         ]
-        for block in blocks(first.box, BLOCK_BYTES // size):
+        for block in chunks(first.box, BLOCK_BYTES // size):
             a, b = (room[: box_size(block) * size] for room in rooms)
             read_box_into(alone[0], block, a, files, buffers)
             read_box_into(alone[1], block, b, files, buffers)

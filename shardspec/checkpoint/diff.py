@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.boxes import box_size
+from shardspec.boxes import box_size, chunks
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.compare import element_index
 from shardspec.checkpoint.coordinate import Progress
-from shardspec.checkpoint.copy_plan import BLOCK_BYTES, blocks
+from shardspec.checkpoint.copy_plan import BLOCK_BYTES
 from shardspec.checkpoint.numeric import Bytes, numbers
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
@@ -188,7 +188,7 @@ def _first(
     sizes = item_bytes(x.dtype), item_bytes(y.dtype)
     rooms = np.empty(BLOCK_BYTES, np.uint8), np.empty(BLOCK_BYTES, np.uint8)
     whole = tuple((0, size) for size in x.shape)
-    for box in blocks(whole, BLOCK_BYTES // max(sizes)):
+    for box in chunks(whole, BLOCK_BYTES // max(sizes)):
         one, other = (room[: box_size(box) * size] for room, size in zip(rooms, sizes, strict=True))
         read_box_into(x, box, one.data, files, buffers)
         read_box_into(y, box, other.data, files, buffers)

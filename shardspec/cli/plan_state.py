@@ -6,9 +6,9 @@ from typing import Unpack
 
 import click
 
+from shardspec.checkpoint.load import stored_layouts
 from shardspec.checkpoint.mapped import mapped
 from shardspec.checkpoint.reshard import read_rules
-from shardspec.checkpoint.stored_layouts import stored_layouts
 from shardspec.cli.arguments import parse_bytes, parsed
 from shardspec.cli.check_map import map_options, maps_of
 from shardspec.cli.checkpoint_options import CheckpointPath, open_both, rules_option, source_options
