@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from shardspec.cli.options import Declared, argument, flag, option
-from shardspec.errors import InputFileError
+from shardspec.errors import CheckpointError, InputFileError
 from shardspec.input_files import read_input_file
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __all__ = [
     "checkpoint_option",
     "read_json",
     "read_maps",
+    "read_rules",
     "sizes_option",
 ]
 
@@ -123,9 +124,22 @@ class RuleOptions:
 
     def read(self) -> dict[str, str]:
         """Return pattern to spec."""
-        from shardspec.checkpoint.reshard import read_rules
-
         return {**({} if self.rules is None else read_rules(self.rules)), **dict(self.rule)}
+
+
+def read_rules(path: Path) -> dict[str, str]:
+    """Read rules from a TOML file: one line a pattern, ``"*.weight" = "[S0,R]"``."""
+    from shardspec.checkpoint.formats.cut_rules import read_toml
+
+    rules = {}
+    for pattern, spec in read_toml(path).items():
+        if not isinstance(spec, str):
+            raise CheckpointError(
+                f"{path}: the rule of {pattern!r} is {spec!r}, not a spec in quotes; a pattern "
+                "with dots or stars has to be in quotes too"
+            )
+        rules[pattern] = spec
+    return rules
 
 
 def sizes_option() -> Declared:

@@ -8,10 +8,16 @@ from typing import Final
 
 import click
 
+from shardspec.checkpoint.convert import (
+    MERGED_FORMATS,
+    RESHARDED_FORMATS,
+    MergedFormat,
+    ReshardedFormat,
+    merge,
+    reshard,
+)
 from shardspec.checkpoint.coordinate import Member
-from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat, merge
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.reshard import RESHARDED_FORMATS, ReshardedFormat, reshard
 from shardspec.cli.arguments import MeshShape, parse_bytes
 from shardspec.cli.checkpoint_options import (
     ChoiceOptions,
