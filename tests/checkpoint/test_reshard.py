@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, reshard, save_sharded
 from shardspec.checkpoint.formats.tensor_parallel import cut_rules
-from shardspec.checkpoint.reshard import read_rules
 from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.cli.checkpoint_options import read_rules
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError, ShardSpecError
 from tests.checkpoint.handmade import all_specs
 from tests.checkpoint.writers.states import check_same, save, state
