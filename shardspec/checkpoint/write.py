@@ -15,7 +15,6 @@ from shardspec.checkpoint.coordinate import Alone, Member, Progress, together
 from shardspec.checkpoint.copy_plan import plan_copies, plan_files
 from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
 from shardspec.checkpoint.digests import crc32_combine
-from shardspec.checkpoint.directories import sync_directory
 from shardspec.checkpoint.executor import CastCounts, Execution, Findings, copy_to_disk
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA_NAME
 from shardspec.checkpoint.open import as_catalog
@@ -223,8 +222,6 @@ def _to_disk(
         job.source.check_unchanged()
         # What lists the others is written once they are on the disk.
         _last(job, lambda name, fill: written.append(write_list(staged, name, fill)))
-        if staged.directory:
-            sync_directory(place)
     workers.say("written", written)
     return written
 
