@@ -7,10 +7,12 @@ write elsewhere. A lock tells a run that is alive from what a killed one has lef
 respected, the second is cleared away. Where the file system has no locks, nothing is cleared.
 """
 
+import fcntl
 import json
 import os
 import re
 import stat
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -161,6 +163,22 @@ def _refusals(path: Path, more: str = "") -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be written: {reason(error)}{more}") from None
 
 
+@contextmanager
+def _one_at_a_time(parent: int) -> Iterator[None]:
+    """Let one run at a time begin in a directory: otherwise two could refuse each other.
+
+    Whoever holds its lock for longer than a second does something else with the directory.
+    """
+    deadline = time.monotonic() + 1.0
+    while lock(parent) is False and time.monotonic() < deadline:
+        time.sleep(0.002)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(parent, fcntl.LOCK_UN)
+
+
 class _Stage:
     """A staged file, which is its own lock, or a staged directory, and a lock beside it."""
 
@@ -169,12 +187,13 @@ class _Stage:
         self._published = False
         self._name = f".{path.name}.shardspec-{os.urandom(8).hex()}"
         self._lock_name = self._name + (_LOCK_SUFFIX if directory else "")
-        self._lock = self._fd = os.open(self._lock_name, NEW_FILE, 0o600, dir_fd=parent)
-        try:
-            self._begin()
-        except BaseException:
-            self.close()
-            raise
+        with _one_at_a_time(parent):
+            self._lock = self._fd = os.open(self._lock_name, NEW_FILE, 0o600, dir_fd=parent)
+            try:
+                self._begin()
+            except BaseException:
+                self.close()
+                raise
         self.place = by_descriptor(self._fd, path.with_name(self._name))
 
     def _begin(self) -> None:
