@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size, intersect
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor, distinct
-from shardspec.checkpoint.store_ranges import FileStretch
+from shardspec.checkpoint.source_files import FileStretch
 from shardspec.checkpoint.targets import Target
 from shardspec.dtypes import item_bytes
 

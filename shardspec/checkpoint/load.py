@@ -14,9 +14,8 @@ from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.rank_state import Described, agree, communicator_of_state, describe
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
-from shardspec.checkpoint.source_files import OpenFiles
+from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
-from shardspec.checkpoint.store_ranges import FileStretch
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError

@@ -14,11 +14,10 @@ from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.mapped import Names, mapped
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantized import check_blocks
-from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Choice, Patterns, Renames, carried_by_dcp, select
 from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.targets import OutputTensor, Target
-from shardspec.checkpoint.write import WriteOptions, write_checkpoint
+from shardspec.checkpoint.write import WriteOptions, WriteReport, write_checkpoint
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import match_rules

@@ -7,7 +7,7 @@ import click
 
 from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat, merge
-from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.write import WriteReport
 from shardspec.cli.arguments import parse_bytes, parsed
 from shardspec.cli.check_map import map_options, maps_of
 from shardspec.cli.checkpoint_options import (

@@ -15,7 +15,7 @@ from shardspec.text import bytes_text, counted, printable, rate_text, seconds_te
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.coordinate import Member
-    from shardspec.checkpoint.report import WriteReport
+    from shardspec.checkpoint.write import WriteReport
 
 __all__ = [
     "Progress",

@@ -6,8 +6,8 @@ from typing import Unpack
 import click
 
 from shardspec.checkpoint.coordinate import Member
-from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.reshard import RESHARDED_FORMATS, ReshardedFormat, read_rules, reshard
+from shardspec.checkpoint.write import WriteReport
 from shardspec.cli.arguments import MeshShape, parse_mesh, parsed
 from shardspec.cli.check_map import map_options, maps_of
 from shardspec.cli.checkpoint_options import (
