@@ -13,7 +13,6 @@ from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.coordinate import Member, Progress
 from shardspec.checkpoint.mapped import Names, mapped
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import (
     Choice,
     Patterns,
@@ -26,7 +25,7 @@ from shardspec.checkpoint.select import (
 )
 from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.targets import OutputTensor, Target
-from shardspec.checkpoint.write import WriteOptions, write_checkpoint
+from shardspec.checkpoint.write import WriteOptions, WriteReport, write_checkpoint
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh

@@ -12,8 +12,7 @@ from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.digests import Checks, stored_bytes
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.source_files import OpenFiles
-from shardspec.checkpoint.store_ranges import FileStretch
+from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -129,8 +128,9 @@ def _tile(tensor: StoredTensor, replicas: list[Sequence[StoredBox]]) -> None:
 
 def _read(stretch: FileStretch, files: OpenFiles, room: memoryview) -> None:
     """Read bytes without a digest from start to end, which shows that they can be read."""
-    for at in range(stretch.start, stretch.end, _PIECE_BYTES):
-        part = room[: min(_PIECE_BYTES, stretch.end - at)]
+    end = stretch.start + stretch.num_bytes
+    for at in range(stretch.start, end, _PIECE_BYTES):
+        part = room[: min(_PIECE_BYTES, end - at)]
         files.file(stretch.path).read_into(part, at)
 
 

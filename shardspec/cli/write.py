@@ -17,7 +17,7 @@ from shardspec.checkpoint.convert import (
     reshard,
 )
 from shardspec.checkpoint.coordinate import Member
-from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.write import WriteReport
 from shardspec.cli.arguments import MeshShape, parse_bytes
 from shardspec.cli.checkpoint_options import (
     ChoiceOptions,
