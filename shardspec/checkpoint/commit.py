@@ -26,6 +26,7 @@ from shardspec.checkpoint.directories import (
     NEW_FILE,
     NO_REPLACE,
     by_descriptor,
+    check_named,
     exists,
     give_mode,
     give_modes,
@@ -33,12 +34,13 @@ from shardspec.checkpoint.directories import (
     lock,
     move_others,
     names_below,
-    old_mode,
     opened,
     remove_tree,
     rename_file,
     renameat2,
     reserve,
+    stat_of,
+    sync,
     unlink_same,
 )
 from shardspec.checkpoint.store import reason
@@ -60,35 +62,13 @@ def staged_output(
 ) -> Iterator[Path]:
     """Make an empty file or directory to fill, and give it the final name when all went well.
 
-    Parameters
-    ----------
-    path
-        The final name; it is untouched until the end.
-    directory
-        Whether a directory is wanted.
-    overwrite
-        Whether what has the final name is replaced in the end.
-    replaced
-        Names of files in a directory that is replaced which go; files that have the name of a new
-        one go too. All others are kept, also those that appear meanwhile.
-    check
-        Called when everything is written; raises if the output may not get its name.
-
-    Yields
-    ------
-    Path
-        What to fill, by its descriptor. It is removed if anything is raised.
-
-    Raises
-    ------
-    OutputExistsError
-        In the end, if something has the final name and `overwrite` is not set.
-    CheckpointError
-        If another run is at work on the same output, or the system refuses.
+    Of a directory that is replaced, files that have the name of a new one or are named in
+    `replaced` go; all others are kept, also those that appear meanwhile. `check` is called when
+    everything is written. What to fill is removed if anything is raised: an `OutputExistsError` in
+    the end if something has the name and `overwrite` is not set, a `CheckpointError` if another
+    run is at work on the same output.
     """
-    with _refusals(path):
-        parent = os.open(path.parent, DIRECTORY)
-    try:
+    with _opened_parent(path) as parent:
         with _refusals(path):
             stage = _Stage(parent, path, directory)
         try:
@@ -97,33 +77,13 @@ def staged_output(
                 check()
             with _refusals(path):
                 stage.publish(overwrite, replaced)
-        except BaseException:
-            stage.discard()
-            raise
         finally:
             stage.close()
-        with suppress(OSError):  # some network file systems refuse; the rename has happened
-            os.fsync(parent)
-    finally:
-        os.close(parent)
 
 
 @contextmanager
 def joined_output(staged: Path, path: Path) -> Iterator[Path]:
-    """Open what another process of the same user has staged.
-
-    Parameters
-    ----------
-    staged
-        Its `real_path`, as that process says.
-    path
-        The final name, for errors.
-
-    Raises
-    ------
-    CheckpointError
-        If it is not there, or belongs to somebody else.
-    """
+    """Open what another process of the same user has staged; `path` is its final name."""
     try:
         fd = os.open(staged, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -152,53 +112,42 @@ def write_atomically(
     overwrite: bool,
     mode_of: str | None = None,
 ) -> None:
-    """Create a file under another name, fill it, flush it to the disk, and only then name it.
+    """Create a file under another name, fill it by its descriptor, flush it, and only then name it.
 
-    Parameters
-    ----------
-    path
-        The final name. It is untouched until the file is complete.
-    num_bytes
-        Size of the file: a disk that has no room for it shows before anything is written.
-    fill
-        Writes the contents, given a descriptor.
-    overwrite
-        Whether a file of that name is replaced.
-    mode_of
-        Name of the file in the same directory whose mode the new one gets, and its owner where the
-        system lets us: that of the file that is replaced unless given.
-
-    Raises
-    ------
-    OutputExistsError
-        If there is such a file and `overwrite` is not set, even where it appeared meanwhile.
-    CheckpointError
-        If the system refuses, as when the disk is full. The unfinished file is removed; it is
-        removed too when `fill` raises, or the user interrupts.
+    It gets mode and owner of the file that it replaces, or of the one in the same directory that
+    `mode_of` names. The unfinished file is removed when anything is raised: an `OutputExistsError`
+    if there is such a file and `overwrite` is not set, a `CheckpointError` as when the disk has no
+    room for `num_bytes`.
     """
     name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
-    with _refusals(path):
-        parent = os.open(path.parent, DIRECTORY)
-    try:
+    with _opened_parent(path) as parent:
         with _refusals(path):
             fd = os.open(name, NEW_FILE, 0o600, dir_fd=parent)
         try:
             with _refusals(path, f" ({num_bytes} bytes are needed); make room or write elsewhere"):
                 reserve(fd, num_bytes)
                 fill(fd)
-                older = old_mode(parent, mode_of or path.name)
+                older = stat_of(parent, mode_of or path.name)
                 owners = os.geteuid(), os.fstat(parent).st_uid
                 if mode_of and older and older.st_uid not in owners:
                     older = None  # another user may have put it there
-                give_mode(fd, older, directory=False)
+                give_mode(fd, older)
                 os.fsync(fd)
                 rename_file(parent, name, path, fd, overwrite)
         finally:
             # By now the file has its name, or an error is on its way that says more.
             unlink_same(parent, name, fd)
             os.close(fd)
-        with suppress(OSError):
-            os.fsync(parent)
+
+
+@contextmanager
+def _opened_parent(path: Path) -> Iterator[int]:
+    """Open the directory of an output; when all went well, flush its names to the disk."""
+    with _refusals(path):
+        parent = os.open(path.parent, DIRECTORY)
+    try:
+        yield parent
+        sync(parent)
     finally:
         os.close(parent)
 
@@ -208,7 +157,7 @@ def _refusals(path: Path, more: str = "") -> Iterator[None]:
     """Make errors of ours of what the system refuses."""
     try:
         yield
-    except CheckpointError:
+    except CheckpointError:  # one of an output that exists is an OSError too
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {reason(error)}{more}") from None
@@ -216,85 +165,66 @@ def _refusals(path: Path, more: str = "") -> Iterator[None]:
 
 @contextmanager
 def _one_at_a_time(parent: int) -> Iterator[None]:
-    """Let one run at a time begin in a directory, where the file system has locks.
+    """Let one run at a time begin in a directory: otherwise two could refuse each other.
 
-    Whoever holds the lock for longer than a second does something else with the directory.
+    Whoever holds its lock for longer than a second does something else with the directory.
     """
     deadline = time.monotonic() + 1.0
-    held = lock(parent)
-    while held is False and time.monotonic() < deadline:
+    while lock(parent) is False and time.monotonic() < deadline:
         time.sleep(0.002)
-        held = lock(parent)
     try:
         yield
     finally:
-        if held:
+        with suppress(OSError):
             fcntl.flock(parent, fcntl.LOCK_UN)
 
 
 class _Stage:
-    """A staged file or directory, and its lock."""
+    """A staged file, which is its own lock, or a staged directory, and a lock beside it."""
 
     def __init__(self, parent: int, path: Path, directory: bool) -> None:
         self._parent, self._path, self._directory = parent, path, directory
-        self._exchanged = False
-        self._pattern = re.compile(
-            re.escape(f".{path.name}.shardspec-") + "[0-9a-f]{16}(" + re.escape(_LOCK_SUFFIX) + ")?"
-        )
+        self._published = False
+        self._name = f".{path.name}.shardspec-{os.urandom(8).hex()}"
+        self._lock_name = self._name + (_LOCK_SUFFIX if directory else "")
         with _one_at_a_time(parent):
-            self._clear("")
-            self._make()
+            self._lock = self._fd = os.open(self._lock_name, NEW_FILE, 0o600, dir_fd=parent)
             try:
-                # Where there is no lock, another run may have begun at the same moment.
-                self._clear(self._lock_name)
+                self._begin()
             except BaseException:
-                self.discard()
                 self.close()
                 raise
         self.place = by_descriptor(self._fd, path.with_name(self._name))
 
-    def _make(self) -> None:
-        for _ in range(20):
-            self._name = f".{self._path.name}.shardspec-{os.urandom(8).hex()}"
-            self._lock_name = self._name + (_LOCK_SUFFIX if self._directory else "")
-            self._lock = os.open(self._lock_name, NEW_FILE, 0o600, dir_fd=self._parent)
-            if lock(self._lock) is not True:
-                warnings.warn(
-                    f"{self._path}: this file system has no locks, so another run that writes the "
-                    "same output is not noticed",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            # Between the two lines above, another run may have taken it for left behind.
-            if is_same(self._parent, self._lock_name, self._lock):
-                break
-            os.close(self._lock)
-        else:
-            raise CheckpointError(
-                f"{self._path}: whatever is begun beside it is taken away at once; write to a "
-                "directory that only you can change"
+    def _begin(self) -> None:
+        locked = lock(self._lock)
+        if locked is None:
+            warnings.warn(
+                f"{self._path}: this file system has no locks, so another run that writes the "
+                "same output is not noticed",
+                RuntimeWarning,
+                stacklevel=2,
             )
-        self._fd = self._lock
+        # Made first, then looked around: of two that begin at once, one sees the other.
+        self._clear()
+        # Before it was locked, another run may have taken it for left behind.
+        if locked is False or not is_same(self._parent, self._lock_name, self._lock):
+            raise self._another_run()
         if self._directory:
-            try:
-                os.mkdir(self._name, 0o700, dir_fd=self._parent)
-                self._fd = os.open(self._name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
-            except OSError:
-                self.discard()
-                os.close(self._lock)
-                raise
+            os.mkdir(self._name, 0o700, dir_fd=self._parent)
+            self._fd = os.open(self._name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
 
-    def _clear(self, own: str) -> None:
-        """Remove what killed runs of this user have left at this output.
+    def _another_run(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path}: another run is writing it; wait for that one, or choose another name"
+        )
 
-        Raises
-        ------
-        CheckpointError
-            If another run is alive; of two that begin together, the one with the lesser name is.
-        """
-        for name in sorted(os.listdir(self._parent)):
-            match = self._pattern.fullmatch(name)
-            if match is None or name == own:
+    def _clear(self) -> None:
+        """Remove what killed runs of this user have left; raise if another run is alive."""
+        pattern = re.compile(re.escape(f".{self._path.name}.shardspec-") + r"[0-9a-f]{16}(\.lock)?")
+        for name in os.listdir(self._parent):
+            match = pattern.fullmatch(name)
+            if match is None or name == self._lock_name:
                 continue
             with suppress(FileNotFoundError):
                 at = os.stat(name, dir_fd=self._parent, follow_symlinks=False)
@@ -303,11 +233,8 @@ class _Stage:
                 flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 with opened(name, self._parent, flags) as fd:
                     locked = lock(fd)
-                    if locked is False and (not own or name < own):
-                        raise CheckpointError(
-                            f"{self._path}: another run is writing it; wait for that one, or "
-                            "choose another name"
-                        )
+                    if locked is False:
+                        raise self._another_run()
                     if locked and is_same(self._parent, name, fd):
                         if match[1]:
                             self._clear_directory(name.removesuffix(_LOCK_SUFFIX), fd)
@@ -333,55 +260,40 @@ class _Stage:
 
     def publish(self, overwrite: bool, replaced: Collection[str]) -> None:
         """Give the output its name."""
+        parent, name, final = self._parent, self._name, self._path.name
+        old = stat_of(parent, final)
         if not self._directory:
-            give_mode(self._fd, old_mode(self._parent, self._path.name), directory=False)
-            rename_file(self._parent, self._name, self._path, self._fd, overwrite)
+            give_mode(self._fd, old)
+            rename_file(parent, name, self._path, self._fd, overwrite)
             return
-        old = old_mode(self._parent, self._path.name) if overwrite else None
-        self._give_modes(old, replaced)
-        if old is None:
-            if not renameat2(self._parent, self._name, self._path.name, NO_REPLACE, self._path):
+        if old is None or not overwrite:
+            give_modes(self._fd, None)
+            if not renameat2(parent, name, final, NO_REPLACE, self._path):
                 if os.path.lexists(self._path):
                     raise exists(self._path)
-                os.rename(
-                    self._name,
-                    self._path.name,
-                    src_dir_fd=self._parent,
-                    dst_dir_fd=self._parent,
-                )
-            self._check_named()
+                os.rename(name, final, src_dir_fd=parent, dst_dir_fd=parent)
+            self._published = True
+            check_named(parent, self._path, self._fd)
             return
-        old_name = self._name
+        with opened(final, parent) as older:
+            known = [at for one in replaced if (at := stat_of(older, one)) is not None]
+            alike = known[0] if len({at.st_mode for at in known}) == 1 else None
+            give_modes(self._fd, older, alike)
         made = frozenset(names_below(self._fd))
         # If this run is killed from here on, the next one moves what is somebody else's.
         record = json.dumps([os.fstat(self._fd).st_ino, sorted(made), sorted(replaced)])
         os.pwrite(self._lock, record.encode(), 0)
         os.fsync(self._lock)
-        self._exchanged = renameat2(self._parent, self._name, self._path.name, EXCHANGE, self._path)
-        if not self._exchanged:
+        self._published = renameat2(parent, name, final, EXCHANGE, self._path)
+        old_name = name
+        if not self._published:
             # Between these two, neither stands under the name; both are complete on the disk.
-            old_name = f"{self._name}-old"
-            for one, other in ((self._path.name, old_name), (self._name, self._path.name)):
-                os.rename(one, other, src_dir_fd=self._parent, dst_dir_fd=self._parent)
-        self._check_named()
+            old_name = f"{name}-old"
+            os.rename(final, old_name, src_dir_fd=parent, dst_dir_fd=parent)
+            os.rename(name, final, src_dir_fd=parent, dst_dir_fd=parent)
+            self._published = True
+        check_named(parent, self._path, self._fd)
         self._keep_others(old_name, made, replaced)
-
-    def _check_named(self) -> None:
-        if not is_same(self._parent, self._path.name, self._fd):
-            raise CheckpointError(
-                f"{self._path}: somebody else has put something else under this name; write to a "
-                "directory that only you can change"
-            )
-
-    def _give_modes(self, old: os.stat_result | None, replaced: Collection[str]) -> None:
-        """Give the directory and its files the modes of what they replace."""
-        if old is None:
-            give_modes(self._fd, None, None, None)
-            return
-        with opened(self._path.name, self._parent) as older:
-            known = [at for name in replaced if (at := old_mode(older, name)) is not None]
-            alike = known[0] if len({at.st_mode for at in known}) == 1 else None
-            give_modes(self._fd, older, old, alike)
 
     def _keep_others(self, old_name: str, made: Collection[str], replaced: Collection[str]) -> None:
         """Move to the new directory what was none of the old checkpoint, and remove the rest."""
@@ -404,17 +316,10 @@ class _Stage:
                 f"{self._path.with_name(old_name)}"
             )
 
-    def discard(self) -> None:
-        """Remove what can be removed: an error is on its way already."""
-        with suppress(OSError):
-            # The old directory may have this name by now, with what is somebody else's in it.
-            if self._directory and not self._exchanged:
-                remove_tree(self._parent, self._name)
-            unlink_same(self._parent, self._lock_name, self._lock)
-
     def close(self) -> None:
-        """End the claim."""
-        if self._directory:
-            unlink_same(self._parent, self._lock_name, self._lock)
-            os.close(self._fd)
-        os.close(self._lock)
+        """End the claim; remove what was not published, as far as the system lets us."""
+        if self._directory and not self._published:
+            remove_tree(self._parent, self._name)
+        unlink_same(self._parent, self._lock_name, self._lock)
+        for fd in {self._fd, self._lock}:
+            os.close(fd)

@@ -15,13 +15,7 @@ __all__ = ["check_replicas", "element_index"]
 
 
 def element_index(box: Box, element: int) -> tuple[int, ...]:
-    """Return where in the global tensor an element of a box lies.
-
-    Examples
-    --------
-    >>> element_index(((2, 4), (0, 3)), 4)
-    (3, 1)
-    """
+    """Return where in the global tensor an element of a box lies, counted row-major in the box."""
     index: list[int] = []
     for lo, hi in reversed(box):
         element, at = divmod(element, hi - lo)
@@ -36,21 +30,9 @@ def check_replicas(
     *,
     trust_digests: bool = False,
 ) -> None:
-    """Compare the elements of boxes that claim the same part of a tensor, bit by bit.
+    """Raise unless boxes that claim the same part of a tensor have the same elements, bit by bit.
 
-    Parameters
-    ----------
-    tensor, group
-        The boxes, and what they are of.
-    files
-        Where they are read.
-    trust_digests
-        Take boxes whose digests are equal for equal, without reading them.
-
-    Raises
-    ------
-    CheckpointError
-        If they differ; names the tensor, the box, both ranks and files, and the first element.
+    With `trust_digests`, boxes whose digests are equal are taken for equal, without reading them.
     """
     first, *others = group
     size = item_bytes(tensor.dtype)

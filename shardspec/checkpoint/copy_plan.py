@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from shardspec.boxes import Box, box_size, chunks, intersect
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor, distinct
-from shardspec.checkpoint.store_ranges import FileStretch
+from shardspec.checkpoint.source_files import FileStretch
 from shardspec.checkpoint.targets import Target
 from shardspec.copies import overlaps
 from shardspec.dtypes import item_bytes

@@ -6,6 +6,7 @@ Nothing here follows a link that somebody else may have put into the place of a 
 import errno
 import fcntl
 import os
+import re
 import stat
 import sys
 from collections.abc import Collection, Iterator
@@ -24,6 +25,7 @@ __all__ = [
     "NO_REPLACE",
     "DirectoryLock",
     "by_descriptor",
+    "check_named",
     "exists",
     "give_mode",
     "give_modes",
@@ -31,19 +33,22 @@ __all__ = [
     "lock",
     "move_others",
     "names_below",
-    "old_mode",
     "open_below",
     "opened",
     "remove_tree",
     "rename_file",
     "renameat2",
     "reserve",
-    "sync_directory",
+    "stat_of",
+    "sync",
     "unlink_same",
 ]
 
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+DESCRIPTORS: Final = Path("/proc/self/fd")
+NO_REPLACE: Final = 1
+EXCHANGE: Final = 2
 
 
 @contextmanager
@@ -70,23 +75,12 @@ def reserve(fd: int, num_bytes: int) -> None:
 
     That is a word about now, not a promise: posix_fallocate promises, but takes longer than
     writing where files are in memory, and leaves disks work to do twice.
-
-    Raises
-    ------
-    OSError
-        If there is less room than needed, or the system refuses the size.
     """
     room = os.fstatvfs(fd)
     # Some file systems count nothing.
     if room.f_blocks and room.f_bfree * room.f_frsize < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(fd, num_bytes)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to the disk, where the file system can do that."""
-    with suppress(OSError), opened(directory, flags=DIRECTORY) as fd:
-        os.fsync(fd)
 
 
 class DirectoryLock:
@@ -102,13 +96,7 @@ class DirectoryLock:
         """Whether no other save is at work in the directory."""
 
     def acquire(self, directory: Path) -> None:
-        """Lock a directory.
-
-        Raises
-        ------
-        CheckpointError
-            If another save has it, or the directory cannot be read.
-        """
+        """Lock a directory, unless another save has it."""
         try:
             self._fd = os.open(directory, DIRECTORY)
         except OSError as error:
@@ -124,22 +112,13 @@ class DirectoryLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._fd is not None:
             os.close(self._fd)
 
 
-DESCRIPTORS: Final = Path("/proc/self/fd")
-
-
-def by_descriptor(fd: int, otherwise: Path) -> Path:
-    """Return a path that leads to an open file or directory whatever becomes of its name."""
-    at = DESCRIPTORS / str(fd)
-    return at if at.exists() else otherwise
-
-
 def lock(fd: int) -> bool | None:
-    """Lock a file that is open for writing; None where the file system has no locks."""
+    """Lock a file or directory; False if another has it, None where there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -158,6 +137,15 @@ def is_same(parent: int, name: str, fd: int) -> bool:
     return os.path.samestat(os.fstat(fd), at)
 
 
+def check_named(parent: int, path: Path, fd: int) -> None:
+    """Raise if a name that was given to a file or directory leads to something else."""
+    if not is_same(parent, path.name, fd):
+        raise CheckpointError(
+            f"{path}: somebody else has put something else under this name; write to a directory "
+            "that only you can change"
+        )
+
+
 def unlink_same(parent: int, name: str, fd: int) -> None:
     """Remove a name if a descriptor is still what it leads to."""
     with suppress(OSError):
@@ -173,24 +161,10 @@ def remove_tree(parent: int, name: str) -> None:
     shutil.rmtree(name, ignore_errors=True, dir_fd=parent)
 
 
-def old_mode(parent: int, name: str) -> os.stat_result | None:
-    """Return the state of a file or directory that is there; None if it is a link or missing."""
-    try:
-        at = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return at if stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode) else None
-
-
-def give_mode(fd: int, old: os.stat_result | None, *, directory: bool) -> None:
-    """Give a new file the mode of the one it replaces, and its owner where the system lets us."""
-    if old is None:
-        os.fchmod(fd, (0o777 if directory else 0o666) & ~_umask())
-        return
-    if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-        with suppress(OSError):
-            os.fchown(fd, old.st_uid, old.st_gid)
-    os.fchmod(fd, stat.S_IMODE(old.st_mode) & 0o777)
+def by_descriptor(fd: int, otherwise: Path) -> Path:
+    """Return a path that leads to an open file or directory whatever becomes of its name."""
+    at = DESCRIPTORS / str(fd)
+    return at if at.exists() else otherwise
 
 
 def open_below(place: Path, name: str, flags: int, *, make: bool = False) -> int:
@@ -229,33 +203,53 @@ def names_below(fd: int, above: str = "") -> Iterator[str]:
                 yield above + entry.name
 
 
-def give_modes(
-    new: int, older: int | None, old: os.stat_result | None, alike: os.stat_result | None
-) -> None:
-    """Give a directory and all in it the modes of what they replace, and flush the names in it.
+def stat_of(parent: int, name: str) -> os.stat_result | None:
+    """Return the state of a file or directory that is there; None if it is a link or missing."""
+    try:
+        at = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return at if stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode) else None
 
-    Parameters
-    ----------
-    new, older
-        The directory, and the one that it replaces.
-    old
-        State of the latter.
-    alike
-        That of files that replace none, if it is known.
+
+def give_mode(fd: int, old: os.stat_result | None) -> None:
+    """Give something new the mode of what it replaces, and its owner where the system lets us."""
+    kind = stat.S_IFMT(os.fstat(fd).st_mode)
+    if old is None or stat.S_IFMT(old.st_mode) != kind:
+        os.fchmod(fd, (0o777 if kind == stat.S_IFDIR else 0o666) & ~_umask())
+        return
+    if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+        with suppress(OSError):
+            os.fchown(fd, old.st_uid, old.st_gid)
+    os.fchmod(fd, stat.S_IMODE(old.st_mode) & 0o777)
+
+
+def give_modes(new: int, older: int | None, alike: os.stat_result | None = None) -> None:
+    """Give a directory and all in it the modes of what they replace in an older one, and flush it.
+
+    `alike` is the state of files that replace none, if it is known.
     """
-    for name in os.listdir(new):
-        at = None if older is None else old_mode(older, name)
-        with opened(name, new, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC) as fd:
-            if not stat.S_ISDIR(os.fstat(fd).st_mode):
-                give_mode(fd, at or alike, directory=False)
-            elif at is None or not stat.S_ISDIR(at.st_mode):
-                give_modes(fd, None, None, alike)
-            else:
-                with opened(name, older) as within:
-                    give_modes(fd, within, at, alike)
-    give_mode(new, old, directory=True)
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for above, _, names, fd in os.fwalk(".", topdown=False, onerror=refuse, dir_fd=new):
+        for name in names:
+            old = None if older is None else stat_of(older, f"{above}/{name}")
+            with opened(name, fd, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC) as file:
+                give_mode(file, old or alike)
+        give_mode(fd, None if older is None else stat_of(older, above))
+        sync(fd)
+
+
+def _umask() -> int:
     with suppress(OSError):
-        os.fsync(new)
+        found = re.search(rb"^Umask:\s*([0-7]+)", Path("/proc/self/status").read_bytes(), re.M)
+        if found is not None:
+            return int(found[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def move_others(
@@ -268,19 +262,9 @@ def move_others(
 ) -> None:
     """Move from a directory to the one that replaces it what neither was made there nor is to go.
 
-    Parameters
-    ----------
-    old, new
-        The directories.
-    made, replaced
-        Names of the files that were made in the new one, and of those of the old that go.
-    late
-        Whether what has a name in the new one by now is newer, and stays.
-
-    Raises
-    ------
-    IsADirectoryError
-        If a file was made where the old one has a directory.
+    `made` are names of the files made in the new one, `replaced` of those of the old that go. With
+    `late`, what has a name in the new one by now is newer, and stays. Raises an IsADirectoryError
+    if a file was made where the old one has a directory.
     """
     made, gone = frozenset(made), {*made, *replaced}
     inside = {str(above) for name in gone for above in PurePosixPath(name).parents}
@@ -307,21 +291,6 @@ def move_others(
     move(old, new, "")
 
 
-def _umask() -> int:
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-NO_REPLACE: Final = 1
-EXCHANGE: Final = 2
-_UNSUPPORTED: Final = frozenset((errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP))
-
-
 def rename_file(parent: int, name: str, path: Path, fd: int, overwrite: bool) -> None:
     """Give a file its final name, and make sure that it is that file which has the name."""
     if overwrite:
@@ -335,11 +304,7 @@ def rename_file(parent: int, name: str, path: Path, fd: int, overwrite: bool) ->
         except OSError:
             # This file system has no hard links; the check at the start has to do.
             os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-    if not is_same(parent, path.name, fd):
-        raise CheckpointError(
-            f"{path}: somebody else has put something else under this name; write to a directory "
-            "that only you can change"
-        )
+    check_named(parent, path, fd)
 
 
 def renameat2(parent: int, source: str, target: str, flag: int, path: Path) -> bool:
@@ -355,8 +320,14 @@ def renameat2(parent: int, source: str, target: str, flag: int, path: Path) -> b
     if call(parent, os.fsencode(source), parent, os.fsencode(target), flag) == 0:
         return True
     code = ctypes.get_errno()
-    if code in _UNSUPPORTED:
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         return False
     if code in (errno.EEXIST, errno.ENOTEMPTY):
         raise exists(path)
     raise OSError(code, os.strerror(code), str(path))
+
+
+def sync(fd: int) -> None:
+    """Flush the names in a directory to the disk, where the file system can do that."""
+    with suppress(OSError):
+        os.fsync(fd)

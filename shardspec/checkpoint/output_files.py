@@ -2,30 +2,33 @@
 
 import heapq
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.copy_plan import BLOCK_BYTES
+from shardspec.checkpoint.copy_plan import BLOCK_BYTES, plan_copies
 from shardspec.checkpoint.digests import crc32, crc32_combine, crc_text
 from shardspec.checkpoint.directories import open_below, reserve
+from shardspec.checkpoint.executor import (
+    CopiedTensor,
+    Execution,
+    run_in_threads,
+    tensor_text,
+    wanted_stretches,
+)
+from shardspec.checkpoint.read_boxes import Buffers
+from shardspec.checkpoint.source_files import KeptOpen, OpenFiles
 from shardspec.checkpoint.store import RemotePath, reason
-from shardspec.checkpoint.targets import OutputFile, RawBytes, Write
+from shardspec.checkpoint.targets import OutputFile, Put, RawBytes, Target, Write
 from shardspec.errors import CheckpointError
 
-__all__ = [
-    "Pieces",
-    "Staged",
-    "different",
-    "digest_of_file",
-    "finish_file",
-    "read_back",
-    "write_all",
-    "write_list",
-]
+__all__ = ["Pieces", "Staged", "check_again", "digest_of_file", "write_all"]
 
-WRITE_BYTES: Final = 128 << 10
+_OPEN_OUTPUTS: Final = 128
+_WRITE_BYTES: Final = 128 << 10
 """Bytes written to a disk by one call, as `cat` does. Linux makes the pages of its cache no larger
 than what one call brings: small ones are more work, and large ones can be slow to come by."""
 
@@ -41,75 +44,171 @@ class Staged(NamedTuple):
 
     def create(self, name: str, num_bytes: int) -> None:
         """Make a file of a size: a disk that has no room for it shows before any is written."""
-        try:
+        more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
+        with _refusals(self.path, "written", more):
             fd = self._open(name, os.O_CREAT | os.O_EXCL if self.directory else 0, make=True)
             try:
                 reserve(fd, num_bytes)
             finally:
                 os.close(fd)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: cannot be written: {reason(error)} ({num_bytes} bytes are needed); "
-                "make room or write elsewhere"
-            ) from None
 
     def open(self, name: str) -> int:
         """Open a file that was made; return its descriptor."""
-        try:
+        with _refusals(self.path, "written"):
             return self._open(name, 0)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be written: {reason(error)}") from None
 
     def _open(self, name: str, flags: int, *, make: bool = False) -> int:
         if not self.directory:
             return os.open(self.place, os.O_RDWR | os.O_CLOEXEC)
         return open_below(self.place, name, os.O_RDWR | flags, make=make)
 
+    def fill(self, job: Execution) -> None:
+        """Make the copies of this process into files that were created."""
+        rank, size = job.member.rank, job.member.size
+        threads = job.options.threads
+        todo = (
+            (tensor, copy)
+            for source, copies, complete in plan_copies(job.target, rank, size)
+            for tensor in [CopiedTensor(source, len(copies), complete=complete)]
+            for copy in copies
+        )
+        lock = Lock()
+
+        def opened(number: int) -> int:
+            return self.open(job.target.files[number].name)
+
+        def work() -> None:
+            buffers = Buffers()
+            with OpenFiles() as files, KeptOpen(opened, os.close, _OPEN_OUTPUTS) as outputs:
+                if threads == 1:
+                    plan = plan_copies(job.target, rank, size)
+                    wanted = ((one.source, copy) for one in plan for copy in one.copies)
+                    files.will_read(job.source.directory, wanted_stretches(job, wanted))
+                while not job.failed.is_set():
+                    with lock:
+                        task = next(todo, None)
+                    if task is None:
+                        return
+                    tensor, copy = task
+                    crc, fd = 0, outputs.get(copy.file)
+                    for offset, data, known in tensor.filled(job, copy, files, buffers):
+                        write_all(fd, data, offset, self.path)
+                        if job.reread:
+                            room = buffers.scratch[: len(data)]
+                            _read_back(fd, room, offset, self.path)
+                            if (found := crc32(room)) != known:
+                                extent = job.target.files[copy.file].extents[copy.extent]
+                                raise _different(self.path, tensor_text(extent), found, known)
+                        crc = int(crc32_combine(crc, known, len(data)))
+                        job.advance(len(data))
+                    job.put_crc(copy, crc)
+
+        run_in_threads(work, threads, job.failed)
+
+    def finish(self, job: Execution) -> list[tuple[str, int, int]]:
+        """Write what is no tensor's, flush the files, and return their names, bytes and CRC-32."""
+        written = []
+        for file, crcs in zip(job.target.files, job.crcs, strict=True):
+            trailer = () if file.trailer is None else file.trailer(crcs)
+            with self._opened(file.name) as fd:
+                # There can be very many, made each time that they are asked for.
+                for one in chain(file.raw, trailer):
+                    write_all(fd, memoryview(one.data), one.offset, self.path)
+                raw = chain(file.raw, trailer)
+                self._flush(fd, ((r.offset, len(r.data), crc32(r.data), "a header") for r in raw))
+            digest = digest_of_file(file, trailer, crcs) if job.digested else 0
+            written.append((file.name, file.num_bytes, digest))
+            job.advance(file.other_bytes)
+        return written
+
+    def publish(self, _: Target, write_last: Callable[[Put], None]) -> list[tuple[str, int, int]]:
+        """Have the files written that list the others; return their names, bytes and CRC-32."""
+        written: list[tuple[str, int, int]] = []
+
+        def put(name: str, fill: Callable[[Write], object]) -> None:
+            self.create(name, 0)
+            with self._opened(name) as fd:
+                pieces = Pieces(lambda block: write_all(fd, block, pieces.num_bytes, self.path))
+                fill(pieces.write)
+                pieces.flush()
+                self._flush(fd, [(0, pieces.num_bytes, pieces.crc32, name)])
+            written.append((name, pieces.num_bytes, pieces.crc32))
+
+        write_last(put)
+        return written
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        fd = self.open(name)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _flush(self, fd: int, parts: Iterable[tuple[int, int, int, str]]) -> None:
+        with _refusals(self.path, "written"):
+            os.fsync(fd)
+        check_again(lambda room, at: _read_back(fd, room, at, self.path), parts, self.path)
+
+
+@contextmanager
+def _refusals(path: Path, done: str, more: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be {done}: {reason(error)}{more}") from None
+
 
 def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
-    """Write bytes at a place in a file.
-
-    Raises
-    ------
-    CheckpointError
-        If the system refuses, as when the disk is full.
-    """
+    """Write bytes at a place in a file; raise as when the disk is full."""
     done, end = 0, len(data)
-    while done < end:
-        try:
-            done += os.pwrite(fd, data[done : done + WRITE_BYTES], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
+    with _refusals(path, "written"):
+        while done < end:
+            done += os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
 
 
-def finish_file(staged: Staged, file: OutputFile, crcs: Sequence[int], *, digested: bool) -> int:
-    """Write and check what is no tensor's, flush a file, and return the CRC-32 of all of it."""
-    fd = staged.open(file.name)
-    try:
-        trailer = () if file.trailer is None else file.trailer(crcs)
-        for one in chain(file.raw, trailer):
-            write_all(fd, memoryview(one.data), one.offset, staged.path)
-        _flush(fd, staged.path)
-        room = memoryview(bytearray(WRITE_BYTES))
-        for one in chain(file.raw, trailer):
-            for at in range(0, len(one.data), WRITE_BYTES):
-                due = memoryview(one.data)[at : at + WRITE_BYTES]
-                read_back(fd, found := room[: len(due)], one.offset + at, staged.path)
-                if found != due:
-                    raise different(staged.path, "a header", crc32(found), crc32(due))
-    finally:
-        os.close(fd)
-    return digest_of_file(file, trailer, crcs) if digested else 0
+def _read_back(fd: int, room: memoryview, offset: int, path: Path) -> None:
+    """Fill memory from a place in a file that was written."""
+    done = 0
+    with _refusals(path, "read again"):
+        while done < len(room):
+            count = os.preadv(fd, [room[done:]], offset + done)
+            if not count:
+                raise CheckpointError(
+                    f"{path}: was cut short while it was written; nothing was kept"
+                )
+            done += count
+
+
+def check_again(
+    read_into: Callable[[memoryview, int], None],
+    parts: Iterable[tuple[int, int, int, str]],
+    path: Path,
+) -> None:
+    """Compare parts of a file, given by position, bytes, CRC-32 and name, with what is there."""
+    room = memoryview(bytearray(BLOCK_BYTES))
+    for offset, num_bytes, crc, name in parts:
+        value = 0
+        for at in range(0, num_bytes, BLOCK_BYTES):
+            part = room[: min(BLOCK_BYTES, num_bytes - at)]
+            read_into(part, offset + at)
+            value = crc32(part, value)
+        if value != crc:
+            raise _different(path, name, value, crc)
+
+
+def _different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
+    why = "the memory of this machine, or what it is stored on, is at fault"
+    if isinstance(path, RemotePath):
+        why = "the store gives back something else than was sent, or another run has written there"
+    return CheckpointError(
+        f"{path}: {name} was read back differently: its CRC-32 is {crc_text(found)} instead of "
+        f"{crc_text(expected)}; {why}; nothing was kept"
+    )
 
 
 class Pieces:
-    """Pieces of a file, put together to blocks: how many bytes, and their CRC-32.
-
-    Parameters
-    ----------
-    write_block
-        Writes a block behind those before.
-    """
+    """Pieces of a file, put together to blocks that are written; their bytes and CRC-32."""
 
     def __init__(self, write_block: Callable[[memoryview], object]) -> None:
         self._write_block = write_block
@@ -131,34 +230,6 @@ class Pieces:
         self.num_bytes += len(block)
 
 
-def write_list(staged: Staged, name: str, fill: Callable[[Write], object]) -> tuple[str, int, int]:
-    """Write a file that says what the others are; return its name, bytes and CRC-32."""
-    staged.create(name, 0)
-    fd = staged.open(name)
-    try:
-        pieces = Pieces(lambda block: write_all(fd, block, pieces.num_bytes, staged.path))
-        fill(pieces.write)
-        pieces.flush()
-        _flush(fd, staged.path)
-        found, room = 0, memoryview(bytearray(WRITE_BYTES))
-        for at in range(0, pieces.num_bytes, WRITE_BYTES):
-            part = room[: min(WRITE_BYTES, pieces.num_bytes - at)]
-            read_back(fd, part, at, staged.path)
-            found = crc32(part, found)
-    finally:
-        os.close(fd)
-    if found != pieces.crc32:
-        raise different(staged.path, name, found, pieces.crc32)
-    return name, pieces.num_bytes, pieces.crc32
-
-
-def _flush(fd: int, path: Path) -> None:
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
-
-
 def digest_of_file(file: OutputFile, trailer: Sequence[RawBytes], crcs: Sequence[int]) -> int:
     """Return the CRC-32 of a file made of raw bytes and extents, with zeros between them."""
     # All are in ascending order, and there can be very many.
@@ -177,27 +248,3 @@ def digest_of_file(file: OutputFile, trailer: Sequence[RawBytes], crcs: Sequence
         value = int(crc32_combine(value, crc, num_bytes))
         at = offset + num_bytes
     return value
-
-
-def read_back(fd: int, room: memoryview, offset: int, path: Path) -> None:
-    """Fill memory from a place in a file that was written."""
-    done = 0
-    while done < len(room):
-        try:
-            count = os.preadv(fd, [room[done:]], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read again: {reason(error)}") from None
-        if not count:
-            raise CheckpointError(f"{path}: was cut short while it was written; nothing was kept")
-        done += count
-
-
-def different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
-    """Return the error that says that what was written is not what is there."""
-    why = "the memory of this machine, or what it is stored on, is at fault"
-    if isinstance(path, RemotePath):
-        why = "the store gives back something else than was sent, or another run has written there"
-    return CheckpointError(
-        f"{path}: {name} was read back differently: its CRC-32 is {crc_text(found)} instead of "
-        f"{crc_text(expected)}; {why}; nothing was kept"
-    )

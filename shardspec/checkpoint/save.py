@@ -43,7 +43,7 @@ from shardspec.checkpoint.sharding_info import ShardingInfo, format_info, read_i
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, assign_boxes, stored_shape
-from shardspec.checkpoint.upload import Upload
+from shardspec.checkpoint.upload import upload
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
@@ -263,8 +263,8 @@ def _write_file(directory: Path, name: str, num_bytes: int, fill: Callable[[_Wri
     """
     path = directory / name
     if isinstance(path, RemotePath):
-        with Upload(path, num_bytes, overwrite=name == INFO_NAME) as upload:
-            fill(upload.write)
+        with upload(path, num_bytes, overwrite=name == INFO_NAME) as write_on:
+            fill(write_on)
         return
 
     def write(fd: int) -> None:

@@ -1,36 +1,56 @@
-"""Reading files of checkpoints: regular ones, few kept open, several looked into at once."""
+"""Reading files of checkpoints, here or in a store: few kept open, what comes next asked for ahead.
+
+A request to a store takes as long as some megabytes on the way. So what is known to be read next
+is asked for in batches while the last one is worked on, a reader that goes on near where it stopped
+gets twice as much as the time before, and several files are looked into at once.
+"""
 
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Self, TypeVar
 
-from shardspec.checkpoint.store import RemotePath, reason
-from shardspec.checkpoint.store_ranges import (
-    AHEAD_BYTES,
-    FileStretch,
-    RangePrefetcher,
-    RangeReader,
-)
+from shardspec.checkpoint.store import RemotePath, reason, store_errors
 from shardspec.errors import CheckpointError
 from shardspec.input_files import open_regular
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from fsspec import AbstractFileSystem
+
 __all__ = [
+    "AHEAD_BYTES",
+    "MOST_OF_ONE",
+    "FileStretch",
     "HeaderFiles",
+    "KeptOpen",
     "OpenFiles",
+    "RangePrefetcher",
     "SourceFile",
     "prefetch_depth",
     "prefetch_map",
 ]
 
+_Key = TypeVar("_Key")
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
+AHEAD_BYTES: Final = 24 << 20
+"""Bytes of a store that are under way, or have come and were not read yet."""
+MOST_OF_ONE: Final = 4 << 20
+"""Most bytes of a request."""
+_LEAST_OF_ONE: Final = 64 << 10
+"""Least bytes of a request: headers and what lies around them come in one. What is shorter and lies
+between two stretches is read along."""
+_BATCHES: Final = 3
+"""Batches of requests that are under way at once."""
+_BATCH_STRETCHES: Final = 1024
 _STORE_LOOKS: Final = 8
 """Files in a store that are looked into at once: each look is some requests, one after another."""
 _OPEN_AT_ONCE: Final = 128
@@ -45,11 +65,6 @@ def prefetch_depth(place: Path, *, here: int = 0) -> int:
     """Return into how many files beside the one in hand it is worth looking at once.
 
     Files of this machine answer soon: `here` is returned for them.
-
-    Examples
-    --------
-    >>> prefetch_depth(Path("models")), prefetch_depth(RemotePath("memory://models"), here=3)
-    (0, 0)
     """
     if not isinstance(place, RemotePath):
         return here
@@ -69,8 +84,6 @@ def prefetch_map(
     a call raises is raised when it is the turn of its item. What was found ahead and had no turn
     when the block ends is undone; nobody waits for calls that are being made then.
 
-    Examples
-    --------
     >>> with prefetch_map("abc", str.upper, 2) as found:
     ...     list(found)
     ['A', 'B', 'C']
@@ -80,6 +93,9 @@ def prefetch_map(
     if workers < 1 or len(items) < 2:
         yield map(look, items)
         return
+    # Importing it takes as long as copying 10 MiB.
+    from concurrent.futures import ThreadPoolExecutor
+
     pool = ThreadPoolExecutor(workers, "shardspec-prefetch")
     waiting: deque[tuple[_Item, Future[_Found]]] = deque()
 
@@ -112,9 +128,180 @@ def prefetch_map(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _undo(undo: Callable[[_Found], None], future: Future[_Found]) -> None:
+def _undo(undo: Callable[[_Found], None], future: "Future[_Found]") -> None:
     if not future.cancelled() and future.exception() is None:
         undo(future.result())
+
+
+class FileStretch(NamedTuple):
+    """Bytes of a file."""
+
+    path: Path
+    start: int
+    num_bytes: int
+
+
+class RangePrefetcher:
+    """Asks a store for stretches before they are read, batch by batch in their order, for a thread.
+
+    Stretches that cannot be told end the plan, and no more: whoever reads finds the error too.
+    """
+
+    def __init__(
+        self,
+        store: "AbstractFileSystem",
+        stretches: Iterable[FileStretch],
+        most_bytes: int = AHEAD_BYTES,
+    ) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._store = store
+        self._parts = (
+            FileStretch(path, start, min(MOST_OF_ONE, first + num_bytes - start))
+            for path, first, num_bytes in stretches
+            for start in range(first, first + num_bytes, MOST_OF_ONE)
+        )
+        self._batch_bytes = max(1, most_bytes // _BATCHES)
+        self._pool = ThreadPoolExecutor(_BATCHES, "shardspec-ranges")
+        self._under_way: deque[_Batch] = deque()
+        self._ask()
+
+    def find(self, path: Path, start: int) -> tuple[int, bytes] | None:
+        """Return the range that holds a byte: where it starts, and its bytes; or None."""
+        for count, batch in enumerate(self._under_way):
+            for first, end, place in batch.ranges.get(str(path), ()):
+                if first <= start < end:
+                    # What was to be read before has been, or will not be.
+                    for _ in range(count):
+                        self._under_way.popleft()
+                    self._ask()
+                    return batch.answer(path, first, end, place)
+        return None
+
+    def close(self) -> None:
+        """Ask for no more."""
+        self._parts = iter(())  # type: ignore[assignment]
+        self._under_way.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self) -> None:
+        from fsspec.utils import merge_offset_ranges
+
+        while len(self._under_way) < _BATCHES:
+            some: list[FileStretch] = []
+            num_bytes = 0
+            with suppress(CheckpointError):
+                for part in islice(self._parts, _BATCH_STRETCHES):
+                    some.append(part)
+                    num_bytes += part.num_bytes
+                    if num_bytes >= self._batch_bytes:
+                        break
+            if not some:
+                return
+            paths, starts, ends = merge_offset_ranges(
+                [str(one.path) for one in some],
+                [one.start for one in some],
+                [one.start + one.num_bytes for one in some],
+                max_gap=_LEAST_OF_ONE,
+                max_block=MOST_OF_ONE,
+            )
+            ranges: dict[str, list[tuple[int, int, int]]] = {}
+            for place, (path, start, end) in enumerate(zip(paths, starts, ends, strict=True)):
+                ranges.setdefault(path, []).append((start, end, place))
+            # Where there can be no more threads, all is read when it is wanted.
+            with suppress(RuntimeError):
+                answers = self._pool.submit(self._store.cat_ranges, paths, starts, ends)
+                self._under_way.append(_Batch(ranges, answers))
+
+
+class _Batch(NamedTuple):
+    """Ranges of files in a store that are asked for together."""
+
+    ranges: dict[str, list[tuple[int, int, int]]]
+    """Of each file, first bytes, ends, and places of ranges among the answers."""
+    answers: "Future[list[bytes | BaseException]]"
+
+    def answer(self, path: Path, start: int, end: int, place: int) -> tuple[int, bytes] | None:
+        """Return where a range starts, and its bytes; None if they did not come as they should."""
+        try:
+            data = self.answers.result()[place]
+        except Exception:  # who reads asks for itself, and says what is wrong
+            return None
+        if not isinstance(data, bytes) or len(data) < end - start:
+            return None
+        _check_kept(data, end - start, path)
+        return start, data
+
+
+def _check_kept(data: bytes, asked: int, path: object) -> None:
+    if len(data) > max(asked, 0):
+        raise CheckpointError(
+            f"{path}: the store answered a request for {asked} bytes with {len(data)}: it does not "
+            "keep to ranges; download the checkpoint and name the copy"
+        )
+
+
+def _cut_short(path: Path, end: int, due: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: ends at byte {end}, but bytes up to {due} are needed; it was cut short while "
+        "being read"
+    )
+
+
+class RangeReader:
+    """Reads a file in a store by ranges, and keeps the last one."""
+
+    __slots__ = ("_block", "_most", "_path", "_start", "_store", "_window", "num_bytes", "planned")
+
+    def __init__(self, path: RemotePath) -> None:
+        self.num_bytes = path.num_bytes()
+        self.planned: RangePrefetcher | None = None
+        self._path = path
+        # Other threads would get one of their own from fsspec, with other connections.
+        self._store = path.store
+        self._start = 0
+        self._block = b""
+        self._window = _LEAST_OF_ONE
+        self._most = MOST_OF_ONE
+
+    def keep(self, num_bytes: int) -> None:
+        """Keep at most so many bytes from now on; not below what headers need."""
+        self._most = max(_LEAST_OF_ONE, min(num_bytes, MOST_OF_ONE))
+        if len(self._block) > self._most:
+            self._block = b""
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer of bytes from a place in the file."""
+        done, due = 0, offset + len(buffer)
+        while done < len(buffer):
+            start, block = self._block_at(offset + done, due)
+            inside = offset + done - start
+            part = memoryview(block)[inside : inside + len(buffer) - done]
+            buffer[done : done + len(part)] = part
+            done += len(part)
+
+    def _block_at(self, start: int, due: int) -> tuple[int, bytes]:
+        """Return bytes of the file around a place, and where they start."""
+        if self._start <= start < self._start + len(self._block):
+            return self._start, self._block
+        planned = None if self.planned is None else self.planned.find(self._path, start)
+        if planned is not None:
+            return planned
+        # Rows of columns are read along with what lies between them, where that is little.
+        goes_on = 0 <= start - self._start - len(self._block) < _LEAST_OF_ONE
+        self._window = min(self._window * 2, self._most) if goes_on else _LEAST_OF_ONE
+        end = min(start + min(max(due - start, self._window), self._most), self.num_bytes)
+        # Let go of first: two of them would be twice the memory.
+        self._block = b""
+        data = b""
+        if end > start:
+            with store_errors(self._path, "read"):
+                data = self._store.cat_file(str(self._path), start=start, end=end)
+        _check_kept(data, end - start, self._path)
+        if len(data) < max(end - start, 1):
+            raise _cut_short(self._path, start + len(data), due)
+        self._start, self._block = start, data
+        return start, data
 
 
 class SourceFile:
@@ -134,11 +321,6 @@ class SourceFile:
             self._fd = open_regular(path, CheckpointError)
             self.num_bytes = os.fstat(self._fd).st_size
 
-    @property
-    def fd(self) -> int:
-        """The descriptor of a file that is here; -1 of one that is in a store."""
-        return self._fd
-
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer of bytes from a place in the file."""
         if self.remote is not None:
@@ -151,10 +333,7 @@ class SourceFile:
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
             if count == 0:
-                raise CheckpointError(
-                    f"{self.path}: ends at byte {offset + done}, but bytes up to "
-                    f"{offset + end} are needed; it was cut short while being read"
-                )
+                raise _cut_short(self.path, offset + done, offset + end)
             done += count
 
     def read(self, offset: int, num_bytes: int) -> bytes:
@@ -175,12 +354,38 @@ class SourceFile:
         self.close()
 
 
-class OpenFiles:
-    """Files opened on first use; the one unused for longest is closed when there are many."""
+class KeptOpen(Generic[_Key, _Found]):
+    """What is opened on first use; the one unused for longest is closed when there are many."""
 
-    def __init__(self, at_once: int = _OPEN_AT_ONCE) -> None:
-        self._at_once = at_once
-        self._files: OrderedDict[Path, SourceFile] = OrderedDict()
+    def __init__(
+        self, open: Callable[[_Key], _Found], close: Callable[[_Found], None], at_once: int
+    ) -> None:
+        self._open, self._close, self._at_once = open, close, at_once
+        self.held: OrderedDict[_Key, _Found] = OrderedDict()
+
+    def get(self, key: _Key) -> _Found:
+        """Return what is good until the next call."""
+        if key in self.held:
+            self.held.move_to_end(key)
+        else:
+            while len(self.held) >= self._at_once:
+                self._close(self.held.popitem(last=False)[1])
+            self.held[key] = self._open(key)
+        return self.held[key]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self.held:
+            self._close(self.held.popitem()[1])
+
+
+class OpenFiles(KeptOpen[Path, SourceFile]):
+    """Source files that one thread reads."""
+
+    def __init__(self) -> None:
+        super().__init__(self._opened, SourceFile.close, _OPEN_AT_ONCE)
         self._planned: RangePrefetcher | None = None
 
     def will_read(
@@ -194,24 +399,21 @@ class OpenFiles:
             return
         self._end_plan()
         self._planned = RangePrefetcher(directory.store, stretches, most_bytes)
-        for file in self._files.values():
+        for file in self.held.values():
             if file.remote is not None:
                 file.remote.planned = self._planned
 
     def file(self, path: Path) -> SourceFile:
         """Return an open file that is good until the next call."""
-        found = self._files.get(path)
-        if found is not None:
-            self._files.move_to_end(path)
-            return found
-        while len(self._files) >= self._at_once:
-            self._files.popitem(last=False)[1].close()
-        opened = self._files[path] = SourceFile(path)
+        return self.get(path)
+
+    def _opened(self, path: Path) -> SourceFile:
+        opened = SourceFile(path)
         if opened.remote is not None:
             opened.remote.planned = self._planned
-            remote = [file.remote for file in self._files.values() if file.remote is not None]
-            for reader in remote:
-                reader.keep(_KEPT_BYTES // len(remote))
+            readers = [file.remote for file in (*self.held.values(), opened) if file.remote]
+            for reader in readers:
+                reader.keep(_KEPT_BYTES // len(readers))
         return opened
 
     def _end_plan(self) -> None:
@@ -219,14 +421,9 @@ class OpenFiles:
             self._planned.close()
         self._planned = None
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._end_plan()
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        super().__exit__()
 
 
 class HeaderFiles:

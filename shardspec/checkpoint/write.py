@@ -1,26 +1,25 @@
 """From a checkpoint to an output: open, select and lay out, plan, execute, commit."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.commit import joined_output, real_path, staged_output
 from shardspec.checkpoint.compare import check_replicas
-from shardspec.checkpoint.coordinate import Alone, Member, Progress, together
+from shardspec.checkpoint.coordinate import Alone, Member, together
 from shardspec.checkpoint.copy_plan import plan_copies, plan_files
 from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
-from shardspec.checkpoint.digests import crc32_combine
-from shardspec.checkpoint.directories import sync_directory
-from shardspec.checkpoint.executor import CastCounts, Execution, Findings, copy_to_disk
+from shardspec.checkpoint.digests import crc32_combine, crc_text
+from shardspec.checkpoint.executor import Execution, Findings, WriteOptions
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA_NAME
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.output_files import Staged, finish_file, write_list
-from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.output_files import Staged
 from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
@@ -31,8 +30,9 @@ from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
+    from shardspec.checkpoint.upload import RemoteStaging
 
-__all__ = ["LayOut", "WriteOptions", "write_checkpoint"]
+__all__ = ["LayOut", "WriteOptions", "WriteReport", "write_checkpoint"]
 
 LayOut: TypeAlias = Callable[[Catalog, str], tuple[Sequence[OutputTensor], Target]]
 """Selects tensors of a catalog and lays out the files for them, given a word to name them by."""
@@ -47,18 +47,58 @@ _LISTS: Final = {
 """What names the other files of an output, by its format."""
 
 
-class WriteOptions(NamedTuple):
-    """How an output is written; see `merge`."""
+@dataclass(frozen=True, slots=True)
+class WriteReport:
+    """What was written, or what would be."""
 
-    threads: int
-    strict_cast: bool
-    overwrite: bool
-    verify: bool
-    reread: bool
-    dry_run: bool
-    sidecars: bool
-    progress: Progress | None
-    member: Member | None
+    path: Path
+    """The output, as the user named it."""
+    format: str
+    """Its format, as `merge` and `reshard` name it."""
+    read: str
+    """What the source is."""
+    read_files: int
+    """How many files bytes of tensors come from."""
+    read_bytes: int
+    """Bytes of all boxes that are read, each once."""
+    tensors: int
+    files: tuple[str, ...]
+    """Names of the files; that of the output itself if it is one."""
+    num_bytes: int
+    """Size of all files."""
+    seconds: float
+    crc32: int | None
+    """CRC-32 of all files in their order; None if it was not taken."""
+    cast_losses: "CastLosses | None"
+    """What a cast to another dtype did not keep; None if nothing was cast."""
+    left_out: tuple[str, ...]
+    """Entries of the source that are no tensors, and that the output does not hold; the metadata of
+    safetensors files is ``"__metadata__"``."""
+    sidecars: tuple[str, ...]
+    """Names of the files that lay beside the weights of the source and went along."""
+    written: bool
+    """False if nothing was written because that was asked for."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            # Its former name.
+            "form": self.format,
+            "read": self.read,
+            "read_files": self.read_files,
+            "read_bytes": self.read_bytes,
+            "tensors": self.tensors,
+            "files": list(self.files),
+            "bytes": self.num_bytes,
+            "seconds": self.seconds,
+            "crc32": None if self.crc32 is None else crc_text(self.crc32),
+            "cast": None if self.cast_losses is None else self.cast_losses.to_json(),
+            "left_out": list(self.left_out),
+            "sidecars": list(self.sidecars),
+            "written": self.written,
+        }
 
 
 def write_checkpoint(
@@ -70,10 +110,7 @@ def write_checkpoint(
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it.
 
-    Raises
-    ------
-    OutputExistsError, CheckpointError
-        As for `merge`.
+    Raises as `merge` does.
     """
     started = time.monotonic()
     if options.threads < 1:
@@ -102,7 +139,7 @@ def _write(
             f"{output}: the format {format!r} has files in directories, which are not written into "
             "a store; write to a directory here, and copy that"
         )
-    rank, size = workers.member.rank, workers.member.size
+    rank = workers.member.rank
     replaced: frozenset[str] = frozenset()
     old: int | None = None
     if rank == 0:
@@ -135,21 +172,9 @@ def _write(
     )
     if options.dry_run:
         return report
-    job = Execution(
-        source,
-        target,
-        path,
-        options.verify,
-        options.verify and options.reread,
-        CastCounts(strict=options.strict_cast),
-        workers.listener(options.progress),
-        rank,
-        size,
-    )
-    if isinstance(path, RemotePath):
-        written = _to_store(job, path, options, workers, replaced)
-    else:
-        written = _to_disk(job, path, options, workers, replaced, old)
+    progress = workers.listener(options.progress)
+    job = Execution(source, target, path, options, progress, workers.member)
+    written = _write_files(job, workers, replaced, old)
     crc = 0
     for _, num_bytes, value in written:
         crc = int(crc32_combine(crc, value, num_bytes))
@@ -158,7 +183,7 @@ def _write(
         files=tuple(name for name, _, _ in written),
         num_bytes=sum(num_bytes for _, num_bytes, _ in written),
         crc32=crc if job.digested else None,
-        cast_losses=_cast_losses(job.cast_counts, workers),
+        cast_losses=_cast_losses(job.losses, workers),
         written=True,
     )
 
@@ -172,61 +197,64 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
     return tuple(left)
 
 
-def _to_disk(
-    job: Execution,
-    path: Path,
-    options: WriteOptions,
-    workers: Alone,
-    replaced: frozenset[str],
-    old: int | None,
+def _write_files(
+    job: Execution, workers: Alone, replaced: frozenset[str], old: int | None
 ) -> _Written:
-    files = job.target.files
-    plan = plan_copies(job.target, job.rank, job.size)
-    job.total = sum(copy.num_bytes for tensor in plan for copy in tensor.copies)
-    if job.rank:
-        with joined_output(Path(str(workers.hear("place"))), path) as place:
-            copy_to_disk(job, Staged(place, path, job.target.directory), options.threads)
+    """Write all files; return what the first process has written in the end."""
+    if isinstance(job.path, RemotePath):
+        begun: AbstractContextManager[Staged | RemoteStaging] = _in_store(job, workers, replaced)
+    else:
+        begun = _on_disk(job, workers, replaced, old)
+    # The others hear of a failure before their files go away.
+    with begun as staged, workers.failing_together():
+        staged.fill(job)
+        if job.member.rank:
             job.source.check_unchanged()
-            workers.say("findings", job.findings())
-        return _heard(workers)
-    job.total += sum(file.other_bytes for file in files)
-    written: _Written = []
+            workers.say("findings", job.findings)
+            # The first process alone knows whether all went well.
+            return [(name, size, crc) for name, size, crc in _list(workers.hear("written"))]
+        workers.say("findings", job.findings)
+        job.join([Findings(*_list(said)) for said in workers.gather("findings")])
+        written = staged.finish(job)
+        job.source.check_unchanged()
+        # What lists the others is written once they are on the disk.
+        written += staged.publish(job.target, partial(_write_last, job))
+    workers.say("written", written)
+    return written
+
+
+@contextmanager
+def _on_disk(
+    job: Execution, workers: Alone, replaced: frozenset[str], old: int | None
+) -> Iterator[Staged]:
+    """Stage the files, which the other processes open."""
+    path, directory = job.path, job.target.directory
+    plan = plan_copies(job.target, job.member.rank, job.member.size)
+    job.total = sum(copy.num_bytes for tensor in plan for copy in tensor.copies)
+    if job.member.rank:
+        with joined_output(Path(str(workers.hear("place"))), path) as place:
+            yield Staged(place, path, directory)
+        return
+    job.total += sum(file.other_bytes for file in job.target.files)
 
     def check() -> None:
-        if job.target.directory and options.overwrite and _inode(path) != old:
+        if directory and job.options.overwrite and _inode(path) != old:
             raise CheckpointError(
                 f"{path}: another run has replaced it meanwhile; run again to replace that"
             )
 
-    with (
-        staged_output(
-            path,
-            directory=job.target.directory,
-            overwrite=options.overwrite,
-            replaced=replaced,
-            check=check,
-        ) as place,
-        # The others hear of a failure before their files go away.
-        workers.failing_together(),
-    ):
-        staged = Staged(place, path, job.target.directory)
-        for file in files:
+    with staged_output(
+        path,
+        directory=directory,
+        overwrite=job.options.overwrite,
+        replaced=replaced,
+        check=check,
+    ) as place:
+        staged = Staged(place, path, directory)
+        for file in job.target.files:
             staged.create(file.name, file.num_bytes)
         workers.say("place", str(real_path(place)))
-        copy_to_disk(job, staged, options.threads)
-        _join(job, workers)
-        for file, crcs in zip(files, job.crcs, strict=True):
-            written.append(
-                (file.name, file.num_bytes, finish_file(staged, file, crcs, digested=job.digested))
-            )
-            job.advance(file.other_bytes)
-        job.source.check_unchanged()
-        # What lists the others is written once they are on the disk.
-        _last(job, lambda name, fill: written.append(write_list(staged, name, fill)))
-        if staged.directory:
-            sync_directory(place)
-    workers.say("written", written)
-    return written
+        yield staged
 
 
 def _inode(path: Path) -> int | None:
@@ -237,78 +265,48 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-def _to_store(
-    job: Execution,
-    path: RemotePath,
-    options: WriteOptions,
-    workers: Alone,
-    replaced: frozenset[str],
-) -> _Written:
+@contextmanager
+def _in_store(
+    job: Execution, workers: Alone, replaced: frozenset[str]
+) -> "Iterator[RemoteStaging]":
+    """Find out what is there; of what was uploaded, nothing stays if all fails."""
     # Few outputs go to a store.
-    from shardspec.checkpoint.upload import RemoteStaging, copy_to_store
+    from shardspec.checkpoint.upload import RemoteStaging
 
-    target = job.target
-    job.total = sum(target.files[n].num_bytes for n in plan_files(target, job.rank, job.size))
-    if job.rank:
-        there = frozenset(map(str, _list(workers.hear("there"))))
-        staging = RemoteStaging(
-            path, target.directory, there, frozenset(), options.overwrite, workers.token
-        )
-        try:
-            crcs = copy_to_store(job, staging, options.threads)
-            job.source.check_unchanged()
-            workers.say("files", crcs)
-            workers.say("findings", job.findings())
-        except BaseException:
-            staging.discard()
-            raise
-        try:
-            # The first process alone knows whether all went well.
-            return _heard(workers)
-        except BaseException:
-            if workers.has_failed():
-                staging.discard()
-            raise
-    staging = RemoteStaging.begun(
-        path,
-        workers.token,
-        directory=target.directory,
-        overwrite=options.overwrite,
-        replaced=replaced,
-    )
-    workers.say("there", sorted(staging.there))
+    path, target = job.path, job.target
+    assert isinstance(path, RemotePath), "others are on a disk"
+    rank, overwrite = job.member.rank, job.options.overwrite
+    job.total = sum(target.files[n].num_bytes for n in plan_files(target, rank, job.member.size))
+    if rank == 0:
+        there: list[str] = []
+        if overwrite and target.directory:
+            with suppress(FileNotFoundError):
+                there = sorted(path.entries())
+        elif overwrite and path.is_file():
+            there = [path.name]
+        workers.say("there", there)
+    names = frozenset(map(str, _list(workers.hear("there"))))
+    staging = RemoteStaging(path, target.directory, overwrite, workers.token, names, replaced)
     try:
-        workers.say("files", copy_to_store(job, staging, options.threads))
-        job.source.check_unchanged()
-        _join(job, workers)
-        crcs = {name: crc for said in workers.gather("files") for name, crc in _dict(said).items()}
-        written: _Written = [(f.name, f.num_bytes, crcs[f.name]) for f in target.files]
-        written += staging.publish([file.name for file in target.files], partial(_last, job))
+        yield staging
     except BaseException:
-        names = {name for said in workers.said("files") for name in _dict(said)}
-        staging.made.extend(map(staging.place, names))
-        staging.discard()
+        # Unless any says that it has failed, the first process may have ended well.
+        with suppress(CheckpointError):
+            if rank == 0:
+                staging.discard()
+                # Those of the others too: they may be killed by now.
+                every = [Findings(*_list(said)) for said in workers.said("findings")]
+                staging.discard(name for found in every for name in found.files)
+            elif workers.has_failed():
+                staging.discard()
         raise
-    workers.say("written", written)
-    return written
 
 
-def _join(job: Execution, workers: Alone) -> None:
-    """Wait for all copies, and take in what the processes have found."""
-    workers.say("findings", job.findings())
-    job.join([Findings(*_list(said)) for said in workers.gather("findings")])
-
-
-def _last(job: Execution, put: Put) -> None:
+def _write_last(job: Execution, put: Put) -> None:
     """Write what lists the other files."""
     if job.target.last is not None:
         files = zip(job.target.files, job.crcs, strict=True)
         job.target.last({file.name: crcs for file, crcs in files}, put)
-
-
-def _heard(workers: Alone) -> _Written:
-    """Return what the first process has written in the end."""
-    return [(name, num_bytes, crc) for name, num_bytes, crc in _list(workers.hear("written"))]
 
 
 def _list(said: object) -> Sequence[Any]:
@@ -316,14 +314,8 @@ def _list(said: object) -> Sequence[Any]:
     return said
 
 
-def _dict(said: object) -> Mapping[str, Any]:
-    assert isinstance(said, dict), "processes of one version talk to each other"
-    return said
-
-
-def _cast_losses(counts: CastCounts, workers: Alone) -> "CastLosses | None":
+def _cast_losses(found: "CastLosses | None", workers: Alone) -> "CastLosses | None":
     """Return what casts lost; the first of several processes learns of all."""
-    found = counts.losses
     if workers.member.size == 1:
         return found
     workers.say("cast", None if found is None else found.to_json())
@@ -340,10 +332,7 @@ def _check_tensors(
 ) -> tuple[int, int]:
     """Check that the boxes of every tensor tile it, and that those stored twice agree.
 
-    Returns
-    -------
-    tuple
-        How many files, and how many bytes of them, will be read.
+    Returns how many files, and how many bytes of them, will be read.
     """
     paths: set[Path] = set()
     num_bytes = 0

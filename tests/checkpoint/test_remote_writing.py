@@ -15,10 +15,10 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
-from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat
+from shardspec.checkpoint.convert import MERGED_FORMATS, MergedFormat
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.store import RemotePath
-from shardspec.checkpoint.upload import Upload
+from shardspec.checkpoint.upload import upload as uploaded
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole, refused
@@ -145,7 +145,7 @@ def test_source_bytes_that_were_changed_are_found(forms):
 
 KILLED = """
 import os, signal, sys
-from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.convert import merge
 # What is started in the background by a shell is told to ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def progress(done, total):
@@ -199,15 +199,15 @@ def test_killed_runs_leave_the_old_or_none(tmp_path):
 @pytest.mark.parametrize("size", [1000, (9 << 20) + 1])
 def test_of_two_writers_one_wins(size):
     path = RemotePath(f"s3://models/two/{size}")
-    late = Upload(path, size, overwrite=False).__enter__()
-    late.write(bytes(size))
-    with Upload(path, size, overwrite=False) as early:
-        early.write(b"\1" * size)
+    late = uploaded(path, size, overwrite=False)
+    late.__enter__()(bytes(size))
+    with uploaded(path, size, overwrite=False) as write:
+        write(b"\1" * size)
     with pytest.raises(OutputExistsError, match="exists; choose another name"):
         late.__exit__(None, None, None)
     assert fsspec.filesystem("s3").cat_file(str(path)) == b"\1" * size
-    with Upload(path, 3, overwrite=True) as again:
-        again.write(b"abc")
+    with uploaded(path, 3, overwrite=True) as write:
+        write(b"abc")
     assert fsspec.filesystem("s3").cat_file(str(path)) == b"abc"
 
 
