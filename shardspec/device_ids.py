@@ -25,13 +25,7 @@ _MOST_AXES: Final = 64
 
 
 def whole_number(value: Any) -> int | None:  # noqa: ANN401  # whatever a caller has given
-    """Return a whole number of any type as an int; None for what is none, as True is.
-
-    Examples
-    --------
-    >>> whole_number(3), whole_number(3.0), whole_number("3"), whole_number(True)
-    (3, None, None, None)
-    """
+    """Return a whole number of any type as an int; None for what is none, as 3.0 and True are."""
     if isinstance(value, bool):
         return None
     try:

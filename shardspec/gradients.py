@@ -62,14 +62,7 @@ def convert(
 ) -> dict[int, torch.Tensor]:
     """Carry out a plan between meshes of the same devices; its gradient is converted back.
 
-    Parameters
-    ----------
-    plan
-        What to do.
-    communicator
-        Of the source's mesh.
-    shards
-        The shard of every addressable device.
+    The communicator is of the source's mesh, and all its addressable devices give their shards.
     """
     run, undo = (partial(function, plan, communicator) for function in (_forwards, _backwards))
     there = communicator.on(plan.target.mesh).addressable

@@ -23,19 +23,7 @@ MAX_ELEMENTS: Final = 2**63 - 1
 
 
 def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
-    """Return the spec with every axis as a number of `mesh`.
-
-    Raises
-    ------
-    AxisError
-        If the mesh lacks an axis, or a name and a number mean the same one.
-
-    Examples
-    --------
-    >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
-    >>> str(resolve_axes(ShardingSpec.parse("[S(tp),R|P(dp)]"), mesh))
-    '[S1,R|P0]'
-    """
+    """Return the spec with every axis as a number of `mesh`; `AxisError` if the mesh lacks one."""
     axes = spec.axes
     if all(isinstance(axis, int) and 0 <= axis < mesh.ndim for axis in axes):
         return spec
@@ -191,13 +179,7 @@ class Layout:
         return list(product(*self.intervals(physical_id)))
 
     def boxes(self) -> dict[int, Box]:
-        """Return the box of every device, by physical id.
-
-        Examples
-        --------
-        >>> Layout(DeviceMesh([5, 9], (2,)), "[S0]", (3,), "int8").boxes()
-        {5: ((0, 2),), 9: ((2, 3),)}
-        """
+        """Return the box of every device, by physical id."""
         return {physical_id: self.box(physical_id) for physical_id in self.mesh.ids}
 
     def local_shape(self, physical_id: int) -> tuple[int, ...]:
@@ -206,14 +188,7 @@ class Layout:
 
     @property
     def labelled_spec(self) -> ShardingSpec:
-        """The spec with axes by name where the mesh has names.
-
-        Examples
-        --------
-        >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
-        >>> str(Layout(mesh, "[S10,R]", (4, 4), "f32").labelled_spec)
-        '[S(tp,dp),R]'
-        """
+        """The spec with axes by name where the mesh has names, as in `[S(tp,dp),R]`."""
         if self.mesh.axis_names is None:
             return self.spec
         names = self.mesh.axis_names
@@ -230,25 +205,12 @@ class Layout:
         return prod(self.global_shape) * item_bytes(self.dtype)
 
     def with_spec(self, spec: SpecLike) -> "Layout":
-        """Return the same tensor cut another way.
-
-        Examples
-        --------
-        >>> str(Layout(DeviceMesh(range(2), (2,)), "[S0,R]", (4, 4), "f32").with_spec("[R,S0]"))
-        '[R,S0] of [4, 4] float32 on 2'
-        """
+        """Return the same tensor cut another way."""
         return Layout(self.mesh, spec, self.global_shape, self.dtype)
 
     @property
     def title(self) -> str:
-        """Spec, sizes, dtype and mesh, axes by name where the mesh has names.
-
-        Examples
-        --------
-        >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
-        >>> Layout(mesh, "[S10,R]", (4, 4), "f32").title
-        '[S(tp,dp),R] of [4, 4] float32 on dp=2,tp=2'
-        """
+        """Spec, sizes, dtype and mesh, axes by name where the mesh has names."""
         return f"{self.labelled_spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
 
     def drawing(self) -> Picture:
@@ -363,14 +325,7 @@ class LayoutCell:
 
 
 def cells_of(*layouts: Layout) -> tuple[Box, ...]:
-    """Cut a tensor so that every device holds one box of each cell, in all of some layouts.
-
-    Examples
-    --------
-    >>> mesh = DeviceMesh(range(2), (2,))
-    >>> cells_of(Layout(mesh, "[S0{4,2}]", (6,), "int8"), Layout(mesh, "[S0]", (6,), "int8"))
-    (((0, 4),), ((4, 6),))
-    """
+    """Cut a tensor so that every device holds one box of each cell, in all of some layouts."""
     sides = []
     for dim, size in enumerate(layouts[0].global_shape):
         bounds = {0, size}
