@@ -29,14 +29,13 @@ from shardspec.layout.graph import (
     MAX_STATES,
     Cuts,
     Floats,
-    Ints,
     count_states,
     spec_of,
     state_of,
 )
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.pricing import TIE_SECONDS, prices_of
-from shardspec.layout.routed import Geometry, geometry_of
+from shardspec.layout.routed import geometry_of, shared
 from shardspec.layout.search import distances, least_peaks, shortest_walk
 from shardspec.mesh import DeviceMesh, LinkModel
 
@@ -420,8 +419,8 @@ def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
     at_a, at_b = np.array(both, dtype=np.int64).reshape(-1, 2).T
     sides = [
         (
-            _intervals(a, [cuts[dim] for cuts in here.cuts], size),
-            _intervals(b, [cuts[dim] for cuts in there.cuts], size),
+            a.intervals([cuts[dim] for cuts in here.cuts], size),
+            b.intervals([cuts[dim] for cuts in there.cuts], size),
         )
         for dim, size in enumerate(here.layout.global_shape)
     ]
@@ -433,9 +432,7 @@ def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
     for row in range(len(here.cuts)):
         kept = np.ones((len(there.cuts), len(both)))
         for (lo_a, hi_a), (lo_b, hi_b) in sides:
-            lo = np.maximum(lo_a[row, at_a], lo_b[:, at_b])
-            hi = np.minimum(hi_a[row, at_a], hi_b[:, at_b])
-            kept *= np.maximum(hi - lo, 0)
+            kept *= shared((lo_a[row, at_a], hi_a[row, at_a]), (lo_b[:, at_b], hi_b[:, at_b]))
         lacking = wanted.copy()
         lacking[:, at_b] -= kept
         amount[row] = lacking.sum(axis=1) if on_bus else lacking.max(axis=1)
@@ -443,12 +440,3 @@ def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
     beta = min(link.seconds_per_byte for link in model.links)
     least: Floats = (amount > 0) * alpha + amount * item_bytes(here.layout.dtype) * beta
     return least
-
-
-def _intervals(geometry: Geometry, lists: list[tuple[int, ...]], size: int) -> tuple[Ints, Ints]:
-    """Return per list of axes where each device's part of a dim begins and ends."""
-    known = {axes: geometry.intervals(axes, size) for axes in set(lists)}
-    return (
-        np.stack([known[axes][0] for axes in lists]),
-        np.stack([known[axes][1] for axes in lists]),
-    )

@@ -31,7 +31,7 @@ from shardspec.layout.graph import (
 )
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.pricing import TIE_SECONDS, Prices, alike_axes, prices_of
-from shardspec.layout.routed import geometry_of
+from shardspec.layout.routed import geometry_of, shared
 from shardspec.layout.search import all_distances
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
@@ -283,10 +283,7 @@ class _Moved:
         # A collective is taken where it is as cheap.
         self._wholes[prices.collective > (move - TIE_SECONDS) * (1 + 1e-12)] = 0
         geometry = geometry_of(mesh_shape)
-        self._bounds = [
-            np.stack([geometry.intervals(axes, size) for axes in space.lists], axis=1)
-            for size in whole.global_shape
-        ]
+        self._sides = [geometry.intervals(space.lists, size) for size in whole.global_shape]
         self._item = item_bytes(whole.dtype)
 
     def bytes(self, source: Ints, target: Ints) -> Ints:
@@ -300,9 +297,9 @@ class _Moved:
 
     def _lacking(self, source: Ints, target: Ints) -> Ints:
         kept = wanted = np.ones((len(source), 1), dtype=np.int64)
-        for dim, (lo, hi) in enumerate(self._bounds):
+        for dim, (lo, hi) in enumerate(self._sides):
             a, b = self._lists[source, dim], self._lists[target, dim]
-            kept = kept * np.maximum(np.minimum(hi[a], hi[b]) - np.maximum(lo[a], lo[b]), 0)
+            kept = kept * shared((lo[a], hi[a]), (lo[b], hi[b]))
             wanted = wanted * (hi[b] - lo[b])
         lacking = np.max(wanted - kept, axis=-1, initial=0)
         return np.asarray(lacking * self._item, dtype=np.int64)
