@@ -26,12 +26,11 @@ from shardspec.layout.graph import (
     Floats,
     State,
     count_states,
-    spec_of,
     state_of,
 )
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan
-from shardspec.layout.pricing import TIE_SECONDS, Prices, prices_of
+from shardspec.layout.pricing import TIE_SECONDS, Prices, prices_to_search
 from shardspec.layout.search import distances
 
 __all__ = ["cheapest_plans"]
@@ -70,13 +69,8 @@ def cheapest_plans(
             f"alternatives are not searched for among {states} layouts (mesh {mesh}, "
             f"{source.spec.dims} dims), only among up to {MAX_STATES}; ask for the plan alone"
         )
-    prices = prices_of(source, best.model)
-    if max_bytes is not None:
-        prices = prices.with_slices_joined()
+    prices, move = prices_to_search(source, best.model, max_bytes, best.target)
     here, there = state_of(source.spec), state_of(best.target.spec)
-    if not prices.routed and not here[1]:
-        prices = prices.with_pair(source, there[0])
-    move = prices.cheapest() if max_bytes is None else prices.within(max_bytes)[0]
     start, goal = prices.space.index[here], prices.space.index[there]
     # By both ends of every move that communicates, which tell plans apart.
     plans = {_moved(best): best}
@@ -91,10 +85,10 @@ def _moved(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
 
 
 def _paths(
-    prices: Prices, move: Floats, start: int, goal: int, count: int
+    prices: Prices, others: Floats, start: int, goal: int, count: int
 ) -> Iterator[list[_Node]]:
     """Yield the cheapest paths in order, as nodes; slices in a row are one edge."""
-    states, others, slices = prices.space.states, move.copy(), defaultdict[int, list[int]](list)
+    states, slices = prices.space.states, defaultdict[int, list[int]](list)
     # No way comes back to where it started, nor goes on from where it ends.
     others[:, start] = others[goal] = np.inf
     left = distances(others.T, goal)
@@ -140,7 +134,7 @@ def _moves(prices: Prices, path: Sequence[_Node], source: Layout) -> Iterator[Mo
     states, layout = prices.space.states, source
     for (a, _), (b, by_cut) in pairwise(path):
         if not by_cut:
-            layout = source.with_spec(spec_of(states[b]))
+            layout = prices.layout(source, b)
             yield prices.step(a, b), layout
             continue
         before, after = states[a][0], states[b][0]

@@ -34,7 +34,7 @@ from shardspec.layout.graph import (
     state_of,
 )
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.layout.pricing import TIE_SECONDS, prices_of
+from shardspec.layout.pricing import TIE_SECONDS, prices_to_search
 from shardspec.layout.routed import geometry_of, shared
 from shardspec.layout.search import distances, least_peaks, shortest_walk
 from shardspec.mesh import DeviceMesh, LinkModel
@@ -312,25 +312,22 @@ def _side(
     start = state_of(end.spec)
     if count_states(end.mesh.ndim, end.spec.dims, len(start[1])) > MAX_STATES:
         return _end_alone(end, on_one_mesh, leaving=leaving)
-    prices = prices_of(end, model)
-    if max_bytes is not None:
-        prices = prices.with_slices_joined()
-    move, states = prices.cheapest(), prices.space.states
+    prices, move = prices_to_search(end, model, max_bytes)
     place, reached = prices.space.index[start], prices.space.nothing_pending
     peak = np.zeros(len(move))
     if max_bytes is not None:
-        allowed, live = prices.within(max_bytes)
-        peak = least_peaks(move if leaving else move.T, live, place)
-        move = allowed
+        every = prices.cheapest()
+        peak = least_peaks(every if leaving else every.T, prices.live_bytes, place)
     seconds = distances(move if leaving else move.T, place)
 
     def walk(index: int) -> Sequence[Move]:
         ends = (place, int(reached[index])) if leaving else (int(reached[index]), place)
         found = shortest_walk(move, *ends)
         assert found is not None, "the distance is finite"
-        return [(prices.step(a, b), end.with_spec(spec_of(states[b]))) for a, b in pairwise(found)]
+        return [(prices.step(a, b), prices.layout(end, b)) for a, b in pairwise(found)]
 
-    return _Side(end, [states[i][0] for i in reached], seconds[reached], peak[reached], walk)
+    cuts = [prices.space.states[i][0] for i in reached]
+    return _Side(end, cuts, seconds[reached], peak[reached], walk)
 
 
 def _end_alone(
