@@ -94,7 +94,7 @@ def _priced(
 ) -> tuple[float, int, str]:
     """Return seconds and bytes that are predicted for a step, and the links they are for."""
     model, mesh = plan.model_between(before, after), common_mesh(before.mesh, after.mesh)
-    links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
+    links = model.links_text(mesh.axis_labels())
     return step_seconds(step, before, after, model), step_bytes(step, before, after), links
 
 

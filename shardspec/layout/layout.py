@@ -1,13 +1,13 @@
 """A layout: mesh, spec, global shape and dtype, and from them the box of every device."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size, split_interval
-from shardspec.device_ids import whole_number
+from shardspec.device_ids import whole_numbers
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
@@ -88,9 +88,8 @@ class Layout:
                 f"a {type(mesh).__name__} is no mesh; give a DeviceMesh (of torch's mesh: "
                 "DeviceMesh.from_torch)"
             )
-        sizes = list(global_shape) if isinstance(global_shape, Iterable) else [None]
-        shape = tuple(size for size in map(whole_number, sizes) if size is not None)
-        if len(shape) != len(sizes):
+        shape = whole_numbers(global_shape)
+        if shape is None:
             raise LayoutError(
                 f"global shape {shown(global_shape)}: give a sequence of whole numbers"
             )
