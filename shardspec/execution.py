@@ -18,41 +18,25 @@ from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.plan import ConversionPlan, step_bytes, step_seconds
 from shardspec.tracing import StepRecord, log_from_environment, observers, report
 
-__all__ = ["agree_on", "mesh_text", "on_both", "run_plan", "run_step", "undo_plan"]
+__all__ = ["agree_on", "mesh_text", "on_both", "run_plan", "run_step"]
 
 log_from_environment()
 
 
 def run_plan(
-    plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Carry out the steps of a plan on the shards of this process; return those of the target.
-
-    Shards are those of every addressable device of the source's mesh, which the communicator is of.
-    Raises `CommunicatorError` on every rank if ranks are about to do different things, one of them
-    fails or does not come.
-    """
-    return _run(plan, communicator, shards, back=False)
-
-
-def undo_plan(
-    plan: ConversionPlan, communicator: Communicator, grads: Mapping[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Carry the gradients of a plan's result back to its source, its steps undone in reverse.
-
-    The gradient of every addressable device of the target's mesh is given. What finishes a
-    reduction does so by sum or avg.
-    """
-    return _run(plan, communicator, grads, back=True)
-
-
-def _run(
     plan: ConversionPlan,
     communicator: Communicator,
     shards: Mapping[int, torch.Tensor],
     *,
-    back: bool,
+    back: bool = False,
 ) -> dict[int, torch.Tensor]:
+    """Carry out the steps of a plan on the shards of this process; return those of the target.
+
+    Shards are those of every addressable device of the source's mesh, which the communicator is of.
+    Or carry gradients of the target `back` to the source, the steps undone in reverse; what
+    finishes a reduction then does so by sum or avg. Raises `CommunicatorError` on every rank if
+    ranks are about to do different things, one of them fails or does not come.
+    """
     shards, traces, numbers = dict(shards), observers(), range(len(plan.steps))
     with _conversion(plan, communicator, shards, "backward" if back else "forward") as device:
         for number in reversed(numbers) if back else numbers:
