@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
 from shardspec.device_ids import Ids, as_shape, check_ids, flatten, some, whole_number
 from shardspec.errors import AxisError, MeshError
-from shardspec.text import shown
+from shardspec.text import counted, shown
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -218,8 +218,8 @@ class DeviceMesh:
         number = whole_number(axis)
         if number is None or not 0 <= number < self.ndim:
             raise AxisError(
-                f"axis {shown(axis)} is out of range: mesh {self} has {self.ndim} "
-                f"{'axis' if self.ndim == 1 else 'axes'}, numbered from 0"
+                f"axis {shown(axis)} is out of range: mesh {self} has "
+                f"{counted(self.ndim, 'axis', 'axes')}, numbered from 0"
             )
         return number
 

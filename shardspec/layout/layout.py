@@ -13,7 +13,7 @@ from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.text import shown
+from shardspec.text import counted, shown
 
 __all__ = ["Layout", "LayoutCell", "SpecLike", "cells_of", "resolve_axes"]
 
@@ -102,8 +102,8 @@ class Layout:
             )
         if resolved.dims != len(shape):
             raise LayoutError(
-                f"spec {spec} is for {_dims(resolved.dims)}, but the tensor of shape {shape} has "
-                f"{_dims(len(shape))}"
+                f"spec {spec} is for {counted(resolved.dims, 'dim')}, but the tensor of shape "
+                f"{shape} has {counted(len(shape), 'dim')}"
             )
         for dim, (size, cut) in enumerate(zip(shape, resolved.dim_specs, strict=True)):
             _check_parts(spec, dim, cut, size, prod(mesh.shape[int(axis)] for axis in cut.axes))
@@ -333,10 +333,6 @@ def cells_of(*layouts: Layout) -> tuple[Box, ...]:
             bounds.update(ends)
         sides.append(list(pairwise(sorted(bounds))) or [(0, 0)])
     return tuple(product(*sides))
-
-
-def _dims(count: int) -> str:
-    return f"{count} {'dim' if count == 1 else 'dims'}"
 
 
 def _check_reducible(op: str, dtype: str) -> None:

@@ -18,6 +18,7 @@ from shardspec.boxes import split_interval
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
+from shardspec.text import counted
 
 __all__ = ["PartialPlacement", "Placement", "Split", "Whole", "placements_of", "spec_of_placements"]
 
@@ -121,8 +122,8 @@ def spec_of_placements(
             case Split(dim, factor):
                 if not -dims <= dim < dims:
                     raise LayoutError(
-                        f"the placement of axis {axis} splits dim {dim}, but the tensor has {dims} "
-                        f"{'dim' if dims == 1 else 'dims'}"
+                        f"the placement of axis {axis} splits dim {dim}, but the tensor has "
+                        f"{counted(dims, 'dim')}"
                     )
                 order = orders.setdefault(dim % dims, [])
                 found = factors.setdefault(dim % dims, [])
