@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
-from math import prod
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -11,7 +10,6 @@ import numpy.typing as npt
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Line, copies
 from shardspec.comm.steps import ReduceOp, Slice, Step
-from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.alternatives import cheapest_plans
 from shardspec.layout.cross import Move, exchange_to, path_between_meshes
@@ -356,13 +354,7 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
 
     @cache
     def held(cuts: Cuts) -> int:
-        """Return the bytes of the largest shard."""
-        sides = []
-        for side, cut in zip(source.global_shape, cuts, strict=True):
-            for axis in cut:
-                side = -(-side // source.mesh.shape[axis])
-            sides.append(side)
-        return prod(sides) * item_bytes(source.dtype)
+        return source.with_spec(spec_of((cuts, ()))).max_local_bytes
 
     # Steps of one kind along the same axes cost the same, in whatever order these arrive.
     known: dict[tuple[type[Step], frozenset[int], int], tuple[Line, ...]] = {}

@@ -9,7 +9,7 @@ no pair that is left can be cheaper.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -123,11 +123,13 @@ def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     Nothing is pending; the model is that of the `common_mesh` of both.
     """
     mesh, item = _checked_mesh(before, after), item_bytes(before.dtype)
-    ends = [
-        (LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes())
-        for cell in cells_of(before, after)
-    ]
-    return sum(_boxes_seconds(*boxes, mesh, model, item) for boxes in ends)
+    return sum(_boxes_seconds(*ends, mesh, model, item) for ends in _boxes_of(before, after))
+
+
+def _boxes_of(before: Layout, after: Layout) -> Iterator[tuple[dict[int, Box], dict[int, Box]]]:
+    """Yield what devices hold of each part of a tensor, before and after."""
+    for cell in cells_of(before, after):
+        yield LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes()
 
 
 def _checked_mesh(before: Layout, after: Layout) -> DeviceMesh:
@@ -211,8 +213,7 @@ def received_bytes(before: Layout, after: Layout) -> int:
     """Return the bytes that the busiest device of the target's mesh lacks."""
     _checked_mesh(before, after)
     lacking: dict[int, int] = dict.fromkeys(after.mesh.ids, 0)
-    for cell in cells_of(before, after):
-        held, wanted = LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes()
+    for held, wanted in _boxes_of(before, after):
         for device, box in wanted.items():
             lacking[device] += missing(box, held.get(device))
     return max(lacking.values()) * item_bytes(before.dtype)
