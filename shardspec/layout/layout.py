@@ -178,7 +178,13 @@ class Layout:
         return list(product(*self.intervals(physical_id)))
 
     def boxes(self) -> dict[int, Box]:
-        """Return the box of every device, by physical id."""
+        """Return the box of every device, by physical id.
+
+        Examples
+        --------
+        >>> Layout(DeviceMesh([5, 9], (2,)), "[S0]", (3,), "int8").boxes()
+        {5: ((0, 2),), 9: ((2, 3),)}
+        """
         return {physical_id: self.box(physical_id) for physical_id in self.mesh.ids}
 
     def local_shape(self, physical_id: int) -> tuple[int, ...]:
@@ -187,7 +193,14 @@ class Layout:
 
     @property
     def labelled_spec(self) -> ShardingSpec:
-        """The spec with axes by name where the mesh has names, as in `[S(tp,dp),R]`."""
+        """The spec with axes by name where the mesh has names.
+
+        Examples
+        --------
+        >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
+        >>> str(Layout(mesh, "[S10,R]", (4, 4), "f32").labelled_spec)
+        '[S(tp,dp),R]'
+        """
         if self.mesh.axis_names is None:
             return self.spec
         names = self.mesh.axis_names
@@ -204,12 +217,25 @@ class Layout:
         return prod(self.global_shape) * item_bytes(self.dtype)
 
     def with_spec(self, spec: SpecLike) -> "Layout":
-        """Return the same tensor cut another way."""
+        """Return the same tensor cut another way.
+
+        Examples
+        --------
+        >>> str(Layout(DeviceMesh(range(2), (2,)), "[S0,R]", (4, 4), "f32").with_spec("[R,S0]"))
+        '[R,S0] of [4, 4] float32 on 2'
+        """
         return Layout(self.mesh, spec, self.global_shape, self.dtype)
 
     @property
     def title(self) -> str:
-        """Spec, sizes, dtype and mesh, axes by name where the mesh has names."""
+        """Spec, sizes, dtype and mesh, axes by name where the mesh has names.
+
+        Examples
+        --------
+        >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
+        >>> Layout(mesh, "[S10,R]", (4, 4), "f32").title
+        '[S(tp,dp),R] of [4, 4] float32 on dp=2,tp=2'
+        """
         return f"{self.labelled_spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
 
     def drawing(self) -> Picture:

@@ -370,7 +370,13 @@ class ShardingSpec:
             )
 
     def with_axes(self, rename: Callable[[Axis], Axis]) -> "ShardingSpec":
-        """Return the spec with other names or numbers for its axes."""
+        """Return the spec with other names or numbers for its axes.
+
+        Examples
+        --------
+        >>> str(ShardingSpec.parse("[S0{4,2},R|P1]").with_axes(lambda axis: "xy"[axis]))
+        '[S(x){4,2},R|P(y)]'
+        """
         cuts = {
             dim: DimSpec(tuple(map(rename, cut.axes)), cut.parts, cut.block)
             for dim, cut in enumerate(self.dim_specs)
@@ -384,12 +390,24 @@ class ShardingSpec:
         return ShardingSpec(self.dims, cuts, partial=pending)
 
     def with_dims(self, changes: Mapping[int, CutLike]) -> "ShardingSpec":
-        """Return the spec with the cuts of some dims replaced."""
+        """Return the spec with the cuts of some dims replaced.
+
+        Examples
+        --------
+        >>> str(ShardingSpec.parse("[S0,R|P1]").with_dims({0: [], 1: [0]}))
+        '[R,S0|P1]'
+        """
         cuts: dict[int, CutLike] = {**dict(enumerate(self.dim_specs)), **changes}
         return ShardingSpec(self.dims, cuts, partial=self.partial)
 
     def without_partial(self, axes: Iterable[Axis] | None = None) -> "ShardingSpec":
-        """Return the spec with the reductions over some axes, or over all, no longer pending."""
+        """Return the spec with the reductions over some axes, or over all, no longer pending.
+
+        Examples
+        --------
+        >>> str(ShardingSpec.parse("[R|P01]").without_partial([1]))
+        '[R|P0]'
+        """
         done = set(self.partial if axes is None else axes)
         pending = {axis: op for axis, op in self.partial.items() if axis not in done}
         return ShardingSpec(self.dims, dict(enumerate(self.dim_specs)), partial=pending)
