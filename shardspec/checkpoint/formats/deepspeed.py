@@ -28,7 +28,6 @@ from shardspec.boxes import row_major_boxes
 from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
 from shardspec.checkpoint.formats.deepspeed_files import (
     OPTIMIZER,
-    TWO_SAVES,
     ZeroRun,
     read_run,
     tag_directory,
@@ -38,6 +37,7 @@ from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.torch_state import (
     StateTensor,
     TorchState,
+    of_two_saves,
     plain_value,
     whole_tensor,
 )
@@ -197,10 +197,8 @@ def _flat(run: ZeroRun, needed: Sequence[int]) -> dict[str, _Lines]:
     weights = kinds[_WEIGHT]
     groups = sorted({group for _, group in weights})
     if groups != list(range(len(groups))) or (stage < 3 and len(groups) != len(needed)):
-        raise CheckpointError(
-            f"{run.optimizers[0].path}: has the flat groups {groups}, but {run.models[0].path} "
-            f"other groups of parameters; {TWO_SAVES}"
-        )
+        path, listed = run.optimizers[0].path, list(range(len(needed)))
+        raise of_two_saves(path, "the list of flat groups", groups, run.models[0].path, listed)
     flat: dict[str, _Lines] = {kind: {} for kind in kinds}
     for (kind, tensors), group in product(kinds.items(), groups):
         if stage < 3 and all((at, group) not in tensors for at in range(ranks)):
@@ -284,10 +282,9 @@ def _scalars(run: ZeroRun) -> dict[int, dict[str, StoredTensor]]:
         odd = min(values[0].items() ^ values[-1].items(), default=None)
         if odd is not None:
             (group, kind), _ = odd
-            raise CheckpointError(
-                f"{state.path}: has another {kind} of group {group} than "
-                f"{run.optimizers[0].path}; {TWO_SAVES}"
-            )
+            said, due = (each.get((group, kind)) for each in (values[-1], values[0]))
+            what = f"the {kind} of group {group}"
+            raise of_two_saves(state.path, what, said, run.optimizers[0].path, due)
     found: dict[int, dict[str, StoredTensor]] = {}
     for (group, kind), copies in boxes.items():
         dtype, _ = values[0][group, kind]

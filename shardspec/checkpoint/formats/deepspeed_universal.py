@@ -24,7 +24,7 @@ from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, ListedCatalog, StoredTensor
 from shardspec.checkpoint.formats.deepspeed import add_tied, beside, shape_of
-from shardspec.checkpoint.formats.deepspeed_files import DEEPSPEED_NAMES, OPTIMIZER, TWO_SAVES
+from shardspec.checkpoint.formats.deepspeed_files import DEEPSPEED_NAMES, OPTIMIZER
 from shardspec.checkpoint.formats.names import (
     DEEPSPEED,
     DEEPSPEED_MODEL,
@@ -51,6 +51,7 @@ from shardspec.checkpoint.torch_files.torch_state import (
     ARGUMENT_NAMES,
     StateTensor,
     TorchState,
+    of_two_saves,
     plain_value,
     read_torch_states,
     whole_tensor,
@@ -129,10 +130,8 @@ def open_universal(directory: Path) -> ListedCatalog:
                 continue  # of all elements
             like = stored.shape if like is None else like
             if stored.shape != like:
-                raise CheckpointError(
-                    f"{zero / name}: has shape {list(stored.shape)}, but {like!r:.60} is due by "
-                    f"{first.path.name}; {TWO_SAVES}"
-                )
+                said = f"its shape by {kind}.pt"
+                raise of_two_saves(zero / name, said, stored.shape, first.path.name, like)
     others = beside(models if flat else models[:1], 3 if flat else 2)
     lacking = min(others.keys() - tensors.keys(), default=None)
     if not whole and lacking is not None:

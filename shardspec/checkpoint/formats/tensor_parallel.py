@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor
-from shardspec.checkpoint.torch_files.torch_state import StateTensor
+from shardspec.checkpoint.torch_files.torch_state import StateTensor, of_two_saves
+from shardspec.checkpoint.torch_files.torch_values import TorchTensor
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
 from shardspec.input_files import read_input_file
@@ -201,11 +202,7 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
             known = tensors.setdefault(name, found)
             if known is not found:
                 if (known.shape, known.dtype) != (found.shape, found.dtype):
-                    raise CheckpointError(
-                        f"tensor {name!r} is {known.dtype} of shape {list(known.shape)} in one "
-                        f"pipeline stage and {found.dtype} of {list(found.shape)} in another "
-                        f"({chunk.paths[0]}); the files are not of one save"
-                    )
+                    raise _odd(chunk.paths[0], name, found, "an earlier stage", known)
                 tensors[name] = replace(known, boxes=known.boxes + found.boxes)
         if chunk.expert_rank + 1 == chunk.expert_ranks:
             for before, count in layers.items():
@@ -277,11 +274,7 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
     first = held[0].local
     for path, other in zip(chunk.paths, held, strict=True):
         if (other.local.dtype, other.local.shape) != (first.dtype, first.shape):
-            raise CheckpointError(
-                f"tensor {local_name!r} is {first.dtype} of shape {list(first.shape)} in "
-                f"{chunk.paths[0]}, but {other.local.dtype} of {list(other.local.shape)} in "
-                f"{path}; the files are not of one save"
-            )
+            raise _odd(path, local_name, other.local, chunk.paths[0], first)
     dims = len(first.shape)
     rule = CutRule(ShardingSpec(dims)) if len(held) == 1 else rules.find(name, chunk.paths[0])
     if rule.spec.dims != dims:
@@ -306,6 +299,17 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
         for box in _boxes(one, cut, rule.parts, rank, chunk)
     ]
     return StoredTensor(name, tuple(shape), first.dtype, spec, (), tuple(boxes))
+
+
+def _odd(
+    path: Path,
+    name: str,
+    found: StoredTensor | TorchTensor,
+    other: Path | str,
+    due: StoredTensor | TorchTensor,
+) -> CheckpointError:
+    said, known = (f"{one.dtype} of shape {list(one.shape)}" for one in (found, due))
+    return of_two_saves(path, f"tensor {name!r}", said, other, known)
 
 
 def _boxes(
