@@ -38,15 +38,6 @@ class _Device(Protocol):
     def id(self) -> int: ...
 
 
-class _NamedSharding(Protocol):
-    """JAX's NamedSharding."""
-
-    @property
-    def mesh(self) -> Any: ...  # noqa: ANN401  # JAX declares a mesh or one without devices
-    @property
-    def spec(self) -> "_PartitionSpec": ...
-
-
 D = TypeVar("D", bound=_Device)
 
 
@@ -70,13 +61,8 @@ def to_partition_spec(
     ``PartitionSpec(*entries, unreduced=set(unreduced))`` makes it. Whether JAX takes the tensor's
     sizes is looked at where these are given.
 
-    Raises
-    ------
-    LossyConversionError
-        If the axes have no names, another reduction than a sum is pending, or a size does not
-        divide.
-    AxisError
-        If the mesh lacks an axis of the spec.
+    Raises `LossyConversionError` if the axes have no names, another reduction than a sum is
+    pending, or a size does not divide; `AxisError` if the mesh lacks an axis of the spec.
 
     Examples
     --------
@@ -118,12 +104,8 @@ def from_partition_spec(
     JAX leaves out dims at the end that are replicated. `unreduced` are axes over which a sum is
     pending, where these are not part of `partition_spec`.
 
-    Raises
-    ------
-    LayoutError
-        If there are more entries than dims.
-    LossyConversionError
-        If an entry leaves a dim to the compiler, or something is said of gradients (``reduced``).
+    Raises `LayoutError` if there are more entries than dims; `LossyConversionError` if an entry
+    leaves a dim to the compiler, or something is said of gradients (``reduced``).
 
     Examples
     --------
@@ -158,7 +140,10 @@ def from_partition_spec(
     return ShardingSpec(dims, by_dim, partial=partial)
 
 
-def from_named_sharding(sharding: _NamedSharding, dims: int) -> tuple[DeviceMesh, ShardingSpec]:
+def from_named_sharding(
+    sharding: Any,  # noqa: ANN401  # JAX is not there, and declares a mesh without devices
+    dims: int,
+) -> tuple[DeviceMesh, ShardingSpec]:
     """Return the mesh and the spec that a NamedSharding of JAX describes; ids are JAX's own.
 
     Raises as `from_partition_spec` does, and `MeshError` if an axis has a name that is no
@@ -177,10 +162,7 @@ def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[D]) -> tuple[NDArray[Any], t
     ``jax.sharding.Mesh(*to_jax_mesh(mesh, jax.devices()))`` makes it. Of the devices, in any order,
     those whose ids the mesh has are taken.
 
-    Raises
-    ------
-    LossyConversionError
-        If the axes have no names, or a device is missing.
+    Raises `LossyConversionError` if the axes have no names, or a device is missing.
     """
     by_id = {device.id: device for device in devices}
     missing = [id_ for id_ in mesh.ids if id_ not in by_id]
