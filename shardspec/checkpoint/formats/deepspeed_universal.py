@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, ListedCatalog, StoredTensor
-from shardspec.checkpoint.formats.deepspeed import add_tied, beside, shape_of
+from shardspec.checkpoint.formats.deepspeed import add_tied, beside, extras_of, shape_of
 from shardspec.checkpoint.formats.deepspeed_files import DEEPSPEED_NAMES, OPTIMIZER
 from shardspec.checkpoint.formats.names import (
     DEEPSPEED,
@@ -50,9 +50,7 @@ from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name
 from shardspec.checkpoint.torch_files.torch_state import (
     ARGUMENT_NAMES,
     StateTensor,
-    TorchState,
     of_two_saves,
-    plain_value,
     read_torch_states,
     whole_tensor,
 )
@@ -83,6 +81,7 @@ _HOMES: Final = {
     "device": "torch",
 }
 """Where things are found whose records do not say it."""
+_PLAIN_NAME: Final = re.compile(r"(?!\.\.?\Z)[^/\\\0]+", re.DOTALL)
 _MOST_NAME_BYTES: Final = 255
 _MOST_PARTS: Final = 100_000
 _MOST_DEPTH: Final = 64
@@ -116,7 +115,12 @@ def open_universal(directory: Path) -> ListedCatalog:
                 "…_model_states.pt here; restore what is missing"
             )
     zero = file_inside(directory, "zero", directory)
-    due = _shapes(models)
+    due: dict[str, tuple[int, ...]] = {}
+    for model in models:
+        groups = model.extras.get("param_shapes")
+        for group in groups if isinstance(groups, list) else ():
+            if isinstance(group, dict):
+                due.update(shape_of(model, *one) for one in group.items())
     files, tensors = _tensors(zero, due if flat else {})
     kinds = sorted({kind for name, kind in files if name in due} | {_WEIGHT})
     for name, shape in due.items():
@@ -141,22 +145,8 @@ def open_universal(directory: Path) -> ListedCatalog:
         )
     tensors = others | tensors
     add_tied(first, tensors)
-    left = ("param_shapes", "frozen_param_", "shared_params", "buffer_names")
-    extras = {k: plain_value(v) for k, v in first.extras.items() if not k.startswith(left)}
-    return ListedCatalog(
-        DEEPSPEED_UNIVERSAL, directory, tensors, (*paths, *files.values()), None, extras
-    )
-
-
-def _shapes(models: Sequence[TorchState]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters that are due."""
-    due: dict[str, tuple[int, ...]] = {}
-    for model in models:
-        groups = model.extras.get("param_shapes")
-        for group in groups if isinstance(groups, list) else ():
-            if isinstance(group, dict):
-                due.update(shape_of(model, *one) for one in group.items())
-    return due
+    paths += files.values()
+    return ListedCatalog(DEEPSPEED_UNIVERSAL, directory, tensors, paths, None, extras_of(first))
 
 
 def _tensors(
@@ -209,11 +199,6 @@ def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
         )
     _check_plain(source)
     models = [path for path in source.files if DEEPSPEED_MODEL.fullmatch(path.name)]
-    optimizers = {
-        int(match[1]): path
-        for path in source.files
-        if (match := DEEPSPEED_OPTIMIZER.fullmatch(path.name))
-    }
     stage3 = all(path.name.startswith("zero_pp") for path in models)
     (first,) = read_torch_states(models[:1], DEEPSPEED_NAMES)
     shapes = first.extras["param_shapes"]
@@ -250,7 +235,9 @@ def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
         step = source.extras.get(f"{OPTIMIZER}.base_optimizer_state.state.{number}.{_STEP}")
         if type(step) in (int, float):
             files += [_torch_file(_place(source, name, _STEP), step) for name in group]
-    files.append(_optimizer_file(optimizers[0], stage3))
+    # Those of the optimizers come by rank.
+    optimizer = next(path for path in source.files if DEEPSPEED_OPTIMIZER.fullmatch(path.name))
+    files.append(_optimizer_file(optimizer, stage3))
     files += [copied_file(path, path.name) for path in models]
     files.append(OutputFile(UNIVERSAL_LATEST, 1, (RawBytes(0, b"."),), ()))
     carried = frozenset(source.extras)
@@ -284,12 +271,8 @@ def _check_kinds(source: Catalog, kinds: Mapping[str, set[str]]) -> None:
 def _place(source: Catalog, owner: str, kind: str) -> str:
     """Return the name of a file of a parameter, below the output."""
     place = f"zero/{owner}"
-    if (
-        owner in ("", ".", "..")
-        or place == UNIVERSAL_OPTIMIZER
-        or any(c in owner for c in "/\\\0")
-        or len(os.fsencode(owner)) > _MOST_NAME_BYTES
-    ):
+    plain = _PLAIN_NAME.fullmatch(owner) and place != UNIVERSAL_OPTIMIZER
+    if not plain or len(os.fsencode(owner)) > _MOST_NAME_BYTES:
         raise CheckpointError(
             f"{source.directory}: the parameter {owner!r:.300} would need a directory of that "
             "name, which there cannot be; rename it in the model and save again"
