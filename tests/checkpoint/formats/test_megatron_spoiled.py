@@ -1,6 +1,7 @@
 """Megatron's checkpoints that lack files, or whose files contradict each other or their places."""
 
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
@@ -272,3 +273,46 @@ def test_names_of_directories_that_do_not_fit(ckpt):
     shutil.rmtree(ckpt / "mp_rank_00_000_001")
     (ckpt / "mp_rank_00_000" / "model_optim_rng.pt").unlink()
     assert refused(ckpt) == (f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: is missing; restore it")
+
+
+def of_experts(place, names):
+    """Write two expert parallel ranks that hold tensors of these names."""
+    for rank in range(2):
+        path = place / f"mp_rank_00_{rank:03d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        args = Namespace(
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            expert_model_parallel_size=2,
+            rank=rank,
+        )
+        model = {f"decoder.layers.{name}": torch.tensor([float(rank)]) for name in names}
+        torch.save({"model": model, "args": args}, path)
+    return place
+
+
+FC1 = "mlp.experts.local_experts.{}.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (
+            [f"0.{FC1.format(0)}", f"0.{FC1.format(2)}"],
+            f"has no expert decoder.layers.0.{FC1.format(1)}, but decoder.layers.0.{FC1.format(2)}",
+        ),
+        (
+            [f"0.{FC1.format(0)}", f"0.{FC1.format(1)}", f"1.{FC1.format(0)}"],
+            "has layers with 1 and with 2 experts, but all have as many; restore the file",
+        ),
+        (["0.mlp.experts.weight1"], "is of several experts at once, as the old grouped kernels"),
+    ],
+)
+def test_experts_that_do_not_add_up(tmp_path, names, problem):
+    assert problem in refused(of_experts(tmp_path / "ckpt", names))
+
+
+def test_experts_of_later_ranks_count_on(tmp_path):
+    ckpt = of_experts(tmp_path / "ckpt", [f"0.{FC1.format(at)}" for at in range(2)])
+    due = {f"decoder.layers.0.{FC1.format(at)}": torch.tensor([at // 2 * 1.0]) for at in range(4)}
+    assert_same(read_whole(ckpt), due)
