@@ -17,7 +17,7 @@ deepspeed/runtime/engine.py, base_optimizer.py and zero/stage3.py.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -299,8 +299,7 @@ def _torch_file(
 def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
     with SourceFile(path) as file:
-        rewriter = _Rewriter(file)
-        value = read_torch(file, rewriter.zip, {**ARGUMENT_NAMES, **DEEPSPEED_NAMES})
+        value = read_torch(file, read_torch_zip(file), {**ARGUMENT_NAMES, **DEEPSPEED_NAMES})
         held = value.get(OPTIMIZER) if isinstance(value, dict) else None
         inner = OPTIMIZER if stage3 else "base_optimizer_state"
         base = held.get(inner) if isinstance(held, dict) else None
@@ -317,8 +316,8 @@ def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
         if isinstance(paddings, list):
             kept[_PADDINGS] = [0] * len(paddings)  # parameters that are whole have none
         kept["param_groups"] = base.get("param_groups")
-        written = rewriter.rewritten(kept)
-    return _torch_file(UNIVERSAL_OPTIMIZER, written, storages=rewriter.storages)
+        written, storages = _rewritten(kept, file)
+    return _torch_file(UNIVERSAL_OPTIMIZER, written, storages=storages)
 
 
 def _scalars(state: object) -> object:
@@ -328,57 +327,56 @@ def _scalars(state: object) -> object:
     return {k: v for k, v in state.items() if not isinstance(v, TorchTensor) or not v.shape}
 
 
-class _Rewriter:
-    """Makes of values that were read from a file of `torch.save` values to be written."""
+def _rewritten(value: object, file: SourceFile) -> tuple[object, list[tuple[str, bytes]]]:
+    """Return what was read from a file of `torch.save` as a value to be written, and storages."""
+    found = read_torch_zip(file)
+    storages: list[tuple[str, bytes]] = []
+    left = _MOST_PARTS
 
-    def __init__(self, file: SourceFile) -> None:
-        self._file = file
-        self._left = _MOST_PARTS
-        self.zip = read_torch_zip(file)
-        self.storages: list[tuple[str, bytes]] = []
-
-    def rewritten(self, value: object, depth: int = 0) -> object:
-        """Return a value to be written; its tensors are read."""
-        self._left -= 1
-        if self._left < 0 or depth > _MOST_DEPTH:
-            raise self._refused("a value of too many or too deeply nested parts")
-
-        def each(values: Sequence[object]) -> list[object]:
-            return [self.rewritten(one, depth + 1) for one in values]
-
-        match value:
-            case TorchTensor(dtype, shape):
-                at = tensor_place(value, self._file, self.zip)
-                if at.strides is not None:
-                    raise self._refused("a tensor that is not contiguous")
-                data = self._file.read(at.offset, prod(shape) * item_bytes(dtype))
-                self.storages.append((str(len(self.storages)), data))
-                return tensor_value(shape, dtype, self.storages[-1][0])
-            case Record(args=(), state=state):
-                return Made(self._named(value), *each([state]))
-            case Record(args=args, state=None):
-                return Call(self._named(value), tuple(each(args)))
-            case Global():
-                return self._named(value)
-            case dict():
-                return dict(zip(value, each([*value.values()]), strict=True))
-            case list():
-                return each(value)
-            case tuple():
-                return tuple(each(value))
-        if value is None or type(value) in (bool, int, float, bytes, str):
-            return value
-        raise self._refused(f"a {type(value).__name__}")
-
-    def _refused(self, what: str) -> CheckpointError:
+    def refused(what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._file.path}: keeps {what} besides the tensors of parameters, which cannot be "
-            f"written again; use {_TOOL}"
+            f"{file.path}: keeps {what} besides the tensors of parameters, which cannot be written "
+            f"again; use {_TOOL}"
         )
 
-    def _named(self, value: Record | Global) -> Name:
+    def named(value: Record | Global) -> Name:
         module, _, name = value.name.rpartition(".")
         module = module or _HOMES.get(name, "")
         if not module:
-            raise self._refused(f"a {name}")
+            raise refused(f"a {name}")
         return Name(module, name)
+
+    def each(values: Iterable[object], depth: int) -> list[object]:
+        nonlocal left
+        parts = list(values)
+        left -= len(parts)
+        if left < 0 or depth > _MOST_DEPTH:
+            raise refused("a value of too many or too deeply nested parts")
+        return [made(part, depth + 1) for part in parts]
+
+    def made(value: object, depth: int) -> object:
+        match value:
+            case TorchTensor(dtype, shape):
+                at = tensor_place(value, file, found)
+                if at.strides is not None:
+                    raise refused("a tensor that is not contiguous")
+                key = str(len(storages))
+                storages.append((key, file.read(at.offset, prod(shape) * item_bytes(dtype))))
+                return tensor_value(shape, dtype, key)
+            case Record(args=(), state=state):
+                return Made(named(value), *each([state], depth))
+            case Record(args=args, state=None):
+                return Call(named(value), tuple(each(args, depth)))
+            case Global():
+                return named(value)
+            case dict():
+                return dict(zip(value, each(value.values(), depth), strict=True))
+            case list():
+                return each(value, depth)
+            case tuple():
+                return tuple(each(value, depth))
+        if value is None or type(value) in (bool, int, float, bytes, str):
+            return value
+        raise refused(f"a {type(value).__name__}")
+
+    return made(value, 0), storages
