@@ -17,7 +17,7 @@ deepspeed/runtime/engine.py, base_optimizer.py and zero/stage3.py.
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -34,17 +34,15 @@ from shardspec.checkpoint.formats.names import (
     UNIVERSAL_LATEST,
     UNIVERSAL_OPTIMIZER,
 )
-from shardspec.checkpoint.formats.torch_target import add_state, tensor_value
+from shardspec.checkpoint.formats.torch_target import state_file, tensor_value
 from shardspec.checkpoint.sidecars import copied_file
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.targets import (
-    Extent,
     OutputFile,
     OutputTensor,
     RawBytes,
     Target,
-    whole_box,
 )
 from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name
 from shardspec.checkpoint.torch_files.torch_state import (
@@ -57,7 +55,6 @@ from shardspec.checkpoint.torch_files.torch_state import (
 from shardspec.checkpoint.torch_files.torch_values import TorchTensor, read_torch, tensor_place
 from shardspec.checkpoint.torch_files.unpickler import Global, Record
 from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
-from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -228,13 +225,13 @@ def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
         value: object = tensor_value(shape, dtype, "0")
         if kind != _STEP and not stage3:
             value = ({"cat_dim": 0} if trained else {}) | {"param": value}
-        files.append(_torch_file(_place(source, owner, kind), value, tensor))
+        files.append(state_file(_place(source, owner, kind), value, [tensor]))
     _check_kinds(source, kinds)
     for number, group in enumerate(groups if not stage3 else ()):
         # Some optimizers keep steps as numbers, one for all of a group.
         step = source.extras.get(f"{OPTIMIZER}.base_optimizer_state.state.{number}.{_STEP}")
         if type(step) in (int, float):
-            files += [_torch_file(_place(source, name, _STEP), step) for name in group]
+            files += [state_file(_place(source, name, _STEP), step) for name in group]
     # Those of the optimizers come by rank.
     optimizer = next(path for path in source.files if DEEPSPEED_OPTIMIZER.fullmatch(path.name))
     files.append(_optimizer_file(optimizer, stage3))
@@ -280,22 +277,6 @@ def _place(source: Catalog, owner: str, kind: str) -> str:
     return f"{place}/{kind}.pt"
 
 
-def _torch_file(
-    name: str,
-    value: object,
-    tensor: OutputTensor | None = None,
-    storages: Sequence[tuple[str, bytes]] = (),
-) -> OutputFile:
-    """Return a file for torch.load: of a value, whose storage 0 may be a tensor to be copied."""
-    plan = ZipPlan()
-    if tensor is None:
-        add_state(plan, value, storages)
-        return OutputFile(name, plan.num_bytes, tuple(plan.pieces()), ())
-    (at,) = add_state(plan, value, [("0", tensor.num_bytes)])
-    extents = (Extent(tensor, whole_box(tensor.shape), at),)
-    return OutputFile(name, plan.num_bytes, tuple(plan.pieces()), extents, plan.late)
-
-
 def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
     with SourceFile(path) as file:
@@ -317,7 +298,7 @@ def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
             kept[_PADDINGS] = [0] * len(paddings)  # parameters that are whole have none
         kept["param_groups"] = base.get("param_groups")
         written, storages = _rewritten(kept, file)
-    return _torch_file(UNIVERSAL_OPTIMIZER, written, storages=storages)
+    return state_file(UNIVERSAL_OPTIMIZER, written, storages=storages)
 
 
 def _scalars(state: object) -> object:
