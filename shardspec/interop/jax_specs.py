@@ -6,7 +6,7 @@ sizes that do not divide, and knows one pending reduction, the sum (``unreduced`
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,16 +29,6 @@ __all__ = [
 
 Entry: TypeAlias = str | tuple[str, ...] | None
 """What stands in a PartitionSpec for one dim."""
-
-
-class _Device(Protocol):
-    """A device of JAX."""
-
-    @property
-    def id(self) -> int: ...
-
-
-D = TypeVar("D", bound=_Device)
 
 
 @runtime_checkable
@@ -156,7 +146,7 @@ def from_named_sharding(
     return mesh, resolve_axes(from_partition_spec(sharding.spec, dims), mesh)
 
 
-def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[D]) -> tuple[NDArray[Any], tuple[str, ...]]:
+def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[Any]) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return the array of devices and the names that JAX's Mesh is made of.
 
     ``jax.sharding.Mesh(*to_jax_mesh(mesh, jax.devices()))`` makes it. Of the devices, in any order,
