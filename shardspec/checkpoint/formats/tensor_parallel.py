@@ -94,37 +94,29 @@ def _parsed(rules: Mapping[str, object], stated_by: str) -> dict[str, CutRule]:
 
 def _rule(value: object, what: str) -> CutRule:
     table = value if isinstance(value, Mapping) else {"spec": value}
-    if not {"spec"} <= table.keys() <= {"spec", "parts"}:
-        raise CheckpointError(
-            f"{what} has {', '.join(map(str, table))}; give it a spec, and parts if there are any"
-        )
-    spec, said = table["spec"], table.get("parts", 1)
-    if not isinstance(spec, str | ShardingSpec):
-        raise CheckpointError(
-            f"{what} is {spec!r:.60}, not a spec in quotes; a pattern with dots or stars has to be "
-            "in quotes too"
-        )
-    try:
-        found = ShardingSpec.of(spec)
-    except ShardSpecError as error:
-        # A picture of the place follows the first line.
-        raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from None
-    parts = (1,) * said if type(said) is int and said <= _MOST_PARTS else said
+    spec, parts = table.get("spec"), table.get("parts", 1)
+    if type(parts) is int and parts <= _MOST_PARTS:
+        parts = (1,) * parts
     if (
-        not isinstance(parts, Sequence)
-        or not 0 < len(parts) <= _MOST_PARTS
-        or not all(type(part) is int and part > 0 for part in parts)
+        isinstance(spec, str | ShardingSpec)
+        and table.keys() <= {"spec", "parts"}
+        and isinstance(parts, Sequence)
+        and 0 < len(parts) <= _MOST_PARTS
+        and all(type(part) is int and part > 0 for part in parts)
     ):
-        raise CheckpointError(
-            f"{what} has the parts {said!r:.60}; give their number, or a list of their proportions"
-        )
-    several = len(parts) > 1 and len(found.dim_partition_dict) != 1
-    if several or found.partials or not found.is_plain:
-        raise CheckpointError(
-            f"{what} is {found} in {len(parts)} parts; a tensor has nothing pending, and parts are "
-            "those of the one dim that is cut, given as 'parts'"
-        )
-    return CutRule(found, tuple(parts))
+        try:
+            found = ShardingSpec.of(spec)
+        except ShardSpecError as error:
+            # A picture of the place follows the first line.
+            raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from None
+        cuts_one = len(found.dim_partition_dict) == 1
+        if found.is_plain and not found.partials and (cuts_one or len(parts) == 1):
+            return CutRule(found, tuple(parts))
+    raise CheckpointError(
+        f"{what} is {value!r:.80}; give a spec in quotes, of axes alone and with nothing pending, "
+        "or a table of spec and parts: the number of parts of the one dim that is cut, or a list "
+        "of their proportions. A pattern with dots or stars has to be in quotes too"
+    )
 
 
 @dataclass(frozen=True, slots=True)
