@@ -34,6 +34,7 @@ __all__ = [
     "check_no_copies",
     "contents_of",
     "flatten_state",
+    "of_two_saves",
     "plain_value",
     "read_torch_state",
     "read_torch_states",
@@ -154,6 +155,16 @@ def whole_tensor(name: str, path: Path, found: StateTensor) -> StoredTensor:
     stored = StoredBox(box, (), 0, path, place.offset, place.digest, place.strides)
     boxes = () if 0 in shape else (stored,)
     return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
+
+
+def of_two_saves(
+    path: Path, what: str, said: object, other: Path | str, due: object
+) -> CheckpointError:
+    """Return the error that one file says something else than another, or than others together."""
+    return CheckpointError(
+        f"{path}: {what} is {said!s:.60}, but {due!s:.60} in {other}; the files are not of one "
+        "save, restore those of one"
+    )
 
 
 def check_no_copies(states: Iterable[TorchState]) -> None:
