@@ -49,15 +49,7 @@ class BoxEntry(NamedTuple):
 
 
 def box_columns() -> Columns[BoxEntry]:
-    """Return room for boxes of a file; tensor, box and addend, and CRC-32 (or -1) are appended.
-
-    Examples
-    --------
-    >>> boxes = box_columns()
-    >>> boxes.append("w", (((0, 2),), ()), 7)
-    >>> boxes[0]
-    BoxEntry(tensor='w', box=((0, 2),), addend=(), crc32=7)
-    """
+    """Return room for boxes of a file; tensor, box and addend, and CRC-32 (or -1) are appended."""
 
     def entry(tensor: str, part: ReplicaKey, crc32: int) -> BoxEntry:
         return BoxEntry(tensor, *part, None if crc32 < 0 else crc32)
@@ -69,11 +61,6 @@ def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
     """Return the shape under which a file holds boxes of one tensor, one after the other.
 
     It is that of the box, and of several, as parts are, the number of their elements.
-
-    Examples
-    --------
-    >>> stored_shape([((0, 2), (0, 3))]), stored_shape([((0, 2), (0, 3)), ((4, 5), (0, 3))])
-    ((2, 3), (9,))
     """
     return _shape(boxes[0]) if len(boxes) == 1 else (sum(map(box_size, boxes)),)
 
@@ -211,15 +198,9 @@ def assign_boxes(
 
     Every rank computes the same answer alone: boxes of one holder first, then the others from the
     largest down, each to the holder that has the fewest bytes so far (the first of equals). If
-    they are not to be `spread`, each box goes to the first of its holders.
+    they are not to be `spread`, each box goes to the first of its holders. The boxes of a device
+    are in the order of their tensors' names.
 
-    Returns
-    -------
-    dict
-        For every device of the mesh its boxes, by tensor name.
-
-    Examples
-    --------
     >>> mesh = DeviceMesh(range(2), (2,))
     >>> chosen = assign_boxes(mesh, {name: Layout(mesh, "[R]", (3,), "int8") for name in "abc"})
     >>> [[entry.tensor for entry in chosen[rank]] for rank in mesh.ids]
@@ -228,30 +209,22 @@ def assign_boxes(
     parts_of = lru_cache(None)(replica_holders)
     load = dict.fromkeys(mesh.ids, 0)
     names = sorted(tensors)
-    shared: list[tuple[int, ...]] = []
-    """The holders of every box that has several, and its bytes."""
+    holders: list[tuple[int, ...]] = []
     sizes = array("q")
     for name in names:
         layout = tensors[name]
         for (box, _), ranks in parts_of(layout).items():
-            num_bytes = box_size(box) * item_bytes(layout.dtype)
-            if len(ranks) > 1 and spread:
-                shared.append(ranks)
-                sizes.append(num_bytes)
-            else:
-                load[ranks[0]] += num_bytes
+            holders.append(ranks if spread else ranks[:1])
+            sizes.append(box_size(box) * item_bytes(layout.dtype))
     # A stable sort: boxes of equal size keep their order, by name and then by holder.
-    chosen = array("q", bytes(8 * len(shared)))
-    for number in sorted(range(len(shared)), key=lambda number: -sizes[number]):
-        chosen[number] = rank = min(shared[number], key=load.__getitem__)
-        load[rank] += sizes[number]
+    order = sorted(range(len(sizes)), key=lambda at: (len(holders[at]) > 1, -sizes[at]))
+    chosen = array("q", bytes(8 * len(sizes)))
+    for at in order:
+        chosen[at] = rank = min(holders[at], key=load.__getitem__)
+        load[rank] += sizes[at]
     found = {rank: box_columns() for rank in mesh.ids}
-    several = iter(chosen)
+    choice = iter(chosen)
     for name in names:
-        parts = [
-            (part, next(several) if len(ranks) > 1 and spread else ranks[0])
-            for part, ranks in parts_of(tensors[name]).items()
-        ]
-        for part, rank in sorted(parts):
+        for part, rank in sorted((part, next(choice)) for part in parts_of(tensors[name])):
             found[rank].append(name, part, -1)
     return found
