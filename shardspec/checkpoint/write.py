@@ -183,7 +183,7 @@ def _write(
         files=tuple(name for name, _, _ in written),
         num_bytes=sum(num_bytes for _, num_bytes, _ in written),
         crc32=crc if job.digested else None,
-        cast_losses=_cast_losses(job.losses, workers),
+        cast_losses=job.losses,
         written=True,
     )
 
@@ -307,19 +307,6 @@ def _write_last(job: Execution, put: Put) -> None:
     if job.target.last is not None:
         files = zip(job.target.files, job.crcs, strict=True)
         job.target.last({file.name: crcs for file, crcs in files}, put)
-
-
-def _cast_losses(found: "CastLosses | None", workers: Workers) -> "CastLosses | None":
-    """Return what casts lost; the first of several processes learns of all."""
-    if workers.member.size == 1:
-        return found
-    workers.say("cast", None if found is None else found.to_json())
-    if workers.member.rank:
-        return found
-    from shardspec.checkpoint.numeric import CastLosses
-
-    every = [CastLosses(**said) for said in workers.gather("cast") if isinstance(said, dict)]
-    return sum(every, CastLosses()) if every else None
 
 
 def _check_tensors(
