@@ -10,13 +10,15 @@ the rows of `shardspec.comm.curves`, and the table of errors of docs/plans.md.
 import argparse
 import csv
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 from math import log10
 from pathlib import Path
 
 import numpy as np
 
-from shardspec.comm.curves import LARGE, Band, Curve
-from shardspec.profiling.curves import Times, fit_curves
+from shardspec.comm.curves import LARGE, Band, Curve, curve_between
+from shardspec.profiling.fit import Times, bands, fit_curve
 
 PRESETS = {
     "a100_sxm": "a100-nvswitch",
@@ -47,6 +49,31 @@ def read(path: Path) -> dict[str, dict[tuple[str, int], Times]]:
                 time = float(row["buffer_bytes"]), float(row["microseconds"]) / 1e6
                 found[row["machine"]][key].append(time)
     return {m: {k: sorted(times) for k, times in rows.items()} for m, rows in found.items()}
+
+
+def fit_curves(
+    measured: Mapping[tuple[str, int], Times], other: Mapping[tuple[str, int], Times] | None = None
+) -> tuple[Curve, ...]:
+    """Return the curves of times by collective and number of devices.
+
+    Each number of devices between two others is also left out once, and priced from these.
+    """
+    fitted = [
+        fit_curve(kind, devices, times, (other or {}).get((kind, devices), ()))
+        for (kind, devices), times in measured.items()
+    ]
+    curves = []
+    for curve in fitted:
+        rest = [each for each in fitted if each is not curve]
+        numbers = [each.devices for each in rest if each.kind == curve.kind]
+        if numbers and min(numbers) < curve.devices < max(numbers):
+            guess = curve_between(rest, curve.kind, curve.devices)
+            assert guess is not None, "there is one on either side"
+            times = measured[curve.kind, curve.devices]
+            off = ((size, abs(guess.seconds(size) / seconds - 1)) for size, seconds in times)
+            curve = replace(curve, left_out=bands(off))
+        curves.append(curve)
+    return tuple(curves)
 
 
 def row_of(machine: str, curve: Curve) -> str:

@@ -7,9 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from shardspec.checkpoint.convert import merge, reshard
     from shardspec.checkpoint.load import load_sharded
-    from shardspec.checkpoint.merge import merge
-    from shardspec.checkpoint.reshard import reshard
     from shardspec.checkpoint.save import save_sharded
     from shardspec.comm.cost import CostModel, Link
     from shardspec.comm.process_group import ProcessGroupCommunicator
@@ -59,13 +58,13 @@ _HOME: Final = {
     "map_chain": "shardspec.resharding.shipped",
     "load_sharded": "shardspec.checkpoint.load",
     "match_rules": "shardspec.layout.rules",
-    "merge": "shardspec.checkpoint.merge",
+    "merge": "shardspec.checkpoint.convert",
     "ones": "shardspec.factories",
     "plan_reshard": "shardspec.resharding.plan",
     "rand": "shardspec.factories",
     "randn": "shardspec.factories",
     "redistribute": "shardspec.torch_dtensors",
-    "reshard": "shardspec.checkpoint.reshard",
+    "reshard": "shardspec.checkpoint.convert",
     "reshard_state": "shardspec.resharding.plan",
     "save_sharded": "shardspec.checkpoint.save",
     "shipped_maps": "shardspec.resharding.shipped",

@@ -4,7 +4,7 @@ A box is one half-open interval ``(lo, hi)`` per tensor dim. The box of a scalar
 with ``lo == hi`` in some dim is empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TypeAlias
 
@@ -12,6 +12,7 @@ __all__ = [
     "Box",
     "box_shape",
     "box_size",
+    "chunks",
     "contains",
     "intersect",
     "local_index",
@@ -59,6 +60,30 @@ def box_size(box: Box) -> int:
     (8, 1, 0)
     """
     return prod(hi - lo for lo, hi in box)
+
+
+def chunks(box: Box, most: int) -> Iterator[Box]:
+    """Yield parts of a box of at most so many elements, in the order of memory.
+
+    Each is as long as the bound allows, full rows where rows fit; an empty box has none.
+
+    Examples
+    --------
+    >>> list(chunks(((4, 6), (0, 5)), 3))
+    [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]
+    """
+    assert most > 0, "a chunk holds something"
+    size = box_size(box)
+    if 0 < size <= most:
+        yield box
+    elif size:
+        dim = next(d for d, (lo, hi) in enumerate(box) if hi - lo > 1)
+        lo, hi = box[dim]
+        row = size // (hi - lo)
+        rows = max(1, most // row)
+        for start in range(lo, hi, rows):
+            part = (*box[:dim], (start, min(start + rows, hi)), *box[dim + 1 :])
+            yield from chunks(part, most)
 
 
 def intersect(a: Box, b: Box) -> Box | None:

@@ -15,8 +15,7 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import AllReduce, Exchange, ReduceScatter, Step, backward
 from shardspec.layout.cross import common_mesh, exchange_to
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.layout.move_cost import step_bytes, step_seconds
-from shardspec.layout.plan import ConversionPlan
+from shardspec.layout.plan import ConversionPlan, step_bytes, step_seconds
 from shardspec.tracing import StepRecord, log_from_environment, observers, report
 
 __all__ = ["agree_on", "mesh_text", "on_both", "run_plan", "run_step", "undo_plan"]

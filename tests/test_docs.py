@@ -51,8 +51,7 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_the_limits_of_the_page_are_as_written():
-    from shardspec.explorer.page import MAX_CONVERSIONS, MAX_DEVICES, MAX_PAGE_BYTES
-    from shardspec.explorer.tables import MAX_DIMS
+    from shardspec.explorer.page import MAX_CONVERSIONS, MAX_DEVICES, MAX_DIMS, MAX_PAGE_BYTES
 
     text = (DOCS / "explore.md").read_text("utf-8")
     assert f"| devices of a mesh | {MAX_DEVICES} |" in text

@@ -19,7 +19,7 @@ LAYERS = [
     {"errors"},
     {"input_files"},
     {"boxes", "device_ids", "dtypes", "renamed"},
-    {"random_boxes"},
+    {"copies", "random_boxes"},
     {"mesh"},
     {"comm"},
     {"layout"},
@@ -42,8 +42,7 @@ UPWARD_ON_PURPOSE = {
     ("shardspec.comm.cost", "shardspec.profiling.profile"),
     ("shardspec.mesh", "shardspec.comm.process_group"),
     ("shardspec.mesh", "shardspec.comm.torch_mesh"),
-    ("shardspec.resharding.plan", "shardspec.checkpoint.load_plan"),
-    ("shardspec.resharding.plan", "shardspec.checkpoint.stored_layouts"),
+    ("shardspec.resharding.plan", "shardspec.checkpoint.load"),
 }
 WITH_TENSORS = {
     "shardspec.comm.job",

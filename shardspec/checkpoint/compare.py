@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardspec.boxes import Box, box_size
+from shardspec.boxes import Box, box_size, chunks
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor, box_text
-from shardspec.checkpoint.copy_plan import BLOCK_BYTES, blocks
+from shardspec.checkpoint.copy_plan import BLOCK_BYTES
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.dtypes import item_bytes
@@ -15,13 +15,7 @@ __all__ = ["check_replicas", "element_index"]
 
 
 def element_index(box: Box, element: int) -> tuple[int, ...]:
-    """Return where in the global tensor an element of a box lies.
-
-    Examples
-    --------
-    >>> element_index(((2, 4), (0, 3)), 4)
-    (3, 1)
-    """
+    """Return where in the global tensor an element of a box lies, counted row-major in the box."""
     index: list[int] = []
     for lo, hi in reversed(box):
         element, at = divmod(element, hi - lo)
@@ -36,21 +30,9 @@ def check_replicas(
     *,
     trust_digests: bool = False,
 ) -> None:
-    """Compare the elements of boxes that claim the same part of a tensor, bit by bit.
+    """Raise unless boxes that claim the same part of a tensor have the same elements, bit by bit.
 
-    Parameters
-    ----------
-    tensor, group
-        The boxes, and what they are of.
-    files
-        Where they are read.
-    trust_digests
-        Take boxes whose digests are equal for equal, without reading them.
-
-    Raises
-    ------
-    CheckpointError
-        If they differ; names the tensor, the box, both ranks and files, and the first element.
+    With `trust_digests`, boxes whose digests are equal are taken for equal, without reading them.
     """
     first, *others = group
     size = item_bytes(tensor.dtype)
@@ -63,7 +45,7 @@ def check_replicas(
         alone = [
             replace(tensor, pending=(), boxes=(replace(b, addend=()),)) for b in (first, other)
         ]
-        for block in blocks(first.box, BLOCK_BYTES // size):
+        for block in chunks(first.box, BLOCK_BYTES // size):
             a, b = (room[: box_size(block) * size] for room in rooms)
             read_box_into(alone[0], block, a, files, buffers)
             read_box_into(alone[1], block, b, files, buffers)

@@ -6,13 +6,13 @@ later step needs to know a dtype.
 
 from collections.abc import Iterator
 from itertools import groupby
-from math import prod
 from typing import Final, NamedTuple
 
-from shardspec.boxes import Box, box_shape, box_size, intersect
+from shardspec.boxes import Box, box_size, chunks, intersect
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor, distinct
 from shardspec.checkpoint.source_files import FileStretch
 from shardspec.checkpoint.targets import Target
+from shardspec.copies import overlaps
 from shardspec.dtypes import item_bytes
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Copy",
     "Part",
     "TensorCopies",
-    "blocks",
     "byte_box",
     "cut",
     "in_one",
@@ -39,16 +38,16 @@ _SHARES: Final = 8
 
 
 class Copy(NamedTuple):
-    """One entry of a plan: some rows of a box of a tensor go to a place in a file."""
+    """Some of a box of a tensor goes to a place in a file."""
 
     file: int
     """Number of the file in the target."""
     extent: int
     """Number of the extent in the file."""
     box: Box
-    """The rows of the extent's box that are copied."""
+    """What of the extent's box is copied."""
     offset: int
-    """Position of their first byte in the file."""
+    """Position of its first byte in the file."""
     num_bytes: int
     """Bytes in the file."""
 
@@ -68,16 +67,6 @@ def plan_copies(target: Target, rank: int = 0, size: int = 1) -> Iterator[Tensor
 
     Of several processes, each has as many bytes as the others, in one stretch of the whole plan:
     a copy is made by the one in whose share its middle lies.
-
-    Examples
-    --------
-    >>> from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor
-    >>> tensor = OutputTensor("w", "w", (100, 1 << 20), "int8")
-    >>> extent = Extent(tensor, ((0, 100), (0, 1 << 20)), 8)
-    >>> target = Target((OutputFile("a", 8, (), (extent,)),), directory=False)
-    >>> (found,) = plan_copies(target)
-    >>> [(copy.box[0], copy.offset) for copy in found.copies]
-    [((0, 64), 8), ((64, 100), 67108872)]
     """
 
     def source(code: int) -> str:
@@ -94,9 +83,9 @@ def plan_copies(target: Target, rank: int = 0, size: int = 1) -> Iterator[Tensor
         order.setdefault(source(code), len(order))
     places.sort(key=lambda code: order[source(code)])
     total = sum(extent.num_bytes for file in target.files for extent in file.extents)
-    most = min(_COPY_BYTES, max(BLOCK_BYTES, total // (_SHARES * size)))
-    if size == 1:
-        most = _COPY_BYTES
+    most = _COPY_BYTES
+    if size > 1:
+        most = min(_COPY_BYTES, max(BLOCK_BYTES, total // (_SHARES * size)))
     before = 0
     for name, codes in groupby(places, source):
         mine: list[Copy] = []
@@ -128,19 +117,14 @@ def _owner(before: int, num_bytes: int, total: int, size: int) -> int:
 
 
 def _copies_of(target: Target, place: int, number: int, most: int) -> Iterator[Copy]:
-    """Yield the copies that fill an extent: rows of at most so many bytes, if it has rows."""
+    """Yield the copies that fill an extent, of at most so many bytes."""
     extent = target.files[place].extents[number]
-    box, size = extent.box, extent.num_bytes
-    rows = box[0][1] - box[0][0] if box else 0
-    if size <= most or rows <= 1:
-        yield Copy(place, number, box, extent.offset, size)
-        return
-    row_bytes = size // rows
-    step = max(1, most // row_bytes)
-    for lo in range(box[0][0], box[0][1], step):
-        hi = min(lo + step, box[0][1])
-        offset = extent.offset + (lo - box[0][0]) * row_bytes
-        yield Copy(place, number, ((lo, hi), *box[1:]), offset, (hi - lo) * row_bytes)
+    item, offset = item_bytes(extent.tensor.dtype), extent.offset
+    boxes = chunks(extent.box, most // item) if extent.num_bytes > most else (extent.box,)
+    for box in boxes:
+        num_bytes = box_size(box) * item
+        yield Copy(place, number, box, offset, num_bytes)
+        offset += num_bytes
 
 
 class Part(NamedTuple):
@@ -164,13 +148,7 @@ class Part(NamedTuple):
 
 
 def byte_box(box: Box, item_bytes: int) -> Box:
-    """Return a box with its last dim in bytes; that of a scalar gets the one dim.
-
-    Examples
-    --------
-    >>> byte_box(((0, 2), (3, 7)), 4), byte_box((), 4)
-    (((0, 2), (12, 28)), ((0, 4),))
-    """
+    """Return a box with its last dim in bytes; that of a scalar gets the one dim."""
     if not box:
         return ((0, item_bytes),)
     *outer, (lo, hi) = box
@@ -178,13 +156,7 @@ def byte_box(box: Box, item_bytes: int) -> Box:
 
 
 def offset_in(outer: Box, inner: Box) -> int:
-    """Return how many bytes of a row-major box precede the first one of another in it.
-
-    Examples
-    --------
-    >>> offset_in(((0, 2), (4, 10)), ((1, 2), (6, 7)))
-    8
-    """
+    """Return how many bytes of a row-major box precede the first one of another in it."""
     offset = 0
     for (lo, hi), (at, _) in zip(outer, inner, strict=True):
         offset = offset * (hi - lo) + at - lo
@@ -207,81 +179,20 @@ def in_one(part: Box, outer: Box) -> bool:
     return True
 
 
-def blocks(box: Box, most: int, prefix: Box = ()) -> Iterator[Box]:
-    """Divide a box into stretches of at most `most` elements, in row-major order.
-
-    Examples
-    --------
-    >>> list(blocks(((0, 3), (1, 5)), 8))
-    [((0, 2), (1, 5)), ((2, 3), (1, 5))]
-    """
-    if not box_size(box):
-        return
-    if len(prefix) == len(box):
-        yield prefix
-        return
-    low, high = box[len(prefix)]
-    rest = box[len(prefix) + 1 :]
-    row = prod(box_shape(rest))
-    if row <= most:
-        step = most // row
-        for lo in range(low, high, step):
-            yield (*prefix, (lo, min(lo + step, high)), *rest)
-    else:
-        for at in range(low, high):
-            yield from blocks(box, most, (*prefix, (at, at + 1)))
-
-
 def cut(
     tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
 ) -> Iterator[tuple[Box, list[Part]]]:
-    """Cut a box of a tensor into blocks that are put together one after the other.
+    """Cut a box of a tensor into blocks of at most so many bytes, to be put together in order.
 
-    Parameters
-    ----------
-    tensor
-        What is stored.
-    target
-        The box wanted, in elements.
-    most
-        Most bytes of a block; a multiple of every item size.
-
-    Yields
-    ------
-    tuple
-        The block in bytes, and what holds its parts: of all addends of a pending reduction.
-
-    Examples
-    --------
-    >>> boxes = tuple(StoredBox(((row, row + 1), (0, 6)), (), 0, None, 9) for row in (0, 1))
-    >>> tensor = StoredTensor("w", (2, 6), "int8", None, (), boxes)
-    >>> [(block, [part.start for part in parts]) for block, parts in cut(tensor, ((0, 2), (0, 6)))]
-    [(((0, 2), (0, 6)), [9, 9])]
+    Yields each block in bytes, and what holds its parts: of all addends of a pending reduction.
+    `most` is a multiple of every item size.
     """
     size = item_bytes(tensor.dtype)
     wanted = byte_box(target, size)
-    waiting = [
-        (box, stored)
-        for stored in distinct(tensor)
-        if intersect(box := byte_box(stored.box, size), wanted) is not None
-    ]
-    # Boxes are met in the order of their first rows; the last one here is the next.
-    waiting.sort(key=lambda one: one[0][0][0])
-    waiting.reverse()
-    active: list[tuple[Box, StoredBox]] = []
-    for block in blocks(wanted, most):
-        low, high = block[0]
-        while waiting and waiting[-1][0][0][0] < high:
-            active.append(waiting.pop())
-        active = [one for one in active if one[0][0][1] > low]
-        yield (
-            block,
-            [
-                Part(stored, box, shared)
-                for box, stored in active
-                if (shared := intersect(box, block)) is not None
-            ],
-        )
+    stored = [(one, byte_box(one.box, size)) for one in distinct(tensor)]
+    stored = [one for one in stored if intersect(one[1], wanted) is not None]
+    for block, met in overlaps([box for _, box in stored], chunks(wanted, most)):
+        yield block, [Part(*stored[number], shared) for number, shared in met]
 
 
 def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
@@ -289,16 +200,6 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
 
     Addends of a pending reduction are left out, and so is what does not lie in a file as one
     stretch.
-
-    Examples
-    --------
-    >>> from pathlib import Path
-    >>> boxes = tuple(
-    ...     StoredBox(((0, 4), (c, c + 3)), (), c, Path(f"{c}"), 64) for c in (0, 3)
-    ... )
-    >>> tensor = StoredTensor("w", (4, 6), "int8", None, (), boxes)
-    >>> [(str(s.path), s.start, s.num_bytes) for s in stretches(tensor, ((1, 3), (0, 6)))]
-    [('0', 67, 6), ('3', 67, 6)]
     """
     if tensor.pending:
         return

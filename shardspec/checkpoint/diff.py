@@ -1,6 +1,6 @@
 """Comparing two checkpoints tensor by tensor, a block at a time and without torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, prod
 from pathlib import Path
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.boxes import box_size
+from shardspec.boxes import box_size, chunks
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.compare import element_index
 from shardspec.checkpoint.coordinate import Progress
-from shardspec.checkpoint.copy_plan import BLOCK_BYTES, blocks
+from shardspec.checkpoint.copy_plan import BLOCK_BYTES
 from shardspec.checkpoint.numeric import Bytes, numbers
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
@@ -52,17 +52,8 @@ class Difference:
 def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
     """Return what is to be found in two checkpoints.
 
-    Returns
-    -------
-    dict
-        Of the first, the chosen tensors: new name to old name.
-    set
-        Of the second, the names that stand for one of these, or that could have been chosen too.
-
-    Raises
-    ------
-    CheckpointError
-        As by `select`.
+    Of the first, the chosen tensors: new name to old name; of the second, the names that stand for
+    one of these, or that could have been chosen too.
     """
     chosen = {wanted.name: wanted.source for wanted in select(a, choice)}
     return chosen, {name for name in b.names if name in chosen or choice.wants(name)}
@@ -79,49 +70,24 @@ def diff_checkpoints(
     rtol: float = 0.0,
     progress: Progress | None = None,
 ) -> Iterator[Difference]:
-    """Yield every tensor that differs, by name.
+    """Yield every tensor that differs, by name; tensors of the first are chosen as by `merge`.
 
     Without tolerances, bits are compared: equal NaNs are the same, 0 and -0 are not. With any,
     numbers are: ``|x - y| <= atol + rtol * |y|`` in float64, of which ``x - y`` is exact for whole
     numbers; NaN is the same as any NaN, an infinity only as itself. Floating point numbers of two
-    dtypes are then compared too.
-
-    Parameters
-    ----------
-    a, b
-        Checkpoints in any format that `open_checkpoint` knows, or what that has made of them.
-    include, exclude, rename
-        Which tensors of the first are compared, and under which names, as for `merge`. Tensors of
-        the second that the patterns leave out are not missed in the first.
-    atol, rtol
-        Tolerances, finite and not negative.
-    progress
-        Called with the bytes of the first that were compared so far, and those of all.
-
-    Raises
-    ------
-    CheckpointError
-        If either cannot be read or contradicts itself, a pattern or an expression matches nothing
-        of the first, or a tolerance is none.
-
-    Examples
-    --------
-    >>> import tempfile, torch
-    >>> from shardspec import save_sharded
-    >>> a, b = tempfile.mkdtemp(), tempfile.mkdtemp()
-    >>> save_sharded({"w": torch.tensor([1.0, 2.0])}, a)
-    >>> save_sharded({"w": torch.tensor([1.0, 3.0])}, b)
-    >>> [(d.name, d.index) for d in diff_checkpoints(a, b)]
-    [('w', (1,))]
-    >>> list(diff_checkpoints(a, b, atol=1.0))
-    []
+    dtypes are then compared too. `progress` is told of the bytes of the first.
     """
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not (isfinite(value) and value >= 0):
             raise CheckpointError(f"{name} {value!r} is not a tolerance; give a number from 0")
     left, right = as_catalog(a), as_catalog(b)
     old, others = names_to_compare(left, right, Choice(include, exclude, rename))
-    count = _Count(sum(_num_bytes(left.outline(name)) for name in old.values()), progress)
+    total, done = sum(_num_bytes(left.outline(name)) for name in old.values()), 0
+
+    def told(num_bytes: int) -> None:
+        if progress is not None:
+            progress(done + num_bytes, total)
+
     buffers = Buffers()
     with OpenFiles() as files:
         for name in sorted(old.keys() | others):
@@ -131,68 +97,48 @@ def diff_checkpoints(
             x = left.tensor(old[name])
             if name not in others:
                 yield Difference(name, f"is only in {left.directory}")
-                count.finish(_num_bytes(x))
-                continue
-            y = right.tensor(name)
-            if x.shape != y.shape:
-                shapes = f"{list(x.shape)} in the first, {list(y.shape)} in the second"
-                yield Difference(name, f"has shape {shapes}")
-            elif not _comparable(x.dtype, y.dtype, atol, rtol):
-                dtypes = f"{x.dtype} in the first, {y.dtype} in the second"
-                yield Difference(name, f"is {dtypes}")
             else:
-                check_tiling(x)
-                check_tiling(y)
-                found = _first(x, y, atol, rtol, files, buffers, count)
+                found = _difference(x, right.tensor(name), atol, rtol, files, buffers, told)
                 if found is not None:
                     yield replace(found, name=name)
-            count.finish(_num_bytes(x))
+            # A tensor that differs is left at its first difference.
+            done += _num_bytes(x)
+            told(0)
     left.check_unchanged()
     right.check_unchanged()
-
-
-class _Count:
-    """Tells how many bytes were compared; a tensor that differs is left at its first difference."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total = total
-        self._progress = progress
-        self._done = 0
-        self._start = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Count a block of a tensor."""
-        self._done += num_bytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-    def finish(self, num_bytes: int) -> None:
-        """Count what is left of a tensor."""
-        self.add(self._start + num_bytes - self._done)
-        self._start = self._done
 
 
 def _num_bytes(tensor: Outline[FileBox]) -> int:
     return prod(tensor.shape) * item_bytes(tensor.dtype)
 
 
-def _first(
+def _difference(
     x: StoredTensor,
     y: StoredTensor,
     atol: float,
     rtol: float,
     files: OpenFiles,
     buffers: Buffers,
-    count: _Count,
+    told: Callable[[int], None],
 ) -> Difference | None:
+    """Return what differs, of elements the first; `told` hears how many bytes were compared."""
+    if x.shape != y.shape:
+        shapes = f"{list(x.shape)} in the first, {list(y.shape)} in the second"
+        return Difference(x.name, f"has shape {shapes}")
+    if not _comparable(x.dtype, y.dtype, atol, rtol):
+        return Difference(x.name, f"is {x.dtype} in the first, {y.dtype} in the second")
+    check_tiling(x)
+    check_tiling(y)
+    compared = 0
     sizes = item_bytes(x.dtype), item_bytes(y.dtype)
     rooms = np.empty(BLOCK_BYTES, np.uint8), np.empty(BLOCK_BYTES, np.uint8)
     whole = tuple((0, size) for size in x.shape)
-    for box in blocks(whole, BLOCK_BYTES // max(sizes)):
+    for box in chunks(whole, BLOCK_BYTES // max(sizes)):
         one, other = (room[: box_size(box) * size] for room, size in zip(rooms, sizes, strict=True))
         read_box_into(x, box, one.data, files, buffers)
         read_box_into(y, box, other.data, files, buffers)
-        count.add(one.size)
+        compared += one.size
+        told(compared)
         if x.dtype == y.dtype and np.array_equal(one, other):
             continue
         differs = np.ones(box_size(box), np.bool_)

@@ -1,20 +1,32 @@
-"""Loading: every rank reads the bytes that its devices need, for the saved or another layout."""
+"""Loading: a plan whose holders are files, carried out by reading.
 
-from collections.abc import Iterable, Iterator, Mapping
+Every rank reads the boxes that its own devices are to hold, out of the stored boxes that they meet
+(`shardspec.copies.overlaps`), and casts where the plan says so. Of copies in several files the
+first is read: were they to differ, tensors would otherwise be mixed of several.
+"""
+
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
+from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor, distinct
 from shardspec.checkpoint.copy_plan import stretches
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, mapped
-from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.rank_state import Described, agree, communicator_of_state, describe
+from shardspec.checkpoint.open import as_catalog, open_checkpoint
+from shardspec.checkpoint.rank_state import (
+    Described,
+    agree,
+    communicator_of_state,
+    describe,
+    world_mesh,
+)
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
-from shardspec.checkpoint.source_files import FileStretch, OpenFiles
+from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
@@ -24,13 +36,13 @@ from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 from shardspec.renamed import renamed_argument
+from shardspec.resharding.copies import StateCopies, StoredLayout
+from shardspec.resharding.flat import flat_state
 
 if TYPE_CHECKING:
     import torch
 
-    from shardspec.dtensor import DTensor
-
-__all__ = ["load_sharded", "read_shards"]
+__all__ = ["load_by_plan", "load_sharded", "stored_layouts"]
 
 
 def load_sharded(
@@ -117,7 +129,7 @@ def load_sharded(
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         return _load_into(directory, into, choice, names, communicator)
     # In a job all ranks find out together whether each of them can open the checkpoint.
-    opening = communicator or communicator_of(onto or _world())
+    opening = communicator or communicator_of(onto or world_mesh())
     source = agree(opening, lambda: mapped(as_catalog(directory), names))
     onto = onto or (communicator.mesh if communicator else source.mesh)
     if onto is None:
@@ -137,14 +149,8 @@ def load_sharded(
         return old, _layouts(source, old, target, by_rules), values
 
     old, layouts, values = agree(chosen, selected)
-    loaded = agree(chosen, lambda: read_shards(source, old, layouts, chosen))
+    loaded = agree(chosen, lambda: _read(source, old, layouts, chosen))
     return _nested(source, loaded, old, values)
-
-
-def _world() -> DeviceMesh:
-    import torch.distributed as dist
-
-    return DeviceMesh(range(dist.get_world_size() if dist.is_initialized() else 1))
 
 
 def _values(source: Catalog) -> Mapping[str, object]:
@@ -160,12 +166,8 @@ def _nested(
 ) -> dict[str, Any]:
     """Return what was loaded, nested as the state dict that was saved.
 
-    Parameters
-    ----------
-    source, loaded
-        The checkpoint, and the tensors.
-    names, values
-        New name to name, of the tensors, and name to new name, of the values.
+    `names` has the new names of tensors with those in the checkpoint, `values` the names of values
+    in the checkpoint with the new ones.
     """
     known = _values(source)
     for name, new in values.items():
@@ -199,7 +201,14 @@ def _load_into(
         wanted = select(source, choice) if source.names else []
         names = {tensor.name: tensor.source for tensor in wanted}
         values = {new: source.extras[name] for name, new in plain(source.extras, choice).items()}
-        _check_into(source, state, choice, names)
+        for name, layout in state.layouts.items():
+            if name in names:
+                _check_into(name, layout, source.outline(names[name]))
+            elif choice.wants(name):
+                raise CheckpointError(
+                    f"{source.directory}: has no tensor {name!r}; leave it out of what is loaded "
+                    "into, exclude it, or rename one"
+                )
         for name in state.flat.values:
             if choice.wants(name) and name not in values:
                 raise CheckpointError(
@@ -210,35 +219,28 @@ def _load_into(
 
     source, state, names, values = agree(chosen, selected)
     layouts = {name: state.layouts[name] for name in names}
-    agree(chosen, lambda: read_shards(source, names, layouts, chosen, state.shards))
+    agree(chosen, lambda: _read(source, names, layouts, chosen, state.shards))
     flat = state.flat
     kept = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
     return unflatten({name: flat.paths.get(name, (name,)) for name in kept}, kept.__getitem__)
 
 
-def _check_into(
-    source: Catalog, state: Described, choice: Choice, names: Mapping[str, str]
-) -> None:
-    """Raise unless the tensors that are to be filled are those of the checkpoint."""
-    for name, layout in state.layouts.items():
-        if name not in names and choice.wants(name):
-            raise CheckpointError(
-                f"{source.directory}: has no tensor {name!r}; leave it out of what is loaded into, "
-                "exclude it, or rename one"
-            )
-        if name not in names:
-            continue
-        tensor = source.outline(names[name])
-        if (tensor.shape, tensor.dtype) != (layout.global_shape, layout.dtype):
-            raise CheckpointError(
-                f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
-                f"checkpoint has {list(tensor.shape)} {tensor.dtype}; make them alike"
-            )
-        if layout.spec.partials:
-            raise LayoutError(
-                f"tensor {name!r}: spec {layout.spec} has pending reductions, but a loaded tensor "
-                "has none; redistribute it first"
-            )
+def _check_into(name: str, layout: Layout, tensor: Outline[FileBox]) -> None:
+    """Raise unless a tensor that is to be filled is as the checkpoint has it."""
+    if (tensor.shape, tensor.dtype) != (layout.global_shape, layout.dtype):
+        raise CheckpointError(
+            f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
+            f"checkpoint has {list(tensor.shape)} {tensor.dtype}; make them alike"
+        )
+    _check_finished(name, layout, "redistribute it first")
+
+
+def _check_finished(name: str, layout: Layout, remedy: str) -> None:
+    if layout.spec.partials:
+        raise LayoutError(
+            f"tensor {name!r}: spec {layout.spec} has pending reductions, but a loaded tensor has "
+            f"none; {remedy}"
+        )
 
 
 def _layouts(
@@ -249,22 +251,17 @@ def _layouts(
 ) -> dict[str, Layout]:
     """Return the layout wanted for every tensor."""
     tensors = {name: source.outline(old) for name, old in names.items()}
-    matched = match_rules(rules, {name: len(tensor.shape) for name, tensor in tensors.items()})
+    specs = dict(match_rules(rules, {name: len(tensor.shape) for name, tensor in tensors.items()}))
     layouts = {}
     for name, tensor in tensors.items():
-        if name not in matched:
-            if rules and (tensor.spec is None or source.mesh is None):
-                whole = ShardingSpec(len(tensor.shape), {})
-                layouts[name] = Layout(mesh, whole, tensor.shape, tensor.dtype)
-            else:
-                layouts[name] = _as_saved(tensor, source.mesh, mesh)
-            continue
-        layouts[name] = Layout(mesh, matched[name], tensor.shape, tensor.dtype)
-        if layouts[name].spec.partials:
-            raise LayoutError(
-                f"tensor {name!r}: spec {matched[name]} has pending reductions, but a loaded "
-                "tensor has none; leave them out"
-            )
+        spec = specs.get(name)
+        if spec is None and rules and (tensor.spec is None or source.mesh is None):
+            spec = ShardingSpec(len(tensor.shape), {})
+        if spec is None:
+            layouts[name] = _as_saved(tensor, source.mesh, mesh)
+        else:
+            layouts[name] = Layout(mesh, spec, tensor.shape, tensor.dtype)
+            _check_finished(name, layouts[name], "leave them out")
     return layouts
 
 
@@ -290,73 +287,159 @@ def _as_saved(tensor: Outline[FileBox], saved: DeviceMesh | None, mesh: DeviceMe
         ) from None
 
 
-def read_shards(
+def stored_layouts(
+    place: Catalog | Path, first: int
+) -> tuple[dict[str, StoredLayout], dict[int, str]]:
+    """Return where a checkpoint has its tensors, and the names of its files by number.
+
+    Files are numbered from `first` on, behind the ids of all devices. Raises LayoutError if a
+    reduction is pending.
+    """
+    catalog = as_catalog(place)
+    outlines = [catalog.outline(name) for name in catalog.names]
+    paths = sorted({box.path for tensor in outlines for box in tensor.boxes})
+    numbers = {path: first + place for place, path in enumerate(paths)}
+    files = DeviceMesh(list(numbers.values()) or [first])
+    known: dict[object, StoredLayout] = {}
+    found: dict[str, StoredLayout] = {}
+    for tensor in outlines:
+        if tensor.pending:
+            raise LayoutError(
+                f"{tensor.name!r} is stored with a reduction pending; merge or reshard the "
+                "checkpoint first, which finishes it"
+            )
+        key = (tensor.shape, tensor.dtype, tensor.boxes)
+        if key not in known:
+            held: dict[int, list[Box]] = {}
+            for box in distinct(tensor):
+                held.setdefault(numbers[box.path], []).append(box.box)
+            known[key] = StoredLayout(files, held, tensor.shape, tensor.dtype)
+        found[tensor.name] = known[key]
+    return found, {number: path.name for path, number in numbers.items()}
+
+
+def load_by_plan(
+    plan: StateCopies, state: Mapping[str, object], out: Mapping[str, object] | None
+) -> dict[str, Any]:
+    """Read what a plan says from its checkpoint; see `ReshardPlan.run`."""
+    from shardspec.comm.process_group import communicator_of
+
+    if state:
+        raise LayoutError(
+            f"the source of this plan is the checkpoint {plan.checkpoint}; pass an empty state "
+            "dict, as in plan.run({})"
+        )
+    layouts = {move.target_name: move.target for move in plan.moves}
+    layouts |= {tie.target_name: plan.moves[tie.first].target for tie in plan.ties}
+    given = None if out is None else flat_state(out)
+    found: dict[str, Any] = {}
+    for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
+        chosen = communicator_of(mesh)
+        if not chosen.addressable:
+            continue
+        here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
+        _check_same_plan(plan, chosen)
+        source, into = agree(chosen, partial(_opened, plan, given, here, chosen))
+        names = {name: name for name in here}
+        found |= agree(chosen, partial(_read, source, names, here, chosen, into))
+    return {name: (given or found)[name] for name in layouts if name in found}
+
+
+def _check_same_plan(plan: StateCopies, communicator: Communicator) -> None:
+    digests = communicator.gather(dict.fromkeys(communicator.addressable, plan.digest[:12]))
+    first = min(digests)
+    for rank, digest in digests.items():
+        if digest != digests[first]:
+            raise LayoutError(
+                f"rank {rank} has reshard plan {digest} where rank {first} has {digests[first]}; "
+                "make the same plan on every rank"
+            )
+
+
+def _opened(
+    plan: StateCopies,
+    out: Mapping[str, object] | None,
+    layouts: Mapping[str, Layout],
+    communicator: Communicator,
+) -> "tuple[Catalog, Mapping[str, Mapping[int, torch.Tensor]] | None]":
+    """Open the checkpoint of a plan, and return the shards to fill; both as the plan says."""
+    assert plan.checkpoint is not None, "the plan has one"
+    source = open_checkpoint(plan.checkpoint)
+    now, _ = stored_layouts(source, min(plan.files, default=0))
+    for move in plan.moves:
+        if now.get(move.source_name) != move.source:
+            raise CheckpointError(
+                f"{plan.checkpoint}: tensor {move.source_name!r} is not as it was when the plan "
+                "was made; make the plan again"
+            )
+    if out is None:
+        return mapped(source, plan.names), None
+    if missing := [name for name in layouts if name not in out]:
+        raise LayoutError(f"tensor {missing[0]!r} is missing from the state dict")
+    given = describe({name: out[name] for name in layouts}, communicator)
+    for name, layout in layouts.items():
+        if given.layouts[name] != layout:
+            raise LayoutError(
+                f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
+                "give it as the plan says"
+            )
+    return mapped(source, plan.names), given.shards
+
+
+def _read(
     source: Catalog,
     names: Mapping[str, str],
     layouts: Mapping[str, Layout],
     communicator: Communicator,
-    into: Mapping[str, Mapping[int, "torch.Tensor"]] | None = None,
-) -> dict[str, "DTensor"]:
-    """Read the shards of this process, into tensors that are there or into new ones.
+    into: "Mapping[str, Mapping[int, torch.Tensor]] | None" = None,
+) -> dict[str, Any]:
+    """Read the shards of this process, into those that are there or into new DTensors.
 
-    Parameters
-    ----------
-    source
-        The checkpoint.
-    names, layouts
-        New name to name, and to layout.
-    communicator
-        Says for which devices.
-    into
-        The shards to fill, by new name and device.
+    `names` has the names of tensors in the checkpoint, by those in `layouts` and `into`.
     """
     import torch
 
     from shardspec.dtensor import DTensor
 
-    loaded = {}
-    buffers = Buffers()
+    loaded: dict[str, Any] = {}
+    buffers, devices = Buffers(), communicator.addressable
     with OpenFiles() as files, torch.no_grad():
-        stretches = _stretches(source, names, layouts, communicator.addressable)
-        files.will_read(source.directory, stretches)
+        files.will_read(
+            source.directory,
+            (
+                stretch
+                for name, layout in layouts.items()
+                for box in dict.fromkeys(box for d in devices for box in layout.local_boxes(d))
+                for stretch in stretches(source.tensor(names[name]), box)
+            ),
+        )
         for name, layout in layouts.items():
             tensor = source.tensor(names[name])
             check_tiling(tensor)
             read: dict[tuple[Box, ...], torch.Tensor] = {}
             shards: dict[int, torch.Tensor] = {}
-            for device in communicator.addressable:
+            for device in devices:
                 boxes = tuple(layout.local_boxes(device))
-                shape, dtype = layout.local_shape(device), getattr(torch, tensor.dtype)
-                shard = torch.empty(shape, dtype=dtype)
-                if into is not None:
-                    shard = into[name][device].detach()
-                if boxes in read:
-                    if shard is not read[boxes]:
-                        shard.copy_(read[boxes])
+                if into is None:
+                    shape, dtype = layout.local_shape(device), getattr(torch, layout.dtype)
+                    shard = torch.empty(shape, dtype=dtype)
                 else:
+                    shard = into[name][device].detach()
+                if boxes not in read:
                     for box in boxes:
                         room = shard
                         if len(boxes) > 1:
                             room = shard[LayoutCell(layout, box).index(device)]
                         _fill(room, tensor, box, files, buffers)
                     read[boxes] = shard
+                elif shard is not read[boxes]:
+                    shard.copy_(read[boxes])
                 shards[device] = shard
+            loaded[name] = shards
             if into is None:
                 loaded[name] = DTensor.from_shards(shards, layout, communicator)
     source.check_unchanged()
     return loaded
-
-
-def _stretches(
-    source: Catalog,
-    names: Mapping[str, str],
-    layouts: Mapping[str, Layout],
-    devices: Iterable[int],
-) -> Iterator[FileStretch]:
-    """Return what will be read, as far as it is known and in its order."""
-    for name, layout in layouts.items():
-        for box in dict.fromkeys(box for device in devices for box in layout.local_boxes(device)):
-            yield from stretches(source.tensor(names[name]), box)
 
 
 def _fill(
@@ -367,9 +450,10 @@ def _fill(
 
     if not box_size(box):
         return
-    flat = shard.device.type == "cpu" and shard.is_contiguous()
+    stored = getattr(torch, tensor.dtype)
+    flat = shard.device.type == "cpu" and shard.is_contiguous() and shard.dtype == stored
     place = shard if flat and not (shard.is_conj() or shard.is_neg()) else None
-    room = torch.empty(shard.shape, dtype=shard.dtype) if place is None else place
+    room = torch.empty(shard.shape, dtype=stored) if place is None else place
     out = room.view(-1).view(torch.uint8).numpy().data
     read_box_into(tensor, box, out, files, buffers, checks=Checks(tensor))
     if place is None:

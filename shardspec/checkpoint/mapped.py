@@ -102,12 +102,10 @@ class _MappedCatalog(Catalog):
                 )
             self._equations.setdefault(equation.target, []).append(equation)
         self._padding: dict[str, list[TensorView]] = {}
-        for padding in names.padding(found):
-            if padding.target not in self._equations:
-                raise LayoutError(
-                    f"the map fills {padding.target!r} with zeros alone; leave it out"
-                )
-            self._padding.setdefault(padding.target, []).append(padding.side)
+        for target, side in names.padding(found):
+            if target not in self._equations:
+                raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
+            self._padding.setdefault(target, []).append(side)
         left = {name: OpaqueValue("a tensor that the map does not use") for name in report.unused}
         super().__init__(
             source.format,

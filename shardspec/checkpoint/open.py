@@ -186,7 +186,7 @@ def open_checkpoint(
         How many ranks have written files, for formats that do not say it.
     rules
         How ranks have cut tensors, for formats that do not say it: pattern of names to spec, or the
-        path of a TOML file (`shardspec.checkpoint.formats.cut_rules`).
+        path of a TOML file (`shardspec.checkpoint.formats.tensor_parallel`).
 
     Raises
     ------

@@ -8,9 +8,8 @@ bitsandbytes has a number of ``W.absmax`` for so many bytes of a 4-bit ``W``, a 
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.source_files import SourceFile
@@ -20,26 +19,13 @@ from shardspec.layout.layout import Layout
 
 __all__ = ["check_blocks"]
 
+_Blocks: TypeAlias = Iterator[tuple[str, tuple[int, ...]]]
 _MOST_CONFIG_BYTES: Final = 2**20
 
 
 def check_blocks(source: Catalog, layouts: Mapping[str, Layout]) -> None:
-    """Check that no tensor is cut inside a block.
-
-    Parameters
-    ----------
-    source
-        The checkpoint.
-    layouts
-        Name in it to how the tensor is to be cut.
-
-    Raises
-    ------
-    LayoutError
-        If one is.
-    """
-    torchao = _torchao(source.file_metadata.values)
-    blocks = dict(chain(torchao, _fp8(source), _packed(source)))
+    """Refuse layouts, by name in a checkpoint, that cut a tensor inside a block."""
+    blocks = dict((*_torchao(source), *_fp8(source), *_packed(source)))
     for name in sorted(blocks.keys() & layouts.keys()):
         layout = layouts[name]
         if len(blocks[name]) != len(layout.global_shape):
@@ -55,30 +41,25 @@ def check_blocks(source: Catalog, layouts: Mapping[str, Layout]) -> None:
                     )
 
 
-def _torchao(metadata: Mapping[str, str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for key, text in metadata.items():
-        said = _object(text)
-        data = said.get("_data")
-        block = _sizes(data.get("block_size") if isinstance(data, dict) else None)
-        if block and said.get("_tensor_data_names"):
+def _torchao(source: Catalog) -> _Blocks:
+    for key, text in source.file_metadata.values.items():
+        block = _sizes(_at(text, "_data", "block_size"))
+        if block and _at(text, "_tensor_data_names"):
             home, _, weight = key.rpartition(".")
             yield f"{home}._{weight}_qdata".lstrip("."), block
 
 
-def _fp8(source: Catalog) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _fp8(source: Catalog) -> _Blocks:
     known = set(source.names)
     scaled = [name for name in source.names if f"{name}_scale_inv" in known]
-    if not scaled or not (source.directory / "config.json").is_file():
-        return
-    with SourceFile(file_inside(source.directory, "config.json", source.directory)) as file:
-        text = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
-    said = _object(text).get("quantization_config")
-    block = _sizes(said.get("weight_block_size") if isinstance(said, dict) else None)
-    if block:
-        yield from ((name, block) for name in scaled)
+    if scaled and (source.directory / "config.json").is_file():
+        with SourceFile(file_inside(source.directory, "config.json", source.directory)) as file:
+            text = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
+        block = _sizes(_at(text, "quantization_config", "weight_block_size"))
+        yield from ((name, block) for name in scaled if block)
 
 
-def _packed(source: Catalog) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _packed(source: Catalog) -> _Blocks:
     known = set(source.names)
     for name in source.names:
         home, _, last = name.rpartition(".")
@@ -94,12 +75,15 @@ def _packed(source: Catalog) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield name, (block, 1)
 
 
-def _object(text: str | bytes) -> dict[str, object]:
+def _at(text: str | bytes, *keys: str) -> object:
+    """Return what stands at some place in JSON; None where that says nothing of the kind."""
     try:
         said = json.loads(text)
     except (ValueError, RecursionError):
-        return {}
-    return said if isinstance(said, dict) else {}
+        return None
+    for key in keys:
+        said = said.get(key) if isinstance(said, dict) else None
+    return said
 
 
 def _sizes(said: object) -> tuple[int, ...]:

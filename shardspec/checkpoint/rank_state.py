@@ -34,6 +34,7 @@ __all__ = [
     "communicator_of_state",
     "describe",
     "tensor_bytes",
+    "world_mesh",
 ]
 
 Replicas: TypeAlias = Literal["equal", "first"]
@@ -114,7 +115,6 @@ class Described:
 
 def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
     """Return who holds a state dict: by the largest mesh, of which the others are slices."""
-    import torch.distributed as dist
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     from shardspec.comm.process_group import communicator_of
@@ -131,8 +131,14 @@ def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
             found.append(meshes[value.device_mesh])
     if found:
         return max(found, key=lambda communicator: communicator.mesh.size)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return communicator_of(DeviceMesh(range(ranks)))
+    return communicator_of(world_mesh())
+
+
+def world_mesh() -> DeviceMesh:
+    """Return the mesh of all ranks of the job; without one, of this process alone."""
+    import torch.distributed as dist
+
+    return DeviceMesh(range(dist.get_world_size() if dist.is_initialized() else 1))
 
 
 def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Described:

@@ -5,10 +5,10 @@ the system copy by itself (copy_file_range), and what passes by can be checked. 
 with the size of a tensor.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from math import gcd
+from math import gcd, prod
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, slices_within
@@ -58,35 +58,21 @@ def read_box(
 ) -> Iterator[BlockRead]:
     """Read one box of a tensor, from its start to its end; pending reductions are finished.
 
-    Parameters
-    ----------
-    tensor
-        What is stored; its boxes tile it, as `check_tiling` makes sure.
-    target
-        The box wanted, in elements.
-    files, buffers
-        Open files and memory to work with.
-    checks
-        Digests to compare on the way; None leaves them alone.
-    out
-        Flat memory as long as the box, for blocks to be put together in; a buffer unless given.
-
-    Raises
-    ------
-    CheckpointError
-        If reading fails, or the bytes of a box that was read whole are not as saved.
+    The stored boxes tile the tensor, as `check_tiling` makes sure. Blocks are put together in
+    `out`, flat and as long as the box, or in a buffer. Digests are compared on the way, if there
+    are `checks`. Raises CheckpointError if reading fails, or bytes are not as saved.
     """
     at = 0
-    size = item_bytes(tensor.dtype)
     for block, parts in cut(tensor, target, len(buffers.block)):
         num_bytes = box_size(block)
         room = buffers.block[:num_bytes] if out is None else out[at : at + num_bytes]
+        read = partial(_read_part, tensor, block, room, files, buffers, checks)
         crc = None
         if tensor.pending:
-            _reduce(tensor, block, parts, room, files, buffers, checks)
+            _reduce(tensor, parts, room, read)
         else:
             for part in parts:
-                crc = _read_part(part, block, room, size, files, buffers, checks)
+                crc = read(part)
         yield BlockRead(at, room, crc if len(parts) == 1 else None)
         at += num_bytes
 
@@ -105,38 +91,31 @@ def read_box_into(
 
 
 def _reduce(
-    tensor: StoredTensor,
-    block: Box,
-    parts: Sequence[Part],
-    room: memoryview,
-    files: OpenFiles,
-    buffers: Buffers,
-    checks: Checks | None,
+    tensor: StoredTensor, parts: list[Part], room: memoryview, read: Callable[[Part], object]
 ) -> None:
     """Combine all addends of a block of a pending tensor."""
     import numpy as np
 
     from shardspec.checkpoint.numeric import Reduction
 
-    size = item_bytes(tensor.dtype)
     reduction = Reduction(tensor.dtype, tensor.pending)
     numbers = np.frombuffer(room, np.uint8)
     for addend in product(*(range(pending.addends) for pending in tensor.pending)):
         for part in parts:
             if part.stored.addend == addend:
-                _read_part(part, block, room, size, files, buffers, checks)
+                read(part)
         reduction.add(numbers)
     reduction.finish(numbers)
 
 
 def _read_part(
-    part: Part,
+    tensor: StoredTensor,
     block: Box,
     room: memoryview,
-    item_bytes: int,
     files: OpenFiles,
     buffers: Buffers,
     checks: Checks | None,
+    part: Part,
 ) -> int | None:
     """Read what a stored box holds of a block; return the CRC-32 of these bytes if it was taken."""
     stored, box, shared = part
@@ -150,22 +129,21 @@ def _read_part(
     # Importing numpy takes its time, and boxes of whole rows need none.
     import numpy as np
 
-    out = np.frombuffer(room, np.uint8).reshape(box_shape(block))[slices_within(shared, block)]
-    if not stored.strides:
-        strides = [1]
-        for side in reversed(box_shape(box)[1:]):
-            strides.insert(0, strides[0] * side)
-        _read(file, part.start, tuple(strides), out, buffers.scratch, seen)
-        return None
-    gaps = stored.strides
+    width = item_bytes(tensor.dtype)
+    rows = box_shape(box)[1:]
+    gaps = stored.strides or (*(prod(rows[dim:]) for dim in range(len(rows))), width)
     lows = [lo - first for (first, _), (lo, _) in zip(box, shared, strict=True)]
-    lows[-1] //= item_bytes
+    lows[-1] //= width
     start = stored.offset + sum(n * step for n, step in zip(lows, gaps, strict=True))
-    # The last dim is taken apart into elements and their bytes; the longest stride goes first.
-    items = out.reshape(*out.shape[:-1], -1, item_bytes)
-    order = sorted(range(len(lows)), key=lambda dim: -gaps[dim])
+    out = np.frombuffer(room, np.uint8).reshape(box_shape(block))[slices_within(shared, block)]
+    if gaps[-1] == width:
+        gaps = gaps[:-1]
+    else:  # the last dim is taken apart into elements and their bytes
+        out = out.reshape(*out.shape[:-1], -1, width)
+    # The longest stride goes first.
+    order = sorted(range(len(gaps)), key=lambda dim: -gaps[dim])
     steps = (*(gaps[dim] for dim in order), 1)
-    _read(file, start, steps, items.transpose(*order, len(lows)), buffers.scratch, seen)
+    _read(file, start, steps, out.transpose(*order, len(gaps)), buffers.scratch, seen)
     return None
 
 
@@ -181,6 +159,7 @@ def _read(
     scratch: memoryview,
     seen: _Seen | None,
 ) -> None:
+    """Read bytes that lie in a file by some strides."""
     import numpy as np
 
     span, gap = 1, 0
@@ -188,27 +167,25 @@ def _read(
         if size > 1:
             gap = max(gap, stride - span)
             span += (size - 1) * stride
-    if out.flags.c_contiguous and all(
+    as_stored = out.flags.c_contiguous and all(
         size == 1 or stride == own
         for size, stride, own in zip(out.shape, strides, out.strides, strict=True)
-    ):
-        file.read_into(out.reshape(-1).data, start)
+    )
+    if as_stored or (span <= len(scratch) and gap < _PAGE):
+        data = out.reshape(-1).data if as_stored else scratch[:span]
+        file.read_into(data, start)
         if seen is not None:
-            seen(start, out.reshape(-1).data)
-    elif span <= len(scratch) and gap < _PAGE:
-        file.read_into(scratch[:span], start)
-        if seen is not None:
-            seen(start, scratch[:span])
-        _copy(np.ndarray(out.shape, np.uint8, scratch, strides=strides), out)
-    else:
-        # A single row is contiguous on both sides, so there is a dim left to go along.
-        step = 1
-        if gap < _PAGE:
-            step = max(1, min(len(scratch) // strides[0], out.shape[0] - 1))
-        for at in range(0, out.shape[0], step):
-            part = out[at] if step == 1 else out[at : at + step]
-            rest = strides[1:] if step == 1 else strides
-            _read(file, start + at * strides[0], rest, part, scratch, seen)
+            seen(start, data)
+        if not as_stored:
+            _copy(np.ndarray(out.shape, np.uint8, scratch, strides=strides), out)
+        return
+    # A single row is contiguous on both sides, so there is a dim left to go along.
+    step = 1
+    if gap < _PAGE:
+        step = max(1, min(len(scratch) // strides[0], out.shape[0] - 1))
+    for at in range(0, out.shape[0], step):
+        some = (out[at], strides[1:]) if step == 1 else (out[at : at + step], strides)
+        _read(file, start + at * strides[0], some[1], some[0], scratch, seen)
 
 
 def _copy(source: "Bytes", out: "Bytes") -> None:
@@ -216,6 +193,8 @@ def _copy(source: "Bytes", out: "Bytes") -> None:
 
     numpy moves one item at a time where rows are short, so wider items mean fewer of them.
     """
+    import numpy as np
+
     unit = gcd(
         8,
         out.shape[-1],
@@ -224,7 +203,5 @@ def _copy(source: "Bytes", out: "Bytes") -> None:
         *source.strides[:-1],
         *out.strides[:-1],
     )
-    import numpy as np
-
     wide = np.dtype(f"u{unit}")
     np.copyto(out.view(wide), source.view(wide))

@@ -1,16 +1,31 @@
-"""Which tensors of a checkpoint are wanted, under which names and in which dtype."""
+"""What is wanted of a checkpoint: which tensors, under which names, in which dtype, and how cut."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
-from shardspec.errors import CheckpointError, DTypeError
+from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
+from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.rules import match_rules
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import DeviceMesh
 
-__all__ = ["Choice", "Patterns", "Renames", "plain", "select", "tied"]
+__all__ = [
+    "Choice",
+    "Patterns",
+    "Renames",
+    "carried_values",
+    "layouts_by_rules",
+    "layouts_like",
+    "plain",
+    "select",
+    "tied",
+]
 
 Patterns: TypeAlias = str | Sequence[str]
 """One pattern of names, or several."""
@@ -32,38 +47,26 @@ class Choice(NamedTuple):
     """What floating point tensors are cast to; others, and complex ones, stay as they are."""
 
     def wants(self, name: str) -> bool:
-        """Return whether something of a name is wanted.
-
-        Examples
-        --------
-        >>> Choice(include=("model.*",), exclude=("*.bias",)).wants("model.up.bias")
-        False
-        """
-        wanted = self.include is None or _any(name, _several(self.include))
-        return wanted and not _any(name, _several(self.exclude))
+        """Return whether something of a name is wanted."""
+        included = self.include is None or _matches(name, self.include)
+        return included and not _matches(name, self.exclude)
 
 
 def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     """Return the tensors that are wanted of a checkpoint, sorted by their new names.
 
-    Raises
-    ------
-    CheckpointError
-        If a pattern or an expression matches nothing, an expression is none, two tensors get the
-        same name, or nothing is left.
-    DTypeError
-        If the dtype is unknown or not of floating point numbers.
+    A pattern or an expression that matches nothing is a `CheckpointError`, as are two tensors of
+    one name and a choice of none.
     """
     target = None if choice.dtype is None else _float_dtype(choice.dtype)
     if choice.include is not None and not choice.include:
         raise CheckpointError("include has no pattern; leave it out where all is wanted")
     for pattern in (*_several(choice.include or ()), *_several(choice.exclude)):
-        matched = _any_of(source.names, pattern) or _any_of(source.extras, pattern)
-        if not matched:
-            shown = ", ".join(map(repr, source.names[:3])) or "(there are none)"
+        if not any(fnmatchcase(name, pattern) for name in (*source.names, *source.extras)):
+            first = _first(source.names) or "(there are none)"
             raise CheckpointError(
                 f"pattern {pattern!r} matches nothing of {source.directory}; the names start "
-                f"with {shown}"
+                f"with {first}"
             )
     names = [name for name in source.names if choice.wants(name)]
     if not names and source.names:
@@ -76,17 +79,14 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
         if not any(re.search(pattern, name) for name in source.extras):
             raise CheckpointError(
                 f"the expression {pattern!r} matches no name that is to be renamed in "
-                f"{source.directory}; the names start with {', '.join(map(repr, names[:3]))}"
+                f"{source.directory}; the names start with {_first(names)}"
             )
     wanted = []
     for name in names:
         tensor = source.outline(name)
         cast = target is not None and is_cast(tensor.dtype, target)
-        wanted.append(
-            OutputTensor(
-                renamed[name], name, tensor.shape, target if cast and target else tensor.dtype
-            )
-        )
+        dtype = target if cast and target else tensor.dtype
+        wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
 
 
@@ -94,12 +94,12 @@ def _several(patterns: Patterns) -> Sequence[str]:
     return (patterns,) if isinstance(patterns, str) else patterns
 
 
-def _any_of(names: Iterable[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
+def _matches(name: str, patterns: Patterns) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _several(patterns))
 
 
-def _any(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _first(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, list(names)[:3]))
 
 
 def _float_dtype(dtype: str) -> str:
@@ -119,11 +119,9 @@ def _float_dtype(dtype: str) -> str:
 
 def _renamed(names: Sequence[str], renames: Renames) -> tuple[Mapping[str, str], list[str]]:
     """Return the new name of every tensor, and the expressions that match none."""
-    rename = list(renames.items()) if isinstance(renames, Mapping) else renames
-    found = dict.fromkeys(names, "")
-    matched: set[str] = set()
+    pairs = list(renames.items()) if isinstance(renames, Mapping) else renames
     expressions = []
-    for pattern, replacement in rename:
+    for pattern, replacement in pairs:
         try:
             expressions.append((re.compile(pattern), replacement))
         except re.error as error:
@@ -131,6 +129,7 @@ def _renamed(names: Sequence[str], renames: Renames) -> tuple[Mapping[str, str],
                 f"{pattern!r} is no regular expression: {error}; escape what should stand for "
                 "itself with a backslash"
             ) from None
+    matched: set[str] = set()
     old: dict[str, str] = {}
     for name in names:
         new = name
@@ -148,31 +147,25 @@ def _renamed(names: Sequence[str], renames: Renames) -> tuple[Mapping[str, str],
         if name and not new:
             raise CheckpointError(f"tensor {name!r} would have no name left; rename it otherwise")
         old[new] = name
-        found[name] = new
-    return found, [pattern for pattern, _ in rename if names and pattern not in matched]
+    idle = [pattern for pattern, _ in pairs if names and pattern not in matched]
+    return {name: new for new, name in old.items()}, idle
 
 
-def carried_by_dcp(source: Catalog, choice: Choice) -> tuple[frozenset[str], dict[str, object]]:
-    """Return what is no tensor and goes into torch's DCP: old names, and values by new names."""
-    names = plain({**source.extras, **dict.fromkeys(source.objects)}, choice)
-    values = {new: source.objects.get(name, source.extras[name]) for name, new in names.items()}
+def carried_values(
+    source: Catalog, choice: Choice, *, objects: bool
+) -> tuple[frozenset[str], dict[str, object]]:
+    """Return what is no tensor and goes along into formats of torch: old names, and new to value.
+
+    Objects that only torch could make again go along as they are stored, if the format has room.
+    """
+    known = source.objects if objects else {}
+    names = plain({**source.extras, **dict.fromkeys(known)}, choice)
+    values = {new: known.get(name, source.extras[name]) for name, new in names.items()}
     return frozenset(names), values
 
 
 def plain(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
-    """Return the values that torch can be given along with tensors: plain ones that are wanted.
-
-    Returns
-    -------
-    dict
-        Name to new name.
-
-    Examples
-    --------
-    >>> others = {"step": 7, "x.betas": (0.9, 0.95), "args": object()}
-    >>> plain(others, Choice(exclude=("s*",), rename=[("^x[.]", "")]))
-    {'x.betas': 'betas'}
-    """
+    """Return name to new name of the wanted values that are plain: numbers, text, lists of such."""
     wanted = [name for name, value in others.items() if _is_plain(value) and choice.wants(name)]
     return dict(_renamed(wanted, choice.rename)[0])
 
@@ -209,3 +202,55 @@ def tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
                 if name != tensor.name:
                     same[tensor.name] = name
     return same
+
+
+def layouts_by_rules(
+    mesh: DeviceMesh, rules: Mapping[str, SpecLike], wanted: Sequence[OutputTensor]
+) -> dict[str, Layout]:
+    """Return how each tensor is cut."""
+    specs = match_rules(rules, {tensor.name: len(tensor.shape) for tensor in wanted})
+    layouts = {}
+    # One for all tensors that are alike.
+    layout = lru_cache(None)(partial(Layout, mesh))
+    for tensor in wanted:
+        spec = specs.get(tensor.name, ShardingSpec(len(tensor.shape), {}))
+        if spec.partials:
+            raise LayoutError(
+                f"tensor {tensor.name!r}: spec {spec} has pending reductions, but what is written "
+                "has none; leave them out"
+            )
+        try:
+            layouts[tensor.name] = layout(spec, tensor.shape, tensor.dtype)
+        except ShardSpecError as error:
+            raise LayoutError(f"tensor {tensor.name!r}: {error}") from None
+    return layouts
+
+
+def layouts_like(
+    other: Catalog, wanted: Sequence[OutputTensor]
+) -> tuple[DeviceMesh, dict[str, Layout]]:
+    """Return the mesh of another checkpoint, and each tensor cut as there."""
+    if other.mesh is None:
+        raise CheckpointError(
+            f"{other.directory}: a checkpoint in the format of {other.format} does not say its "
+            "mesh and specs; give --mesh and --rules"
+        )
+    known = set(other.names)
+    layouts = {}
+    for tensor in wanted:
+        if tensor.name not in known:
+            raise CheckpointError(
+                f"{other.directory}: has no tensor {tensor.name!r} that says how to cut it; "
+                "--rename it, --exclude it, or give --mesh and --rules"
+            )
+        spec = other.outline(tensor.name).spec
+        if spec is None or spec.dims != len(tensor.shape):
+            said = "does not say how it is cut" if spec is None else f"cuts it by {spec}"
+            raise CheckpointError(
+                f"{other.directory}: {said}, but tensor {tensor.name!r} has {len(tensor.shape)} "
+                "dims; give --mesh and --rules"
+            )
+        layouts[tensor.name] = Layout(
+            other.mesh, spec.without_partial(), tensor.shape, tensor.dtype
+        )
+    return other.mesh, layouts

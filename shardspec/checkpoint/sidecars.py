@@ -5,7 +5,6 @@ writes the weights, and appear with these.
 """
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -34,58 +33,42 @@ _LIGHTNING: Final = "meta.pt"
 _MOST_BYTES: Final = 2**28
 """Of one file; tokenizers have some ten million."""
 _PIECE: Final = 2**20
+_WITHOUT: Final = "--no-sidecars (sidecars=False)"
 
 
 def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
     """Return an output with what lies beside the weights of a checkpoint.
 
     Nothing is added to one file, and what only readers of torch's DCP know goes into DCP only.
-
-    Raises
-    ------
-    CheckpointError
-        If one is a link that leads out of the checkpoint, is too large, or has the name of a file
-        of weights.
+    Refused are links that lead out of the checkpoint, and files that are too large or have the name
+    of a file of weights.
     """
     directory = source.directory
     if not target.directory or not directory.is_dir():
         return target
     # A store that has been opened has been listed.
     there = frozenset(path.name for path in directory.iterdir())
+    wanted = set(filter(_HUGGING_FACE.fullmatch, there))
     if format == "dcp":
         _check_megatron(source, there)
-    taken = {file.name for file in target.files}
-    files = []
-    for name in sorted(_wanted(there, format)):
-        if name in taken:
+        wanted |= there & {_LIGHTNING, *(_MEGATRON if there >= _MEGATRON else ())}
+    taken = wanted.intersection(file.name for file in target.files)
+    if taken:
+        raise CheckpointError(
+            f"{directory}: {min(taken)} lies beside the weights, but the output has a file of that "
+            f"name already; leave such files behind with {_WITHOUT}"
+        )
+    paths = [file_inside(directory, name, directory) for name in sorted(wanted)]
+    files = tuple(copied_file(path, path.name) for path in paths if path.is_file())
+    for file in files:
+        if file.num_bytes > _MOST_BYTES:
             raise CheckpointError(
-                f"{directory}: {name} lies beside the weights, but the output has a file of that "
-                "name already; leave such files behind with --no-sidecars (sidecars=False)"
+                f"{directory / file.name}: has {file.num_bytes} bytes, more than the {_MOST_BYTES} "
+                f"of a file that goes along with weights; leave such files behind with {_WITHOUT}"
             )
-        path = file_inside(directory, name, directory)
-        if path.is_file():
-            files.append(file := copied_file(path, name))
-            if file.num_bytes > _MOST_BYTES:
-                raise CheckpointError(
-                    f"{path}: has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a file "
-                    "that goes along with weights; leave such files behind with --no-sidecars "
-                    "(sidecars=False)"
-                )
     source.beside = tuple(directory / file.name for file in files)
-    return target._replace(
-        files=(*target.files, *files), sidecars=tuple(file.name for file in files)
-    )
-
-
-def _wanted(names: Iterable[str], format: str) -> set[str]:
-    """Return the names of the files that go along."""
-    there = frozenset(names)
-    found = {name for name in there if _HUGGING_FACE.fullmatch(name)}
-    if format == "dcp":
-        found |= there & {_LIGHTNING}
-        if there >= _MEGATRON:
-            found |= _MEGATRON
-    return found
+    names = tuple(file.name for file in files)
+    return target._replace(files=(*target.files, *files), sidecars=names)
 
 
 def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
@@ -102,19 +85,15 @@ def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
     if said is None and not source.objects:
         return
     backend = said.get("sharded_backend") if isinstance(said, dict) else None
-    missing = sorted(_MEGATRON - there)
-    if missing:
-        problem = f"{missing[0]} is missing"
-    elif backend != "torch_dist":
-        problem = f"metadata.json says sharded_backend {backend!r}, and not 'torch_dist'"
-    else:
-        path = file_inside(directory, "common.pt", directory)
-        with SourceFile(path) as file:
+    problem = f"metadata.json says sharded_backend {backend!r}, and not 'torch_dist'"
+    missing = min(_MEGATRON - there, default=None)
+    if missing is None and backend == "torch_dist":
+        with SourceFile(file_inside(directory, "common.pt", directory)) as file:
             read_torch_zip(file)
         return
     raise CheckpointError(
-        f"{directory}: {problem}, and Megatron-core would not load what is written; restore it, or "
-        "write the tensors alone with --no-sidecars (sidecars=False)"
+        f"{directory}: {f'{missing} is missing' if missing else problem}, and Megatron-core would "
+        f"not load what is written; restore it, or write the tensors alone with {_WITHOUT}"
     )
 
 

@@ -5,6 +5,7 @@ for all of them.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
@@ -12,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import ReplicaKey, replica_holders
 from shardspec.checkpoint.columns import Columns
+from shardspec.copies import Holders, balanced
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -196,10 +198,9 @@ def assign_boxes(
 ) -> dict[int, Columns[BoxEntry]]:
     """Choose one of the devices that hold a box to store it, for every box that is not empty.
 
-    Every rank computes the same answer alone: boxes of one holder first, then the others from the
-    largest down, each to the holder that has the fewest bytes so far (the first of equals). If
-    they are not to be `spread`, each box goes to the first of its holders. The boxes of a device
-    are in the order of their tensors' names.
+    Every rank computes the same answer alone: of what several hold, as much for each as
+    `shardspec.copies.balanced` says, the largest boxes first. If they are not to be `spread`, each
+    box goes to the first of its holders. Returns for every device its boxes, by tensor name.
 
     >>> mesh = DeviceMesh(range(2), (2,))
     >>> chosen = assign_boxes(mesh, {name: Layout(mesh, "[R]", (3,), "int8") for name in "abc"})
@@ -207,21 +208,25 @@ def assign_boxes(
     [['a', 'c'], ['b']]
     """
     parts_of = lru_cache(None)(replica_holders)
-    load = dict.fromkeys(mesh.ids, 0)
+    totals: Counter[Holders] = Counter()
     names = sorted(tensors)
-    holders: list[tuple[int, ...]] = []
+    holders: list[Holders] = []
     sizes = array("q")
     for name in names:
         layout = tensors[name]
         for (box, _), ranks in parts_of(layout).items():
             holders.append(ranks if spread else ranks[:1])
             sizes.append(box_size(box) * item_bytes(layout.dtype))
+            totals[holders[-1]] += sizes[-1]
+    room = {
+        ranks: dict(zip(ranks, shares, strict=True)) for ranks, shares in balanced(totals).items()
+    }
     # A stable sort: boxes of equal size keep their order, by name and then by holder.
-    order = sorted(range(len(sizes)), key=lambda at: (len(holders[at]) > 1, -sizes[at]))
     chosen = array("q", bytes(8 * len(sizes)))
-    for at in order:
-        chosen[at] = rank = min(holders[at], key=load.__getitem__)
-        load[rank] += sizes[at]
+    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        left = room[holders[at]]
+        chosen[at] = rank = max(left, key=left.__getitem__)
+        left[rank] -= sizes[at]
     found = {rank: box_columns() for rank in mesh.ids}
     choice = iter(chosen)
     for name in names:

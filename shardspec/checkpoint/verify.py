@@ -1,13 +1,13 @@
 """Checking that every byte of a checkpoint is there, and as it was saved."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import starmap
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.catalog import Catalog, Digest, StoredBox, StoredTensor
+from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
 from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.digests import Checks, stored_bytes
@@ -48,117 +48,90 @@ class VerifyReport:
 
 
 def verify_checkpoint(
-    directory: Path | str | Catalog,
-    *,
-    every: bool = False,
-    progress: Progress | None = None,
+    directory: Path | str | Catalog, *, every: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
-    """Check that boxes tile every tensor, replicas agree, and digests are right.
+    """Read every byte: check that boxes tile every tensor, replicas agree, and digests are right.
 
-    Every byte is read, in memory that does not grow with the checkpoint; torch is not needed.
-
-    Parameters
-    ----------
-    directory
-        A checkpoint in any format that `open_checkpoint` knows, or what that has made of it.
-    every
-        Go on after a flaw, and list all of them in the report.
-    progress
-        Called with the bytes of the boxes that were read so far, and those of all.
-
-    Raises
-    ------
-    CheckpointError
-        At the first flaw, unless `every` is set; always if the checkpoint cannot be opened: a file
-        is missing or cut short, or headers and info contradict each other.
-
-    Examples
-    --------
-    >>> import tempfile, torch
-    >>> from shardspec import save_sharded
-    >>> path = tempfile.mkdtemp()
-    >>> save_sharded({"w": torch.zeros(3)}, path)
-    >>> report = verify_checkpoint(path)
-    >>> report.boxes, report.digested_bytes, report.flaws
-    (1, 12, ())
+    The first flaw is raised as a `CheckpointError`; with `every`, all are listed in the report.
+    `progress` is told of the bytes of boxes.
     """
     source = as_catalog(directory)
     boxes = num_bytes = digested = 0
-    for name in source.names:
-        tensor = source.tensor(name)
+    for tensor in map(source.tensor, source.names):
         for stored in tensor.boxes:
             size = stored_bytes(tensor, stored)
             boxes += 1
             num_bytes += size
             digested += size if stored.digest is not None else 0
     flaws = []
-    for flaw in _flaws(source, num_bytes, progress):
-        if not every:
-            raise flaw
-        flaws.append(str(flaw))
+    with OpenFiles() as files:
+        for check in _checks(source, files, num_bytes, progress):
+            try:
+                check()
+            except CheckpointError as error:
+                if not every:
+                    raise
+                flaws.append(str(error))
     return VerifyReport(
         source.directory, len(source.names), boxes, num_bytes, digested, tuple(flaws)
     )
 
 
-def _flaws(source: Catalog, total: int, progress: Progress | None) -> Iterator[CheckpointError]:
-    done = 0
-    with OpenFiles() as files:
-        files.will_read(source.directory, _stretches(source))
-        room = memoryview(bytearray(_PIECE_BYTES))
-        for name in source.names:
-            tensor = source.tensor(name)
-            judged: set[tuple[Path, Digest]] = set()
-            for stored in tensor.boxes:
-                done += stored_bytes(tensor, stored)
-                # Several boxes may lie in one digested stretch.
-                if stored.digest is not None and (stored.path, stored.digest) in judged:
-                    continue
-                try:
-                    if stored.digest is None:
-                        _read(tensor, stored, files, room)
-                    else:
-                        judged.add((stored.path, stored.digest))
-                        Checks(tensor, [stored]).finish(files)
-                except CheckpointError as error:
-                    yield error
-                if progress is not None:
-                    progress(done, total)
-            try:
-                groups = check_tiling(tensor)
-            except CheckpointError as error:
-                yield error
-                continue
-            for group in groups:
-                try:
-                    check_replicas(tensor, group, files)
-                except CheckpointError as error:
-                    yield error
-    try:
-        source.check_unchanged()
-    except CheckpointError as error:
-        yield error
+def _checks(
+    source: Catalog, files: OpenFiles, total: int, progress: Progress | None
+) -> Iterator[Callable[[], None]]:
+    """Yield what raises if something is wrong, to be called one by one."""
+    tensors = map(source.tensor, source.names)
+    files.will_read(source.directory, (s for tensor in tensors for _, s in _stretches(tensor)))
+    room = memoryview(bytearray(_PIECE_BYTES))
+    before = 0
+    for tensor in map(source.tensor, source.names):
+        done = before
+        for stored, stretch in _stretches(tensor):
+            if stored.digest is None:
+                yield partial(_read, stretch, files, room)
+            else:
+                yield partial(Checks(tensor, [stored]).finish, files)
+            done += stored_bytes(tensor, stored)
+            if progress is not None:
+                progress(done, total)
+        before += sum(stored_bytes(tensor, stored) for stored in tensor.boxes)
+        if progress is not None and done != before:
+            progress(before, total)
+        replicas: list[Sequence[StoredBox]] = []
+        yield partial(_tile, tensor, replicas)
+        for group in replicas:
+            yield partial(check_replicas, tensor, group, files)
+    yield source.check_unchanged
 
 
-def _stretches(source: Catalog) -> Iterator[FileStretch]:
-    """Return what will be read to judge every box, in its order."""
-    for name in source.names:
-        tensor = source.tensor(name)
-        found = {
-            (stored.path, stored.offset, _span(tensor, stored))
-            if stored.digest is None
-            else (stored.path, stored.digest.start, stored.digest.num_bytes): None
-            for stored in tensor.boxes
-        }
-        yield from starmap(FileStretch, found)
+def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
+    """Yield what of files is to be read to judge the boxes, each once, and a box that lies in it.
+
+    Several boxes may lie in one digested stretch.
+    """
+    seen = set()
+    for stored in tensor.boxes:
+        digest = stored.digest
+        if digest is None:
+            stretch = FileStretch(stored.path, stored.offset, _span(tensor, stored))
+        else:
+            stretch = FileStretch(stored.path, digest.start, digest.num_bytes)
+        if (stretch, digest) not in seen:
+            seen.add((stretch, digest))
+            yield stored, stretch
 
 
-def _read(tensor: StoredTensor, stored: StoredBox, files: OpenFiles, room: memoryview) -> None:
-    """Read a box without a digest from start to end, which shows that it can be read."""
-    num_bytes = _span(tensor, stored)
-    for at in range(0, num_bytes, _PIECE_BYTES):
-        part = room[: min(_PIECE_BYTES, num_bytes - at)]
-        files.file(stored.path).read_into(part, stored.offset + at)
+def _tile(tensor: StoredTensor, replicas: list[Sequence[StoredBox]]) -> None:
+    replicas.extend(check_tiling(tensor))
+
+
+def _read(stretch: FileStretch, files: OpenFiles, room: memoryview) -> None:
+    """Read bytes without a digest from start to end, which shows that they can be read."""
+    end = stretch.start + stretch.num_bytes
+    for at in range(stretch.start, end, _PIECE_BYTES):
+        part = room[: min(_PIECE_BYTES, end - at)]
+        files.file(stretch.path).read_into(part, at)
 
 
 def _span(tensor: StoredTensor, stored: StoredBox) -> int:

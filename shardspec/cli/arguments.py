@@ -1,17 +1,11 @@
-"""Arguments read from text: meshes, shapes, ids, numbers and sizes.
-
-Each is read by a plain function that raises `ValueError`; `parsed` turns that into click's error,
-which names the option.
-"""
+"""Arguments read from text: meshes, shapes, ids, numbers, sizes; a `ValueError` if it is none."""
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias, TypeVar
+from collections.abc import Mapping
+from typing import Final, TypeAlias
 
-import click
-
-from shardspec.errors import DTypeError
+from shardspec.comm.presets import link_preset
 from shardspec.text import shown
 
 __all__ = [
@@ -20,14 +14,12 @@ __all__ = [
     "parse_bytes",
     "parse_ids",
     "parse_index",
+    "parse_links",
     "parse_memory",
     "parse_mesh",
     "parse_numbers",
     "parse_shape",
-    "parsed",
 ]
-
-T = TypeVar("T")
 
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
 """Devices along each axis, and the names of the axes where they have any."""
@@ -44,20 +36,7 @@ _UNITS: Final[Mapping[str, int]] = {
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """Read a mesh: sizes joined by 'x', or named axes.
-
-    Raises
-    ------
-    ValueError
-        If the text is neither, or the mesh is larger than `MAX_DEVICES`.
-
-    Examples
-    --------
-    >>> parse_mesh("2x4")
-    ((2, 4), None)
-    >>> parse_mesh("dp=2,tp=4")
-    ((2, 4), ('dp', 'tp'))
-    """
+    """Read a mesh: sizes as in ``2x4``, or named axes as in ``dp=2,tp=4``."""
     names: tuple[str, ...] | None = None
     sizes = text.lower().split("x")
     if "=" in text:
@@ -72,18 +51,7 @@ def parse_mesh(text: str) -> MeshShape:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """Read a tensor's shape: sizes joined by 'x'; an empty text is a scalar.
-
-    Raises
-    ------
-    ValueError
-        If a size is no whole number, or no tensor can have so many elements.
-
-    Examples
-    --------
-    >>> parse_shape("4096x1024"), parse_shape("7"), parse_shape("")
-    ((4096, 1024), (7,), ())
-    """
+    """Read a tensor's shape as in ``4096x1024``; an empty text is a scalar."""
     if not text.strip():
         return ()
     remedy = 'give sizes as in 4096x4096, or "" for a scalar'
@@ -94,51 +62,18 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_ids(text: str) -> tuple[int, ...]:
-    """Read device ids, separated by commas.
-
-    Raises
-    ------
-    ValueError
-        If one is no whole number.
-
-    Examples
-    --------
-    >>> parse_ids("3,1,0,2")
-    (3, 1, 0, 2)
-    """
+    """Read device ids, separated by commas."""
     return _whole_numbers(text.split(","), "ids", text, "give them as in 3,1,0,2")
 
 
 def parse_index(text: str) -> tuple[int, ...]:
-    """Read positions in a tensor, separated by commas.
-
-    Raises
-    ------
-    ValueError
-        If one is no whole number.
-
-    Examples
-    --------
-    >>> parse_index("17"), parse_index("3, 0")
-    ((17,), (3, 0))
-    """
+    """Read positions in a tensor, separated by commas."""
     remedy = "give one position for each of the first dims, as in 17 or 3,0"
     return _whole_numbers(text.split(","), "index", text, remedy)
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
-    """Read numbers from 0, separated by commas.
-
-    Raises
-    ------
-    ValueError
-        If one is no number, negative or not finite.
-
-    Examples
-    --------
-    >>> parse_numbers("1e-5,3e-6")
-    (1e-05, 3e-06)
-    """
+    """Read finite numbers from 0, separated by commas."""
     numbers = []
     for part in map(str.strip, text.split(",")):
         try:
@@ -151,19 +86,16 @@ def parse_numbers(text: str) -> tuple[float, ...]:
     return tuple(numbers)
 
 
+def parse_links(text: str) -> tuple[str, ...]:
+    """Read names of link presets, separated by commas; `MeshError` if one is not known."""
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        link_preset(name)
+    return names
+
+
 def parse_memory(text: str) -> float:
-    """Read a rate above 0; 0.0 for ``preset``, infinity for ``none``.
-
-    Raises
-    ------
-    ValueError
-        If it is no such number.
-
-    Examples
-    --------
-    >>> parse_memory("3350"), parse_memory("preset"), parse_memory("none")
-    (3350.0, 0.0, inf)
-    """
+    """Read a rate above 0 in GB/s; 0.0 for ``preset``, infinity for ``none``."""
     if text in ("preset", "none"):
         return 0.0 if text == "preset" else math.inf
     try:
@@ -176,18 +108,7 @@ def parse_memory(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size: a number, with a unit of 1,000 or of 1,024 if need be.
-
-    Raises
-    ------
-    ValueError
-        If the text is none.
-
-    Examples
-    --------
-    >>> parse_bytes("64MiB"), parse_bytes("1.5 kB"), parse_bytes("100")
-    (67108864, 1500, 100)
-    """
+    """Read a size in bytes, with a unit of 1,000 or of 1,024 if need be: ``64MiB``, ``1.5 kB``."""
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].lower() not in _UNITS:
         raise ValueError(
@@ -208,19 +129,3 @@ def _whole_numbers(parts: list[str], what: str, text: str, remedy: str) -> tuple
             )
         numbers.append(int(digits))
     return tuple(numbers)
-
-
-def parsed(
-    read: Callable[[str], T],
-) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
-    """Return a click callback that reads an option's text, if it is given."""
-
-    def callback(ctx: click.Context, param: click.Parameter, text: str | None) -> T | None:
-        if text is None:
-            return None
-        try:
-            return read(text)
-        except (ValueError, DTypeError) as error:
-            raise click.BadParameter(str(error), ctx, param) from None
-
-    return callback

@@ -1,199 +1,194 @@
-"""Options of the commands that read and write checkpoints, and what they stand for."""
+"""Options of the commands that read checkpoints, and what they stand for."""
 
-import os
+import json
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import Command, json_option, overwrite_option, together
+from shardspec.cli.options import Declared, argument, flag, option
+from shardspec.errors import CheckpointError, InputFileError
+from shardspec.input_files import read_input_file
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
+    from shardspec.resharding.maps import NameMap
 
 __all__ = [
-    "CheckpointPath",
-    "WritingOptions",
-    "choosing_options",
-    "open_both",
-    "output_option",
-    "rules_option",
-    "source_options",
-    "writing_options",
+    "ChoiceOptions",
+    "MapOptions",
+    "RuleOptions",
+    "SourceOptions",
+    "checkpoint_argument",
+    "checkpoint_option",
+    "read_json",
+    "read_maps",
+    "read_rules",
+    "sizes_option",
 ]
 
-
-class CheckpointPath(click.Path):
-    """A path, or a URL such as ``s3://bucket/model``."""
-
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Path:
-        """Return what the word names."""
-        from shardspec.checkpoint.store import as_path
-
-        if not value:
-            self.fail("an empty text is no path; '.' is the working directory.", param, ctx)
-        return as_path(value if isinstance(value, Path) else os.fspath(value))
+_MOST_BYTES: Final = 64 << 20
+"""Of a file of shapes or sizes."""
 
 
-def rules_option(option: str, name: str, what: str) -> Callable[[Command], Command]:
-    """Return an option for a file of rules."""
-    return click.option(option, name, type=click.Path(path_type=Path), metavar="FILE", help=what)
+def _as_path(text: str) -> Path:
+    from shardspec.checkpoint.store import as_path
+
+    if not text:
+        raise ValueError("an empty text is no path; '.' is the working directory")
+    return as_path(text)
 
 
-source_options = together(
-    click.option(
-        "--ranks",
+def checkpoint_argument(metavar: str = "CKPT") -> Declared:
+    """Declare the argument for a checkpoint, a path or a URL such as ``s3://bucket/model``."""
+    return argument(metavar, type=click.Path(), parse=_as_path)
+
+
+def checkpoint_option(text: str) -> Declared:
+    """Declare an option for another checkpoint."""
+    return option("OTHER", text, type=click.Path(), parse=_as_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """What a user says about a checkpoint whose format does not say it."""
+
+    ranks: int | None = option(
+        "N",
+        "How many ranks wrote the checkpoint, for formats that do not say it.",
         type=click.IntRange(1),
-        metavar="N",
-        help="How many ranks wrote the checkpoint, for formats that do not say it.",
-    ),
-    rules_option(
-        "--source-rules",
-        "source_rules",
+    )
+    source_rules: Path | None = option(
+        "FILE",
         "TOML file that says how the ranks cut tensors, for formats that do not say it and names "
         "that the library does not know.",
-    ),
-)
+        type=click.Path(path_type=Path),
+    )
+
+    def open(self, *paths: Path, quiet: bool = False) -> "list[Catalog]":
+        """Open checkpoints; what is remarkable about them is said on stderr."""
+        from shardspec.checkpoint.open import open_checkpoints
+
+        found = open_checkpoints(paths, ranks=self.ranks, rules=self.source_rules)
+        for catalog in () if quiet else found:
+            for note in catalog.notes:
+                click.echo(f"note: {catalog.directory}: {note}", err=True)
+        return found
 
 
-def open_both(
-    one: Path, other: Path | None, ranks: int | None, source_rules: Path | None
-) -> "tuple[Catalog, Catalog | None]":
-    """Open a checkpoint, and another one if it is given, with what the user says about them.
-
-    Raises
-    ------
-    CheckpointError
-        As `open_checkpoints`.
-    """
-    from shardspec.checkpoint.open import open_checkpoints
-
-    paths = [one] if other is None else [one, other]
-    found = open_checkpoints(paths, ranks=ranks, rules=source_rules)
-    context = click.get_current_context(silent=True)
-    quiet = context is not None and context.params.get("quiet")
-    for catalog in found:
-        for note in () if quiet else catalog.notes:
-            click.echo(f"note: {catalog.directory}: {note}", err=True)
-    return found[0], None if other is None else found[1]
+def _expression(pair: tuple[str, str]) -> tuple[str, str]:
+    try:
+        re.compile(pair[0])
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pair[0]!r} is no regular expression: {error}") from None
+    return pair
 
 
-def _if_any(
-    _: click.Context, __: click.Parameter, patterns: tuple[str, ...]
-) -> tuple[str, ...] | None:
-    return patterns or None
+@dataclass(frozen=True, kw_only=True)
+class ChoiceOptions:
+    """Which tensors are meant, and what they are called."""
 
-
-def _expressions(
-    ctx: click.Context, param: click.Parameter, pairs: tuple[tuple[str, str], ...]
-) -> tuple[tuple[str, str], ...]:
-    for pattern, _ in pairs:
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise click.BadParameter(
-                f"{pattern!r} is no regular expression: {error}.", ctx, param
-            ) from None
-    return pairs
-
-
-choosing_options = together(
-    click.option(
-        "--include",
+    include: tuple[str, ...] = option(
+        "PATTERN",
+        "Only tensors whose name matches (as in a shell); may be given several times.",
         multiple=True,
-        callback=_if_any,
-        metavar="PATTERN",
-        help="Only tensors whose name matches (as in a shell); may be given several times.",
-    ),
-    click.option(
-        "--exclude",
-        multiple=True,
-        metavar="PATTERN",
-        help="No tensors whose name matches; may be given several times.",
-    ),
-    click.option(
-        "--rename",
+    )
+    exclude: tuple[str, ...] = option(
+        "PATTERN", "No tensors whose name matches; may be given several times.", multiple=True
+    )
+    rename: tuple[tuple[str, str], ...] = option(
+        "REGEX NEW",
+        "Replace the first match of REGEX in every name by NEW; may be given several times.",
         multiple=True,
         nargs=2,
-        callback=_expressions,
-        metavar="REGEX NEW",
-        help="Replace the first match of REGEX in every name by NEW; may be given several times.",
-    ),
-)
+        parse=_expression,
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return them as `merge` takes them."""
+        return {**vars(self), "include": self.include or None}
 
 
-class WritingOptions(TypedDict):
-    """What `writing_options` adds for `merge` and `reshard`."""
+@dataclass(frozen=True, kw_only=True)
+class RuleOptions:
+    """How tensors are to be cut."""
 
-    dtype: str | None
-    include: tuple[str, ...] | None
-    exclude: tuple[str, ...]
-    rename: tuple[tuple[str, str], ...]
-    threads: int
-    strict_cast: bool
-    overwrite: bool
-    verify: bool
-    reread: bool
-    dry_run: bool
-    sidecars: bool
+    rules: Path | None = option(
+        "FILE", "TOML file with name patterns and specs.", type=click.Path(path_type=Path)
+    )
+    rule: tuple[tuple[str, str], ...] = option(
+        "PATTERN SPEC", "One more rule; may be given several times.", multiple=True, nargs=2
+    )
 
-
-writing_options = together(
-    click.option(
-        "--dtype", metavar="DTYPE", help="Cast floating point tensors to this dtype, as bf16."
-    ),
-    choosing_options,
-    click.option(
-        "--threads",
-        type=click.IntRange(1),
-        default=1,
-        metavar="N",
-        help="Write N files at once.",
-    ),
-    click.option(
-        "--strict-cast",
-        is_flag=True,
-        help="Refuse a cast that turns numbers into infinity, 0 or NaN; else they are counted.",
-    ),
-    overwrite_option(),
-    click.option(
-        "--no-verify",
-        "verify",
-        flag_value=False,
-        default=True,
-        help="Do not compare bytes with the digests that were saved, nor read OUT again.",
-    ),
-    click.option(
-        "--no-reread",
-        "reread",
-        flag_value=False,
-        default=True,
-        help="Compare bytes with the digests that were saved, but do not read OUT again.",
-    ),
-    click.option(
-        "--dry-run",
-        is_flag=True,
-        help="Check what describes CKPT, say what would be done, and stop.",
-    ),
-    click.option(
-        "--no-sidecars",
-        "sidecars",
-        flag_value=False,
-        default=True,
-        help="Leave behind what lies beside the weights, such as config.json and a tokenizer.",
-    ),
-    json_option("Print what was written as JSON."),
-    click.option("--quiet", is_flag=True, help="Print nothing but errors."),
-)
+    def read(self) -> dict[str, str]:
+        """Return pattern to spec."""
+        return {**({} if self.rules is None else read_rules(self.rules)), **dict(self.rule)}
 
 
-def output_option(what: str) -> Callable[[Command], Command]:
-    """Return the option that names the checkpoint to write, a path or a URL."""
-    return click.option("-o", "--output", required=True, metavar="OUT", help=what)
+def read_rules(path: Path) -> dict[str, str]:
+    """Read rules from a TOML file: one line a pattern, ``"*.weight" = "[S0,R]"``."""
+    from shardspec.checkpoint.formats.tensor_parallel import read_toml
+
+    rules = {}
+    for pattern, spec in read_toml(path).items():
+        if not isinstance(spec, str):
+            raise CheckpointError(
+                f"{path}: the rule of {pattern!r} is {spec!r}, not a spec in quotes; a pattern "
+                "with dots or stars has to be in quotes too"
+            )
+        rules[pattern] = spec
+    return rules
+
+
+def sizes_option() -> Declared:
+    """Declare the option for the sizes that a map may name."""
+    return option(
+        "JSON",
+        "A model's config.json: its whole numbers are sizes that the map may name.",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapOptions:
+    """The map that a checkpoint's tensors go through."""
+
+    map: str | None = option("MAP", "A name map: a TOML file, or one that comes along.")
+    sizes: Path | None = sizes_option()
+    reverse_map: bool = flag("Take the map the other way round.")
+
+    def read(self) -> "tuple[NameMap, ...]":
+        """Return the maps to be taken one after the other."""
+        if self.map is not None:
+            return read_maps(self.map, self.sizes, reverse=self.reverse_map)
+        if self.sizes is not None or self.reverse_map:
+            raise click.UsageError("--sizes and --reverse-map are of a map; give it by --map")
+        return ()
+
+
+def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
+    """Return maps given by name or file, with the sizes that a model's config says."""
+    from shardspec.checkpoint.store import path_exists
+    from shardspec.resharding.maps import NameMap
+    from shardspec.resharding.shipped import map_chain
+
+    config = {} if sizes is None else read_json(sizes)
+    known = {key: value for key, value in config.items() if type(value) is int}
+    if Path(name).suffix or path_exists(Path(name)):
+        found = NameMap.load(name).with_sizes(known)
+        return (found.reversed() if reverse else found,)
+    return map_chain(name, known, reverse=reverse)
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Return the object that a JSON file holds; `InputFileError` if it holds none."""
+    data = read_input_file(path, _MOST_BYTES)
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputFileError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise InputFileError(f"{path}: holds no JSON object")
+    return found

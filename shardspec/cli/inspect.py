@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -19,9 +19,9 @@ from shardspec.checkpoint.inspect import (
     json_text,
     other_text,
 )
-from shardspec.cli.arguments import parse_index, parsed
-from shardspec.cli.checkpoint_options import CheckpointPath, open_both, source_options
-from shardspec.cli.options import json_option
+from shardspec.cli.arguments import parse_index
+from shardspec.cli.checkpoint_options import SourceOptions, checkpoint_argument
+from shardspec.cli.options import command, flag, group, json_flag, option
 from shardspec.cli.output import path_text, say, say_parts
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -29,7 +29,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Picture, ids_text
 from shardspec.text import bytes_text, counted, printable, shown, table_lines, table_text
 
-__all__ = ["command"]
+__all__ = ["inspect_command"]
 
 _MOST_CELLS: Final = 1024
 """Boxes beyond which a picture is no help."""
@@ -37,58 +37,51 @@ _MOST_VALUE: Final = 60
 """Characters of a value that is no tensor, beyond which a line is no help either."""
 
 
-@click.command(
+@dataclass(frozen=True, kw_only=True)
+class _Inspect:
+    checkpoint: Path = checkpoint_argument()
+    tensor: str | None = option(
+        "PATTERN",
+        "Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
+    )
+    index: tuple[int, ...] | None = option(
+        "I,J,…",
+        "Say which ranks hold this element, row or block of the tensors that match.",
+        parse=parse_index,
+    )
+    picture: bool = flag("Draw how the tensors that match are cut.")
+    only: str | None = option(
+        None,
+        "Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
+        type=click.Choice(("replicated", "uneven")),
+    )
+    source: SourceOptions = group(SourceOptions)
+    as_json: bool = json_flag("Print everything as JSON.")
+
+
+@command(
     "inspect",
-    epilog="""\b
-Examples:
+    _Inspect,
+    """\
   shardspec inspect ckpt
   shardspec inspect ckpt --tensor 'layers.0.*'               with the box and file of every rank
   shardspec inspect ckpt --tensor embed.weight --index 17    which rank holds row 17
   shardspec inspect ckpt --tensor embed.weight --picture     who holds what
   shardspec inspect ckpt --only uneven
-  shardspec inspect ckpt --json
-""",
+  shardspec inspect ckpt --json""",
 )
-@click.argument("checkpoint", type=CheckpointPath(), metavar="CKPT")
-@click.option(
-    "--tensor",
-    "pattern",
-    metavar="PATTERN",
-    help="Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
-)
-@click.option(
-    "--index",
-    callback=parsed(parse_index),
-    metavar="I,J,…",
-    help="Say which ranks hold this element, row or block of the tensors that match.",
-)
-@click.option("--picture", is_flag=True, help="Draw how the tensors that match are cut.")
-@click.option(
-    "--only",
-    type=click.Choice(("replicated", "uneven")),
-    help="Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
-)
-@source_options
-@json_option("Print everything as JSON.")
-def command(
-    checkpoint: Path,
-    ranks: int | None,
-    source_rules: Path | None,
-    as_json: bool,
-    pattern: str | None,
-    index: tuple[int, ...] | None,
-    picture: bool,
-    only: str | None,
-) -> None:
+def inspect_command(given: _Inspect) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
     Reads what describes the checkpoint, the header of every file where that does, and checks that
     all of it agrees; no data. Of several ranks that hold the same, some formats store what one
     holds, and show that one.
     """
+    pattern, index, picture, only = given.tensor, given.index, given.picture, given.only
+    as_json = given.as_json
     if (index is not None or picture) and pattern is None and only is None:
         raise click.UsageError("--index and --picture are about some tensors; name them: --tensor")
-    whole = inspect_checkpoint(open_both(checkpoint, None, ranks, source_rules)[0])
+    whole = inspect_checkpoint(given.source.open(given.checkpoint)[0])
     summary = whole
     if pattern is not None:
         summary = _only(summary, pattern)

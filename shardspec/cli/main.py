@@ -28,26 +28,23 @@ from shardspec.text import printable
 __all__ = ["cli", "main"]
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
-    "check-map": ("shardspec.cli.check_map", "Prove that a map between two models is total."),
-    "convert": ("shardspec.cli.convert", "Say a spec in the words of torch, JAX and others."),
-    "cost": ("shardspec.cli.cost", "Say what conversions between many pairs of specs cost."),
-    "diff": ("shardspec.cli.diff", "Compare two checkpoints tensor by tensor."),
-    "explore": ("shardspec.cli.explore", "Write a page in which to watch conversions."),
-    "graph": ("shardspec.cli.graph", "Draw the specs and the steps among them, and a plan's path."),
-    "inspect": ("shardspec.cli.inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
-    "merge": (
-        "shardspec.cli.merge",
-        "Write the whole tensors of a checkpoint into files.",
-    ),
-    "plan": ("shardspec.cli.plan", "Plan the cheapest conversion between two specs, on paper."),
-    "plan-state": ("shardspec.cli.plan_state", "Plan how a mesh gets a model from a checkpoint."),
-    "profile": ("shardspec.cli.profile", "Measure the links of a cluster, under torchrun."),
-    "show": ("shardspec.cli.show", "Show which devices hold which part of a tensor."),
-    "presets": ("shardspec.cli.presets", "Show the links that --links knows, with their sources."),
-    "reshard": ("shardspec.cli.reshard", "Write a checkpoint as another mesh would have saved it."),
-    "verify": ("shardspec.cli.verify", "Check that a checkpoint is whole and as it was saved."),
+    "check-map": ("maps", "Prove that a map between two models is total."),
+    "convert": ("show", "Say a spec in the words of torch, JAX and others."),
+    "cost": ("plan", "Say what conversions between many pairs of specs cost."),
+    "diff": ("compare", "Compare two checkpoints tensor by tensor."),
+    "explore": ("graph", "Write a page in which to watch conversions."),
+    "graph": ("graph", "Draw the specs and the steps among them, and a plan's path."),
+    "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
+    "merge": ("write", "Write the whole tensors of a checkpoint into files."),
+    "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
+    "plan-state": ("maps", "Plan how a mesh gets a model from a checkpoint."),
+    "profile": ("links", "Measure the links of a cluster, under torchrun."),
+    "show": ("show", "Show which devices hold which part of a tensor."),
+    "presets": ("links", "Show the links that --links knows, with their sources."),
+    "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
+    "verify": ("compare", "Check that a checkpoint is whole and as it was saved."),
 }
-"""Name to the module whose `command` it is, and one line of help: nothing is imported for it."""
+"""Name to the module beside this one that has the command, and a line of help: no import needed."""
 
 _MOST_CHARACTERS: Final = 2000
 """Of a line of an error, which may quote an argument."""
@@ -73,7 +70,8 @@ class _LazyGroup(click.Group):
         """Import one command."""
         if cmd_name not in _COMMANDS:
             return None
-        command = import_module(_COMMANDS[cmd_name][0]).command
+        module = import_module(f"shardspec.cli.{_COMMANDS[cmd_name][0]}")
+        command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         assert isinstance(command, click.Command)
         return command
 

@@ -1,29 +1,32 @@
-"""Options that commands share, each written once, and what they stand for.
+"""Arguments and options of commands: fields of dataclasses, from which click's are made.
 
-A command takes what a group of options adds as ``**options`` and hands it on as it is: the names
-are those of the functions here, or those that `merge` and `reshard` give their parameters.
+A command takes one value, whose fields are its arguments and options. A field that `group` declares
+is itself such a dataclass, of options that several commands share.
 """
 
+import inspect
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, get_args
 
 import click
 
 from shardspec.cli.arguments import (
     MeshShape,
     parse_ids,
+    parse_links,
     parse_memory,
     parse_mesh,
     parse_numbers,
     parse_shape,
-    parsed,
 )
 from shardspec.comm.cost import CostModel
-from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_copy_s
+from shardspec.comm.presets import DEFAULT_PRESET, preset_copy_s
 from shardspec.dtypes import dtype_name
+from shardspec.errors import CheckpointError, DTypeError, ProfileError
 from shardspec.mesh import DeviceMesh, LinkModel
 
 if TYPE_CHECKING:
@@ -31,282 +34,300 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClusterOptions",
-    "Command",
-    "build_cluster",
-    "cluster_options",
+    "Declared",
+    "TensorOptions",
+    "argument",
+    "command",
     "dtype_option",
-    "file_output",
+    "flag",
+    "group",
     "ids_option",
-    "json_option",
+    "json_flag",
     "mesh_option",
-    "overwrite_option",
-    "parse_links",
+    "option",
+    "output_option",
+    "overwrite_flag",
     "plain_mesh",
-    "shape_option",
-    "tensor_options",
-    "together",
 ]
 
 T = TypeVar("T")
-Command = TypeVar("Command", bound=Callable[..., Any])
+
+Declared: TypeAlias = Any
+"""Stands where a dataclass has the default of a field, whatever the field's type."""
+_ForClick: TypeAlias = Any
+_Parse: TypeAlias = Callable[[Any], object]
 
 
-def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Return what adds several options to a command, in this order."""
-
-    def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
+def argument(metavar: str, *, parse: _Parse | None = None, **more: _ForClick) -> Declared:
+    """Declare a field as an argument; `more` is for `click.Argument`."""
+    return field(metadata=_declared(click.Argument, (), parse, metavar=metavar, **more))
 
 
-def json_option(what: str = "Print JSON.") -> Callable[[Command], Command]:
-    """Return the option to print JSON."""
-    return click.option("--json", "as_json", is_flag=True, help=what)
+def option(
+    metavar: str | None,
+    text: str,
+    *names: str,
+    parse: _Parse | None = None,
+    **more: _ForClick,
+) -> Declared:
+    """Declare a field as an option, of its name unless names are given.
+
+    `parse` reads the text of the option, or each text if there may be several.
+    """
+    default = more.get("default", () if more.get("multiple") else None)
+    declared = _declared(click.Option, names, parse, metavar=metavar, help=text, **more)
+    return field(default=default, metadata=declared)
 
 
-# Meshes, tensors and links
+def flag(text: str, *names: str, value: bool = True) -> Declared:
+    """Declare a field as an option without a value, whose presence makes the field `value`."""
+    return option(None, text, *names, is_flag=True, flag_value=value, default=not value)
+
+
+def group(kind: type) -> Declared:
+    """Declare a field as a dataclass of more options."""
+    return field(metadata={"group": kind})
+
+
+def command(
+    name: str, kind: type[T], examples: str
+) -> Callable[[Callable[[T], None]], click.Command]:
+    """Return what makes a command of a function, which takes a dataclass of options.
+
+    `examples` are the lines below that heading, and paragraphs after them.
+    """
+
+    def make(run: Callable[[T], None]) -> click.Command:
+        return click.Command(
+            name,
+            params=list(_parameters(kind)),
+            callback=lambda **given: run(_filled(kind, given)),
+            help=inspect.getdoc(run),
+            epilog=f"\b\nExamples:\n{examples}",
+        )
+
+    return make
+
+
+def _declared(
+    kind: type[click.Parameter],
+    names: tuple[str, ...],
+    parse: _Parse | None,
+    **more: _ForClick,
+) -> Mapping[str, object]:
+    def parameter(name: str) -> click.Parameter:
+        dashed = (f"--{name.replace('_', '-')}",) if kind is click.Option else ()
+        callback = None if parse is None else partial(_read, parse)
+        return kind([name, *(names or dashed)], callback=callback, **more)
+
+    return {"parameter": parameter}
+
+
+def _read(parse: _Parse, ctx: click.Context, param: click.Parameter, value: _ForClick) -> object:
+    """Read what was given; an error names the option."""
+    if value is None:
+        return None
+    try:
+        return tuple(map(parse, value)) if param.multiple else parse(value)
+    except (CheckpointError, ProfileError):
+        raise  # of another exit code: about what is named, not how
+    except (ValueError, DTypeError) as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+def _parameters(kind: type[Any]) -> Iterator[click.Parameter]:
+    for one in fields(kind):
+        if "group" in one.metadata:
+            yield from _parameters(one.metadata["group"])
+        else:
+            yield one.metadata["parameter"](one.name)
+
+
+def _filled(kind: type[Any], given: Mapping[str, object]) -> Declared:
+    """Return a dataclass of options with the values that click has found."""
+    return kind(
+        **{
+            one.name: _filled(one.metadata["group"], given)
+            if "group" in one.metadata
+            else given[one.name]
+            for one in fields(kind)
+        }
+    )
+
+
+# Options that several commands have
+
+
+def json_flag(text: str = "Print JSON.") -> Declared:
+    """Declare the option to print JSON."""
+    return flag(text, "--json")
+
+
+def overwrite_flag() -> Declared:
+    """Declare the option to replace an output."""
+    return flag("Replace the output if it exists.", "--overwrite", "--force")
+
+
+def output_option(text: str, parse: _Parse = Path, **more: _ForClick) -> Declared:
+    """Declare the option that names the file to write."""
+    return option("FILE", text, "-o", "--output", parse=parse, **more)
+
 
 _MESH_HELP: Final = "Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4"
 
-mesh_option = click.option(
-    "--mesh", required=True, callback=parsed(parse_mesh), metavar="SHAPE", help=f"{_MESH_HELP}."
-)
-ids_option = click.option(
-    "--ids",
-    callback=parsed(parse_ids),
-    metavar="IDS",
-    help="Physical ids in row-major order, 3,1,0,2; counted from 0 if left out.",
-)
+
+def mesh_option(text: str = f"{_MESH_HELP}.", *names: str, **more: _ForClick) -> Declared:
+    """Declare an option for a mesh."""
+    return option("SHAPE", text, *names, parse=parse_mesh, **more)
 
 
-def shape_option(what: str, *, required: bool = False) -> Callable[[Command], Command]:
-    """Return the option for the sizes of a tensor."""
-    return click.option(
-        "--shape", required=required, callback=parsed(parse_shape), metavar="SIZES", help=what
+def ids_option(
+    text: str = "Physical ids in row-major order, 3,1,0,2; counted from 0 if left out.",
+) -> Declared:
+    """Declare an option for the ids of a mesh."""
+    return option("IDS", text, parse=parse_ids)
+
+
+def dtype_option(default: str = "float32") -> Declared:
+    """Declare the option for an element type."""
+    text = "Element type: bf16, float32, int8, …"
+    return option("NAME", text, parse=dtype_name, default=default, show_default=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOptions:
+    """What a tensor is like."""
+
+    shape: tuple[int, ...] = option(
+        "SIZES",
+        'Sizes of the whole tensor: 4096x4096; "" for a scalar.',
+        parse=parse_shape,
+        required=True,
     )
+    dtype: str = dtype_option()
 
 
-def dtype_option(default: str = "float32") -> Callable[[Command], Command]:
-    """Return the option for an element type."""
-    return click.option(
-        "--dtype",
-        default=default,
-        show_default=True,
-        callback=parsed(dtype_name),
-        metavar="NAME",
-        help="Element type: bf16, float32, int8, …",
-    )
-
-
-tensor_options = together(
-    shape_option('Sizes of the whole tensor: 4096x4096; "" for a scalar.', required=True),
-    dtype_option(),
-)
-
-
-def plain_mesh(mesh: MeshShape, ids: tuple[int, ...] | None = None) -> DeviceMesh:
-    """Return a mesh without links.
-
-    Examples
-    --------
-    >>> str(plain_mesh(((2, 2), ("dp", "tp"))))
-    'dp=2,tp=2'
-    """
-    shape, names = mesh
-    return DeviceMesh(range(math.prod(shape)) if ids is None else ids, shape, axis_names=names)
-
-
-def parse_links(text: str) -> tuple[str, ...]:
-    """Read names of link presets, separated by commas.
-
-    Raises
-    ------
-    MeshError
-        If one is not known.
-
-    Examples
-    --------
-    >>> parse_links("ib-ndr-per-gpu,h100-nvswitch")
-    ('ib-ndr-per-gpu', 'h100-nvswitch')
-    """
-    names = tuple(part.strip() for part in text.split(","))
-    for name in names:
-        link_preset(name)
-    return names
-
-
-def _read_profile(_: click.Context, __: click.Parameter, path: Path | None) -> "Profile | None":
-    if path is None:
-        return None
+def _read_profile(path: Path) -> "Profile":
     from shardspec.profiling.profile import Profile
 
     return Profile.load(path)
 
 
-class ClusterOptions(TypedDict):
-    """What `cluster_options` adds."""
-
-    mesh: MeshShape | None
-    ids: tuple[int, ...] | None
-    alpha: tuple[float, ...] | None
-    beta: tuple[float, ...] | None
-    links: tuple[str, ...] | None
-    link_model: LinkModel | None
-    memory: float | None
-    profile: "Profile | None"
+def plain_mesh(mesh: MeshShape, ids: tuple[int, ...] | None = None) -> DeviceMesh:
+    """Return a mesh without links; its ids are counted from 0 unless they are given."""
+    shape, names = mesh
+    return DeviceMesh(range(math.prod(shape)) if ids is None else ids, shape, axis_names=names)
 
 
-cluster_options = together(
-    click.option(
-        "--mesh",
-        callback=parsed(parse_mesh),
-        metavar="SHAPE",
-        help=f"{_MESH_HELP}; that of the profile if left out.",
-    ),
-    ids_option,
-    click.option(
-        "--alpha",
-        callback=parsed(parse_numbers),
-        metavar="SECONDS",
-        help="Start-up latency of a message, per axis (1e-5,3e-6) or one for all.",
-    ),
-    click.option(
-        "--beta",
-        callback=parsed(parse_numbers),
-        metavar="SECONDS",
-        help="Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s.",
-    ),
-    click.option(
-        "--links",
-        callback=parsed(parse_links),
-        metavar="PRESETS",
-        help="Known links in place of --alpha and --beta, per axis or one for all: "
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """A mesh, and its links."""
+
+    mesh: MeshShape | None = mesh_option(f"{_MESH_HELP}; that of the profile if left out.")
+    ids: tuple[int, ...] | None = ids_option()
+    alpha: tuple[float, ...] | None = option(
+        "SECONDS",
+        "Start-up latency of a message, per axis (1e-5,3e-6) or one for all.",
+        parse=parse_numbers,
+    )
+    beta: tuple[float, ...] | None = option(
+        "SECONDS",
+        "Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s.",
+        parse=parse_numbers,
+    )
+    links: tuple[str, ...] | None = option(
+        "PRESETS",
+        "Known links in place of --alpha and --beta, per axis or one for all: "
         "ib-ndr-per-gpu,h100-nvswitch. 'shardspec presets' lists them.",
-    ),
-    click.option(
-        "--link-model",
+        parse=parse_links,
+    )
+    link_model: LinkModel | None = option(
+        None,
+        "Each group has links of its own (ring, the default), or all devices share one bus.",
         type=click.Choice(get_args(LinkModel)),
-        help="Each group has links of its own (ring, the default), or all devices share one bus.",
-    ),
-    click.option(
-        "--memory",
-        callback=parsed(parse_memory),
-        metavar="RATE",
-        help="The rate of a device's memory in 10^9 bytes a second, by which local copies are "
+    )
+    memory: float | None = option(
+        "RATE",
+        "The rate of a device's memory in 10^9 bytes a second, by which local copies are "
         "priced: 'preset', that of --links (the default where it is known), or 'none'.",
-    ),
-    click.option(
-        "--profile",
-        type=click.Path(dir_okay=False, path_type=Path),
-        callback=_read_profile,
-        metavar="FILE",
-        help="Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
+        parse=parse_memory,
+    )
+    profile: "Profile | None" = option(
+        "FILE",
+        "Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
         "and --link-model.",
-    ),
-)
+        type=click.Path(dir_okay=False, path_type=Path),
+        parse=_read_profile,
+    )
 
+    def build(self) -> tuple[DeviceMesh, CostModel]:
+        """Return the mesh, and the cost model of its links.
 
-def build_cluster(**options: Unpack[ClusterOptions]) -> tuple[DeviceMesh, CostModel]:
-    """Return the mesh that options describe, and the cost model of its links.
+        Options that contradict each other or leave something open are a `click.UsageError`.
+        """
+        mesh, links = self._mesh(), self.links
+        if (self.alpha is None) != (self.beta is None):
+            raise click.UsageError("give both --alpha and --beta, or neither")
+        shape, names = mesh
+        devices = DeviceMesh(
+            range(math.prod(shape)) if self.ids is None else self.ids,
+            shape,
+            mesh_alpha=_per_axis("--alpha", self.alpha, len(shape)),
+            mesh_beta=_per_axis("--beta", self.beta, len(shape)),
+            axis_names=names,
+            link_model=self.link_model or "ring",
+        )
+        if self.alpha is not None and links is not None:
+            raise click.UsageError("give --links, or --alpha and --beta, not both")
+        per_axis = _per_axis("--links", links, len(shape))
+        if self.profile is not None:
+            model = self.profile.cost_model
+        elif per_axis is None:
+            model = CostModel.of_mesh(devices)
+        else:
+            model = CostModel.from_presets(devices, per_axis)
+        if self.memory is None:
+            return devices, model
+        if self.memory:
+            return devices, replace(model, copy_s=2 / (self.memory * 1e9))
+        known = links or ((DEFAULT_PRESET,) if self.alpha is None else ())
+        if not known:
+            raise click.UsageError("--memory preset is for --links; give the rate in GB/s")
+        return devices, replace(model, copy_s=preset_copy_s(known))
 
-    Raises
-    ------
-    click.UsageError
-        If there is neither a mesh nor a profile, or both and they differ; if links are given in
-        two ways, or their number is not that of the axes.
-    MeshError
-        If ids repeat or do not fill the mesh, or a name is none.
-
-    Examples
-    --------
-    >>> given = dict.fromkeys(ClusterOptions.__annotations__)
-    >>> mesh, model = build_cluster(**{**given, "mesh": ((2, 2), None), "links": ("unit",)})
-    >>> mesh.ids, [link.name for link in model.links]
-    ((0, 1, 2, 3), ['unit', 'unit'])
-    """
-    mesh, profile, links = options["mesh"], options["profile"], options["links"]
-    alpha, beta, link_model = options["alpha"], options["beta"], options["link_model"]
-    if profile is not None:
-        if links is not None:
+    def _mesh(self) -> MeshShape:
+        """Return the shape and names of the mesh, that of the profile if there is one."""
+        profile = self.profile
+        if profile is None:
+            if self.mesh is None:
+                raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
+            return self.mesh
+        if self.links is not None:
             raise click.UsageError("give --links or --profile, not both")
-        if alpha is not None or beta is not None or link_model is not None:
+        if (self.alpha, self.beta, self.link_model) != (None, None, None):
             raise click.UsageError(
                 "--profile has measured links; leave out --alpha, --beta and --link-model"
             )
-        if mesh is not None and mesh[0] != profile.mesh_shape:
+        if self.mesh is not None and self.mesh[0] != profile.mesh_shape:
             raise click.UsageError(
-                f"--mesh has the shape {'x'.join(map(str, mesh[0]))}, but the profile was measured "
-                f"on {'x'.join(map(str, profile.mesh_shape))}; leave out --mesh, or measure again"
+                f"--mesh has the shape {'x'.join(map(str, self.mesh[0]))}, but the profile was "
+                f"measured on {'x'.join(map(str, profile.mesh_shape))}; leave out --mesh, or "
+                "measure again"
             )
-        if options["memory"] is not None:
+        if self.memory is not None:
             raise click.UsageError(
                 "--profile has timed steps with their copies; leave out --memory"
             )
-        mesh = mesh or (profile.mesh_shape, profile.axis_names)
-    if mesh is None:
-        raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
-    shape, names = mesh
-    if (alpha is None) != (beta is None):
-        raise click.UsageError("give both --alpha and --beta, or neither")
-    devices = DeviceMesh(
-        range(math.prod(shape)) if options["ids"] is None else options["ids"],
-        shape,
-        mesh_alpha=None if alpha is None else _per_axis("--alpha", alpha, len(shape)),
-        mesh_beta=None if beta is None else _per_axis("--beta", beta, len(shape)),
-        axis_names=names,
-        link_model=link_model or "ring",
-    )
-    if alpha is not None and links is not None:
-        raise click.UsageError("give --links, or --alpha and --beta, not both")
-    if profile is not None:
-        model = profile.cost_model
-    elif links is None:
-        model = CostModel.of_mesh(devices)
-    else:
-        model = CostModel.from_presets(devices, _per_axis("--links", links, len(shape)))
-    if options["memory"] is None:
-        return devices, model
-    known = links or ((DEFAULT_PRESET,) if alpha is None else ())
-    rate = options["memory"] or 0.0
-    if not (rate or known):
-        raise click.UsageError("--memory preset is for --links; give the rate in GB/s")
-    return devices, replace(model, copy_s=2 / (rate * 1e9) if rate else preset_copy_s(known))
+        return self.mesh or (profile.mesh_shape, profile.axis_names)
 
 
-def _per_axis(option: str, values: tuple[T, ...], axes: int) -> tuple[T, ...]:
-    if len(values) == axes:
+def _per_axis(name: str, values: tuple[T, ...] | None, axes: int) -> tuple[T, ...] | None:
+    """Return a value for each axis, of as many or of one for all."""
+    if values is None or len(values) == axes:
         return values
     if len(values) == 1:
         return values * axes
     raise click.UsageError(
-        f"{option} has {len(values)} values for {axes} {'axis' if axes == 1 else 'axes'}; give one "
+        f"{name} has {len(values)} values for {axes} {'axis' if axes == 1 else 'axes'}; give one "
         "per axis, or one for all"
-    )
-
-
-def overwrite_option(name: str = "overwrite") -> Callable[[Command], Command]:
-    """Return the option to replace an output."""
-    return click.option(
-        "--overwrite", "--force", name, is_flag=True, help="Replace the output if it exists."
-    )
-
-
-def file_output(
-    what: str,
-    read: Callable[[str], Path] | None = None,
-    *,
-    required: bool = False,
-    option: str = "--output",
-) -> Callable[[Command], Command]:
-    """Return the option that names a file to write."""
-    return click.option(
-        *(("-o",) if option == "--output" else ()),
-        option,
-        required=required,
-        callback=parsed(read or Path),
-        metavar="FILE",
-        help=what,
     )

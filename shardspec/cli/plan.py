@@ -1,38 +1,84 @@
-"""The command `shardspec plan`."""
+"""The commands that price conversions on paper: `shardspec plan` and `shardspec cost`."""
 
+import csv
+import io
 import json
-from collections.abc import Sequence
-from typing import Final, Unpack
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final, NamedTuple, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import MeshShape, parse_bytes, parse_ids, parse_mesh, parsed
+from shardspec.cli.arguments import MeshShape, parse_bytes
 from shardspec.cli.options import (
     ClusterOptions,
-    build_cluster,
-    cluster_options,
-    json_option,
+    TensorOptions,
+    argument,
+    command,
+    flag,
+    group,
+    ids_option,
+    json_flag,
+    mesh_option,
+    option,
     plain_mesh,
-    tensor_options,
 )
-from shardspec.cli.output import say
+from shardspec.cli.output import path_text, say
 from shardspec.comm.cost import CostModel, Link
+from shardspec.errors import InputFileError, LayoutError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
-from shardspec.layout.naive import difference_text, naive_plan
-from shardspec.layout.plan import ConversionPlan, plans_table
+from shardspec.layout.plan import (
+    ConversionPlan,
+    StepError,
+    difference_text,
+    errors_text,
+    naive_plan,
+    plans_table,
+)
 from shardspec.mesh import DeviceMesh
-from shardspec.text import printable
+from shardspec.text import bytes_text, counted, printable, seconds_text, shown, table_text
 
-__all__ = ["command"]
+__all__ = ["cost_command", "plan_command"]
 
 _MOST_ALTERNATIVES: Final = 100
 
 
-@click.command(
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    source: str = argument("FROM")
+    target: str = argument("TO")
+    cluster: ClusterOptions = group(ClusterOptions)
+    tensor: TensorOptions = group(TensorOptions)
+    target_mesh: MeshShape | None = mesh_option(
+        "Another mesh for TO; its links are those of --mesh where both have as many axes, else the "
+        "slowest of them."
+    )
+    target_ids: tuple[int, ...] | None = ids_option(
+        "Physical ids of the target mesh; counted from 0 if left out."
+    )
+    max_bytes: int | None = option(
+        "SIZE",
+        "The cheapest plan whose devices never hold more: 64MiB, 1.5GB, or a number of bytes.",
+        parse=parse_bytes,
+    )
+    alternatives: int | None = option(
+        "COUNT",
+        "Show so many of the next best plans too.",
+        type=click.IntRange(1, _MOST_ALTERNATIVES),
+    )
+    explain: bool = flag(
+        "Show what the plan avoids: finishing reductions, gathering everything, then slicing."
+    )
+    as_json: bool = json_flag("Print the plan as JSON.")
+
+
+@command(
     "plan",
-    epilog="""\b
-Examples:
+    _Plan,
+    """\
   shardspec plan "[S0,R]" "[R,S01]" --mesh 2x4 --shape 4096x4096 --dtype bf16
   shardspec plan "[S(dp),R]" "[R,S(tp)]" --mesh dp=2,tp=4 --shape 4096x4096 --explain
   shardspec plan "[S0,R]" "[R,R]" --mesh 4x8 --shape 8192x512 --links ib-ndr-per-gpu,h100-nvswitch
@@ -44,79 +90,33 @@ Examples:
 
 \b
 A spec says how each dim of the tensor is cut: R is whole, S0 is cut over axis 0 of the mesh, S01
-over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is still pending.
-""",
+over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is still pending.""",
 )
-@click.argument("source", metavar="FROM")
-@click.argument("target", metavar="TO")
-@cluster_options
-@tensor_options
-@click.option(
-    "--target-mesh",
-    callback=parsed(parse_mesh),
-    metavar="SHAPE",
-    help="Another mesh for TO; its links are those of --mesh where both have as many axes, else "
-    "the slowest of them.",
-)
-@click.option(
-    "--target-ids",
-    callback=parsed(parse_ids),
-    metavar="IDS",
-    help="Physical ids of the target mesh; counted from 0 if left out.",
-)
-@click.option(
-    "--max-bytes",
-    callback=parsed(parse_bytes),
-    metavar="SIZE",
-    help="The cheapest plan whose devices never hold more: 64MiB, 1.5GB, or a number of bytes.",
-)
-@click.option(
-    "--alternatives",
-    type=click.IntRange(1, _MOST_ALTERNATIVES),
-    metavar="COUNT",
-    help="Show so many of the next best plans too.",
-)
-@click.option(
-    "--explain",
-    is_flag=True,
-    help="Show what the plan avoids: finishing reductions, gathering everything, then slicing.",
-)
-@json_option("Print the plan as JSON.")
-def command(
-    source: str,
-    target: str,
-    shape: tuple[int, ...],
-    dtype: str,
-    target_mesh: MeshShape | None,
-    target_ids: tuple[int, ...] | None,
-    max_bytes: int | None,
-    alternatives: int | None,
-    explain: bool,
-    as_json: bool,
-    **cluster: Unpack[ClusterOptions],
-) -> None:
+def plan_command(given: _Plan) -> None:
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
     Works on paper: it needs no process group, no GPU and no tensor. Without --links, or
     --alpha and --beta, the links of one H100 node are assumed; the plan's last lines say so.
     """
-    devices, model = build_cluster(**cluster)
-    layout = Layout(devices, source, shape, dtype)
-    there, target_model = devices, None
-    if target_mesh is not None:
-        there, target_model = _other_mesh(target_mesh, target_ids, model)
-    elif target_ids is not None:
+    (mesh, model), tensor = given.cluster.build(), given.tensor
+    source = Layout(mesh, given.source, tensor.shape, tensor.dtype)
+    target_mesh, target_model = mesh, None
+    if given.target_mesh is not None:
+        target_mesh = plain_mesh(given.target_mesh, given.target_ids)
+        target_model = _model_of_target(target_mesh, model)
+    elif given.target_ids is not None:
         raise click.UsageError("--target-ids needs --target-mesh")
-    goal = Layout(there, target, shape, dtype)
+    target = Layout(target_mesh, given.target, tensor.shape, tensor.dtype)
     converter = LayoutConverter(model, target_model=target_model)
-    plans = converter.alternatives(layout, goal, 1 + (alternatives or 0), max_bytes=max_bytes)
+    count = 1 + (given.alternatives or 0)
+    plans = converter.alternatives(source, target, count, max_bytes=given.max_bytes)
     best, *others = plans
-    naive = naive_plan(layout, goal, best.model, best.target_model) if explain else None
-    if as_json:
+    naive = naive_plan(source, target, best.model, best.target_model) if given.explain else None
+    if given.as_json:
         record = best.as_dict()
-        if max_bytes is not None:
-            record["max_bytes"] = max_bytes
-        if alternatives is not None:
+        if given.max_bytes is not None:
+            record["max_bytes"] = given.max_bytes
+        if given.alternatives is not None:
             record["alternatives"] = [_beside(plan, best) for plan in others]
         if naive is not None:
             record["naive"] = _beside(naive, best)
@@ -124,24 +124,24 @@ def command(
         say(json.dumps(record))
         return
     click.echo(_styled(str(best)))
-    if alternatives is not None:
-        say(f"\n{_next_best(plans, alternatives)}")
+    if given.alternatives is not None:
+        numbers = [str(number) for number in range(1, len(plans) + 1)]
+        say(f"\n{plans_table(plans, numbers) if others else 'there is no other plan'}")
+        if 1 < len(plans) < count:
+            say("there are no more plans")
     if naive is not None:
         say(f"\n{difference_text(best, naive)}")
         say(plans_table([best, naive], ["chosen", "naive"]))
 
 
-def _other_mesh(
-    mesh: MeshShape, ids: tuple[int, ...] | None, model: CostModel
-) -> tuple[DeviceMesh, CostModel]:
-    """Return the target's mesh, with the links of the source's mesh or the slowest of them."""
-    devices, links = plain_mesh(mesh, ids), model.links
-    shape = devices.shape
+def _model_of_target(mesh: DeviceMesh, model: CostModel) -> CostModel:
+    """Return the links of the source's mesh, or the slowest of them, for that of the target."""
+    shape, links = mesh.shape, model.links
     if len(shape) != len(links):
         name, start = "slowest of the other mesh", max(link.start_s for link in links)
         slowest = Link(*model.slowest(range(len(links))), name, start)
         links = (links[0] if len(set(links)) == 1 else slowest,) * len(shape)
-    return devices, CostModel(shape, links, model.link_model, copy_s=model.copy_s)
+    return CostModel(shape, links, model.link_model, copy_s=model.copy_s)
 
 
 def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
@@ -152,21 +152,185 @@ def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
     return {**{key: record[key] for key in keys}, "ratio": ratio}
 
 
-def _next_best(plans: Sequence[ConversionPlan], wanted: int) -> str:
-    if len(plans) == 1:
-        return "there is no other plan"
-    table = plans_table(plans, [str(number) for number in range(1, len(plans) + 1)])
-    missing = wanted - (len(plans) - 1)
-    return f"{table}\nthere are no more plans" if missing else table
-
-
 def _styled(text: str) -> str:
     """Make the title stand out and the assumptions stand back; click does so on terminals only."""
     first, *lines = printable(text, keep="\n").split("\n")
     aside = ("per device; ", "known error: ", "nothing to do: ")
-    return "\n".join(
-        [
-            click.style(first, bold=True),
-            *(click.style(line, dim=True) if line.startswith(aside) else line for line in lines),
-        ]
+    styled = (click.style(line, dim=True) if line.startswith(aside) else line for line in lines)
+    return "\n".join([click.style(first, bold=True), *styled])
+
+
+_MOST_PAIRS: Final = 1_000_000
+_MOST_CHARACTERS: Final = 1 << 16
+"""In a line of the file."""
+
+_Pair: TypeAlias = tuple[str, str, str]
+"""Two specs, and the place they stand at, for errors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CostOptions:
+    specs: tuple[str, ...] = argument("[FROM TO]...", nargs=-1)
+    pairs: str | None = option(
+        "FILE",
+        "Pairs from a file, one per line, after those of the arguments; '-' for standard input.",
+        type=click.Path(allow_dash=True),
     )
+    cluster: ClusterOptions = group(ClusterOptions)
+    tensor: TensorOptions = group(TensorOptions)
+    as_csv: bool = flag("Print CSV: seconds and bytes.", "--csv")
+    as_json: bool = json_flag()
+
+
+class _Cost(NamedTuple):
+    """What is printed about one pair, by the names it has in JSON and CSV."""
+
+    source: str
+    target: str
+    cost_seconds: float
+    bytes_received: int
+    peak_bytes: int
+
+
+class _Priced(NamedTuple):
+    """The pairs that are asked for, each one priced once however often it is."""
+
+    costs: list[_Cost]
+    rows: list[list[str]]
+    """The same as text."""
+    errors: list[tuple[StepError, ...]]
+    order: list[int]
+    """Per pair its place in these lists."""
+
+
+@command(
+    "cost",
+    _CostOptions,
+    """\
+  shardspec cost "[S0,R]" "[R,S0]" "[S01,R]" "[S10,R]" --mesh 2x4 --shape 4096x4096 --dtype bf16
+  shardspec cost "[S0]" "[R]" --mesh 4x8 --shape 8192 --links ib-ndr-per-gpu,h100-nvswitch --csv
+  shardspec cost --pairs pairs.txt --mesh dp=2,tp=4 --shape 4096x4096 --json
+
+\b
+A line of the file holds two specs with blanks between them; '#' starts a comment. Up to a million
+pairs are priced at once.""",
+)
+def cost_command(given: _CostOptions) -> None:
+    """Say what the cheapest plan costs from each spec FROM to the spec TO after it.
+
+    Works on paper, as 'shardspec plan' does, which also shows the steps.
+    """
+    specs, file = given.specs, given.pairs
+    if given.as_csv and given.as_json:
+        raise click.UsageError("give --csv or --json, not both")
+    if len(specs) % 2:
+        raise click.UsageError(f"{shown(specs[-1])} has no partner; give specs in pairs FROM TO")
+    if not specs and file is None:
+        raise click.UsageError("nothing to price; give specs in pairs FROM TO, or --pairs FILE")
+    mesh, model = given.cluster.build()
+    pairs = chain(_given(specs), () if file is None else _read(file))
+    priced = _price(LayoutConverter(model), pairs, mesh, given.tensor)
+    known_error = errors_text(chain.from_iterable(priced.errors))
+    if given.as_csv:
+        output = io.StringIO()
+        written = csv.writer(output, lineterminator="\n")
+        written.writerow(_Cost._fields)
+        written.writerows(priced.costs[place] for place in priced.order)
+        click.echo(output.getvalue(), nl=False)
+    elif given.as_json:
+        records = [cost._asdict() for cost in priced.costs]
+        answer = {
+            "mesh": list(mesh.shape),
+            "shape": list(given.tensor.shape),
+            "dtype": given.tensor.dtype,
+            "link_model": model.link_model,
+            "links": [link.as_dict() for link in model.links],
+            "known_error": known_error,
+            "pairs": [records[place] for place in priced.order],
+        }
+        say(json.dumps(answer))
+    else:
+        titles = ["from", "to", "steps", "receives", "time", "peak"]
+        header, rule, *lines = table_text(titles, priced.rows, numbers_from=2).split("\n")
+        links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
+        say("\n".join([header, rule, *(lines[place] for place in priced.order)]))
+        say(f"per device; {model.link_model} model; {links}\nknown error: {known_error}")
+
+
+def _given(specs: Sequence[str]) -> Iterator[_Pair]:
+    for number, (source, target) in enumerate(zip(specs[::2], specs[1::2], strict=True), 1):
+        yield source, target, f"pair {number}"
+
+
+def _read(file: str) -> Iterator[_Pair]:
+    """Read a pair per line; blanks inside brackets belong to a spec."""
+    origin = "standard input" if file == "-" else path_text(file)
+    pairs = 0
+    for number, line in enumerate(_lines(file), 1):
+        place = f"{origin}, line {number}"
+        if len(line) > _MOST_CHARACTERS:
+            raise InputFileError(f"{place}: is longer than {_MOST_CHARACTERS:,} characters")
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        found = re.findall(r"\[[^\]]*\]|\S+", text)
+        if len(found) != 2:
+            raise LayoutError(
+                f"{place}: {counted(len(found), 'spec')} where two are needed, FROM and TO: "
+                f"{text[:200]}"
+            )
+        pairs += 1
+        if pairs > _MOST_PAIRS:
+            raise InputFileError(
+                f"{place}: more than {_MOST_PAIRS:,} pairs; price them in several runs"
+            )
+        yield found[0], found[1], place
+
+
+def _lines(file: str) -> Iterator[str]:
+    """Yield the lines of a file that may have no end, nor one of its lines."""
+    try:
+        # What is no text becomes a sign that no spec has, and an error of its line.
+        with click.open_file(file, encoding="utf-8-sig", errors="replace") as opened:
+            while line := opened.readline(_MOST_CHARACTERS + 1):
+                yield line
+    except OSError as error:
+        raise InputFileError(
+            f"{path_text(file)}: the pairs cannot be read: {error.strerror}"
+        ) from None
+
+
+def _price(
+    converter: LayoutConverter, pairs: Iterable[_Pair], mesh: DeviceMesh, tensor: TensorOptions
+) -> _Priced:
+    """Read each spec once and plan each pair once: many pairs are few different ones."""
+    layouts: dict[str, Layout] = {}
+    places: dict[tuple[Layout, Layout], int] = {}
+    priced = _Priced([], [], [], [])
+    for source, target, place in pairs:
+        try:
+            for text in (source, target):
+                if text not in layouts:
+                    layouts[text] = Layout(mesh, text, tensor.shape, tensor.dtype)
+            ends = layouts[source], layouts[target]
+            if ends not in places:
+                places[ends] = len(places)
+                _add(priced, converter.plan(*ends))
+        except SpecSyntaxError as error:
+            problem = f"{place}: {error.problem}"
+            raise SpecSyntaxError(problem, error.text, error.position) from None
+        except ShardSpecError as error:
+            # Of the same exit code, whichever error it is: wrong usage.
+            raise LayoutError(f"{place}: {error}") from error
+        priced.order.append(places[ends])
+    return priced
+
+
+def _add(priced: _Priced, plan: ConversionPlan) -> None:
+    seconds, received, peak = plan.cost_seconds, plan.bytes_received, plan.peak_bytes
+    ends = str(plan.source.spec), str(plan.target.spec)
+    priced.costs.append(_Cost(*ends, seconds, received, peak))
+    labels = (str(layout.labelled_spec) for layout in (plan.source, plan.target))
+    sizes = bytes_text(received), seconds_text(seconds), bytes_text(peak)
+    priced.rows.append([*labels, str(len(plan.steps)), *sizes])
+    priced.errors.append(plan.errors)

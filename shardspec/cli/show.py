@@ -1,64 +1,73 @@
-"""The command `shardspec show`."""
+"""The commands that say what one spec means: `shardspec show` and `shardspec convert`."""
 
+import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Final, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import MeshShape
+from shardspec.cli.arguments import MeshShape, parse_shape
 from shardspec.cli.options import (
-    file_output,
+    TensorOptions,
+    argument,
+    command,
+    group,
     ids_option,
+    json_flag,
     mesh_option,
-    overwrite_option,
+    option,
+    output_option,
+    overwrite_flag,
     plain_mesh,
-    tensor_options,
 )
 from shardspec.cli.output import path_text, say, write_file
+from shardspec.errors import LossyConversionError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Paint, box_rgb
+from shardspec.mesh import DeviceMesh
+from shardspec.text import printable
 
-__all__ = ["command"]
+__all__ = ["convert_command", "show_command"]
 
-_MOST_DEVICES = 4096
+_MOST_DEVICES: Final = 4096
 
 
-@click.command(
+@dataclass(frozen=True, kw_only=True)
+class _Show:
+    spec: str = argument("SPEC")
+    mesh: MeshShape = mesh_option(required=True)
+    ids: tuple[int, ...] | None = ids_option()
+    tensor: TensorOptions = group(TensorOptions)
+    output: Path | None = output_option("Write a picture instead: FILE ends in .svg or .html.")
+    overwrite: bool = overwrite_flag()
+
+
+@command(
     "show",
-    epilog="""\b
-Examples:
+    _Show,
+    """\
   shardspec show "[S01,R]" --mesh 2x2 --shape 4x4
   shardspec show "[S(tp),S(dp)]" --mesh dp=2,tp=4 --shape 1001x64 -o layout.svg
-  shardspec show "[S0,S1,S2]" --mesh 2x2x2 --shape 4x4x5 -o layout.html
-""",
+  shardspec show "[S0,S1,S2]" --mesh 2x2x2 --shape 4x4x5 -o layout.html""",
 )
-@click.argument("spec", metavar="SPEC")
-@mesh_option
-@ids_option
-@tensor_options
-@file_output("Write a picture instead: FILE ends in .svg or .html.")
-@overwrite_option()
-def command(
-    spec: str,
-    mesh: MeshShape,
-    ids: tuple[int, ...] | None,
-    shape: tuple[int, ...],
-    dtype: str,
-    output: Path | None,
-    overwrite: bool,
-) -> None:
+def show_command(given: _Show) -> None:
     """Show which devices hold which part of a tensor that is cut as SPEC.
 
     In the terminal every box has a colour of its own; where the output is piped it is plain.
     """
-    if prod(mesh[0]) > _MOST_DEVICES:
+    devices, output = prod(given.mesh[0]), given.output
+    if devices > _MOST_DEVICES:
         raise click.UsageError(
-            f"a mesh of {prod(mesh[0])} devices is too large to draw; up to {_MOST_DEVICES} can be"
+            f"a mesh of {devices} devices is too large to draw; up to {_MOST_DEVICES} can be"
         )
-    layout = Layout(plain_mesh(mesh, ids), spec, shape, dtype)
+    mesh, tensor = plain_mesh(given.mesh, given.ids), given.tensor
+    layout = Layout(mesh, given.spec, tensor.shape, tensor.dtype)
     if output is None:
         click.echo(layout.drawing().text(_paint()))
         _say_if_too_wide(layout.picture())
@@ -67,7 +76,7 @@ def command(
         raise click.UsageError(f"{path_text(output)}: give a file that ends in .svg or .html")
     drawing = layout.drawing()
     drawn = drawing.svg() if output.suffix == ".svg" else drawing.html()
-    write_file(output, drawn, overwrite=overwrite)
+    write_file(output, drawn, overwrite=given.overwrite)
     say(f"{path_text(output)}: {layout.title}")
 
 
@@ -88,8 +97,6 @@ def _paint() -> Paint:
 def _nearest(rgb: tuple[int, int, int]) -> int:
     """Return the nearest colour of the 6×6×6 that terminals have from number 16 on.
 
-    Examples
-    --------
     >>> _nearest((255, 255, 255)), _nearest((0, 0, 0)), _nearest((172, 209, 246))
     (231, 16, 153)
     """
@@ -110,3 +117,73 @@ def _say_if_too_wide(text: str) -> None:
             "pipe it to 'less -S'",
             err=True,
         )
+
+
+_Words: TypeAlias = Callable[[str, DeviceMesh, tuple[int, ...] | None], str]
+
+
+def _languages() -> dict[str, _Words]:
+    """Return what says a spec, given a mesh and perhaps a shape, by whose words it uses."""
+    from shardspec.interop.jax_specs import partition_spec_text
+    from shardspec.interop.other_specs import sbp_text, shardy_mesh_text, shardy_text, to_colossal
+    from shardspec.interop.torch_placements import placements_text
+
+    return {
+        "torch": lambda spec, mesh, _: placements_text(spec, mesh),
+        "jax": partition_spec_text,
+        "shardy": lambda spec, mesh, _: f"{shardy_text(spec, mesh)}   {shardy_mesh_text(mesh)}",
+        "oneflow": lambda spec, mesh, _: sbp_text(spec, mesh),
+        "colossal": lambda spec, mesh, _: str(to_colossal(spec, mesh)),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Convert:
+    spec: str = argument("SPEC")
+    mesh: MeshShape = mesh_option(required=True)
+    to: str | None = option(
+        None,
+        "Whose words; all of them if left out.",
+        type=click.Choice(["torch", "jax", "shardy", "oneflow", "colossal"]),
+    )
+    shape: tuple[int, ...] | None = option(
+        "SIZES",
+        "Sizes of the tensor, 4096x4096, to find out whether they can be cut so.",
+        parse=parse_shape,
+    )
+    as_json: bool = json_flag()
+
+
+@command(
+    "convert",
+    _Convert,
+    """\
+  shardspec convert "[S10,R]" --mesh x=2,y=2
+  shardspec convert "[S(x),R|P(y)]" --mesh x=2,y=2 --to jax
+  shardspec convert "[S01,R]" --mesh x=2,y=4 --to jax --shape 4096x4096""",
+)
+def convert_command(given: _Convert) -> None:
+    """Say the spec SPEC in the words of other libraries.
+
+    Where a library has no word for a part of it, this says so; nothing is approximated.
+    """
+    mesh, languages = plain_mesh(given.mesh), _languages()
+    if given.shape is not None:
+        Layout(mesh, given.spec, given.shape, "float32")  # the spec must fit the tensor
+    if given.to is not None:
+        text = languages[given.to](given.spec, mesh, given.shape)
+        say(json.dumps({given.to: text}) if given.as_json else text)
+        return
+    said: dict[str, str | None] = {}
+    refused = {}
+    for name, words in languages.items():
+        try:
+            said[name] = words(given.spec, mesh, given.shape)
+        except LossyConversionError as error:
+            said[name], refused[name] = None, str(error)
+    if given.as_json:
+        say(json.dumps({**said, "refused": refused}))
+        return
+    for name, found in said.items():
+        text = printable(found or f"– {refused[name]}")
+        click.echo(f"{name:<10}{text if found else click.style(text, dim=True)}")

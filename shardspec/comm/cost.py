@@ -194,7 +194,7 @@ class CostModel:
         ----------
         step
             What moves; permute and exchange depend on both layouts, see
-            `shardspec.layout.routed_cost`.
+            `shardspec.layout.routed`.
         num_bytes
             Bytes of the largest shard before the step.
         """

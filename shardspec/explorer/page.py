@@ -1,69 +1,72 @@
-"""The page of `shardspec explore`: tables, style and script in one file that needs nothing else."""
+"""The page of `shardspec explore`: tables, style and script in one file that needs nothing else.
+
+The page computes no plan and no price. It gets the boxes of every layout, every move that some
+plan takes, with its bytes, seconds and senders, and for each pair of layouts the plans as lists of
+moves. What a device gets from a sender is what the sender's box before shares with its own box
+after, so the senders are enough to draw a move.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Final
+from math import comb
+from typing import Final, TypeAlias
 
+from shardspec.boxes import box_size
+from shardspec.comm.cost import CostModel
+from shardspec.comm.routes import Transfers
+from shardspec.comm.steps import Step
 from shardspec.dtypes import dtype_name
-from shardspec.errors import LayoutError
-from shardspec.explorer.tables import (
-    MAX_DIMS,
-    count_conversions,
-    mesh_tables,
-    models_of,
-)
-from shardspec.layout.drawing import COLOURS
+from shardspec.errors import DTypeError, LayoutError
+from shardspec.layout.converter import LayoutConverter
+from shardspec.layout.drawing import COLOURS, kind_of
+from shardspec.layout.graph import count_states, space_of, spec_of
+from shardspec.layout.layout import Layout
+from shardspec.layout.plan import ConversionPlan, naive_plan, step_text
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["MAX_CONVERSIONS", "MAX_DEVICES", "MAX_PAGE_BYTES", "explorer_page"]
+__all__ = [
+    "MAX_CONVERSIONS",
+    "MAX_DEVICES",
+    "MAX_DIMS",
+    "MAX_PAGE_BYTES",
+    "count_conversions",
+    "explorer_page",
+    "layouts_of",
+    "models_of",
+]
 
 MAX_DEVICES: Final = 32
 """Devices of the largest mesh that can be drawn so that their boxes can be told apart."""
+MAX_DIMS: Final = 3
+"""Tensors of more dims are not drawn."""
 MAX_CONVERSIONS: Final = 50_000
 """Conversions that can be planned in about a minute."""
 MAX_PAGE_BYTES: Final = 16 * 2**20
 """A page that browsers open at once."""
+_PLANS: Final = 4
+"""Plans of each conversion, the cheapest first; the naive one comes beside them."""
+
+_Move: TypeAlias = tuple[Step, Layout, Layout]
+_Links: TypeAlias = Sequence[tuple[str, ...]]
+"""Names of presets: per choice one for all axes or one per axis; a mesh has those that fit."""
 
 
 def explorer_page(
-    meshes: Sequence[DeviceMesh],
-    shapes: Sequence[tuple[int, ...]],
-    links: Sequence[tuple[str, ...]],
-    dtype: object,
+    meshes: Sequence[DeviceMesh], shapes: Sequence[tuple[int, ...]], links: _Links, dtype: object
 ) -> str:
     """Return an HTML page in which to pick a conversion and to see its plans step by step.
 
-    Parameters
-    ----------
-    meshes
-        What can be picked; their ids count up from 0.
-    shapes, dtype
-        Tensors of 1 to 3 dims.
-    links
-        Names of presets, per choice one for all axes or one per axis; a mesh has those that fit.
-
-    Raises
-    ------
-    LayoutError
-        If a mesh or a tensor is too large to draw, if there are more conversions than
-        `MAX_CONVERSIONS`, or if links fit no mesh.
-    MeshError
-        If there is no such preset.
-
-    Examples
-    --------
-    >>> page = explorer_page([DeviceMesh(range(2), (2,))], [(4, 4)], [("unit",)], "int8")
-    >>> page.startswith("<!DOCTYPE html>"), "https:" in page
-    (True, False)
+    The ids of meshes count up from 0. Raises `LayoutError` if a mesh, a tensor or the page is too
+    large, or links fit no mesh, and `MeshError` if there is no such preset.
     """
     name = dtype_name(dtype)
     _check(meshes, shapes, links)
     data = {
         "dtype": name,
         "colours": dict(COLOURS),
-        "meshes": [mesh_tables(mesh, shapes, models_of(mesh, links), name) for mesh in meshes],
+        "meshes": [_mesh_tables(mesh, shapes, models_of(mesh, links), name) for mesh in meshes],
     }
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     parts = {
@@ -89,11 +92,7 @@ def _asset(name: str) -> str:
     return files("shardspec.explorer").joinpath(name).read_text("utf-8")
 
 
-def _check(
-    meshes: Sequence[DeviceMesh],
-    shapes: Sequence[tuple[int, ...]],
-    links: Sequence[tuple[str, ...]],
-) -> None:
+def _check(meshes: Sequence[DeviceMesh], shapes: Sequence[tuple[int, ...]], links: _Links) -> None:
     for mesh in meshes:
         if mesh.size > MAX_DEVICES:
             raise LayoutError(
@@ -125,3 +124,131 @@ def _check(
             f"the page would hold {count:,} conversions, the limit is {MAX_CONVERSIONS:,}; give "
             "meshes of fewer axes, or fewer meshes, shapes or links"
         )
+
+
+def count_conversions(num_axes: int, dims: int) -> int:
+    """Return how many pairs of layouts a tensor has, sums pending at the source or both included.
+
+    A target has no more pending than its source.
+    """
+    free = [count_states(axes, dims, 0) for axes in range(num_axes + 1)]
+    return sum(
+        comb(num_axes, pending)
+        * free[num_axes - pending]
+        * sum(comb(pending, left) * free[num_axes - left] for left in range(pending + 1))
+        for pending in range(num_axes + 1)
+    )
+
+
+def layouts_of(mesh: DeviceMesh, shape: tuple[int, ...], dtype: str) -> list[Layout]:
+    """Return every layout of a tensor: first those with nothing pending, then those with sums."""
+    replicated = ",".join("R" * len(shape))
+    whole = Layout(mesh, replicated, shape, dtype)
+    try:
+        whole.with_spec(f"{replicated}|P0")
+        pending = mesh.ndim
+    except DTypeError:
+        pending = 0
+    space = space_of(mesh.ndim, len(shape), tuple((axis, "sum") for axis in range(pending)))
+    return [whole.with_spec(spec_of(state)) for state in space.states]
+
+
+def models_of(mesh: DeviceMesh, links: _Links) -> dict[str, CostModel]:
+    """Return a cost model for each choice of presets that fits; `LayoutError` if none does."""
+    models = {
+        ",".join(names): CostModel.from_presets(mesh, names)
+        for names in links
+        if len(names) in (1, mesh.ndim)
+    }
+    if not models:
+        raise LayoutError(
+            f"no links fit mesh {mesh}: give one preset for all axes, or {mesh.ndim} of them"
+        )
+    return models
+
+
+def _mesh_tables(
+    mesh: DeviceMesh,
+    shapes: Sequence[tuple[int, ...]],
+    models: Mapping[str, CostModel],
+    dtype: str,
+) -> dict[str, object]:
+    """Return everything there is to see on one mesh, ready for JSON; plans for each of `models`."""
+    labels = [mesh.axis_label(axis) for axis in range(mesh.ndim)]
+    return {
+        "name": str(mesh),
+        "shape": list(mesh.shape),
+        "axes": labels,
+        "links": [
+            {"name": name, "text": model.links_text(labels), "error": model.known_error}
+            for name, model in models.items()
+        ],
+        "tensors": [
+            _tensor_tables(layouts_of(mesh, shape, dtype), list(models.values()))
+            for shape in shapes
+        ],
+    }
+
+
+def _tensor_tables(layouts: Sequence[Layout], models: Sequence[CostModel]) -> dict[str, object]:
+    moves: dict[_Move, int] = {}
+    plans = [_plans(layouts, model, moves) for model in models]
+    index = {layout: number for number, layout in enumerate(layouts)}
+    return {
+        "shape": list(layouts[0].global_shape),
+        "bytes": layouts[0].global_bytes,
+        "specs": [str(layout.labelled_spec) for layout in layouts],
+        "pending": [[int(p.axis) for p in layout.spec.partials] for layout in layouts],
+        "local": [layout.max_local_bytes for layout in layouts],
+        "boxes": [
+            [[end for side in layout.box(device) for end in side] for device in layout.mesh.ids]
+            for layout in layouts
+        ],
+        "moves": [[index[move[1]], index[move[2]], *_facts(move)] for move in moves],
+        "seconds": [[_alone(move, model).cost_seconds for move in moves] for model in models],
+        "plans": plans,
+    }
+
+
+def _alone(move: _Move, model: CostModel) -> ConversionPlan:
+    step, *ends = move
+    return ConversionPlan((step,), tuple(ends), model)
+
+
+def _facts(move: _Move) -> tuple[object, ...]:
+    """Return kind, text, bytes received, bytes live, and per device a bit for each sender."""
+    step, before, after = move
+    mesh = before.mesh
+    plan = _alone(move, CostModel.of_mesh(mesh))
+    axes = ",".join(mesh.axis_label(axis) for axis in step.axes)
+    transfers = Transfers(step, mesh, before.box, after.box)
+    senders = [
+        {mesh.ids.index(peer) for peer, box in transfers.incoming(device) if box_size(box)}
+        for device in mesh.ids
+    ]
+    text = f"{step_text(step)} over {axes}"
+    bits = [sum(1 << peer for peer in peers) for peers in senders]
+    return kind_of(step), text, plan.bytes_received, plan.peak_bytes, bits
+
+
+def _plans(
+    layouts: Sequence[Layout], model: CostModel, moves: dict[_Move, int]
+) -> list[list[list[object] | None]]:
+    """Return per source and target its plans as numbers of moves, after the place of the naive one.
+
+    Moves that are new are added to `moves`.
+    """
+    converter = LayoutConverter(model)
+
+    def pair(source: Layout, target: Layout) -> list[object] | None:
+        if not set(target.spec.partials) <= set(source.spec.partials):
+            return None
+        plans = list(converter.alternatives(source, target, _PLANS))
+        naive = naive_plan(source, target, model)
+        if all(plan.communicating != naive.communicating for plan in plans):
+            plans.append(naive)
+        place = [plan.communicating for plan in plans].index(naive.communicating)
+        numbers = ([moves.setdefault(move, len(moves)) for move in plan.moves] for plan in plans)
+        return [place, *numbers]
+
+    return [[pair(source, target) for target in layouts] for source in layouts]

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-from shardspec.boxes import box_shape, box_size
+from shardspec.boxes import box_shape
 from shardspec.errors import LayoutError, LossyConversionError
-from shardspec.layout.graph import spec_of
+from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout
-from shardspec.layout.space import count_states, space_of
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["Chunk", "from_chunks", "to_chunks"]
@@ -71,20 +70,16 @@ def from_chunks(
     count = count_states(mesh.ndim, len(shape), 0)
     if count > _MOST_SPECS:
         raise LayoutError(f"mesh {mesh} has {count} specs for {len(shape)} dims, too many to try")
-    expected = {
-        device: None
-        if 0 in sizes
-        else tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-        for device, (offsets, sizes) in chunks.items()
-    }
+    held = {device: (tuple(at), tuple(sizes)) for device, (at, sizes) in chunks.items()}
     for state in space_of(mesh.ndim, len(shape), ()).states:
         layout = Layout(mesh, spec_of(state), shape, dtype)
-        if all(
-            expected[device] == (box if box_size(box) else None)
-            for device, box in ((device, layout.box(device)) for device in mesh.ids)
-        ):
+        if _filled(to_chunks(layout)) == _filled(held):
             return layout
     raise LossyConversionError(
         f"no spec on mesh {mesh} shards a tensor of shape {list(shape)} into these chunks: "
         f"{dict(list(chunks.items())[:4])}{' …' if len(chunks) > 4 else ''}"
     )
+
+
+def _filled(chunks: Mapping[int, Chunk]) -> dict[int, Chunk]:
+    return {device: chunk for device, chunk in chunks.items() if 0 not in chunk[1]}

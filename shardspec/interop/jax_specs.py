@@ -1,8 +1,7 @@
 """Specs as JAX's `PartitionSpec`, and back, without JAX.
 
 JAX shards a dim by named axes, the major one first, as a spec does; so orders are kept. It refuses
-sizes that do not divide, and knows one pending reduction, the sum (``unreduced``). See
-``jax.sharding.PartitionSpec`` and ``NamedSharding.shard_shape`` in JAX 0.10.
+sizes that do not divide, and knows one pending reduction, the sum (``unreduced``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
+from shardspec.interop.other_specs import resolved_for
 from shardspec.layout.layout import SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
@@ -86,28 +86,21 @@ def to_partition_spec(
     >>> to_partition_spec("[S(x),R|P(y)]", mesh)
     (('x',), frozenset({'y'}))
     """
-    resolved = resolve_axes(ShardingSpec.of(spec), mesh)
     names = _names_of(mesh)
-    for partial in resolved.partials:
-        if partial.op != "sum":
+    resolved = resolved_for("JAX", spec, mesh)
+    by_dim = [tuple(map(int, dim_spec.axes)) for dim_spec in resolved.dim_specs]
+    if global_shape is not None and len(global_shape) != len(by_dim):
+        raise LayoutError(
+            f"spec {spec} is for {len(by_dim)} dims, but shape {tuple(global_shape)} has "
+            f"{len(global_shape)}"
+        )
+    for dim, (size, axes) in enumerate(zip(global_shape or (), by_dim, strict=False)):
+        parts = prod(mesh.shape[axis] for axis in axes)
+        if size % parts:
             raise LossyConversionError(
-                f"spec {spec}: JAX has no pending {partial.op}, only sums; finish it first"
+                f"JAX refuses to split dim {dim} of size {size} into {parts} parts; pad it to "
+                f"{-(-size // parts) * parts}"
             )
-    resolved.check_plain("JAX")
-    by_dim = [[int(axis) for axis in dim_spec.axes] for dim_spec in resolved.dim_specs]
-    if global_shape is not None:
-        if len(global_shape) != len(by_dim):
-            raise LayoutError(
-                f"spec {spec} is for {len(by_dim)} dims, but shape {tuple(global_shape)} has "
-                f"{len(global_shape)}"
-            )
-        for dim, (size, axes) in enumerate(zip(global_shape, by_dim, strict=True)):
-            parts = prod(mesh.shape[axis] for axis in axes)
-            if size % parts:
-                raise LossyConversionError(
-                    f"JAX refuses to split dim {dim} of size {size} into {parts} parts; pad it to "
-                    f"{-(-size // parts) * parts}"
-                )
     entries: list[Entry] = []
     for axes in by_dim:
         named = tuple(names[axis] for axis in axes)
@@ -154,18 +147,13 @@ def from_partition_spec(
         raise LayoutError(f"{len(entries)} entries {tuple(entries)} for a tensor of {dims} dims")
     by_dim: dict[int, list[Axis]] = {}
     for dim, entry in enumerate(entries):
-        match entry:
-            case None | ():
-                pass
-            case str(name):
-                by_dim[dim] = [name]
-            case tuple(axes) if all(isinstance(name, str) for name in axes):
-                by_dim[dim] = list(axes)
-            case _:
-                raise LossyConversionError(
-                    f"entry {entry!r} of dim {dim} names no mesh axes; a spec says of every dim "
-                    "how it is sharded"
-                )
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        if not all(isinstance(name, str) for name in axes):
+            raise LossyConversionError(
+                f"entry {entry!r} of dim {dim} names no mesh axes; a spec says of every dim how it "
+                "is sharded"
+            )
+        by_dim[dim] = list(axes)
     partial: dict[Axis, ReduceOp] = dict.fromkeys(sorted(pending), "sum")
     return ShardingSpec(dims, by_dim, partial=partial)
 
@@ -174,14 +162,8 @@ def from_named_sharding(sharding: _NamedSharding, dims: int) -> tuple[DeviceMesh
     """Return the mesh and the spec that a NamedSharding of JAX describes; ids are JAX's own.
 
     Raises as `from_partition_spec` does, and `MeshError` if an axis has a name that is no
-    identifier.
-
-    Examples
-    --------
-    ::
-
-        mesh, spec = from_named_sharding(array.sharding, array.ndim)
-        Layout(mesh, spec, array.shape, array.dtype.name).box(array.device.id)
+    identifier. So ``Layout(*from_named_sharding(a.sharding, a.ndim), a.shape, a.dtype.name)`` is
+    the layout of an array ``a``.
     """
     found = sharding.mesh
     ids = [int(device.id) for device in found.devices.flat]

@@ -1,6 +1,7 @@
 """Specs as placements of `torch.distributed.tensor`, and back."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardspec.errors import LossyConversionError
@@ -35,20 +36,12 @@ def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["TorchPlacement", .
     >>> to_placements("[S10,R]", DeviceMesh(range(4), (2, 2)))
     (_StridedShard(dim=0, sf=2), Shard(dim=0))
     """
-    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+    from torch.distributed.tensor import placement_types
 
-    def in_torch(placement: Placement) -> "TorchPlacement":
-        match placement:
-            case Whole():
-                return Replicate()
-            case PartialPlacement(op):
-                return Partial("product" if op == "prod" else op)
-            case Split(dim, 1):
-                return Shard(dim)
-            case Split(dim, factor):
-                return _StridedShard(dim, split_factor=factor)
-
-    return tuple(map(in_torch, _placements(spec, mesh)))
+    return tuple(
+        getattr(placement_types, kind)(*args, **options)
+        for kind, args, options in _calls(spec, mesh)
+    )
 
 
 def to_shard_order(
@@ -143,20 +136,24 @@ def placements_text(spec: SpecLike, mesh: DeviceMesh) -> str:
     >>> placements_text("[S10,R]", DeviceMesh(range(4), (2, 2)))
     '[_StridedShard(0, split_factor=2), Shard(0)]'
     """
+    texts = (
+        f"{kind}({', '.join([*map(json.dumps, args), *(f'{k}={v}' for k, v in options.items())])})"
+        for kind, args, options in _calls(spec, mesh)
+    )
+    return f"[{', '.join(texts)}]"
 
-    def text(placement: Placement) -> str:
+
+def _calls(
+    spec: SpecLike, mesh: DeviceMesh
+) -> Iterator[tuple[str, tuple[int | str, ...], dict[str, int]]]:
+    """Yield the class of torch, and its arguments, of the placement of every mesh axis."""
+    for placement in placements_of(resolve_axes(ShardingSpec.of(spec), mesh), mesh.shape):
         match placement:
             case Whole():
-                return "Replicate()"
+                yield "Replicate", (), {}
             case PartialPlacement(op):
-                return f'Partial("{"product" if op == "prod" else op}")'
+                yield "Partial", ("product" if op == "prod" else op,), {}
             case Split(dim, 1):
-                return f"Shard({dim})"
+                yield "Shard", (dim,), {}
             case Split(dim, factor):
-                return f"_StridedShard({dim}, split_factor={factor})"
-
-    return f"[{', '.join(map(text, _placements(spec, mesh)))}]"
-
-
-def _placements(spec: SpecLike, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    return placements_of(resolve_axes(ShardingSpec.of(spec), mesh), mesh.shape)
+                yield "_StridedShard", (dim,), {"split_factor": factor}

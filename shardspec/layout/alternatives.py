@@ -16,22 +16,26 @@ from typing import Final, TypeAlias
 
 import networkx as nx
 import numpy as np
-import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Slice, Step
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import Cuts, State, spec_of, state_of
+from shardspec.layout.graph import (
+    MAX_STATES,
+    Cuts,
+    Floats,
+    State,
+    count_states,
+    spec_of,
+    state_of,
+)
 from shardspec.layout.layout import Layout
-from shardspec.layout.move_cost import pair_prices
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.pricing import TIE_SECONDS, Prices, prices_of
 from shardspec.layout.search import distances
-from shardspec.layout.space import MAX_STATES, count_states
 
 __all__ = ["cheapest_plans"]
 
-Floats: TypeAlias = npt.NDArray[np.float64]
 _Node: TypeAlias = tuple[int, bool]
 """A state, and whether a cut led to it: after a cut comes no other."""
 
@@ -42,39 +46,16 @@ _FIRST_EDGES: Final = 8
 def cheapest_plans(
     best: ConversionPlan, count: int, max_bytes: int | None = None
 ) -> tuple[ConversionPlan, ...]:
-    """Return the cheapest plans between two layouts, in order; fewer where there are no more.
+    """Return the cheapest plans between two layouts, the given one first; fewer if there are fewer.
 
-    Parameters
-    ----------
-    best
-        The cheapest plan; it comes first.
-    count
-        How many plans to return, from 1.
-    max_bytes
-        The most bytes a device may hold at once during a step.
-
-    Raises
-    ------
-    LayoutError
-        If `count` is less than 1; or for more than one plan, if both ends are on different meshes,
-        or there are too many layouts to lay out.
-
-    Notes
-    -----
     The order is that of the search: by seconds, and `TIE_SECONDS` for every move. Ways from the
     source are taken up in the order of what they cost and of the distance that is left at least,
     over those moves alone that lie on some way no dearer than a bound; the bound grows until enough
     plans are below it. Against `networkx.shortest_simple_paths` on the same graph, a way ends where
     it first comes to a layout twice, and not at the target: among cuts that is most of them.
 
-    Examples
-    --------
-    >>> from shardspec import DeviceMesh, LayoutConverter
-    >>> source = Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (64, 64), "f32")
-    >>> for plan in cheapest_plans(LayoutConverter().plan(source, "[R,R]"), 2):
-    ...     print([str(layout.spec) for layout in plan.layouts])
-    ['[S0,R]', '[R,R]']
-    ['[S0,R]', '[S01,R]', '[R,R]']
+    No device holds more than `max_bytes` at once. Raises `LayoutError` if `count` is less than 1;
+    or for more than one plan, if both ends are on different meshes, or there are too many layouts.
     """
     if count < 1:
         raise LayoutError(f"cannot list {count} plans; ask for at least 1")
@@ -128,17 +109,13 @@ class _Search:
     ) -> "_Search":
         """Price the moves as the search for the cheapest plan does."""
         here, there = state_of(source.spec), state_of(target.spec)
-        prices = prices_of(source.mesh.shape, here[1], source.global_shape, source.dtype, model)
+        prices = prices_of(source, model)
         if max_bytes is not None:
             prices = prices.with_slices_joined()
         start, goal = prices.space.index[here], prices.space.index[there]
         if not prices.routed and not here[1]:
-            straight = pair_prices(source, there[0], model)
-            prices = prices.with_pair(start, goal, *straight)
-        move = prices.cheapest().copy()
-        if max_bytes is not None:
-            live = prices.local_bytes[:, None] + prices.local_bytes
-            move = np.where(live <= max_bytes, move, np.inf)
+            prices = prices.with_pair(source, there[0])
+        move = prices.cheapest() if max_bytes is None else prices.within(max_bytes)[0]
         # No way comes back to where it started, nor goes on from where it ends.
         move[:, start] = move[goal] = np.inf
         left = distances(move.T, goal)

@@ -3,30 +3,38 @@
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
-from math import inf, prod
+from math import prod
 from typing import Any, Final, TypeAlias, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Line, copies
-from shardspec.comm.steps import AllReduce, Permute, ReduceOp, Slice, Step
+from shardspec.comm.steps import AllReduce, ReduceOp, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.alternatives import cheapest_plans
-from shardspec.layout.batch import pair_costs
-from shardspec.layout.cross import exchange_to
-from shardspec.layout.cross_search import Move, path_between_meshes
-from shardspec.layout.graph import Cuts, State, TransitionGraph, spec_of, state_of
+from shardspec.layout.cross import Move, exchange_to, path_between_meshes
+from shardspec.layout.graph import (
+    MAX_STATES,
+    Cuts,
+    State,
+    TransitionGraph,
+    count_states,
+    spec_of,
+    state_of,
+)
 from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.move_cost import pair_prices, step_seconds
-from shardspec.layout.naive import finishing_moves, naive_moves
-from shardspec.layout.plan import ConversionPlan
-from shardspec.layout.pricing import TIE_SECONDS, changed_axes, exchange_between, prices_of
+from shardspec.layout.plan import ConversionPlan, finishing_moves, naive_moves
+from shardspec.layout.pricing import (
+    TIE_SECONDS,
+    exchange_between,
+    pair_prices,
+    permute_between,
+    prices_of,
+)
 from shardspec.layout.search import cheapest_path, least_peaks, shortest_walk
-from shardspec.layout.space import MAX_STATES, count_states
-from shardspec.layout.table import CostTable, cost_table
+from shardspec.layout.table import CostTable, cost_table, pair_costs
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["LayoutConverter"]
@@ -278,9 +286,7 @@ def _cheapest_plan(
         )
     else:
         path = _path_by_graph(source, start, goal, model)
-    path = _with_slices_joined(path)
-    layouts = (source, *(source.with_spec(spec_of(state)) for _, state in path))
-    return ConversionPlan(tuple(step for step, _ in path), layouts, model)
+    return ConversionPlan.of_moves(source, _moves(source, _with_slices_joined(path)), model)
 
 
 @lru_cache(maxsize=1024)
@@ -295,9 +301,7 @@ def _plan_between_meshes(
         return list(zip(plan.steps, plan.layouts[1:], strict=True))
 
     path = path_between_meshes(source, target, models, max_bytes, on_one_mesh)
-    path = _with_slices_joined(path)
-    layouts = (source, *(layout for _, layout in path))
-    return ConversionPlan(tuple(step for step, _ in path), layouts, *models)
+    return ConversionPlan.of_moves(source, _with_slices_joined(path), *models)
 
 
 def _plan_by_exchange(
@@ -307,47 +311,48 @@ def _plan_by_exchange(
     max_bytes: int | None,
 ) -> ConversionPlan:
     """Finish reductions and exchange the rest: how parts and blocks convert."""
-    moves: list[tuple[Step, Layout]] = list(finishing_moves(source, target.spec))
-    last = moves[-1][1] if moves else source
-    if last != target:
+    moves = list(finishing_moves(source, target.spec))
+    if (moves[-1][1] if moves else source) != target:
         moves.append((exchange_to(source, target, *models), target))
-    steps, layouts = [step for step, _ in moves], [layout for _, layout in moves]
-    plan = ConversionPlan(tuple(steps), (source, *layouts), *models)
+    plan = ConversionPlan.of_moves(source, moves, *models)
     if max_bytes is not None and plan.peak_bytes > max_bytes:
-        raise LayoutError(
-            f"no plan from {source.spec} to {target.spec} holds at most {max_bytes} bytes on every "
-            f"device; the least that one needs is {plan.peak_bytes}"
-        )
+        raise _too_large(source, target.spec, max_bytes, plan.peak_bytes)
     return plan
 
 
+def _too_large(source: Layout, target: object, max_bytes: int, least: float) -> LayoutError:
+    return LayoutError(
+        f"no plan from {source.spec} to {target} holds at most {max_bytes} bytes on every device; "
+        f"the least that one needs is {int(least)}"
+    )
+
+
 _Path: TypeAlias = list[tuple[Step, State]]
+
+
+def _moves(source: Layout, path: _Path) -> list[Move]:
+    return [(step, source.with_spec(spec_of(state))) for step, state in path]
 
 
 def _path_by_matrix(
     source: Layout, start: State, goal: State, model: CostModel, max_bytes: int | None
 ) -> _Path:
     """Search where the prices of all moves fit into a matrix."""
-    prices = prices_of(source.mesh.shape, start[1], source.global_shape, source.dtype, model)
+    prices = prices_of(source, model)
     if max_bytes is not None:
         prices = prices.with_slices_joined()
-    index, states = prices.space.index, prices.space.states
     if not prices.routed and not start[1] and start != goal:
-        straight = pair_prices(source, goal[0], model)
-        prices = prices.with_pair(index[start], index[goal], *straight)
-    move = prices.cheapest()
-    allowed = move
-    if max_bytes is not None:
-        live = prices.local_bytes[:, None] + prices.local_bytes
-        allowed = np.where(live <= max_bytes, move, inf)
-    walk = shortest_walk(allowed, index[start], index[goal])
-    if walk is None:
-        assert max_bytes is not None, "without a bound there is always a way"
-        least = least_peaks(move, live, index[start])[index[goal]]
-        raise LayoutError(
-            f"no plan from {source.spec} to {spec_of(goal)} holds at most {max_bytes} bytes on "
-            f"every device; the least that one needs is {int(least)}"
-        )
+        prices = prices.with_pair(source, goal[0])
+    index, states, move = prices.space.index, prices.space.states, prices.cheapest()
+    if max_bytes is None:
+        walk = shortest_walk(move, index[start], index[goal])
+        assert walk is not None, "without a bound there is always a way"
+    else:
+        allowed, live = prices.within(max_bytes)
+        walk = shortest_walk(allowed, index[start], index[goal])
+        if walk is None:
+            least = least_peaks(move, live, index[start])[index[goal]]
+            raise _too_large(source, spec_of(goal), max_bytes, least)
     return [(prices.step(a, b), states[b]) for a, b in pairwise(walk)]
 
 
@@ -404,12 +409,8 @@ def _without_search(
         path = finished + _straight(rest, goal, model)
     elif not start[1]:
         path = _straight(source, goal, model)
-    layouts = [source, *(source.with_spec(spec_of(state)) for _, state in path)]
-    seconds = (
-        step_seconds(step, *ends, model)
-        for (step, _), ends in zip(path, pairwise(layouts), strict=True)
-    )
-    return path, sum(seconds) + TIE_SECONDS * len(path)
+    plan = ConversionPlan.of_moves(source, _moves(source, path), model)
+    return path, plan.cost_seconds + TIE_SECONDS * len(path)
 
 
 def _straight(source: Layout, goal: State, model: CostModel) -> _Path:
@@ -419,7 +420,7 @@ def _straight(source: Layout, goal: State, model: CostModel) -> _Path:
         return []
     permute, exchange = pair_prices(source, goal[0], model)
     if permute <= exchange:
-        return [(Permute(changed_axes(start[0], goal[0])), goal)]
+        return [(permute_between(start[0], goal[0]), goal)]
     return [(exchange_between(start[0], goal[0], model), goal)]
 
 

@@ -1,26 +1,32 @@
-"""The transition graph to look at: what is drawn, and its text in Graphviz's language.
+"""The transition graph to look at: what is drawn, as Graphviz's language and as SVG.
 
 Specs are nodes, in columns: first those with more reductions pending, then by how many axes cut the
-tensor. Edges have the colour of their kind of step. Where a path is marked, the rest stands back.
-Permute and exchange join any two specs with nothing pending, so only those on the path are drawn.
+tensor. Edges have the colour of their kind of step. Where a path is marked, the rest stands back,
+and numbers on its steps refer to a list below. Permute and exchange join any two specs with nothing
+pending, so only those on the path are drawn.
+
+In SVG steps to the right and to the left are drawn apart, steps within a column bow out of it, and
+a step that skips columns passes between their specs: so no label lies on another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import State, TransitionGraph, spec_of
+from shardspec.layout.graph import MAX_STATES, State, TransitionGraph, count_states, spec_of
 from shardspec.layout.layout import Layout, resolve_axes
+from shardspec.layout.picture import svg_element
 from shardspec.layout.plan import ConversionPlan, step_text
-from shardspec.layout.space import MAX_STATES, count_states
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
-from shardspec.text import seconds_text
+from shardspec.text import counted, seconds_text
 
-__all__ = ["COLOURS", "Drawing", "DrawnEdge", "dot_text", "draw_transitions", "kind_of"]
+__all__ = ["COLOURS", "Drawing", "DrawnEdge", "dot_text", "draw_transitions", "kind_of", "svg_text"]
 
 COLOURS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -99,38 +105,15 @@ class Drawing:
 
 
 def kind_of(step: Step) -> str:
-    """Return the kind of a step in words, as `COLOURS` has it.
-
-    Examples
-    --------
-    >>> kind_of(Exchange((0, 1)))
-    'exchange'
-    """
+    """Return the kind of a step in words, as `COLOURS` has it."""
     return step_text(step).split()[0]
 
 
 def draw_transitions(mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = None) -> Drawing:
-    """Return what is to be drawn of the specs of a mesh and a rank.
+    """Return what is to be drawn of the specs of a mesh and a tensor of so many dims.
 
-    Parameters
-    ----------
-    mesh
-        Its number of axes counts, and their names.
-    dims
-        The tensor's rank.
-    plan
-        Marked if given. Specs with the reductions that are pending at its source are drawn too.
-
-    Raises
-    ------
-    LayoutError
-        If there are more specs than `MAX_STATES`, or the plan is of another mesh or rank.
-
-    Examples
-    --------
-    >>> drawing = draw_transitions(DeviceMesh(range(4), (2, 2)), 2)
-    >>> [len(column) for column in drawing.columns], len(drawing.edges)
-    ([1, 4, 6], 48)
+    A plan is marked, and specs with the reductions that are pending at its source are drawn too.
+    Raises `LayoutError` for more specs than `MAX_STATES`, or a plan of another mesh or rank.
     """
     pending: dict[Axis, ReduceOp] = {}
     if plan is not None:
@@ -140,7 +123,7 @@ def draw_transitions(mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = 
     count = count_states(mesh.ndim, dims, len(pending))
     if count > MAX_STATES:
         raise LayoutError(
-            f"{count} specs (mesh {mesh}, {_count(dims, 'dim')}) are too many to draw, "
+            f"{count} specs (mesh {mesh}, {counted(dims, 'dim')}) are too many to draw, "
             f"the limit is {MAX_STATES}; draw fewer mesh axes or dims"
         )
     whole = resolve_axes(ShardingSpec(dims, partial=pending), mesh)
@@ -157,17 +140,13 @@ def draw_transitions(mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = 
         for a in states
         for b, step in ((b, graph.edges[a, b]["step"]) for b in graph.adj[a])
     )
-    title = f"{_count(count, 'spec')} of {_count(dims, 'dim')} on mesh {mesh}"
+    title = f"{counted(count, 'spec')} of {counted(dims, 'dim')} on mesh {mesh}"
     in_columns = tuple(map(tuple, columns.values()))
     if plan is None:
         return Drawing(title, in_columns, edges)
     ends = str(plan.source.labelled_spec), str(plan.target.labelled_spec)
     title = f"{ends[0]} → {ends[1]}, {seconds_text(plan.cost_seconds)}; {title}"
     return Drawing(title, in_columns, edges, _path(plan), ends, plan.known_error)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _column_and_place(state: State) -> tuple[int, int, State]:
@@ -198,14 +177,7 @@ _FADED: Final = "28"
 
 
 def dot_text(drawing: Drawing) -> str:
-    """Return a drawing in Graphviz's language.
-
-    Examples
-    --------
-    >>> text = dot_text(draw_transitions(DeviceMesh(range(2), (2,)), 1))
-    >>> print(text.splitlines()[-2])
-      "[S0]" -> "[R]" [color="#0072b2", fontcolor="#0072b2", label="all-gather dim 0 over 0"];
-    """
+    """Return a drawing in Graphviz's language."""
     lines = [
         "digraph transitions {",
         f"  label={_quoted(drawing.title)}; labelloc=t; rankdir=LR; ranksep=2;",
@@ -240,3 +212,184 @@ def _dot_edge(edge: DrawnEdge, *, faded: bool) -> str:
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+_Point: TypeAlias = tuple[float, float]
+_Curve: TypeAlias = tuple[_Point, _Point, _Point, _Point]
+
+# All in pixels.
+_CHAR: Final = 7.3
+"""Width of a letter of 12 pixels."""
+_HEIGHT: Final = 24
+_ROW: Final = 46
+_GAP: Final = 230
+"""Between two columns."""
+_BOW: Final = 125
+"""How far a step within a column may bow out of it."""
+_LEFT: Final = 30
+_RIGHT: Final = _BOW + 25
+_HEAD: Final = 104
+"""Room for the title and the legend."""
+_APART: Final = 5
+"""Half the distance between steps to the right and to the left."""
+_FONT: Final = "DejaVu Sans Mono, Menlo, Consolas, monospace"
+
+
+class _Places:
+    """Where the nodes are."""
+
+    def __init__(self, columns: Sequence[Sequence[str]]) -> None:
+        labels = [label for column in columns for label in column]
+        most = max(map(len, columns))
+        self.half = max(map(len, labels)) * _CHAR / 2 + 9
+        """Half the width of a node."""
+        self.x = [_LEFT + self.half + at * (2 * self.half + _GAP) for at in range(len(columns))]
+        """The middle of each column."""
+        self.rows = [
+            [_HEAD + ((most - len(column)) / 2 + at) * _ROW for at in range(len(column))]
+            for column in columns
+        ]
+        """Of each column the heights of its nodes, from the top."""
+        self.column = {label: place for place, column in enumerate(columns) for label in column}
+        heights = [y for rows in self.rows for y in rows]
+        self.at = {
+            label: (self.x[self.column[label]], y) for label, y in zip(labels, heights, strict=True)
+        }
+
+
+def svg_text(drawing: Drawing) -> str:
+    """Return a drawing as SVG."""
+    places = _Places(drawing.columns)
+    marked = {(edge.before, edge.after) for edge in drawing.path}
+    faint = [edge for edge in drawing.edges if (edge.before, edge.after) not in marked]
+    bottom = max(y for _, y in places.at.values()) + _ROW
+    parts = [svg_element("rect", width="100%", height="100%", fill="white")]
+    parts += [_label(20, 30, drawing.title, font_size=14, font_weight="bold")]
+    right = 20.0
+    for kind in drawing.kinds:
+        routed = any(edge.routed and kind_of(edge.step) == kind for edge in drawing.path)
+        parts += [_line(f"M{right:.1f},52 h34", kind, 2.4, routed), _label(right + 42, 56, kind)]
+        right += 66 + _CHAR * len(kind)
+    lines = [_edge(edge, places, 1.1) for edge in faint]
+    parts.append(svg_element("g", *lines, fill="none", opacity=0.13 if marked else 0.6))
+    lines = [_edge(edge, places, 2.8) for edge in drawing.path]
+    parts.append(svg_element("g", *lines, fill="none"))
+    for label, (x, y) in places.at.items():
+        end = label in (drawing.ends or ())
+        bright = end or label in drawing.on_path
+        ink = "#111" if bright or drawing.ends is None else "#888"
+        parts.append(
+            svg_element(
+                "rect",
+                class_="node",
+                x=x - places.half,
+                y=y - _HEIGHT / 2,
+                width=2 * places.half,
+                height=_HEIGHT,
+                rx=6,
+                fill="#fff3bf" if bright else "white",
+                stroke=ink,
+                stroke_width=2.4 if end else 1.2,
+            )
+        )
+        parts.append(_label(x, y + 4, label, text_anchor="middle", fill=ink))
+    for place, edge in enumerate(drawing.path):
+        y = bottom + 8 + 22 * place
+        parts += [_number(edge, *_badge(edge, places)), _number(edge, 30, y)]
+        parts.append(_label(46, y + 4, _listed(edge)))
+    listed = [60 + _CHAR * len(_listed(edge)) for edge in drawing.path]
+    title = 40 + _CHAR * 1.2 * len(drawing.title)
+    width = round(max(places.x[-1] + places.half + _RIGHT, title, right, *listed))
+    height = round(bottom + 22 * len(listed) + (18 if listed else 0))
+    return svg_element(
+        "svg",
+        "\n".join(["", *map(_marker, drawing.kinds), *parts, ""]),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width} {height}",
+        width=width,
+        height=height,
+        font_family=_FONT,
+        font_size=12,
+    )
+
+
+def _marker(kind: str) -> str:
+    """Return the head of the arrows of a kind of step."""
+    head = svg_element("path", d="M0,0.5 L8,4 L0,7.5 z", fill=COLOURS[kind])
+    box = {"id": kind, "viewBox": "0 0 8 8", "refX": 7, "refY": 4, "orient": "auto"}
+    box |= {"markerWidth": 8, "markerHeight": 8, "markerUnits": "userSpaceOnUse"}
+    return svg_element("marker", head, **box)
+
+
+def _curves(edge: DrawnEdge, places: _Places) -> list[_Curve]:
+    """Return the way of an edge: one curve, or one up to each column that it skips and beyond."""
+    (x, y), (end_x, end_y) = places.at[edge.before], places.at[edge.after]
+    here, there = places.column[edge.before], places.column[edge.after]
+    if here == there:
+        # Down on the right, up on the left.
+        side = 1 if end_y > y else -1
+        start, end = (x + side * places.half, y), (end_x + side * places.half, end_y)
+        # A curve reaches three quarters of the way to where it is drawn.
+        pulled = start[0] + side * min(26 + 0.32 * abs(end_y - y), _BOW) * 4 / 3
+        return [(start, (pulled, y), (pulled, end_y), end)]
+    side = 1 if there > here else -1
+    stops = [(x + side * places.half, y - side * _APART)]
+    for column in range(here + side, there, side):
+        middle, rows = places.x[column], places.rows[column]
+        straight = y + (middle - x) / (end_x - x) * (end_y - y)
+        # The nearest height at which no node of the column is.
+        gaps = [rows[0] - _ROW / 2, *(row + _ROW / 2 for row in rows)]
+        _, free = min((abs(gap - straight), gap) for gap in gaps)
+        free -= side * _APART / 2
+        stops += [(middle - side * places.half, free), (middle + side * places.half, free)]
+    stops.append((end_x - side * places.half, end_y - side * _APART))
+    curves = []
+    for start, end in pairwise(stops):
+        half_way = (start[0] + end[0]) / 2
+        curves.append((start, (half_way, start[1]), (half_way, end[1]), end))
+    return curves
+
+
+def _badge(edge: DrawnEdge, places: _Places) -> _Point:
+    """Return where the number of an edge stands: on its first curve, where no node is.
+
+    A little before the middle, where steps that cross each other are apart.
+    """
+    t = 0.5 if places.column[edge.before] == places.column[edge.after] else 0.36
+    shares = ((1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3)
+    points = _curves(edge, places)[0]
+    x, y = (sum(s * p[i] for s, p in zip(shares, points, strict=True)) for i in (0, 1))
+    return x, y
+
+
+def _edge(edge: DrawnEdge, places: _Places, width: float) -> str:
+    curves = _curves(edge, places)
+    path = "M{:.1f},{:.1f} ".format(*curves[0][0])
+    for _, *points in curves:
+        path += "C{:.1f},{:.1f} {:.1f},{:.1f} {:.1f},{:.1f} ".format(
+            *(c for p in points for c in p)
+        )
+    tip = svg_element("title", escape(_listed(edge)))
+    return _line(path.rstrip(), kind_of(edge.step), width, edge.routed, tip)
+
+
+def _line(path: str, kind: str, width: float, routed: bool, *content: str) -> str:
+    dashes, head = "8 5" if routed else None, f"url(#{kind})"
+    style = {"stroke": COLOURS[kind], "stroke_width": width, "stroke_dasharray": dashes}
+    return svg_element("path", *content, d=path, **style, marker_end=head)
+
+
+def _number(edge: DrawnEdge, x: float, y: float) -> str:
+    disc = {"fill": COLOURS[kind_of(edge.step)], "stroke": "white", "stroke_width": 2}
+    style = {"text_anchor": "middle", "fill": "white", "font_weight": "bold"}
+    return svg_element("circle", cx=x, cy=y, r=10, **disc) + _label(
+        x, y + 4, str(edge.number), **style
+    )
+
+
+def _listed(edge: DrawnEdge) -> str:
+    return f"{edge.before} → {edge.after}: {edge.text}"
+
+
+def _label(x: float, y: float, text: str, **style: object) -> str:
+    return svg_element("text", escape(text), x=x, y=y, **style)

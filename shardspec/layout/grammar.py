@@ -13,7 +13,9 @@ Brackets and blanks are optional on input. Bare digits are always one axis each;
 that neighbouring devices have copies of; ``*128`` cuts at multiples of 128 only.
 """
 
-from typing import Final, TypeAlias, get_args
+import re
+from collections.abc import Callable
+from typing import Final, TypeAlias, TypeVar, get_args
 
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import SpecSyntaxError
@@ -21,11 +23,12 @@ from shardspec.mesh import Axis
 
 __all__ = ["parse_spec"]
 
+T = TypeVar("T")
 ParsedDim: TypeAlias = tuple[list[Axis], list[tuple[int, int]], int]
 """Axes, sizes and shares of parts, and the block."""
 Parsed: TypeAlias = tuple[list[ParsedDim], dict[Axis, ReduceOp]]
 
-_DIGITS: Final = "0123456789"
+_DIGITS, _WORD = re.compile("[0-9]*"), re.compile(r"\w*")
 _MOST_DIGITS: Final = 9
 """Of an axis number: no mesh has more axes."""
 _MOST_SIZE_DIGITS: Final = 18
@@ -37,10 +40,8 @@ def parse_spec(text: str) -> Parsed:
 
     Examples
     --------
-    >>> parse_spec("[S10,R|P(dp)]")
-    ([([1, 0], [], 1), ([], [], 1)], {'dp': 'sum'})
-    >>> parse_spec("[S0{8,2/1}*2]")
-    ([([0], [(8, 0), (2, 1)], 2)], {})
+    >>> parse_spec("[S0{8,2/1}*2,R|P(dp)]")
+    ([([0], [(8, 0), (2, 1)], 2), ([], [], 1)], {'dp': 'sum'})
     """
     return _Parser(text).spec()
 
@@ -51,26 +52,22 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
+        self._pending: dict[Axis, ReduceOp] = {}
 
     def spec(self) -> Parsed:
         bracketed = self._take("[")
         dims: list[ParsedDim] = []
-        partial: dict[Axis, ReduceOp] = {}
-        if self._peek() not in ("]", "|") or not bracketed:
-            dims.append(self._dim())
-            while self._take(","):
-                dims.append(self._dim())
+        if not bracketed or self._peek() not in ("]", "|"):
+            dims = self._listed(self._dim)
         if self._take("|"):
-            self._partial(partial)
-            while self._take(","):
-                self._partial(partial)
+            self._listed(self._partial)
         if bracketed and not self._take("]"):
             raise self._error("expected ',' or '|' or ']'")
         if self._peek():
             raise self._error(
                 "expected the end of the spec" if bracketed else "expected ',' or '|'"
             )
-        return dims, partial
+        return dims, self._pending
 
     def _dim(self) -> ParsedDim:
         if self._take("R"):
@@ -78,13 +75,7 @@ class _Parser:
         if not self._take("S"):
             raise self._error("expected R or S and its axes")
         axes = [axis for axis, _ in self._axes("S")]
-        parts: list[tuple[int, int]] = []
-        if self._take("{"):
-            parts.append(self._part())
-            while self._take(","):
-                parts.append(self._part())
-            if not self._take("}"):
-                raise self._error("expected ',' or '}'")
+        parts = self._listed(self._part, until="}") if self._take("{") else []
         return axes, parts, self._size("the size of a block") if self._take("*") else 1
 
     def _part(self) -> tuple[int, int]:
@@ -92,39 +83,26 @@ class _Parser:
         return size, self._size("a number of shares") if self._take("/") else 0
 
     def _size(self, what: str) -> int:
-        self._peek()
-        start = self._at
-        while self._text[self._at : self._at + 1] in tuple(_DIGITS):
-            self._at += 1
-        word = self._text[start : self._at]
-        if not word.isdecimal() or len(word) > _MOST_SIZE_DIGITS or not int(word):
+        word, start = self._match(_DIGITS)
+        if not word or len(word) > _MOST_SIZE_DIGITS or not int(word):
             raise self._error(f"expected {what}: a whole number from 1", start)
         return int(word)
 
-    def _partial(self, pending: dict[Axis, ReduceOp]) -> None:
+    def _partial(self) -> None:
         if not self._take("P"):
             raise self._error("expected P and its axes")
-        op: ReduceOp = "sum"
-        for word in get_args(ReduceOp):
-            if self._take(word):
-                op = word
-                break
+        op: ReduceOp = next((word for word in get_args(ReduceOp) if self._take(word)), "sum")
         for axis, at in self._axes(f"P{'' if op == 'sum' else op}"):
-            if axis in pending:
+            if axis in self._pending:
                 raise self._error(f"axis {axis} is already pending", at)
-            pending[axis] = op
+            self._pending[axis] = op
 
     def _axes(self, after: str) -> list[tuple[Axis, int]]:
         """Read axes, each with its position in the text."""
         if self._take("("):
-            axes = [self._listed_axis()]
-            while self._take(","):
-                axes.append(self._listed_axis())
-            if not self._take(")"):
-                raise self._error("expected ',' or ')'")
-            return axes
+            return self._listed(self._listed_axis, until=")")
         digits: list[tuple[Axis, int]] = []
-        while (char := self._peek()) and char in _DIGITS:
+        while (char := self._peek()) and char in "0123456789":
             digits.append((int(char), self._at))
             self._at += 1
         if not digits:
@@ -132,13 +110,7 @@ class _Parser:
         return digits
 
     def _listed_axis(self) -> tuple[Axis, int]:
-        self._peek()
-        start = self._at
-        while self._at < len(self._text) and (
-            self._text[self._at] == "_" or self._text[self._at].isalnum()
-        ):
-            self._at += 1
-        word = self._text[start : self._at]
+        word, start = self._match(_WORD)
         if word.isdecimal() and word.isascii():
             if len(word) > _MOST_DIGITS:
                 raise self._error(
@@ -149,17 +121,33 @@ class _Parser:
             return word, start
         raise self._error("expected an axis number or name", start)
 
+    def _listed(self, item: Callable[[], T], until: str = "") -> list[T]:
+        """Read items with commas between them, up to a closing bracket where there is one."""
+        found = [item()]
+        while self._take(","):
+            found.append(item())
+        if until and not self._take(until):
+            raise self._error(f"expected ',' or '{until}'")
+        return found
+
     def _peek(self) -> str:
-        while self._at < len(self._text) and self._text[self._at].isspace():
+        while self._text[self._at : self._at + 1].isspace():
             self._at += 1
         return self._text[self._at : self._at + 1]
 
     def _take(self, word: str) -> bool:
         self._peek()
-        if self._text.startswith(word, self._at):
-            self._at += len(word)
-            return True
-        return False
+        found = self._text.startswith(word, self._at)
+        self._at += len(word) * found
+        return found
+
+    def _match(self, pattern: re.Pattern[str]) -> tuple[str, int]:
+        """Read what matches, after blanks; return it and where it starts."""
+        self._peek()
+        match = pattern.match(self._text, self._at)
+        assert match is not None, "patterns match nothing too"
+        self._at = match.end()
+        return match[0], match.start()
 
     def _error(self, problem: str, at: int | None = None) -> SpecSyntaxError:
         return SpecSyntaxError(problem, self._text, self._at if at is None else at)

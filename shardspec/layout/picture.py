@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from shardspec.boxes import Box
 from shardspec.errors import LayoutError
 
-__all__ = ["MAX_CELLS", "Paint", "Picture", "box_color", "box_rgb", "ids_text"]
+__all__ = ["MAX_CELLS", "Paint", "Picture", "box_rgb", "ids_text", "svg_element"]
 
 Paint: TypeAlias = Callable[[int, str], str]
 """Number of a box and a piece of text to that piece as it is to be printed."""
@@ -46,6 +46,19 @@ _STYLE: Final = (
 """Holds for these drawings alone: in a notebook a style is in force on the whole page."""
 
 
+def svg_element(name: str, *content: str, **attributes: object) -> str:
+    """Return an element of SVG around others, which may be text that is escaped already.
+
+    Numbers are rounded to a tenth, attributes that are None left out; `_` in a name is `-`.
+    """
+    written = ""
+    for key, value in attributes.items():
+        if value is not None:
+            text = f"{round(value, 1):g}" if isinstance(value, float) else escape(str(value))
+            written += f' {key.rstrip("_").replace("_", "-")}="{text}"'
+    return f"<{name}{written}>{''.join(content)}</{name}>" if content else f"<{name}{written}/>"
+
+
 def _plain(_box: int, text: str) -> str:
     return text
 
@@ -69,11 +82,8 @@ class Picture:
     def text(self, paint: Paint = _plain) -> str:
         """Draw it as text; the cells of a dim of up to 8 elements are drawn to scale.
 
-        Parameters
-        ----------
-        paint
-            Given the number of a box and a piece of its cell, returns the piece as it is to be
-            printed, in colour for example.
+        `paint` is given the number of a box and a piece of its cell, and returns the piece as it is
+        to be printed, in colour for example.
 
         Examples
         --------
@@ -85,28 +95,47 @@ class Picture:
         └─────┴─────┘
         """
         lines = [self.title]
-        _, rows, columns = self._sides()
-        grid = _Grid(rows, columns, paint)
         for outer, boxes in self._blocks():
             if outer:
                 lines.append(_block_title(outer))
-            lines.append(grid.text([(number, ids_text(self.cells[box])) for number, box in boxes]))
+            lines += self._grid(
+                [(number, ids_text(self.cells[box])) for number, box in boxes], paint
+            )
         return "\n".join([*lines, *self.notes])
 
+    def _grid(self, cells: Sequence[tuple[int, str]], paint: Paint) -> Iterator[str]:
+        """Draw the cells of one block, given row by row: the number of the box, and its text."""
+        _, rows, columns = self._sides()
+        above, beside = list(map(_side_text, columns)), list(map(_side_text, rows)) or [""]
+        margin, per_row = max(map(len, beside)) + bool(rows), max(len(columns), 1)
+        lines = [cells[at : at + per_row] for at in range(0, len(cells), per_row)]
+        letters = [max(len(text) for _, text in column) for column in zip(*lines, strict=True)]
+        widths = _text_widths(columns, letters)
+        heights = [1] * len(beside)
+        if rows and rows[-1][1] <= _TO_SCALE:
+            heights = [_ELEMENT_LINES * (hi - lo) - 1 for lo, hi in rows]
+        if above:
+            labels = (label.center(w) for label, w in zip(above, widths, strict=True))
+            yield f"{'':{margin}} {' '.join(labels)}".rstrip()
+
+        def rule(left: str, between: str, right: str) -> str:
+            return f"{'':{margin}}{left}{between.join('─' * width for width in widths)}{right}"
+
+        corners = "┌┬┐"
+        for label, line, height in zip(beside, lines, heights, strict=True):
+            yield rule(*corners)
+            corners = "├┼┤"
+            for at in range(height):
+                middle = at == height // 2
+                body = "│".join(
+                    paint(number, (text if middle else "").center(width))
+                    for (number, text), width in zip(line, widths, strict=True)
+                )
+                yield f"{label if middle else '':{margin}}│{body}│"
+        yield rule(*"└┴┘")
+
     def svg(self) -> str:
-        """Draw it as one SVG element, in colour.
-
-        Raises
-        ------
-        LayoutError
-            If there are more than `MAX_CELLS` boxes.
-
-        Examples
-        --------
-        >>> drawn = Picture("two parts", {((0, 2),): [0], ((2, 4),): [1]}).svg()
-        >>> drawn.count('class="cell"'), drawn.startswith("<svg ")
-        (2, True)
-        """
+        """Draw it as one SVG element, in colour; `LayoutError` for more than `MAX_CELLS` boxes."""
         if len(self.cells) > MAX_CELLS:
             raise LayoutError(
                 f"{self.title}: {len(self.cells)} boxes are more than the {MAX_CELLS} that can be "
@@ -118,44 +147,53 @@ class Picture:
         widths = _lengths(columns, (letters + 2) * _LETTER)
         heights = _lengths(rows, _PIXELS)
         left = _MARGIN + _LETTER * (1 + max((len(_side_text(row)) for row in rows), default=-1))
-        width = left + sum(widths) + _MARGIN
+        parts: list[str] = []
+
+        def write(
+            x: float, y: float, text: str, kind: str | None = None, anchor: str = "middle"
+        ) -> None:
+            place = {"x": x, "y": y, "text_anchor": anchor}
+            parts.append(svg_element("text", escape(text), class_=kind, **place))
+
         y = _MARGIN + _LINE
-        parts = [_svg_text(_MARGIN, y - 4, self.title, "title", "start")]
+        write(_MARGIN, y - 4, self.title, "title", "start")
         for outer, boxes in self._blocks():
             if outer:
                 y += _LINE + 6
-                parts.append(_svg_text(_MARGIN, y, _block_title(outer), "side", "start"))
+                write(_MARGIN, y, _block_title(outer), "side", "start")
             y += _LINE
-            x = left
-            for column, across in zip(columns, widths, strict=bool(columns)):
-                parts.append(_svg_text(x + across / 2, y, _side_text(column), "side"))
-                x += across
+            for at, column in enumerate(columns):
+                write(left + sum(widths[:at]) + widths[at] / 2, y, _side_text(column), "side")
             y += 6
             places = iter(boxes)
             for row, down in enumerate(heights):
                 if rows:
-                    text = _side_text(rows[row])
-                    parts.append(_svg_text(left - _LETTER, y + down / 2 + 4, text, "side", "end"))
+                    write(left - _LETTER, y + down / 2 + 4, _side_text(rows[row]), "side", "end")
                 x = left
                 for across, (number, box) in zip(widths, places, strict=False):
-                    where = f"[{', '.join(map(_side_text, box))}]"
-                    parts.append(
-                        f'<rect class="cell" x="{x}" y="{y}" width="{across}" height="{down}" '
-                        f'fill="{box_color(number)}"><title>{where} on {texts[box]}</title></rect>'
-                    )
-                    parts.append(_svg_text(x + across / 2, y + down / 2 + 4, texts[box]))
+                    where = f"[{', '.join(map(_side_text, box))}] on {texts[box]}"
+                    colour = "#{:02x}{:02x}{:02x}".format(*box_rgb(number))
+                    sides = {"x": x, "y": y, "width": across, "height": down}
+                    tip = svg_element("title", escape(where))
+                    parts.append(svg_element("rect", tip, class_="cell", **sides, fill=colour))
+                    write(x + across / 2, y + down / 2 + 4, texts[box])
                     x += across
                 y += down
         for note in self.notes:
             y += _LINE
-            parts.append(_svg_text(_MARGIN, y, note, "side", "start"))
+            write(_MARGIN, y, note, "side", "start")
         letters = max(map(len, [self.title, *self.notes]))
-        width = max(width, 2 * _MARGIN + letters * _LETTER)
-        size = f'width="{width}" height="{y + _MARGIN}" viewBox="0 0 {width} {y + _MARGIN}"'
-        body = "\n".join(parts)
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="shardspec-layout" {size} role="img" '
-            f'aria-label="{escape(self.title)}">\n<style>{_STYLE}</style>\n{body}\n</svg>'
+        width = max(left + sum(widths) + _MARGIN, 2 * _MARGIN + letters * _LETTER)
+        return svg_element(
+            "svg",
+            "\n".join(["", svg_element("style", _STYLE), *parts, ""]),
+            xmlns="http://www.w3.org/2000/svg",
+            class_="shardspec-layout",
+            width=width,
+            height=y + _MARGIN,
+            viewBox=f"0 0 {width} {y + _MARGIN}",
+            role="img",
+            aria_label=self.title,
         )
 
     def html(self) -> str:
@@ -184,19 +222,11 @@ class Picture:
             yield outer, [(numbers[box], box) for box in boxes]
 
 
-def box_color(number: int) -> str:
-    """Return the colour of a box by its number: neighbours differ, and black can be read on it.
-
-    Examples
-    --------
-    >>> box_color(0), box_color(1)
-    ('#acd1f6', '#f6acbc')
-    """
-    return "#{:02x}{:02x}{:02x}".format(*box_rgb(number))
-
-
 def box_rgb(number: int) -> tuple[int, int, int]:
-    """Return the colour of a box as red, green and blue from 0 to 255."""
+    """Return the colour of a box by its number as red, green and blue from 0 to 255.
+
+    Neighbours differ, and black can be read on it.
+    """
     # The golden angle: however many boxes there are, hues stay apart.
     hue = (210 + number * 137.508) % 360 / 360
     red, green, blue = (round(255 * part) for part in hls_to_rgb(hue, 0.82, 0.8))
@@ -204,13 +234,7 @@ def box_rgb(number: int) -> tuple[int, int, int]:
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """List ids in ascending order, three or more in a row as the first and the last.
-
-    Examples
-    --------
-    >>> ids_text([4, 0, 1]), ids_text([7, 2, 3, 1])
-    ('0,1,4', '1-3,7')
-    """
+    """List ids in ascending order, three or more in a row as the first and the last: '1-3,7'."""
     runs: list[list[int]] = []
     for id_ in sorted(ids):
         if runs and id_ == runs[-1][-1] + 1:
@@ -231,68 +255,20 @@ def _side_text(side: _Interval) -> str:
     return f"{side[0]}:{side[1]}"
 
 
-class _Grid:
-    """Cells side by side, with the intervals of their rows and columns where the tensor has any."""
-
-    def __init__(
-        self, rows: Sequence[_Interval], columns: Sequence[_Interval], paint: Paint
-    ) -> None:
-        self._paint = paint
-        self._rows = rows
-        self._columns = columns
-        self._above = list(map(_side_text, columns))
-        self._beside = list(map(_side_text, rows)) or [""]
-        self._margin = max(map(len, self._beside)) + bool(rows)
-
-    def text(self, cells: Sequence[tuple[int, str]]) -> str:
-        """Draw the cells, given row by row: the number of the box, and what stands in it."""
-        per_row = max(len(self._columns), 1)
-        lines = [cells[at : at + per_row] for at in range(0, len(cells), per_row)]
-        widths = self._widths(
-            [max(len(text) for _, text in column) for column in zip(*lines, strict=True)]
-        )
-        drawn = []
-        if self._above:
-            labels = (label.center(w) for label, w in zip(self._above, widths, strict=True))
-            drawn.append(f"{'':{self._margin}} {' '.join(labels)}".rstrip())
-        corners = "┌┬┐"
-        for label, line, height in zip(self._beside, lines, self._heights(), strict=True):
-            drawn.append(self._rule(corners, widths))
-            for at in range(height):
-                middle = at == height // 2
-                body = "│".join(
-                    self._paint(number, (text if middle else "").center(width))
-                    for (number, text), width in zip(line, widths, strict=True)
-                )
-                drawn.append(f"{label if middle else '':{self._margin}}│{body}│")
-            corners = "├┼┤"
-        drawn.append(self._rule("└┴┘", widths))
-        return "\n".join(drawn)
-
-    def _rule(self, corners: str, widths: Sequence[int]) -> str:
-        line = corners[1].join("─" * width for width in widths)
-        return f"{'':{self._margin}}{corners[0]}{line}{corners[2]}"
-
-    def _widths(self, letters: Sequence[int]) -> list[int]:
-        """Return the inner width of each column, given the letters that its cells need."""
-        needed = [count + 2 for count in letters]
-        if not self._columns:
-            return needed
-        needed = [max(n, len(above)) for n, above in zip(needed, self._above, strict=True)]
-        if self._columns[-1][1] > _TO_SCALE:
-            return [max(needed)] * len(needed)
-        sizes = [hi - lo for lo, hi in self._columns]
-        an_element = max(-(-(n + 1) // size) for n, size in zip(needed, sizes, strict=True))
-        return [max(an_element, _ELEMENT_WIDTH) * size - 1 for size in sizes]
-
-    def _heights(self) -> list[int]:
-        """Return the inner height of each row."""
-        if not self._rows or self._rows[-1][1] > _TO_SCALE:
-            return [1] * len(self._beside)
-        return [_ELEMENT_LINES * (hi - lo) - 1 for lo, hi in self._rows]
+def _text_widths(columns: Sequence[_Interval], letters: Sequence[int]) -> list[int]:
+    """Return the inner width of each column, given the letters that its cells need."""
+    needed = [count + 2 for count in letters]
+    if not columns:
+        return needed
+    needed = [max(n, len(_side_text(c))) for n, c in zip(needed, columns, strict=True)]
+    if columns[-1][1] > _TO_SCALE:
+        return [max(needed)] * len(needed)
+    sizes = [hi - lo for lo, hi in columns]
+    an_element = max(-(-(n + 1) // size) for n, size in zip(needed, sizes, strict=True))
+    return [max(an_element, _ELEMENT_WIDTH) * size - 1 for size in sizes]
 
 
-def _lengths(intervals: Sequence[tuple[int, int]], least: int) -> list[int]:
+def _lengths(intervals: Sequence[_Interval], least: int) -> list[int]:
     """Return the pixels of every interval of a dim: to scale where it is short."""
     if not intervals:
         return [least]
@@ -301,8 +277,3 @@ def _lengths(intervals: Sequence[tuple[int, int]], least: int) -> list[int]:
         return [least] * len(sizes)
     element = max(_PIXELS, *(-(-least // size) for size in sizes))
     return [element * size for size in sizes]
-
-
-def _svg_text(x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> str:
-    named = f' class="{kind}"' if kind else ""
-    return f'<text{named} x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,32 +1,58 @@
-"""A plan: the ordered steps from one layout to another, what they cost, and plans as tables."""
+"""A plan: the ordered steps from one layout to another, what they cost, and the naive plan."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from math import prod
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Band, copies, kind_of
+from shardspec.comm.curves import Band, bytes_received, copies, kind_of
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
     AllToAll,
     Exchange,
     Permute,
+    ReduceOp,
     ReduceScatter,
     Slice,
     Step,
 )
-from shardspec.layout.cross import common_model
+from shardspec.dtypes import item_bytes
+from shardspec.layout.cross import (
+    Move,
+    common_model,
+    exchange_seconds,
+    exchange_to,
+    live_bytes,
+    missing,
+    received_bytes,
+)
+from shardspec.layout.graph import state_of
 from shardspec.layout.layout import Layout
-from shardspec.layout.move_cost import live_bytes, step_bytes, step_seconds
+from shardspec.layout.pricing import pair_prices
+from shardspec.layout.routed import ALL_DEVICES
+from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, seconds_text, table_text
 
-__all__ = ["ConversionPlan", "StepError", "errors_text", "plans_table", "route_text", "step_text"]
-
+__all__ = [
+    "ConversionPlan",
+    "StepError",
+    "difference_text",
+    "errors_text",
+    "finishing_moves",
+    "naive_moves",
+    "naive_plan",
+    "plans_table",
+    "route_text",
+    "step_bytes",
+    "step_seconds",
+    "step_text",
+]
 
 StepError: TypeAlias = tuple[str, Band | None]
 """A kind of step, and how far its price is off; None if not known."""
@@ -169,17 +195,49 @@ class ConversionPlan:
     def __str__(self) -> str:
         return _plan_text(self)
 
+    @classmethod
+    def of_moves(
+        cls,
+        source: Layout,
+        moves: Iterable[Move],
+        model: CostModel,
+        target_model: CostModel | None = None,
+    ) -> "ConversionPlan":
+        """Return the plan of steps from a layout, each given with where it leads."""
+        moves = list(moves)
+        layouts = (source, *(layout for _, layout in moves))
+        return cls(tuple(step for step, _ in moves), layouts, model, target_model)
+
+
+def step_seconds(step: Step, before: Layout, after: Layout, model: CostModel) -> float:
+    """Return the modelled seconds of a step; the model is of the `common_mesh` of both ends."""
+    plain = before.spec.is_plain and after.spec.is_plain
+    if before.mesh != after.mesh or (isinstance(step, Exchange) and not plain):
+        return exchange_seconds(before, after, model)
+    if isinstance(step, Permute | Exchange):
+        permute, exchange = pair_prices(before, state_of(after.spec)[0], model)
+        return permute if isinstance(step, Permute) else exchange
+    return model.step_seconds(step, before.max_local_bytes)
+
+
+def step_bytes(step: Step, before: Layout, after: Layout) -> int:
+    """Return the bytes that the busiest device receives in a step.
+
+    For a collective by a bandwidth-optimal algorithm; for permute and exchange exactly what the
+    device lacks. On meshes of more than 512 devices every so-manieth device is looked at.
+    """
+    plain = before.spec.is_plain and after.spec.is_plain
+    if before.mesh != after.mesh or (isinstance(step, Exchange) and not plain):
+        return received_bytes(before, after)
+    if not isinstance(step, Permute | Exchange):
+        return bytes_received(step, before.mesh.shape, before.max_local_bytes)
+    ids = before.mesh.ids[:: -(-before.mesh.size // ALL_DEVICES)]
+    most = max(missing(after.box(device), before.box(device)) for device in ids)
+    return most * item_bytes(before.dtype)
+
 
 def errors_text(errors: Iterable[StepError]) -> str:
-    """Say how far prices of steps are off, each kind of step once, at its worst.
-
-    Examples
-    --------
-    >>> from shardspec import DeviceMesh, LayoutConverter
-    >>> source = Layout(DeviceMesh(range(8), (8,)), "[S0]", (2**20,), "bf16")
-    >>> errors_text(LayoutConverter().plan(source, "[R]").errors)
-    'all-gather of 8: 3 % off at the median, 9 % at the 90th percentile'
-    """
+    """Say how far prices of steps are off, each kind of step once, at its worst."""
     worst: dict[str, Band] = {}
     unknown: dict[str, None] = {}
     for what, band in errors:
@@ -205,28 +263,19 @@ def _plain(value: object) -> object:
 
 
 def step_text(step: Step) -> str:
-    """Say in a few words what a step does.
+    """Say in a few words what a step does, the kind of step first."""
+    return _WORDS[type(step)].format(step)
 
-    Examples
-    --------
-    >>> step_text(AllGather(0, (1,)))
-    'all-gather dim 0'
-    """
-    match step:
-        case Slice(dim, _):
-            return f"slice dim {dim}"
-        case AllGather(dim, _):
-            return f"all-gather dim {dim}"
-        case AllToAll(src_dim, dst_dim, _, _):
-            return f"all-to-all dim {src_dim} → {dst_dim}"
-        case ReduceScatter(dim, _, op):
-            return f"reduce-scatter {op} dim {dim}"
-        case AllReduce(_, op):
-            return f"all-reduce {op}"
-        case Permute():
-            return "permute"
-        case Exchange():
-            return "exchange"
+
+_WORDS: Final = {
+    Slice: "slice dim {0.dim}",
+    AllGather: "all-gather dim {0.dim}",
+    AllToAll: "all-to-all dim {0.src_dim} → {0.dst_dim}",
+    ReduceScatter: "reduce-scatter {0.op} dim {0.dim}",
+    AllReduce: "all-reduce {0.op}",
+    Permute: "permute",
+    Exchange: "exchange",
+}
 
 
 def _plan_text(plan: ConversionPlan) -> str:
@@ -277,16 +326,7 @@ def _labels(mesh: DeviceMesh) -> list[str]:
 
 
 def route_text(plan: ConversionPlan) -> str:
-    """Return the steps of a plan in a line.
-
-    Examples
-    --------
-    >>> from shardspec import DeviceMesh, Layout, LayoutConverter
-    >>> mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
-    >>> source = Layout(mesh, "[S(dp),R|P(tp)]", (4096, 4096), "bf16")
-    >>> route_text(LayoutConverter().plan(source, "[R,R]"))
-    'reduce-scatter tp, all-gather (dp,tp)'
-    """
+    """Return the steps of a plan in a line: 'reduce-scatter tp, all-gather (dp,tp)'."""
     steps = (_short_text(step, before.mesh) for step, before, _ in plan.moves)
     return ", ".join(steps) or "nothing to do"
 
@@ -298,15 +338,7 @@ def _short_text(step: Step, mesh: DeviceMesh) -> str:
 
 
 def plans_table(plans: Sequence[ConversionPlan], names: Sequence[str]) -> str:
-    """Return plans between the same layouts as a table, a row each, beside the first.
-
-    Parameters
-    ----------
-    plans
-        The first is what the seconds of all are compared with.
-    names
-        What to call each of them.
-    """
+    """Return plans between the same layouts as a table, a named row each, beside the first."""
     best = plans[0].cost_seconds
     rows = [
         [
@@ -322,3 +354,100 @@ def plans_table(plans: Sequence[ConversionPlan], names: Sequence[str]) -> str:
     ]
     header = ["plan", "steps", "through", "receives", "time", "ratio", "peak"]
     return table_text(header, rows, numbers_from=3)
+
+
+def naive_plan(
+    source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
+) -> ConversionPlan:
+    """Return the plan that all-reduces, all-gathers every cut dim, and slices to the target.
+
+    To another mesh the gathered tensor crosses whole, and is sliced there. What is pending at the
+    target as well stays pending.
+    """
+    moves: list[Move] = []
+    if source.mesh != target.mesh:
+        whole = ShardingSpec(source.spec.dims)
+        there = target.with_spec(whole)
+        moves += naive_moves(source, whole, model)
+        moves.append((exchange_to(source, there, model, target_model), there))
+        moves += naive_moves(there, target.spec, target_model or model)
+    elif source != target:
+        moves += naive_moves(source, target.spec, model)
+    return ConversionPlan.of_moves(source, moves, model, target_model)
+
+
+def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Iterator[Move]:
+    """Yield the steps that finish reductions, gather everything and cut, with where they lead."""
+    for step, layout in finishing_moves(source, target):
+        yield step, layout
+        source = layout
+    spec = source.spec
+    if not (spec.is_plain and target.is_plain):
+        whole = ShardingSpec(spec.dims, partial=spec.partial)
+        for after in (whole, target):
+            if after != spec:
+                there = source.with_spec(after)
+                yield exchange_to(source, there, model), there
+                spec = after
+        return
+    held, wanted = state_of(spec), state_of(target)
+    for dim, cut in enumerate(held[0]):
+        if cut:
+            spec = spec.with_dims({dim: ()})
+            yield AllGather(dim, cut), source.with_spec(spec)
+    for dim, cut in enumerate(wanted[0]):
+        if cut:
+            spec = spec.with_dims({dim: cut})
+            yield Slice(dim, cut), source.with_spec(spec)
+
+
+def finishing_moves(source: Layout, target: ShardingSpec) -> Iterator[Move]:
+    """Yield the all-reduces of what is pending at the source and not at the target."""
+    spec = source.spec
+    ending: dict[ReduceOp, list[int]] = {}
+    for partial in sorted(spec.partials, key=lambda partial: int(partial.axis)):
+        if partial not in target.partials:
+            ending.setdefault(partial.op, []).append(int(partial.axis))
+    for op, axes in sorted(ending.items()):
+        spec = spec.without_partial(axes)
+        yield AllReduce(tuple(axes), op), source.with_spec(spec)
+
+
+def difference_text(plan: ConversionPlan, naive: ConversionPlan) -> str:
+    """Say in a sentence what a plan avoids, and how much of it."""
+    if not plan.steps:
+        return "nothing to do, and nothing to avoid"
+    if plan.communicating == naive.communicating:
+        return "this is the naive plan: here no other is cheaper"
+    whole = any(layout.spec.dim_partition_dict == {} for layout in plan.layouts)
+    lead = "takes another way" if whole else "avoids gathering the whole tensor"
+    return (
+        f"{lead}: {_speed(plan.cost_seconds, naive.cost_seconds)}, "
+        f"receives {_share(plan.bytes_received, naive.bytes_received, 'of the bytes')}, "
+        f"holds {_share(plan.peak_bytes, naive.peak_bytes, 'at its peak')}"
+    )
+
+
+def _speed(seconds: float, naive: float) -> str:
+    if abs(seconds - naive) < 0.005 * naive:
+        return "about as fast"
+    if seconds == 0:
+        return "free"
+    if seconds < naive:
+        return f"{naive / seconds:.3g}× faster"
+    return f"{seconds / naive:.3g}× slower" if naive else "slower, for the naive plan is free"
+
+
+def _share(amount: int, naive: int, of_what: str) -> str:
+    """Return a part in words: a small fraction where it is close to one, else in per cent."""
+    if amount == naive:
+        return "as many bytes" if of_what == "of the bytes" else "as much at its peak"
+    if amount == 0:
+        return "nothing"
+    if amount > naive:
+        return f"{amount / naive:.3g}× {of_what.replace('of ', '')}" if naive else "more"
+    share = Fraction(amount, naive)
+    close = share.limit_denominator(64)
+    if close and abs(close - share) <= share / 200 and close.numerator <= 9 and close < 1:
+        return f"{close} {of_what}"
+    return f"{float(share):.0%} {of_what}".replace("%", " %")

@@ -1,11 +1,10 @@
 """Prices of every move between every two specs, for one tensor on one mesh.
 
-Where every dim divides evenly whatever the cut, prices depend on the tensor's bytes alone: the
-lines they lie on are found once per mesh and rank, and specs that differ by a permutation of the
-dims share them. Else prices are made for the one shape.
+Prices of permute and exchange are lines over the bytes. Where every dim divides evenly whatever the
+cut, the lines depend on the mesh and the rank alone, and specs that differ by a permutation of the
+dims, or of axes that are alike, share them; else they are made for the one shape.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -16,25 +15,27 @@ import numpy as np
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
-from shardspec.layout.graph import Cuts, PartialState
-from shardspec.layout.routed_cost import (
+from shardspec.layout.graph import (
+    Cuts,
     Floats,
-    Ints,
-    Overlaps,
-    RoutedPrices,
-    geometry_of,
-    routed_prices,
-    without_ones,
+    PartialState,
+    Space,
+    count_states,
+    is_symmetric,
+    space_of,
+    state_of,
 )
-from shardspec.layout.space import Space, count_states, is_symmetric, space_of
+from shardspec.layout.layout import Layout
+from shardspec.layout.routed import Lines, Overlaps, geometry_of, routed_lines
 
 __all__ = [
     "TIE_SECONDS",
     "Prices",
     "alike_axes",
-    "changed_axes",
     "exchange_between",
     "forget_prices",
+    "pair_prices",
+    "permute_between",
     "prices_of",
 ]
 
@@ -44,10 +45,8 @@ TIE_SECONDS: Final = 1e-12
 _ROUNDING: Final = 1e-12
 """Prices that differ by so little, in proportion, are one price summed in another order."""
 
-_LEAST_STATES: Final = 64
-_FEW_STATES: Final = 400
-"""Up to so many states prices are small enough to keep those of hundreds of tensors, or of many."""
-
+_FEW_STATES: Final = 200
+"""Up to so many states what is worked out takes a MiB, so that of many tensors is kept."""
 _MOST_CELLS: Final = 1 << 21
 """Pairs of specs times pairs of devices that are priced together."""
 _MOST_WORK: Final = 1e7
@@ -56,29 +55,20 @@ _MOST_WORK: Final = 1e7
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Seconds of the single moves between all specs of a space.
+    """Seconds of the single moves between all specs of a space, as arrays (states, states).
 
-    Attributes
-    ----------
-    space
-        What the rows and columns stand for.
-    local_bytes : array (states)
-        Bytes of the largest shard of each state.
-    collective, permute, exchange : arrays (states, states)
-        Seconds of going from the row's state to the column's in one such step; inf where none
-        does.
-    routed
-        Whether permute and exchange are priced; false where there are too many pairs.
-    model
-        Prices of the links.
+    Row: where from. Column: where to. inf where no such step leads there.
     """
 
     space: Space
+    """What the rows and columns stand for."""
     local_bytes: Floats
+    """Bytes of the largest shard of each state."""
     collective: Floats
     permute: Floats
     exchange: Floats
     routed: bool
+    """Whether permute and exchange are priced; false where there are too many pairs."""
     model: CostModel
 
     def cheapest(self) -> Floats:
@@ -88,11 +78,12 @@ class Prices:
         best += TIE_SECONDS
         return best
 
-    def with_pair(self, source: int, target: int, permute: float, exchange: float) -> "Prices":
+    def with_pair(self, source: Layout, goal: Cuts) -> "Prices":
         """Return the prices with permute and exchange between two states added."""
+        ends = self.space.index[state_of(source.spec)], self.space.index[goal, ()]
         both = self.permute.copy(), self.exchange.copy()
-        for matrix, seconds in zip(both, (permute, exchange), strict=True):
-            matrix[source, target] = seconds
+        for matrix, seconds in zip(both, pair_prices(source, goal, self.model), strict=True):
+            matrix[ends] = seconds
         return replace(self, permute=both[0], exchange=both[1])
 
     def with_slices_joined(self) -> "Prices":
@@ -111,6 +102,11 @@ class Prices:
                     collective[source, target] = 0.0
         return replace(self, space=replace(self.space, steps=steps), collective=collective)
 
+    def within(self, max_bytes: int) -> tuple[Floats, Floats]:
+        """Return `cheapest` without moves that hold more bytes; and what every move holds."""
+        live = self.local_bytes[:, None] + self.local_bytes
+        return np.where(live <= max_bytes, self.cheapest(), np.inf), live
+
     def step(self, source: int, target: int) -> Step:
         """Return the cheapest single move between two states; a collective where it is as cheap."""
         seconds = (
@@ -122,19 +118,22 @@ class Prices:
         if seconds[0] <= best:
             return self.space.steps[source, target]
         ends = self.space.states[source][0], self.space.states[target][0]
-        if seconds[1] <= best:
-            return Permute(changed_axes(*ends))
-        return exchange_between(*ends, self.model)
+        return permute_between(*ends) if seconds[1] <= best else exchange_between(*ends, self.model)
 
 
-def changed_axes(before: Cuts, after: Cuts) -> tuple[int, ...]:
-    """Return the axes whose part in the cuts differs, ascending.
+def permute_between(before: Cuts, after: Cuts) -> Permute:
+    """Return the permute from one spec to another on the same mesh."""
+    return Permute(_changed_axes(before, after))
 
-    Examples
-    --------
-    >>> changed_axes(((0, 1), ()), ((1, 0), (2,)))
-    (0, 1, 2)
-    """
+
+def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
+    """Return the exchange from one spec to another on the same mesh."""
+    cut = [axis for axes in before for axis in axes]
+    return Exchange(_changed_axes(before, after), model.apart(cut))
+
+
+def _changed_axes(before: Cuts, after: Cuts) -> tuple[int, ...]:
+    """Return the axes whose part in the cuts differs, ascending."""
 
     def places(cuts: Cuts) -> set[tuple[int, int, int]]:
         return {(a, dim, i) for dim, axes in enumerate(cuts) for i, a in enumerate(axes)}
@@ -142,104 +141,61 @@ def changed_axes(before: Cuts, after: Cuts) -> tuple[int, ...]:
     return tuple(sorted({axis for axis, _, _ in places(before) ^ places(after)}))
 
 
-def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
-    """Return the exchange from one spec to another on the same mesh.
-
-    Examples
-    --------
-    >>> from shardspec.comm.cost import Link
-    >>> model = CostModel((2, 2), (Link(1e-5, 1e-11), Link(1e-6, 1e-12)))
-    >>> exchange_between(((1,), ()), ((0,), ()), model)
-    Exchange(axes=(0, 1), apart=(0,))
-    """
-    cut = [axis for axes in before for axis in axes]
-    return Exchange(changed_axes(before, after), model.apart(cut))
-
-
 def alike_axes(mesh_shape: tuple[int, ...], model: CostModel) -> tuple[int, ...]:
-    """Return per mesh axis a number that is the same for axes equally long and fast.
-
-    Examples
-    --------
-    >>> from shardspec.comm.cost import Link
-    >>> fast, slow = Link(1e-6, 1e-12), Link(1e-5, 1e-11)
-    >>> alike_axes((2, 2, 2, 4), CostModel((2, 2, 2, 4), (slow, fast, fast, fast)))
-    (0, 1, 1, 3)
-    """
+    """Return per mesh axis a number that is the same for axes equally long and fast."""
     if model.measured:  # of this mesh's own axes
         return tuple(range(len(mesh_shape)))
     kinds = [(n, replace(link, name="")) for n, link in zip(mesh_shape, model.links, strict=True)]
     return tuple(map(kinds.index, kinds))
 
 
-@lru_cache(maxsize=16)
-def _count_rows(space: Space, alike: tuple[int, ...]) -> int:
-    """Return how many states are priced where those that are alike are priced once."""
-    return len(np.unique(space.orbits(alike)[0]))
+def prices_of(tensor: Layout, model: CostModel, most_work: float = _MOST_WORK) -> Prices:
+    """Price all single moves of a tensor on its mesh, and with what is pending there.
 
-
-def prices_of(
-    mesh_shape: tuple[int, ...],
-    pending: PartialState,
-    global_shape: tuple[int, ...],
-    dtype: str,
-    model: CostModel,
-    most_work: float = _MOST_WORK,
-) -> Prices:
-    """Price all single moves of a tensor on a mesh.
-
-    Parameters
-    ----------
-    mesh_shape, pending, global_shape, dtype, model
-        The tensor, the mesh, its links, and what is pending at the source.
-    most_work
-        Pairs of specs times devices up to which permute and exchange are priced too.
+    Up to `most_work` pairs of specs times devices permute and exchange are priced too.
     """
-    states = count_states(len(mesh_shape), len(global_shape), len(pending))
-    priced = _few_prices if states <= _FEW_STATES else _many_prices
-    if states <= _LEAST_STATES:
-        priced = _least_prices
-    return priced(mesh_shape, pending, global_shape, dtype, model, most_work)
+    pending = state_of(tensor.spec)[1]
+    few = count_states(tensor.mesh.ndim, tensor.spec.dims, len(pending)) <= _FEW_STATES
+    make = _prices_of_few if few else _prices_of_many
+    return make(
+        tensor.mesh.shape, pending, tensor.global_shape, item_bytes(tensor.dtype), model, most_work
+    )
 
 
 def _prices(
     mesh_shape: tuple[int, ...],
     pending: PartialState,
     global_shape: tuple[int, ...],
-    dtype: str,
+    item: int,
     model: CostModel,
     most_work: float,
 ) -> Prices:
     space = space_of(len(mesh_shape), len(global_shape), pending)
-    local_bytes = space.local_elements(mesh_shape, global_shape) * item_bytes(dtype)
+    local_bytes = space.local_elements(mesh_shape, global_shape) * item
     count = len(space.states)
-    collective = np.full((count, count), np.inf)
+    collective, permute, exchange = np.full((3, count, count), np.inf)
     collective[space.edge_from, space.edge_to] = space.edge_seconds(model, local_bytes)
     known = len(space.nothing_pending)  # the states with nothing pending come first
-    routed = _routed(mesh_shape, global_shape, dtype, model, most_work)
-    permute, exchange = np.full((2, count, count), np.inf)
+    routed = _routed(mesh_shape, global_shape, item, model, most_work)
     if routed is not None:
         permute[:known, :known], exchange[:known, :known] = routed
     return Prices(space, local_bytes, collective, permute, exchange, routed is not None, model)
 
 
-_least_prices = lru_cache(maxsize=512)(_prices)
-_few_prices = lru_cache(maxsize=32)(_prices)
-_many_prices = lru_cache(maxsize=1)(_prices)
-"""Of one large space: its prices take some 50 MiB."""
+_prices_of_few = lru_cache(maxsize=64)(_prices)
+_prices_of_many = lru_cache(maxsize=1)(_prices)
 
 
 def forget_prices() -> None:
     """Let go of the prices that are kept."""
-    _least_prices.cache_clear()
-    _few_prices.cache_clear()
-    _many_prices.cache_clear()
+    _prices_of_few.cache_clear()
+    _prices_of_many.cache_clear()
 
 
 def _routed(
     mesh_shape: tuple[int, ...],
     global_shape: tuple[int, ...],
-    dtype: str,
+    item: int,
     model: CostModel,
     most_work: float,
 ) -> tuple[Floats, Floats] | None:
@@ -247,149 +203,60 @@ def _routed(
 
     Axes of one device make no difference, so states that differ only there are priced once.
     """
-    kept = without_ones(mesh_shape)
-    if len(kept) < len(mesh_shape):
-        few = _routed(model.on(kept).mesh_shape, global_shape, dtype, model.on(kept), most_work)
-        if few is None:
+    space, squeezed = space_of(len(mesh_shape), len(global_shape), ()), _Squeezed(mesh_shape)
+    count, dims = len(space.states), len(global_shape)
+    if len(squeezed.axes) < len(mesh_shape):
+        small = model.on(squeezed.axes)
+        found = _routed(small.mesh_shape, global_shape, item, small, most_work)
+        if found is None:
             return None
-        place = {axis: number for number, axis in enumerate(kept)}
-        index = space_of(len(kept), len(global_shape), ()).index
-        same = np.array(
-            [
-                index[tuple(tuple(place[a] for a in axes if a in place) for axes in cuts), ()]
-                for cuts, _ in space_of(len(mesh_shape), len(global_shape), ()).states
-            ]
-        )
-        permute, exchange = (seconds[np.ix_(same, same)] for seconds in few)
+        index = space_of(len(squeezed.axes), dims, ()).index
+        same = np.array([index[squeezed.cuts(cuts), ()] for cuts, _ in space.states])
+        permute, exchange = (seconds[np.ix_(same, same)] for seconds in found)
         # Between those that are priced as one nothing moves.
         permute[same[:, None] == same] = 0.0
         np.fill_diagonal(permute, np.inf)
         return permute, exchange
-    plain = space_of(len(mesh_shape), len(global_shape), ())
-    count = len(plain.states)
+    devices = prod(mesh_shape)
     even = is_symmetric(global_shape, mesh_shape)
-    rows = _count_rows(plain, alike_axes(mesh_shape, model)) if even else count
-    geometry = geometry_of(mesh_shape)
-    if rows * count * prod(mesh_shape) > most_work or len(geometry.rows) < prod(mesh_shape):
+    alike = space.orbits(alike_axes(mesh_shape, model)) if even else None
+    rows = count if alike is None else len(np.unique(alike[0]))
+    if rows * count * devices > most_work or len(geometry_of(mesh_shape).rows) < devices:
         return None
-    permute = np.full((count, count), np.inf)
+    make = _lines_of_few if count <= _FEW_STATES else _lines_of_many
+    # All sizes that divide evenly have the same lines.
+    sizes, scale = global_shape, item
     if even:
-        lines = _even_lines(mesh_shape, len(global_shape), model)
-        num_bytes = float(prod(global_shape) * item_bytes(dtype))
-        exchange = _highest(lines.exchange, num_bytes)
-        permute[lines.permute_from, lines.permute_to] = _highest(lines.permute, num_bytes)
-    else:
-        exchange = np.full((count, count), np.inf)
-        for source, row in _each_row(plain, mesh_shape, global_shape, model):
-            exchange[source] = row.exchange.at(item_bytes(dtype))
-            permute[source, row.permutable] = row.permute.at(item_bytes(dtype))
-    exchange[exchange == 0] = np.inf  # nothing moves: that is a slice, or no step at all
-    return permute, exchange
+        sizes, scale = (devices,) * dims, prod(global_shape) * item
+    permute, exchange = make(mesh_shape, sizes, model, even)
+    seconds = _highest(permute, scale), _highest(exchange, scale)
+    seconds[1][seconds[1] == 0] = np.inf  # nothing moves: that is a slice, or no step at all
+    return seconds
 
 
-@dataclass(frozen=True, eq=False)
-class _EvenLines:
-    """Prices by the bytes of the whole tensor, where all dims divide evenly.
+def _lines(
+    mesh_shape: tuple[int, ...], sizes: tuple[int, ...], model: CostModel, even: bool
+) -> tuple[Lines, Lines]:
+    """Return permute and exchange between all states, by the bytes of an element.
 
-    Of each price its lines come along the first axis, fixed part and slope: so they are evaluated
-    in a few sweeps over contiguous memory.
+    Where sizes are `even`, by those of the whole tensor instead. Lines lie along the first axis
+    here, so that they are evaluated in a few sweeps over contiguous memory.
     """
-
-    exchange: tuple[Floats, Floats]
-    permute: tuple[Floats, Floats]
-    permute_from: Ints
-    permute_to: Ints
-
-
-def _even_lines(mesh_shape: tuple[int, ...], dims: int, model: CostModel) -> _EvenLines:
-    few = count_states(len(mesh_shape), dims, 0) <= _FEW_STATES
-    return (_few_even_lines if few else _many_even_lines)(mesh_shape, dims, model)
-
-
-def _make_even_lines(mesh_shape: tuple[int, ...], dims: int, model: CostModel) -> _EvenLines:
-    space = space_of(len(mesh_shape), dims, ())
-    count = len(space.states)
-    sizes = (prod(mesh_shape),) * dims
-    volume = float(prod(sizes))
-    stands_for, relabelled = space.orbits(alike_axes(mesh_shape, model))
-    rows = {
-        source: (row.exchange.pruned(), row.permute.pruned(), row.permutable)
-        for source, row in _each_row(space, mesh_shape, sizes, model, only=np.unique(stands_for))
-    }
-    most = (
-        max(exchange.fixed.shape[-1] for exchange, _, _ in rows.values()),
-        max(permute.fixed.shape[-1] for _, permute, _ in rows.values()),
-    )
-    fixed, slope = np.empty((2, most[0], count, count))
-    ends, permute_fixed, permute_slope = [], [], []
-    for state in range(count):
-        exchange, permute, permutable = rows[stands_for[state]]
-        image = relabelled[state]
-        fixed[:, state] = _widened(exchange.fixed, most[0])[image].T
-        slope[:, state] = _widened(exchange.slope / volume, most[0])[image].T
-        back = np.empty(count, dtype=np.int64)
-        back[image] = np.arange(count)
-        reached = back[permutable]
-        ends.append(np.stack([np.full(len(reached), state), reached]))
-        permute_fixed.append(_widened(permute.fixed, most[1]))
-        permute_slope.append(_widened(permute.slope, most[1]) / volume)
-    pairs = np.concatenate(ends, axis=1)
-    return _EvenLines(
-        (fixed, slope),
-        (
-            _lines_first(np.concatenate(permute_fixed)),
-            _lines_first(np.concatenate(permute_slope)),
-        ),
-        pairs[0],
-        pairs[1],
-    )
-
-
-_few_even_lines = lru_cache(maxsize=16)(_make_even_lines)
-_many_even_lines = lru_cache(maxsize=1)(_make_even_lines)
-
-
-def _lines_first(lines: Floats) -> Floats:
-    return np.ascontiguousarray(np.moveaxis(lines, -1, 0))
-
-
-def _highest(lines: tuple[Floats, Floats], x: float) -> Floats:
-    """Return the largest of lines at one place; as `Lines.at`, the lines along the first axis."""
-    best: Floats | None = None
-    for fixed, slope in zip(*lines, strict=True):
-        value = slope * x
-        value += fixed
-        best = value if best is None else np.maximum(best, value, out=best)
-    assert best is not None, "every price has a line"
-    return best
-
-
-def _widened(lines: Floats, count: int) -> Floats:
-    """Repeat the first line until there are `count`."""
-    missing = count - lines.shape[-1]
-    return np.concatenate([lines, np.repeat(lines[..., :1], missing, axis=-1)], axis=-1)
-
-
-def _each_row(
-    space: Space,
-    mesh_shape: tuple[int, ...],
-    sizes: tuple[int, ...],
-    model: CostModel,
-    only: Ints | None = None,
-) -> Iterator[tuple[int, RoutedPrices]]:
-    """Price permute and exchange from every state, or from some, to all states."""
-    geometry = geometry_of(mesh_shape)
+    space = space_of(len(mesh_shape), len(sizes), ())
+    geometry, uncut, count = geometry_of(mesh_shape), space.uncut_bits(), len(space.states)
     by_size = {size: Overlaps(geometry, space.lists, size) for size in set(sizes)}
     overlaps = [by_size[size] for size in sizes]
-    uncut, count = space.uncut_bits(), len(space.states)
+    stands_for, relabelled = np.arange(count), np.broadcast_to(np.arange(count), (count, count))
+    if even:
+        stands_for, relabelled = space.orbits(alike_axes(mesh_shape, model))
+    rows: dict[int, tuple[Lines, Lines]] = {}
     # Those that the same axes cut are priced together, so many as take little memory.
-    at_once = max(1, _MOST_CELLS // (count * geometry.differ.size))
-    sources = np.arange(count) if only is None else only
+    sources, at_once = np.unique(stands_for), max(1, _MOST_CELLS // (count * geometry.differ.size))
     for bits in np.unique(uncut[sources]).tolist():
         alike = sources[uncut[sources] == bits]
         for first in range(0, len(alike), at_once):
             some = alike[first : first + at_once]
-            prices = routed_prices(
+            lines = routed_lines(
                 geometry,
                 model,
                 overlaps,
@@ -399,4 +266,72 @@ def _each_row(
                 np.tile(uncut, len(some)),
             )
             for number, source in enumerate(some.tolist()):
-                yield source, prices.between(number * count, (number + 1) * count)
+                part = slice(number * count, (number + 1) * count)
+                permute, exchange = (Lines(each.fixed[part], each.slope[part]) for each in lines)
+                rows[source] = permute, exchange.pruned()
+
+    elements = prod(sizes) if even else 1
+
+    def joined(which: int) -> Lines:
+        most = max(row[which].fixed.shape[-1] for row in rows.values())
+        fixed, slope = np.empty((2, most, count, count))
+        for state, image in enumerate(relabelled):
+            row = rows[int(stands_for[state])][which]
+            for every, values in ((fixed, row.fixed), (slope, row.slope / elements)):
+                every[:, state] = values[image, :1].T  # the first line again where there are fewer
+                every[: values.shape[-1], state] = values[image].T
+        return Lines(fixed, slope)
+
+    return joined(0), joined(1)
+
+
+_lines_of_few = lru_cache(maxsize=16)(_lines)
+_lines_of_many = lru_cache(maxsize=1)(_lines)
+
+
+def _highest(lines: Lines, x: float) -> Floats:
+    """Return the largest of lines along the first axis at one place."""
+    best: Floats = lines.slope[0] * x + lines.fixed[0]
+    for fixed, slope in zip(lines.fixed[1:], lines.slope[1:], strict=True):
+        value = slope * x
+        value += fixed
+        np.maximum(best, value, out=best)
+    return best
+
+
+class _Squeezed:
+    """A mesh without its axes of one device, which make no difference."""
+
+    def __init__(self, mesh_shape: tuple[int, ...]) -> None:
+        self.axes = tuple(axis for axis, devices in enumerate(mesh_shape) if devices > 1)
+        self._place = {axis: number for number, axis in enumerate(self.axes)}
+
+    def cuts(self, cuts: Cuts) -> Cuts:
+        place = self._place
+        return tuple(tuple(place[a] for a in axes if a in place) for axes in cuts)
+
+
+def pair_prices(source: Layout, target: Cuts, model: CostModel) -> tuple[float, float]:
+    """Return the seconds of a permute and of an exchange to one spec; inf where there is none.
+
+    Nothing is pending at the source; the target is on the same mesh.
+    """
+    squeezed = _Squeezed(source.mesh.shape)
+    model = model.on(squeezed.axes)
+    plain = state_of(source.spec)[0]
+    here, there = squeezed.cuts(plain), squeezed.cuts(target)
+    sides = list(zip(source.global_shape, here, there, strict=True))
+    # Dims that stay whole are one dim.
+    whole = prod(size for size, *cuts in sides if not any(cuts))
+    sides = [(whole, (), ()), *(side for side in sides if any(side[1:]))]
+    geometry = geometry_of(model.mesh_shape)
+    overlaps = [Overlaps(geometry, lists, size) for size, *lists in sides]
+    full = (1 << len(model.mesh_shape)) - 1
+    uncut, uncut_then = (
+        full - sum(1 << a for axes in cuts for a in axes) for cuts in (here, there)
+    )
+    first, second = np.zeros((1, len(sides)), dtype=np.int64), np.ones((1, len(sides)), np.int64)
+    lines = routed_lines(geometry, model, overlaps, first, second, uncut, np.array([uncut_then]))
+    item = item_bytes(source.dtype)
+    permute, exchange = (float(each.at(item)[0]) for each in lines)
+    return permute if plain != target else np.inf, exchange or np.inf

@@ -1,16 +1,14 @@
-"""What every conversion of one tensor costs: all layouts against all layouts, as one array."""
+"""Costs of many conversions at once, as arrays: of all layouts of a tensor, and of given pairs."""
 
 import os
-import struct
 import zipfile
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import prod
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,42 +19,33 @@ from shardspec.comm.curves import whole as whole_of
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
 from shardspec.errors import AxisError, LayoutError
-from shardspec.layout.graph import PartialState, spec_of
+from shardspec.layout.graph import (
+    MAX_STATES,
+    Floats,
+    Ints,
+    PartialState,
+    count_states,
+    is_symmetric,
+    spec_of,
+    state_of,
+)
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.pricing import TIE_SECONDS, Prices, alike_axes, prices_of
-from shardspec.layout.routed_cost import geometry_of
+from shardspec.layout.routed import geometry_of
 from shardspec.layout.search import all_distances
-from shardspec.layout.space import count_states, is_symmetric
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text
 
-__all__ = ["CostTable", "cost_table"]
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
-
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    EOFError,
-    MemoryError,
-    NotImplementedError,
-    OverflowError,
-    RuntimeError,
-    TypeError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-"""What numpy and zipfile raise for damaged files, each for a damage of its own."""
+__all__ = ["CostTable", "cost_table", "pair_costs"]
 
 _MOST_WORK: Final = 3e8
 """As `shardspec.layout.pricing` counts it: about a minute."""
 _MOST_LAYOUTS: Final = 3000
 _BYTES_EACH: Final = 200
 """That a pair of layouts takes while a table is made."""
+_MOST_SPREAD: Final = 1 << 26
+"""Numbers that are told apart by a table of all between the smallest and the largest."""
 
 _ARRAYS: Final = {
     "labels": ("U", 1),
@@ -188,7 +177,7 @@ class CostTable:
         """
         try:
             return cls(*_contents(path))
-        except _UNREADABLE as error:
+        except Exception as error:  # numpy and zipfile raise a dozen kinds, each for a damage
             raise LayoutError(
                 f"{os.fspath(path)} is not a saved cost table: {' '.join(str(error).split())}; "
                 "make it again with LayoutConverter.cost_table and save"
@@ -196,7 +185,7 @@ class CostTable:
 
 
 def _contents(path: str | os.PathLike[str]) -> tuple[Any, ...]:
-    """Return the fields of a saved table, each checked; raises one of `_UNREADABLE`."""
+    """Return the fields of a saved table, each checked; raises whatever tells that one is wrong."""
     # numpy leaves a damaged file open that it opened itself.
     with open(path, "rb") as raw:
         # A file that is no archive would be taken for a pickle or a single array.
@@ -245,7 +234,7 @@ def cost_table(
             f"layouts, more than the {_MOST_LAYOUTS:,} that a table holds: it would take "
             f"{bytes_text(_BYTES_EACH * count * count)}; ask for single costs"
         )
-    prices = prices_of(mesh.shape, pending, whole.global_shape, whole.dtype, model, _MOST_WORK)
+    prices = prices_of(whole, model, _MOST_WORK)
     if not prices.routed:
         raise LayoutError(
             f"a table for the {mesh.size} devices of mesh {mesh} and {count:,} layouts would take "
@@ -297,11 +286,11 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
             live = local[last[here]] + local[here]
             peak[row, goal] = np.maximum(peak[row, goal], live)
             at[going] = last[here]
-    return (
-        np.take_along_axis(seconds[place], relabelled, axis=1),
-        np.take_along_axis(received[place], relabelled, axis=1),
-        np.take_along_axis(peak[place], relabelled, axis=1),
-    )
+
+    def of_all(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.take_along_axis(rows[place], relabelled, axis=1)
+
+    return of_all(seconds), of_all(received), of_all(peak)
 
 
 def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
@@ -355,3 +344,104 @@ class _Moved:
             wanted = wanted * (hi[b] - lo[b])
         lacking = np.max(wanted - kept, axis=-1, initial=0)
         return np.asarray(lacking * self._item, dtype=np.int64)
+
+
+def pair_costs(
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    model_of: Callable[[DeviceMesh], CostModel],
+    cost: Callable[[Layout, Layout], float],
+) -> Floats:
+    """Return the seconds from each source to the target beside it; see `LayoutConverter.costs`.
+
+    `model_of` returns the prices on a mesh; `cost` prices one pair: those between two meshes, and
+    of tensors with too many layouts.
+    """
+    if len(sources) != len(targets):
+        raise LayoutError(f"{len(sources)} sources for {len(targets)} targets; give pairs")
+    if not len(sources):
+        return np.zeros(0)
+    (here, at_here), (there, at_there) = _distinct(sources), _distinct(targets)
+    tensor_here, tensor_there = _ids([(x.global_shape, x.dtype) for x in e] for e in (here, there))
+    wrong = tensor_here[at_here] != tensor_there[at_there]
+    if wrong.any():
+        edge = int(wrong.argmax())
+        raise LayoutError(
+            f"edge {edge} is between two tensors: {sources[edge]} and {targets[edge]}; both ends "
+            "need one shape and dtype"
+        )
+    pairs, at = _numbered(at_here * len(there) + at_there)
+    left, right = np.divmod(pairs, len(there))
+    # Those of one tensor with the same reductions pending are looked up in one matrix of prices.
+    mesh_here, mesh_there = _ids([x.mesh for x in ends] for ends in (here, there))
+    (alike,) = _ids([[(x.mesh, x.global_shape, x.dtype, x.spec.partials) for x in here]])
+    group = np.where(mesh_here[left] == mesh_there[right], alike[left], -1)
+    order = np.argsort(group, kind="stable")
+    seconds = np.empty(len(pairs))
+    for numbers in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+        starts, row = np.unique(left[numbers], return_inverse=True)
+        ends, column = np.unique(right[numbers], return_inverse=True)
+        found = None
+        if group[numbers[0]] >= 0:
+            found = _from_prices([here[n] for n in starts], [there[n] for n in ends], model_of)
+        if found is not None:
+            seconds[numbers] = found[row, column]
+        else:
+            each = zip(left[numbers], right[numbers], strict=True)
+            seconds[numbers] = [cost(here[a], there[b]) for a, b in each]
+    every: Floats = seconds[at]
+    return every
+
+
+def _from_prices(
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    model_of: Callable[[DeviceMesh], CostModel],
+) -> Floats | None:
+    """Return the seconds from all to all of one tensor; None where these are not in a matrix."""
+    tensor = sources[0]
+    states = count_states(tensor.mesh.ndim, tensor.spec.dims, len(tensor.spec.partials))
+    if states > MAX_STATES or not all(x.spec.is_plain for x in (*sources, *targets)):
+        return None
+    prices = prices_of(tensor, model_of(tensor.mesh))
+    index = prices.space.index
+    goals = [index.get(state_of(target.spec), -1) for target in targets]
+    if not prices.routed or min(goals) < 0:
+        return None
+    starts = np.array([index[state_of(source.spec)] for source in sources])
+    best: Floats = all_distances(prices.cheapest() - TIE_SECONDS, starts)[:, goals]
+    return best
+
+
+def _ids(lists: Iterable[Sequence[object]]) -> list[Ints]:
+    """Return numbers for the values in all lists, the same for equal ones."""
+    known: dict[object, int] = {}
+    return [np.array([known.setdefault(v, len(known)) for v in values]) for values in lists]
+
+
+def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], Ints]:
+    """Return the distinct layouts, and which of them each one is.
+
+    Millions of edges are among a few objects; so these are told apart by identity before they are
+    compared.
+    """
+    ids, at = _numbered(np.fromiter(map(id, layouts), np.int64, count=len(layouts)) >> 3)
+    some = np.empty(len(ids), dtype=np.int64)
+    some[at] = np.arange(len(at))
+    places: dict[Layout, int] = {}
+    place_of = np.array([places.setdefault(layouts[n], len(places)) for n in some.tolist()])
+    return list(places), place_of[at]
+
+
+def _numbered(values: Ints) -> tuple[Ints, Ints]:
+    """Return the distinct numbers, ascending, and the place of each one among them."""
+    least, most = int(values.min()), int(values.max())
+    if most - least >= _MOST_SPREAD:
+        distinct, at = np.unique(values, return_inverse=True)
+        return distinct, at
+    values = values - least
+    there = np.zeros(most - least + 1, dtype=bool)
+    there[values] = True
+    distinct, places = np.flatnonzero(there), np.empty(len(there), dtype=np.int64)
+    places[distinct] = np.arange(len(distinct))
+    return distinct + least, places[values]

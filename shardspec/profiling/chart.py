@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 from html import escape
 from math import ceil, floor, log10
-from typing import Final
+from typing import Final, TypeAlias
 
 from shardspec.comm.curves import KINDS
-from shardspec.profiling.profile import Profile, fitted
+from shardspec.profiling.fit import fitted
+from shardspec.profiling.profile import Profile
 from shardspec.text import seconds_text
 
 __all__ = ["chart_svg", "chart_text"]
+
+_Points: TypeAlias = Sequence[tuple[str, float, float]]
+"""Kind, and the logarithms of fitted and of measured seconds."""
 
 _LETTERS: Final = dict(zip(KINDS, "gsra", strict=True))
 _COLOURS: Final = dict(zip(KINDS, ("#1f6feb", "#d29922", "#cf222e", "#1a7f37"), strict=True))
@@ -17,36 +21,27 @@ _COLUMNS: Final = 61
 _LINES: Final = 21
 _PIXELS: Final = 420
 _MARGIN: Final = 70
+_STYLE: Final = (
+    "text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}"
+    ".grid{stroke:#d0d7de;fill:none}.same{stroke:#59636e;stroke-dasharray:4 4;fill:none}"
+)
 
 
-def _points(profile: Profile) -> list[tuple[str, float, float]]:
-    """Return the kind, the logarithm of fitted and of measured seconds, of every measurement."""
+def _points_and_span(profile: Profile) -> tuple[_Points, int, int]:
+    """Return the points of the measurements, and the decades that they lie between."""
     model = profile.cost_model
-    return [
+    points = [
         (m.kind, log10(max(fitted(model, m), 1e-12)), log10(m.seconds))
         for m in profile.measurements
     ]
-
-
-def _span(points: Sequence[tuple[str, float, float]]) -> tuple[int, int]:
     logs = [value for _, *pair in points for value in pair]
-    low, high = floor(min(logs)), ceil(max(logs))
-    return low, max(high, low + 1)
+    low = floor(min(logs))
+    return points, low, max(ceil(max(logs)), low + 1)
 
 
 def chart_text(profile: Profile) -> str:
-    """Draw the chart as text; a letter is a measurement, and the last one at a place is seen.
-
-    Examples
-    --------
-    >>> from shardspec.profiling.fit import Measurement
-    >>> from shardspec.profiling.profile import make_profile
-    >>> times = [Measurement("all-gather", (0,), b, 1e-5 + 3e-10 * b) for b in (4096, 1 << 24)]
-    >>> print(chart_text(make_profile((2,), None, times, {})).splitlines()[0])
-    measured
-    """
-    points = _points(profile)
-    low, high = _span(points)
+    """Draw the chart as text; a letter is a measurement, and the last one at a place is seen."""
+    points, low, high = _points_and_span(profile)
     grid = [[" "] * _COLUMNS for _ in range(_LINES)]
 
     def place(value: float, steps: int) -> int:
@@ -55,7 +50,6 @@ def chart_text(profile: Profile) -> str:
     for column in range(_COLUMNS):
         grid[place(low + column / (_COLUMNS - 1) * (high - low), _LINES)][column] = "·"
     for kind, across, up in points:
-        across = min(max(across, low), high)  # a fit may say 0 s
         grid[place(up, _LINES)][place(across, _COLUMNS)] = _LETTERS[kind]
     lines = ["measured"]
     ticks = {place(decade, _LINES): seconds_text(10.0**decade) for decade in range(low, high + 1)}
@@ -74,49 +68,42 @@ def chart_text(profile: Profile) -> str:
 
 def chart_svg(profile: Profile) -> str:
     """Draw the chart as SVG; the title of a point says what it is."""
-    points = _points(profile)
-    low, high = _span(points)
-    size = _PIXELS + 2 * _MARGIN
+    points, low, high = _points_and_span(profile)
+    size, far = _PIXELS + 2 * _MARGIN, _PIXELS + _MARGIN
 
     def place(value: float) -> float:
-        return (min(max(value, low), high) - low) / (high - low) * _PIXELS
+        return _MARGIN + (value - low) / (high - low) * _PIXELS
 
     parts = []
+
+    def text(x: float, y: float, words: str, anchor: str = "start") -> None:
+        parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>')
+
+    def point(x: float, y: float, kind: str, title: str = "") -> None:
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{_COLOURS[kind]}">{title}</circle>'
+        )
+
     for decade in range(low, high + 1):
-        at, text = place(decade), seconds_text(10.0**decade)
-        x, y = _MARGIN + at, _MARGIN + _PIXELS - at
-        far = _MARGIN + _PIXELS
+        x, y = place(decade), size - place(decade)
         parts.append(f'<path class="grid" d="M{x:.1f} {_MARGIN}V{far}M{_MARGIN} {y:.1f}H{far}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{far + 18}" text-anchor="middle">{text}</text>')
-        parts.append(f'<text x="{_MARGIN - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-    parts.append(
-        f'<path class="same" d="M{_MARGIN} {_MARGIN + _PIXELS}L{_MARGIN + _PIXELS} {_MARGIN}"/>'
-    )
+        text(x, far + 18, seconds_text(10.0**decade), "middle")
+        text(_MARGIN - 6, y + 4, seconds_text(10.0**decade), "end")
+    parts.append(f'<path class="same" d="M{_MARGIN} {far}L{far} {_MARGIN}"/>')
     for (kind, across, up), measured in zip(points, profile.measurements, strict=True):
-        axes = ",".join(map(str, measured.axes))
         title = (
-            f"{kind} over axes {axes}, {measured.num_bytes} bytes: "
+            f"{kind} over axes {','.join(map(str, measured.axes))}, {measured.num_bytes} bytes: "
             f"{seconds_text(10**up)} measured, {seconds_text(10**across)} fitted"
         )
-        parts.append(
-            f'<circle cx="{_MARGIN + place(across):.1f}" '
-            f'cy="{_MARGIN + _PIXELS - place(up):.1f}" r="4" fill="{_COLOURS[kind]}">'
-            f"<title>{escape(title)}</title></circle>"
-        )
-    for line, (kind, colour) in enumerate(_COLOURS.items()):
-        y = _MARGIN + 16 + 18 * line
-        parts.append(f'<circle cx="{_MARGIN + 14}" cy="{y - 4}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{_MARGIN + 24}" y="{y}">{kind}</text>')
-    middle = _MARGIN + _PIXELS / 2
-    parts.append(f'<text x="{middle}" y="{size - 26}" text-anchor="middle">fitted</text>')
-    parts.append(f'<text x="{_MARGIN}" y="{_MARGIN - 30}">{escape(profile.known_error)}</text>')
-    parts.append(f'<text x="{_MARGIN - 40}" y="{_MARGIN - 10}">measured</text>')
-    style = (
-        "text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}"
-        ".grid{stroke:#d0d7de;fill:none}.same{stroke:#59636e;stroke-dasharray:4 4;fill:none}"
-    )
+        point(place(across), size - place(up), kind, f"<title>{escape(title)}</title>")
+    for line, kind in enumerate(_COLOURS):
+        point(_MARGIN + 14, _MARGIN + 12 + 18 * line, kind)
+        text(_MARGIN + 24, _MARGIN + 16 + 18 * line, kind)
+    text(size / 2, size - 26, "fitted", "middle")
+    text(_MARGIN, _MARGIN - 30, profile.known_error)
+    text(_MARGIN - 40, _MARGIN - 10, "measured")
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" height="{size}" '
-        f'viewBox="0 0 {size} {size}">\n<style>{style}</style>\n{body}\n</svg>\n'
+        f'viewBox="0 0 {size} {size}">\n<style>{_STYLE}</style>\n{body}\n</svg>\n'
     )

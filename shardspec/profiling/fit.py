@@ -1,26 +1,131 @@
-"""From measured times of steps to the latency and the rate of every mesh axis.
+"""From measured times of steps to curves of collectives, and links of mesh axes.
 
-These price permute and exchange, and steps along axes that were not measured together; the
-collectives that were measured have curves, see `shardspec.profiling.curves`. The model is that of
-`shardspec.comm.cost`, whose own lines make the equations, so that a fit and a price cannot
-disagree: a step along one axis takes ``messages * alpha + bytes * beta``.
+A curve is the lower of two lines, for a protocol of low latency and one of high bandwidth. For
+every size at which the one may give way to the other, both lines are fitted and each measurement
+goes to the line that is lower there, a few times over; the best of these fits is kept. What is made
+small is the relative error, since a microsecond counts for as much in a short step as a
+millisecond in a long one, and measurements far off count for less (iteratively reweighted least
+squares, Huber's weights). How far prices are off is found by cross-validation: each size is left
+out once and priced by the fit of the others.
+
+Links price permute and exchange, and steps along axes that were not measured together. Their model
+is that of `shardspec.comm.cost`, whose own lines make the equations, so that a fit and a price
+cannot disagree: a step along one axis takes ``messages * alpha + bytes * beta``.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from statistics import fmean, median
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel, Link
-from shardspec.comm.curves import KINDS, Curve, Line, whole
+from shardspec.comm.curves import KINDS, LARGE, Band, Curve, Line, whole
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
 from shardspec.errors import ProfileError
 from shardspec.mesh import LinkModel
-from shardspec.profiling.curves import fit_curve, line_of
 
-__all__ = ["Fit", "Measurement", "curves_of_groups", "fit_links", "step_of"]
+__all__ = [
+    "Fit",
+    "Measurement",
+    "Times",
+    "bands",
+    "curves_of_groups",
+    "fit_curve",
+    "fit_links",
+    "fitted",
+    "step_of",
+]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Times: TypeAlias = Sequence[tuple[float, float]]
+"""Bytes of the whole buffer and seconds; sizes ascend."""
+
+_ROUNDS: Final = 8
+_TRUSTED: Final = 0.2
+"""A relative error up to which a measurement counts in full."""
+_FEWEST: Final = 6
+"""Measurements from which on there are two lines."""
+
+
+def _line_of(x: Floats, y: Floats, seconds: Floats) -> Line:
+    """Return the factors of `x` and `y`, neither negative, whose sum is nearest to the seconds."""
+    x, y = x / seconds, y / seconds
+    weights = np.ones(len(seconds))
+    best = (0.0, 0.0)
+    for _ in range(_ROUNDS):
+        best = _nonnegative(x * weights, y * weights, weights)
+        errors = np.abs(best[0] * x + best[1] * y - 1)
+        weights = np.sqrt(np.minimum(1.0, _TRUSTED / np.maximum(errors, 1e-12)))
+    return best
+
+
+def _nonnegative(x: Floats, y: Floats, right: Floats) -> Line:
+    """Least squares of two unknowns that are not negative: inside, or on one of two edges."""
+    xx, xy, yy, xr, yr = (float(v) for v in (x @ x, x @ y, y @ y, x @ right, y @ right))
+    det = xx * yy - xy * xy
+    if det > 1e-12 * xx * yy:
+        inside = ((xr * yy - yr * xy) / det, (yr * xx - xr * xy) / det)
+        if min(inside) >= 0:
+            return inside
+    # What an edge explains of the right side.
+    first, second = (xr * xr / xx if xx else 0.0), (yr * yr / yy if yy else 0.0)
+    return (xr / xx, 0.0) if first >= second else (0.0, yr / yy)
+
+
+def _fit_lines(times: Times) -> tuple[Line, ...]:
+    """Return the lines of which the lowest is nearest to measured times."""
+    size, seconds = np.array(times, dtype=np.float64).T
+    ones = np.ones(len(size))
+    best: tuple[Line, ...] = (_line_of(ones, size, seconds),)
+    least = _distance(best, size, seconds)
+    for first in range(2, len(size) - 1) if len(size) >= _FEWEST else ():
+        low = np.arange(len(size)) < first
+        for _ in range(4):
+            if not 2 <= low.sum() <= len(size) - 2:
+                break
+            lines = tuple(_line_of(ones[p], size[p], seconds[p]) for p in (low, ~low))
+            distance = _distance(lines, size, seconds)
+            if distance < least:
+                best, least = lines, distance
+            (a, b), (c, d) = lines
+            again = a + b * size <= c + d * size
+            if (again == low).all():
+                break
+            low = again
+    return tuple(sorted(best))
+
+
+def _distance(lines: Sequence[Line], size: Floats, seconds: Floats) -> float:
+    predicted = np.min([fixed + slope * size for fixed, slope in lines], axis=0)
+    return float(np.minimum(np.abs(np.log(np.maximum(predicted, 1e-12) / seconds)), 1.0).mean())
+
+
+def bands(pairs: Iterable[tuple[float, float]]) -> tuple[Band | None, Band | None]:
+    """Return the errors below `LARGE` and from there on, of pairs of bytes and relative error."""
+    errors: tuple[list[float], list[float]] = ([], [])
+    for size, error in pairs:
+        errors[size >= LARGE].append(error)
+    found = [Band(*map(float, np.quantile(each, (0.5, 0.9)))) if each else None for each in errors]
+    return found[0], found[1]
+
+
+def fit_curve(kind: str, devices: int, times: Times, other: Times = ()) -> Curve:
+    """Return the curve of times of a collective, at two sizes or more.
+
+    `other` are times of the same that are not fitted but count in the errors: of another version of
+    the communication library, say.
+    """
+    curve = Curve(kind, devices, _fit_lines(times), (int(times[0][0]), int(times[-1][0])))
+    errors = [(size, abs(curve.seconds(size) / seconds - 1)) for size, seconds in other]
+    for place, (size, seconds) in enumerate(times) if len(times) > 2 else ():
+        rest = [*times[:place], *times[place + 1 :]]
+        left = replace(curve, lines=_fit_lines(rest))
+        errors.append((size, abs(left.seconds(size) / seconds - 1)))
+    return replace(curve, errors=bands(errors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,54 +161,30 @@ class Fit:
 
 
 def step_of(kind: str, axes: tuple[int, ...]) -> Step:
-    """Return the step that a kind stands for, on a tensor of two dims.
+    """Return the step that a kind stands for, on a tensor of two dims."""
+    steps: dict[str, Step] = {
+        "all-gather": AllGather(0, axes),
+        "reduce-scatter": ReduceScatter(0, axes, "sum"),
+        "all-reduce": AllReduce(axes, "sum"),
+        "all-to-all": AllToAll(0, 1, axes, axes),
+    }
+    if kind not in steps:
+        raise ProfileError(f"{kind!r} is no kind of step that is measured; use one of {KINDS}")
+    return steps[kind]
 
-    Examples
-    --------
-    >>> step_of("all-gather", (1,))
-    AllGather(dim=0, axes=(1,))
-    """
-    match kind:
-        case "all-gather":
-            return AllGather(0, axes)
-        case "reduce-scatter":
-            return ReduceScatter(0, axes, "sum")
-        case "all-reduce":
-            return AllReduce(axes, "sum")
-        case "all-to-all":
-            return AllToAll(0, 1, axes, axes)
-    raise ProfileError(f"{kind!r} is no kind of step that is measured; use one of {KINDS}")
+
+def fitted(model: CostModel, measured: Measurement) -> float:
+    """Return the seconds that a model says of a measurement."""
+    return model.step_seconds(step_of(measured.kind, measured.axes), measured.num_bytes)
 
 
 def fit_links(
     mesh_shape: tuple[int, ...], measurements: Sequence[Measurement], link_model: LinkModel
 ) -> Fit:
-    """Return the links that fit measurements best.
+    """Return the links that fit measurements best; each axis is fitted to the steps along it alone.
 
-    Each axis is fitted to the steps along it alone. Steps along several axes do not take part, but
-    count in the errors.
-
-    Parameters
-    ----------
-    mesh_shape
-        Devices along each axis.
-    measurements
-        At least two sizes of some step along every axis of two devices or more.
-    link_model
-        The formulas to fit.
-
-    Raises
-    ------
-    ProfileError
-        If an axis has too few measurements.
-
-    Examples
-    --------
-    >>> sizes = (4096, 65536, 1 << 20)
-    >>> times = [Measurement("all-gather", (0,), b, 1e-5 + 3e-10 * b) for b in sizes]
-    >>> fit = fit_links((2,), times, "ring")
-    >>> str(fit.links[0]), round(fit.worst_error, 6)
-    ('measured: 10 µs, 3.333 GB/s', 0.0)
+    Steps along several axes count in the errors only. Every axis of two devices or more needs two
+    sizes of some step, else this is a `ProfileError`.
     """
     unit = CostModel(mesh_shape, (Link(1.0, 1.0),) * len(mesh_shape), link_model)
     links = []
@@ -116,11 +197,13 @@ def fit_links(
             raise ProfileError(
                 f"axis {axis} has {len(own)} measurements; two sizes of a step at least are needed"
             )
-        messages, shares = np.array([_equation(unit, m) for m in own]).T
+        # How often each pays alpha, and for how many bytes beta.
+        lines = [(unit.lines(step_of(m.kind, m.axes))[0], m.num_bytes) for m in own]
+        messages, shares = np.array([(often, share * size) for (often, share), size in lines]).T
         seconds = np.array([m.seconds for m in own])
-        links.append(Link(*line_of(messages, shares, seconds), "measured"))
+        links.append(Link(*_line_of(messages, shares, seconds), "measured"))
     model = CostModel(mesh_shape, tuple(links), link_model)
-    errors = [abs(_predicted(model, m) / m.seconds - 1) for m in measurements]
+    errors = [abs(fitted(model, m) / m.seconds - 1) for m in measurements]
     mean = fmean(min(error, 1.0) for error in errors)
     return Fit(link_model, tuple(links), median(errors), max(errors), mean)
 
@@ -137,24 +220,9 @@ def curves_of_groups(
         held = whole(m.kind, prod(mesh_shape[axis] for axis in m.axes))
         of_kind = times.setdefault(tuple(sorted(m.axes)), {}).setdefault(m.kind, [])
         of_kind.append((float(m.num_bytes * held), m.seconds))
-    return tuple(
-        (
-            axes,
-            tuple(
-                fit_curve(kind, prod(mesh_shape[axis] for axis in axes), sorted(found))
-                for kind, found in kinds.items()
-                if len({size for size, _ in found}) > 1
-            ),
-        )
-        for axes, kinds in times.items()
-    )
-
-
-def _predicted(model: CostModel, measured: Measurement) -> float:
-    return model.step_seconds(step_of(measured.kind, measured.axes), measured.num_bytes)
-
-
-def _equation(unit: CostModel, measured: Measurement) -> Line:
-    """Return how often a measurement pays alpha, and for how many bytes beta."""
-    ((messages, share),) = unit.lines(step_of(measured.kind, measured.axes))
-    return messages, share * measured.num_bytes
+    found = []
+    for axes, kinds in times.items():
+        devices = prod(mesh_shape[axis] for axis in axes)
+        several = ((k, sorted(some)) for k, some in kinds.items() if len(dict(some)) > 1)
+        found.append((axes, tuple(fit_curve(kind, devices, some) for kind, some in several)))
+    return tuple(found)

@@ -35,27 +35,12 @@ def measure(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Measurement, ...]:
-    """Time every kind of step along every group of axes, at every size.
+    """Time every kind of step along every group of axes, at every size; all processes call this.
 
-    Every process of the mesh calls this.
-
-    Parameters
-    ----------
-    communicator
-        Of the mesh.
-    sizes
-        Bytes of a shard before the step; what is measured is as near to it as a tensor can be.
-    repeats
-        At least so many repetitions, after warm-ups; short steps are repeated more often.
-    device
-        Where the tensors lie.
-    progress
-        Called with how many steps and sizes are done, and how many there are.
-
-    Returns
-    -------
-    tuple of Measurement
-        Each the median over repetitions of the slowest process's seconds.
+    `sizes` are bytes of a shard before the step; what is measured is as near to it as a tensor can
+    be. A step is repeated at least `repeats` times after warm-ups, short ones more often, and the
+    median over repetitions of the slowest process's seconds counts. `progress` is called with how
+    many steps and sizes are done, and how many there are.
     """
     mesh = communicator.mesh
     tasks = list(_tasks(mesh, sizes))

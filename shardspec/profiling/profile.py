@@ -1,12 +1,12 @@
 """A profile of a cluster: measured times, the links that fit them, and the file they lie in."""
 
 import json
-import os
+import os.path
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isclose, prod
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final
 
 from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.strict_json import (
@@ -15,17 +15,19 @@ from shardspec.checkpoint.strict_json import (
     as_size,
     as_sizes,
     as_text,
+    field,
     member,
     parse_json,
 )
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import KINDS, Curve, Line
-from shardspec.errors import CheckpointError, MeshError, ProfileError
+from shardspec.errors import CheckpointError, InputFileError, MeshError, ProfileError
+from shardspec.input_files import read_input_file
 from shardspec.mesh import DeviceMesh, LinkModel
-from shardspec.profiling.fit import Fit, Measurement, curves_of_groups, fit_links, step_of
+from shardspec.profiling.fit import Fit, Measurement, curves_of_groups, fit_links, fitted
 from shardspec.text import seconds_text, table_text
 
-__all__ = ["Profile", "fitted", "make_profile"]
+__all__ = ["Profile", "make_profile"]
 
 _FORMAT: Final = "shardspec profile"
 _VERSION: Final = 1
@@ -38,15 +40,7 @@ _SECONDS: Final = (1e-9, 1e6)
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured on a mesh, and the fits of both link models.
-
-    Examples
-    --------
-    >>> times = [Measurement("all-gather", (0,), b, 1e-5 + 3e-10 * b) for b in (4096, 65536)]
-    >>> profile = make_profile((2,), None, times, {"backend": "gloo"})
-    >>> profile.cost_model.links_text(["0"])
-    'axis 0 measured: 10 µs, 3.333 GB/s'
-    """
+    """What was measured on a mesh, and the fits of both link models."""
 
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None
@@ -120,7 +114,7 @@ class Profile:
             "axis_names": self.axis_names,
             "link_model": self.link_model,
             "known_error": self.known_error,
-            "fits": {fit.link_model: _fit_record(fit) for fit in (self.ring, self.shared_bus)},
+            "fits": self._fits(),
             "facts": dict(self.facts),
             "measurements": [
                 {**asdict(m), "fitted_seconds": fitted(model, m)} for m in self.measurements
@@ -128,15 +122,25 @@ class Profile:
         }
         return json.dumps(record, indent=1)
 
+    def _fits(self) -> dict[str, dict[str, object]]:
+        return {
+            fit.link_model: {
+                "links": [
+                    {"latency_s": link.latency_s, "seconds_per_byte": link.seconds_per_byte}
+                    for link in fit.links
+                ],
+                "typical_error": fit.typical_error,
+                "worst_error": fit.worst_error,
+                "mean_error": fit.mean_error,
+            }
+            for fit in (self.ring, self.shared_bus)
+        }
+
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
         """Write the profile; it appears under its name when it is complete.
 
-        Raises
-        ------
-        OutputExistsError
-            If there is such a file and `overwrite` is not set.
-        CheckpointError
-            If the file cannot be written.
+        Raises `OutputExistsError` if there is such a file and `overwrite` is not set, and
+        `CheckpointError` if it cannot be written.
         """
         content = self.to_json().encode()
 
@@ -147,27 +151,16 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path | str) -> "Profile":
-        """Read a profile that `save` wrote.
-
-        Raises
-        ------
-        ProfileError
-            If the file is missing, damaged, of another kind or of a newer version.
-        """
+        """Read a profile that `save` wrote; `ProfileError` if it is none, or damaged."""
         try:
             return _read(Path(path))
-        except CheckpointError as error:
+        except (CheckpointError, InputFileError) as error:
             raise ProfileError(str(error)) from None
 
 
 def _line_text(line: Line) -> str:
     fixed, slope = line
     return f"{seconds_text(fixed)} + {f'{1e-9 / slope:.4g} GB/s' if slope else 'free'}"
-
-
-def fitted(model: CostModel, measured: Measurement) -> float:
-    """Return the seconds that a model says of a measurement."""
-    return model.step_seconds(step_of(measured.kind, measured.axes), measured.num_bytes)
 
 
 def make_profile(
@@ -178,10 +171,7 @@ def make_profile(
 ) -> Profile:
     """Fit both link models to measurements and choose the one that is nearer on the mean.
 
-    Raises
-    ------
-    ProfileError
-        If an axis has too few measurements.
+    An axis with too few measurements is a `ProfileError`.
     """
     ring = fit_links(mesh_shape, measurements, "ring")
     bus = fit_links(mesh_shape, measurements, "shared-bus")
@@ -199,75 +189,52 @@ def make_profile(
     )
 
 
-def _fit_record(fit: Fit) -> dict[str, object]:
-    return {
-        "links": [
-            {"latency_s": link.latency_s, "seconds_per_byte": link.seconds_per_byte}
-            for link in fit.links
-        ],
-        "typical_error": fit.typical_error,
-        "worst_error": fit.worst_error,
-        "mean_error": fit.mean_error,
-    }
-
-
 def _read(path: Path) -> Profile:
-    try:
-        if not path.is_file():
-            raise ProfileError(f"{path}: there is no such file; 'shardspec profile' makes one")
-        if path.stat().st_size > _MOST_BYTES:
-            raise ProfileError(f"{path}: is too large for a profile")
-        data = path.read_bytes()
-    except OSError as error:
-        raise ProfileError(f"{path}: cannot be read: {error.strerror}") from None
+    if not os.path.isfile(path):
+        raise ProfileError(f"{path}: there is no such file; 'shardspec profile' makes one")
+    data = read_input_file(path, _MOST_BYTES)
     root = as_object(parse_json(data, path, "profile"), path, "the profile")
     if root.get("format") != _FORMAT:
         raise ProfileError(f"{path}: is no profile; 'shardspec profile' makes one")
-    version = as_size(member(root, "version", path, "version"), path, "version")
+    version = field(root, "version", as_size, path, "")
     if version != _VERSION:
         raise ProfileError(
             f"{path}: is of version {version}, but this reads version {_VERSION}; measure again "
             "or update"
         )
-    shape = tuple(as_sizes(member(root, "mesh_shape", path, "mesh_shape"), path, "mesh_shape"))
+    shape = field(root, "mesh_shape", as_sizes, path, "")
     if not shape or min(shape) < 1 or prod(shape) > _MOST_DEVICES:
         raise ProfileError(f"{path}: mesh_shape {list(shape)} is no mesh")
-    names = root.get("axis_names")
-    axis_names = (
-        None
-        if names is None
-        else tuple(as_text(n, path, "axis_names") for n in as_list(names, path, "axis_names"))
-    )
-    if axis_names is not None and len(axis_names) != len(shape):
-        raise ProfileError(f"{path}: {len(axis_names)} axis names for {len(shape)} axes")
+    axis_names = None
+    if root.get("axis_names") is not None:
+        names = field(root, "axis_names", as_list, path, "")
+        axis_names = tuple(as_text(name, path, "axis_names") for name in names)
+        if len(axis_names) != len(shape):
+            raise ProfileError(f"{path}: {len(axis_names)} axis names for {len(shape)} axes")
     try:
         DeviceMesh(range(prod(shape)), shape, axis_names=axis_names)
     except MeshError as error:
         raise ProfileError(f"{path}: {error}") from None
-    facts = as_object(member(root, "facts", path, "facts"), path, "facts")
+    facts = field(root, "facts", as_object, path, "")
     measurements = [
-        _measurement(as_object(item, path, f"measurements[{i}]"), path, f"measurements[{i}]", shape)
-        for i, item in enumerate(
-            as_list(member(root, "measurements", path, "measurements"), path, "measurements")
-        )
+        _measurement(item, path, f"measurements[{number}]", shape)
+        for number, item in enumerate(field(root, "measurements", as_list, path, ""))
     ]
     profile = make_profile(
         shape, axis_names, measurements, {k: as_text(v, path, k) for k, v in facts.items()}
     )
     # The fits follow from the measurements, so a file whose fits do not is not to be trusted.
     stated = member(root, "link_model", path, "link_model")
-    if stated not in get_args(LinkModel) or stated != profile.link_model:
+    if stated != profile.link_model:
         raise ProfileError(
-            f"{path}: says that the model {stated!r} fits best, but its measurements say "
+            f"{path}: says that the model {stated!r:.60} fits best, but its measurements say "
             f"{profile.link_model!r}; the file was changed, measure again"
         )
-    fits = as_object(member(root, "fits", path, "fits"), path, "fits")
-    for fit in (profile.ring, profile.shared_bus):
-        key = f"fits.{fit.link_model}"
-        record = as_object(member(fits, fit.link_model, path, key), path, key)
-        if not _alike(record, _fit_record(fit)):
+    fits = field(root, "fits", as_object, path, "")
+    for name, fit in profile._fits().items():
+        if not _alike(field(fits, name, as_object, path, "fits"), fit):
             raise ProfileError(
-                f"{path}: {key} does not follow from the measurements; the file was changed, "
+                f"{path}: fits.{name} does not follow from the measurements; the file was changed, "
                 "measure again"
             )
     return profile
@@ -286,19 +253,18 @@ def _alike(found: object, expected: object) -> bool:
     return found == expected
 
 
-def _measurement(
-    item: dict[str, Any], path: Path, key: str, mesh_shape: tuple[int, ...]
-) -> Measurement:
-    kind = as_text(member(item, "kind", path, f"{key}.kind"), path, f"{key}.kind")
+def _measurement(value: object, path: Path, key: str, mesh_shape: Sequence[int]) -> Measurement:
+    item = as_object(value, path, key)
+    kind = field(item, "kind", as_text, path, key)
     if kind not in KINDS:
         raise ProfileError(f"{path}: {key}.kind {kind!r} is none of {', '.join(KINDS)}")
-    axes = tuple(as_sizes(member(item, "axes", path, f"{key}.axes"), path, f"{key}.axes"))
+    axes = field(item, "axes", as_sizes, path, key)
     if not axes or len(set(axes)) != len(axes) or max(axes) >= len(mesh_shape):
         raise ProfileError(f"{path}: {key}.axes {list(axes)} are no axes of the mesh")
-    num_bytes = as_size(member(item, "num_bytes", path, f"{key}.num_bytes"), path, key)
-    seconds = member(item, "seconds", path, f"{key}.seconds")
+    num_bytes = field(item, "num_bytes", as_size, path, key)
     if num_bytes < 1:
         raise ProfileError(f"{path}: {key}.num_bytes is 0, but a step moves something")
+    seconds = member(item, "seconds", path, f"{key}.seconds")
     least, most = _SECONDS
     if (
         isinstance(seconds, bool)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
+from typing import TypeAlias
 
 from shardspec.resharding.maps import Equation, NameMap, Shape
 from shardspec.resharding.views import TensorView
@@ -55,64 +56,68 @@ def check_map(map_: NameMap, source: Mapping[str, Shape], target: Mapping[str, S
     for equation in equations:
         written[equation.target].append((equation.source, equation.view.target))
         read[equation.source].append(equation.view.source)
-    for padding in map_.padding(target):
-        written[padding.target].append(("padding", padding.side))
+    for name, side in map_.padding(target):
+        written[name].append(("padding", side))
     for name, side in map_.dropped(source):
         read[name].append(side)
     problems = [
         problem for name in target for problem in _not_once(name, target[name], written[name])
     ]
-    unused = tuple(
-        name for name in source if _covered(source[name], read[name]) < prod(source[name])
-    )
+    unused = tuple(name for name in source if _covered(read[name]) < prod(source[name]))
     return MapReport(tuple(equations), tuple(problems), unused)
 
 
+Cover: TypeAlias = tuple[int, ...]
+"""Per dim the indices that something covers, as bits; it covers the product of these."""
+
+
+def _size(cover: Cover) -> int:
+    return prod(bits.bit_count() for bits in cover)
+
+
 def _not_once(name: str, shape: Shape, sides: Sequence[tuple[str, TensorView]]) -> Iterator[str]:
-    covers = [(by, [side.indices(dim) for dim in range(len(shape))]) for by, side in sides]
+    covers = [(by, side.covered()) for by, side in sides]
     for (one, a), (other, b) in combinations(covers, 2):
         both = [x & y for x, y in zip(a, b, strict=True)]
         if all(both) and 0 not in shape:
             index = tuple((bits & -bits).bit_length() - 1 for bits in both)
             yield f"{name!r}: both {one!r} and {other!r} are written at index {index}"
             return
-    if sum(prod(bits.bit_count() for bits in cover) for _, cover in covers) < prod(shape):
+    if sum(_size(cover) for _, cover in covers) < prod(shape):
         index = _first_hole(shape, [cover for _, cover in covers])
         yield f"{name!r}: nothing is written at index {index}"
 
 
-def _first_hole(shape: Shape, covers: Sequence[Sequence[int]]) -> Shape:
+def _first_hole(shape: Shape, covers: Sequence[Cover]) -> Shape:
     """Return the first index, in row-major order, that no product of index sets has."""
     index: list[int] = []
     for dim, size in enumerate(shape):
-        inner = prod(shape[dim + 1 :])
         for at in range(size):
             here = [cover for cover in covers if cover[dim] >> at & 1]
-            if sum(prod(bits.bit_count() for bits in c[dim + 1 :]) for c in here) < inner:
+            if sum(_size(cover[dim + 1 :]) for cover in here) < prod(shape[dim + 1 :]):
                 index.append(at)
                 covers = here
                 break
     return tuple(index)
 
 
-def _covered(shape: Shape, sides: Sequence[TensorView]) -> int:
+def _covered(sides: Sequence[TensorView]) -> int:
     """Return how many elements are in any of some parts."""
-    covers = {tuple(side.indices(dim) for dim in range(len(shape))) for side in sides}
-    disjoint: list[tuple[int, ...]] = []
-    for cover in covers:
+    disjoint: list[Cover] = []
+    for cover in {side.covered() for side in sides}:
         pieces = [cover]
         for other in disjoint:
             pieces = [rest for piece in pieces for rest in _without(piece, other)]
         disjoint += pieces
-    return sum(prod(bits.bit_count() for bits in cover) for cover in disjoint)
+    return sum(map(_size, disjoint))
 
 
-def _without(cover: tuple[int, ...], other: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _without(cover: Cover, other: Cover) -> Iterator[Cover]:
     """Yield what is left of a product of index sets without another one, as such products."""
     if not all(a & b for a, b in zip(cover, other, strict=True)):
         yield cover
         return
-    kept: tuple[int, ...] = ()
+    kept: Cover = ()
     for dim, (a, b) in enumerate(zip(cover, other, strict=True)):
         if a & ~b:
             yield (*kept, a & ~b, *cover[dim + 1 :])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,27 +10,62 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
+from shardspec.boxes import Box
 from shardspec.comm.cost import CostModel
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.hosts import Hosts, crossing_once, hosts_of
 from shardspec.resharding.maps import NameMap
-from shardspec.resharding.stages import Stage
-from shardspec.resharding.stored import StoredLayout
-from shardspec.resharding.transfers import kind_of
+from shardspec.resharding.stages import Hosts, Stage, crossing_once, hosts_of, kind_of
 from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, table_text
 
-__all__ = ["MAX_BYTES", "MAX_PEERS", "StateCopies", "TensorMove", "Tie"]
+__all__ = ["MAX_BYTES", "MAX_PEERS", "StateCopies", "StoredLayout", "TensorMove", "Tie"]
 
 MAX_BYTES: Final = 256 << 20
 """What buckets of a device hold by default: so much for sending and so much for receiving."""
 MAX_PEERS: Final = 32
 """How many devices a device sends to at once at most, and receives from."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class StoredLayout(Layout):
+    """Where a checkpoint has a tensor: which boxes in which files, numbered as devices are.
+
+    Examples
+    --------
+    >>> files = DeviceMesh([8, 9], (2,))
+    >>> stored = StoredLayout(files, {8: [((0, 2),)], 9: [((2, 3),)]}, (3,), "int8")
+    >>> stored.local_boxes(9)
+    [((2, 3),)]
+    """
+
+    held: tuple[tuple[int, tuple[Box, ...]], ...]
+    """Per file its boxes."""
+
+    def __init__(
+        self,
+        files: DeviceMesh,
+        held: Mapping[int, Sequence[Box]],
+        global_shape: Sequence[int],
+        dtype: object,
+    ) -> None:
+        Layout.__init__(self, files, ShardingSpec(len(global_shape)), global_shape, dtype)
+        found = tuple((file, tuple(boxes)) for file, boxes in sorted(held.items()))
+        object.__setattr__(self, "held", found)
+        object.__setattr__(self, "_hash", hash((self.held, self.global_shape, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
+        return StoredLayout, (self.mesh, dict(self.held), self.global_shape, self.dtype)
+
+    def local_boxes(self, physical_id: int) -> list[Box]:
+        """Return what a file holds."""
+        return list(dict(self.held).get(physical_id, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +122,11 @@ class StateCopies:
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
         found = hashlib.sha256(repr((self.max_bytes, self.ties, self.values, self.padded)).encode())
-        texts = {}
+        layouts = {layout for key in self.kinds for layout in key[:2]}
+        texts = {layout: repr(_facts(layout)) for layout in layouts}
         for move in self.moves:
-            for layout in (move.source, move.target):
-                if layout not in texts:
-                    stored = layout.held if isinstance(layout, StoredLayout) else ()
-                    mesh = layout.mesh
-                    links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model
-                    facts = (mesh.ids, mesh.shape, links, str(layout.spec), stored)
-                    texts[layout] = repr((*facts, layout.global_shape, layout.dtype)).encode()
-            found.update(repr((move.source_name, move.target_name, move.view)).encode())
-            found.update(texts[move.source] + texts[move.target])
+            ends = texts[move.source], texts[move.target]
+            found.update(repr((move.source_name, move.target_name, move.view, ends)).encode())
         return found.hexdigest()
 
     @cached_property
@@ -140,12 +170,10 @@ class StateCopies:
         if self.hosts is None:
             return direct
         across, inside = zip(*(crossing_once(k, self.hosts.number) for k in kinds), strict=True)
-        once: tuple[Stage, ...] = (Stage(across, counts, widths),)
-        if any(len(kind.at) for kind in inside):
-            # It is handed on as it lies in the result.
-            widths = tuple(item_bytes(move.target.dtype) for move in first_of)
-            once += (Stage(inside, counts, widths),)
-        return min(once, direct, key=self._seconds)
+        # What is handed on inside lies in the result by then.
+        widths_inside = tuple(item_bytes(move.target.dtype) for move in first_of)
+        once = Stage(across, counts, widths), Stage(inside, counts, widths_inside)
+        return min(once if once[1].traffic else once[:1], direct, key=self._seconds)
 
     @cached_property
     def sent(self) -> Mapping[int, int]:
@@ -160,15 +188,15 @@ class StateCopies:
     @property
     def num_pairs(self) -> int:
         """Pairs of sender and receiver."""
-        pairs = [np.stack(stage.traffic[:2]) for stage in self.stages]
-        return int(np.unique(np.concatenate(pairs, axis=1), axis=1).shape[1])
+        return len({pair for stage in self.stages for pair in stage.traffic})
 
     @property
     def bytes_between_hosts(self) -> int | None:
         """Bytes that go from one host to another, where the meshes tell which these are."""
         if self.hosts is None:
             return None
-        return sum(stage.bytes_between(self.hosts.number) for stage in self.stages)
+        traffic = (one for stage in self.stages for one in stage.traffic.items())
+        return sum(num_bytes for pair, num_bytes in traffic if self.hosts.crosses(*pair))
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -187,24 +215,18 @@ class StateCopies:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that a device holds at once: its source, its target and its buckets."""
-        tensors = {("source", move.source_name, move.source) for move in self.moves}
-        tensors = {one for one in tensors if not isinstance(one[2], StoredLayout)}
-        tensors |= {("target", move.target_name, move.target) for move in self.moves}
+        ends = {(0, move.source_name, move.source) for move in self.moves}
+        ends |= {(1, move.target_name, move.target) for move in self.moves}
         held = dict.fromkeys(self.devices, 0)
-        sizes = {layout: _local_bytes(layout) for layout in {layout for *_, layout in tensors}}
-        for *_, layout in tensors:
-            for device, num_bytes in sizes[layout].items():
-                held[device] += num_bytes
-        return max(
-            (
-                num_bytes
-                + min(self.max_bytes, self.sent[device])
-                + min(self.max_bytes, self.received[device])
-                for device, num_bytes in held.items()
-                if device not in self.files
-            ),
-            default=0,
-        )
+        for layout, count in Counter(layout for *_, layout in ends).items():
+            if not isinstance(layout, StoredLayout):
+                width = item_bytes(layout.dtype) * count
+                for device in layout.mesh.ids:
+                    held[device] += prod(layout.local_shape(device)) * width
+        for device in held:
+            for moved in (self.sent, self.received):
+                held[device] += min(self.max_bytes, moved[device])
+        return max((held[device] for device in held if device not in self.files), default=0)
 
     @property
     def cost_seconds(self) -> float:
@@ -218,15 +240,15 @@ class StateCopies:
 
     def _seconds(self, stages: Sequence[Stage]) -> float:
         models = set(map(CostModel.of_mesh, self._meshes))
-        stages = [stage for stage in stages if len(stage.traffic.sender)]
+        stages = [stage for stage in stages if stage.traffic]
         if not models or not stages:
             return 0.0
         slowest = [model.slowest(range(len(model.links))) for model in models if model.links]
         latency = max((alpha for alpha, _ in slowest), default=0.0)
         per_byte = max((beta for _, beta in slowest), default=0.0)
         start = max(model.start_s for model in models)
-        link = latency, per_byte
-        return sum(start + stage.seconds(link, self.hosts, self.files) for stage in stages)
+        link = (lambda _a, _b: (latency, per_byte)) if self.hosts is None else self.hosts.link
+        return sum(start + stage.seconds(link, self.files) for stage in stages)
 
     @property
     def _meshes(self) -> set[DeviceMesh]:
@@ -263,45 +285,42 @@ class StateCopies:
 
     def text(self, names: Mapping[int, str]) -> str:
         """Return the plan as a table, some devices by name."""
-        total = sum(self.sent.values())
-        senders = sum(1 for num_bytes in self.sent.values() if num_bytes)
-        receivers = sum(1 for num_bytes in self.received.values() if num_bytes)
         rows = [
-            [
-                names.get(device, str(device)),
-                bytes_text(self.sent[device]),
-                bytes_text(self.received[device]),
-            ]
-            for device in self.devices
+            [names.get(one, str(one)), bytes_text(self.sent[one]), bytes_text(self.received[one])]
+            for one in self.devices
         ]
         if len(rows) > _MOST_ROWS:
             rows = [*rows[:_MOST_ROWS], ["…", "", ""]]
-        table = table_text(["device", "sends", "receives"], rows)
+        devices = counted(len(self.devices) - len(self.files), "device")
+        files = f", from {counted(len(self.files), 'file')}" if self.files else ""
         lines = [
-            f"{counted(len(self.moves), 'tensor')} on "
-            f"{counted(len(self.devices) - len(self.files), 'device')}"
-            + (f", from {counted(len(self.files), 'file')}" if self.files else ""),
-            table,
-            f"busiest sender {bytes_text(max(self.sent.values(), default=0))} "
-            f"(even share of {counted(senders, 'sender')}: {bytes_text(total / max(1, senders))})",
-            f"busiest receiver {bytes_text(max(self.received.values(), default=0))} "
-            f"(even share of {counted(receivers, 'receiver')}: "
-            f"{bytes_text(total / max(1, receivers))})",
-            f"{counted(self.num_pairs, 'pair')} of devices, "
-            f"peak {bytes_text(self.peak_bytes)}, {seconds_text(self.cost_seconds)}",
+            f"{counted(len(self.moves), 'tensor')} on {devices}{files}",
+            table_text(["device", "sends", "receives"], rows),
         ]
-        if self.hosts is not None and (between := self.bytes_between_hosts):
-            once = " (each byte once to a host)" if len(self.stages) > 1 else ""
+        for role, moved in (("sender", self.sent), ("receiver", self.received)):
+            busy = [num_bytes for num_bytes in moved.values() if num_bytes]
+            share = bytes_text(sum(busy) / max(1, len(busy)))
             lines.append(
-                f"between {counted(len(set(self.hosts.number.values())), 'host')} "
-                f"{bytes_text(between)}{once}"
+                f"busiest {role} {bytes_text(max(busy, default=0))} "
+                f"(even share of {counted(len(busy), role)}: {share})"
             )
+        lines.append(
+            f"{counted(self.num_pairs, 'pair')} of devices, "
+            f"peak {bytes_text(self.peak_bytes)}, {seconds_text(self.cost_seconds)}"
+        )
+        if self.hosts is not None and (between := self.bytes_between_hosts):
+            hosts = counted(len(set(self.hosts.number.values())), "host")
+            once = " (each byte once to a host)" if len(self.stages) > 1 else ""
+            lines.append(f"between {hosts} {bytes_text(between)}{once}")
         return "\n".join(lines)
 
 
 _MOST_ROWS: Final = 32
 
 
-def _local_bytes(layout: Layout) -> dict[int, int]:
-    width = item_bytes(layout.dtype)
-    return {device: prod(layout.local_shape(device)) * width for device in layout.mesh.ids}
+def _facts(layout: Layout) -> tuple[object, ...]:
+    """Return what of a layout plans depend on."""
+    stored = layout.held if isinstance(layout, StoredLayout) else ()
+    mesh = layout.mesh
+    links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model
+    return mesh.ids, mesh.shape, links, str(layout.spec), stored, layout.global_shape, layout.dtype

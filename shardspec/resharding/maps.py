@@ -23,28 +23,36 @@ A map is read from TOML. Names may have placeholders for numbers, views are thos
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.errors import InputFileError, LayoutError, SpecSyntaxError
 from shardspec.input_files import read_input_file
-from shardspec.resharding.view_text import evaluate, parse_view, side_lengths, views_of
-from shardspec.resharding.views import TensorView, View, identity_view
+from shardspec.resharding.views import (
+    TensorView,
+    View,
+    evaluate,
+    identity_view,
+    parse_view,
+    side_lengths,
+    views_of,
+)
 from shardspec.text import shown
 
-__all__ = ["Equation", "NameMap", "Padding", "Shape"]
+__all__ = ["Equation", "NameMap", "Shape", "Side"]
 
 _MOST_BYTES: Final = 4 << 20
 """Of a file of a map."""
 
 Shape: TypeAlias = tuple[int, ...]
+Side: TypeAlias = tuple[str, ...]
+"""A name, then perhaps a view, then perhaps slices of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Equation:
+class Equation(NamedTuple):
     """Elements of a source tensor that are those of a target tensor."""
 
     source: str
@@ -53,14 +61,6 @@ class Equation:
     """Name in the target."""
     view: View
     """Which elements."""
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """Elements of a target tensor that are zero."""
-
-    target: str
-    side: TensorView
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,13 @@ class NameMap:
     [('a.0.w', 'b.w', (3, 1)), ('a.1.w', 'b.w', (3, 1))]
     """
 
-    rules: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
-    """Per equation both sides: a name, then perhaps a view, then perhaps slices of it."""
+    rules: tuple[tuple[Side, Side], ...]
+    """Per equation both sides."""
     sizes: Mapping[str, int | str] = field(default_factory=dict)
     """Named sizes: numbers, or expressions in other sizes."""
-    zeros: tuple[tuple[str, ...], ...] = ()
+    zeros: tuple[Side, ...] = ()
     """Sides of the target that are padding."""
-    unused: tuple[tuple[str, ...], ...] = ()
+    unused: tuple[Side, ...] = ()
     """Sides of the source that go nowhere, on purpose."""
 
     @classmethod
@@ -192,16 +192,9 @@ class NameMap:
         for left, right in self.rules:
             for bound in _bindings(left[0], right[0], source, target):
                 one, other = _filled(left, bound), _filled(right, bound)
-                if one[0] not in source or other[0] not in target:
-                    continue
-                shapes = source[one[0]], target[other[0]]
-                try:
-                    view = _view(one[1:], other[1:], *shapes, known)
-                except SpecSyntaxError as error:
-                    raise LayoutError(
-                        f"{one[0]!r} {shapes[0]} to {other[0]!r} {shapes[1]}: {error}"
-                    ) from None
-                found.append(Equation(one[0], other[0], view))
+                if one[0] in source and other[0] in target:
+                    view = _view(one, other, source, target, known)
+                    found.append(Equation(one[0], other[0], view))
         return found
 
     def target_shapes(self, source: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -229,7 +222,7 @@ class NameMap:
             for bound in bindings:
                 one, other = _filled(left, bound), _filled(right, bound)
                 try:
-                    shape = _implied(one[1:], other[1:], source[one[0]], known)
+                    shape = _implied(one, other, source[one[0]], known)
                 except SpecSyntaxError as error:
                     problem = str(error).splitlines()[0]  # without its picture
                     raise LayoutError(
@@ -242,27 +235,24 @@ class NameMap:
                     )
         return found
 
-    def padding(self, target: Mapping[str, Shape]) -> list[Padding]:
+    def padding(self, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
         """Return what of the target is zero."""
-        return [Padding(name, side) for name, side in self._sides(self.zeros, target)]
+        return self._sides(self.zeros, target)
 
     def dropped(self, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
         """Return what of the source goes nowhere, on purpose."""
-        return list(self._sides(self.unused, source))
+        return self._sides(self.unused, source)
 
     def _sides(
-        self, rules: Sequence[tuple[str, ...]], shapes: Mapping[str, Shape]
-    ) -> Iterator[tuple[str, TensorView]]:
+        self, rules: Sequence[Side], shapes: Mapping[str, Shape]
+    ) -> list[tuple[str, TensorView]]:
         known = self.known_sizes()
+        found = []
         for rule in rules:
             for bound in _bindings(rule[0], rule[0], shapes, shapes):
-                name, *view = _filled(rule, bound)
-                shape = shapes[name]
-                try:
-                    sides = _view(view, view, shape, shape, known)
-                except SpecSyntaxError as error:
-                    raise LayoutError(f"{name!r} {shape}: {error}") from None
-                yield name, sides.source
+                side = _filled(rule, bound)
+                found.append((side[0], _view(side, side, shapes, shapes, known).source))
+        return found
 
 
 _PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -275,7 +265,7 @@ def _tables(found: Mapping[str, object], key: str) -> list[Mapping[str, object]]
     return tables
 
 
-def _side(table: Mapping[str, object], key: str) -> tuple[str, ...]:
+def _side(table: Mapping[str, object], key: str) -> Side:
     value = table.get(key)
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
@@ -345,7 +335,7 @@ def _stacked(
     return found
 
 
-def _filled(side: Sequence[str], bound: Mapping[str, int]) -> tuple[str, ...]:
+def _filled(side: Side, bound: Mapping[str, int]) -> Side:
     def number(match: re.Match[str]) -> str:
         if match[1] not in bound:
             raise LayoutError(f"{shown(side[0])}: neither name has the placeholder {match[0]}")
@@ -354,35 +344,43 @@ def _filled(side: Sequence[str], bound: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(_PLACEHOLDER.sub(number, text) for text in side)
 
 
+def _plain(shape: Shape) -> list[str]:
+    """Return the view of a tensor for which a rule has none."""
+    return [" ".join(f"dim{dim}" for dim in range(len(shape)))]
+
+
 def _view(
-    left: Sequence[str],
-    right: Sequence[str],
-    source: Shape,
-    target: Shape,
+    left: Side,
+    right: Side,
+    sources: Mapping[str, Shape],
+    targets: Mapping[str, Shape],
     sizes: Mapping[str, int],
 ) -> View:
-    if left or right:
-        plain = " ".join(f"dim{dim}" for dim in range(len(source)))
-        other = " ".join(f"dim{dim}" for dim in range(len(target)))
-        return views_of(left or [plain], right or [other], source, target, sizes)
-    if source != target:
-        raise SpecSyntaxError(f"shapes differ, {source} and {target}, and no view says how", "", 0)
-    return identity_view(source)
+    source, target = sources[left[0]], targets[right[0]]
+    try:
+        if left[1:] or right[1:]:
+            views = left[1:] or _plain(source), right[1:] or _plain(target)
+            return views_of(*views, source, target, sizes)
+    except SpecSyntaxError as error:
+        problem = str(error)
+    else:
+        if source == target:
+            return identity_view(source)
+        problem = f"shapes differ, {source} and {target}, and no view says how"
+    both = "" if left == right else f" to {right[0]!r} {target}"
+    raise LayoutError(f"{left[0]!r} {source}{both}: {problem}")
 
 
-def _implied(
-    left: Sequence[str], right: Sequence[str], source: Shape, sizes: Mapping[str, int]
-) -> Shape:
+def _implied(left: Side, right: Side, source: Shape, sizes: Mapping[str, int]) -> Shape:
     """Return the shape of a target whose view names factors of the source or known sizes."""
-    if not left and not right:
+    if not left[1:] and not right[1:]:
         return source
-    plain = " ".join(f"dim{dim}" for dim in range(len(source)))
-    lengths = side_lengths(left or [plain], source, sizes)
-    if not right:
+    lengths = side_lengths(left[1:] or _plain(source), source, sizes)
+    if not right[1:]:
         return tuple(lengths.values())
-    dims = parse_view(right[0])
+    dims = parse_view(right[1])
     names = [name for factors in dims for name in factors]
-    cut = {text.split("[")[0].strip() for text in right[1:]}
+    cut = {text.split("[")[0].strip() for text in right[2:]}
     free = iter([n for name, n in lengths.items() if name not in names])
     found: dict[str, int] = {}
     for name in names:
@@ -393,8 +391,8 @@ def _implied(
         elif name in cut:
             raise SpecSyntaxError(
                 f"the size {name!r} is not known; give it in the sizes",
-                right[0],
-                right[0].index(name),
+                right[1],
+                right[1].index(name),
             )
         else:
             found[name] = lengths[name] if name in lengths else next(free, 0)

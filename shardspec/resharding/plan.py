@@ -87,7 +87,7 @@ class ReshardPlan(StateCopies):
         from shardspec.resharding.execute import run_plan
 
         if self.checkpoint is not None:
-            from shardspec.checkpoint.load_plan import load_by_plan
+            from shardspec.checkpoint.load import load_by_plan
 
             return load_by_plan(self, state, out)
         if self.files:
@@ -139,7 +139,7 @@ def plan_reshard(
     ({0: 24, 1: 24, 2: 48, 3: 48, 5: 0}, {0: 0, 1: 48, 2: 0, 3: 0, 5: 96})
     """
     if isinstance(source, str | Path):
-        from shardspec.checkpoint.stored_layouts import layouts_of_checkpoint
+        from shardspec.checkpoint.load import stored_layouts
 
         meshes = (
             [target[0]]
@@ -147,7 +147,9 @@ def plan_reshard(
             else [_layout(name, value).mesh for name, value in target.items()]
         )
         checkpoint = Path(source)
-        stored = layouts_of_checkpoint(checkpoint, meshes)
+        # Files are numbered behind the ids of all devices.
+        first = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
+        stored, _ = stored_layouts(checkpoint, first)
         plan = plan_reshard(stored, target, names=names, dtype=dtype, max_bytes=max_bytes)
         if isinstance(names, Mapping):
             names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
@@ -159,7 +161,7 @@ def plan_reshard(
     if isinstance(names, NameMap):
         moves = _mapped(before, target, names, dtype)
         found = {move.target_name: move.target.global_shape for move in moves}
-        padded = {padding.target for padding in names.padding(found)}
+        padded = {name for name, _ in names.padding(found)}
         plan = _plan(moves, max_bytes, tied, [(name, name) for name in values])
         return replace(plan, padded=tuple(sorted(padded)))
     if not isinstance(names, Mapping | None):

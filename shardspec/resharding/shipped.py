@@ -3,11 +3,10 @@
 import re
 from dataclasses import replace
 from importlib.resources import files
-from typing import Final
+from typing import Final, TypeAlias
 
 from shardspec.errors import LayoutError
-from shardspec.resharding.maps import NameMap
-from shardspec.resharding.megatron_layers import numbered_layers, stacked_layers
+from shardspec.resharding.maps import NameMap, Side
 
 __all__ = ["load_map", "map_chain", "shipped_maps"]
 
@@ -114,7 +113,7 @@ def map_chain(
         rules = (*kept.items(), *_IN_MEMORY[model])
         maps.append(NameMap(rules, {"two": 2}, unused=on_disk.unused))
     if source in _MEGATRON:
-        maps.append(numbered_layers(experts=_has_experts(model)))
+        maps.append(_numbered_layers(experts=_has_experts(model)))
     if not (source in _MEGATRON and target in _MEGATRON):
         if source != "hf":
             back = load_map(f"{model}-hf-to-{_numbered(source)}", sizes).reversed()
@@ -126,7 +125,7 @@ def map_chain(
     if target == "torch_dist":
         # GPT-2's config has a word of its own for the number of layers.
         layers = {"num_hidden_layers": sizes["n_layer"]} if "n_layer" in sizes else {}
-        maps.append(stacked_layers(experts=_has_experts(model)).with_sizes({**sizes, **layers}))
+        maps.append(_stacked_layers(experts=_has_experts(model)).with_sizes({**sizes, **layers}))
     return tuple(maps)
 
 
@@ -136,3 +135,75 @@ def _numbered(format: str) -> str:
 
 def _has_experts(model: str) -> bool:
     return any(".experts." in name for (name, *_), _ in load_map(f"{model}-hf-to-megatron").rules)
+
+
+_Rule: TypeAlias = tuple[Side, Side]
+
+# Megatron-core's layers are numbered, with the names of Transformer Engine, or stacked as
+# `torch_dist` saves them: one row a layer, and for experts one row an expert besides. Layers built
+# without Transformer Engine have other names for their norms.
+_WHOLE: Final = (
+    "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight",
+    "decoder.final_layernorm.weight",
+    "decoder.final_layernorm.bias",
+    "output_layer.weight",
+)
+_MATRICES: Final = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+_NORMS: Final = ("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+_MLP_NORMS: Final = ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
+
+def _numbered_layers(*, experts: bool) -> NameMap:
+    """Return the map to numbered layers from what Megatron-core saves, numbered or stacked.
+
+    With experts, the norm before them is not that of a matrix.
+    """
+    rules: list[_Rule] = [((name,), (name,)) for name in _WHOLE]
+    for names, dims in _layer(experts=experts):
+        for name in names:
+            numbered, stacked = _places(names[0], name, dims)
+            rules += [((f"decoder.layers.{{i}}.{name}",), numbered[:1]), (stacked, numbered)]
+    for numbered, stacked, of_layer in _experts():
+        rules += [(numbered[:1], numbered[:1]), (stacked, numbered), (of_layer, numbered)]
+    return NameMap(tuple(rules))
+
+
+def _stacked_layers(*, experts: bool) -> NameMap:
+    """Return the map from numbered layers to those of ``torch_dist``."""
+    rules: list[_Rule] = [((name,), (name,)) for name in _WHOLE]
+    rules += [_places(names[0], names[0], dims) for names, dims in _layer(experts=experts)]
+    rules += [(numbered, stacked) for numbered, stacked, _ in _experts()]
+    return NameMap(tuple(rules), {"l": "num_hidden_layers", "e": "num_local_experts"})
+
+
+def _places(name: str, saved: str, dims: str) -> _Rule:
+    """Return a tensor of a layer, and where it lies in the stack of a name."""
+    stacked = (f"decoder.layers.{saved}", f"l {dims}", "l[{i}]")
+    return (f"decoder.layers.{{i}}.{name}", dims), stacked
+
+
+def _layer(*, experts: bool) -> list[tuple[Side, str]]:
+    """Return the names of each tensor of a layer, the one that maps use first, and its dims."""
+    found = [((f"{name}.weight",), "a b") for name in (*_MATRICES, "mlp.router")]
+    found += [((f"{name}.bias",), "a") for name in _MATRICES]
+    norms = (_NORMS, _MLP_NORMS[::-1] if experts else _MLP_NORMS)
+    kinds = ("weight", "bias")
+    return found + [(tuple(f"{name}{k}" for name in names), "a") for names in norms for k in kinds]
+
+
+def _experts() -> list[tuple[Side, Side, Side]]:
+    """Return the matrices of an expert, and where they lie in stacks of all, or of a layer's."""
+    return [
+        (
+            (f"decoder.layers.{{i}}.mlp.experts.local_experts.{{e}}.{name}.weight", "a b"),
+            (f"decoder.layers.mlp.experts.experts.{name}.weight", "l e a b", "l[{i}]", "e[{e}]"),
+            (f"decoder.layers.{{i}}.mlp.experts.experts.{name}.weight", "e a b", "e[{e}]"),
+        )
+        for name in ("linear_fc1", "linear_fc2")
+    ]

@@ -1,25 +1,149 @@
-"""What goes from device to device at once when a state dict changes its layouts."""
+"""Who sends which bytes to whom at once when many tensors change their layouts.
 
-from collections.abc import Mapping
+Tensors that go from the same layout to the same layout are planned once, as a *kind*: which source
+boxes overlap which target boxes. Which replica of a box sends it is found for all tensors together.
+
+Where some devices share a host, copies may come in two stages, so that bytes cross between hosts
+once and are passed on inside. Meshes say it by their links: an axis that is faster than the slowest
+one joins devices of a host.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise, product
+from operator import mul
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.resharding.hosts import Hosts
-from shardspec.resharding.transfers import Ints, Kind, Senders, balanced
+from shardspec.boxes import Box, box_size, intersect
+from shardspec.copies import Holders, Senders, overlaps
+from shardspec.layout.layout import Layout
+from shardspec.mesh import DeviceMesh
+from shardspec.resharding.views import TensorView, View, identity_view
 
-__all__ = ["Stage", "Traffic"]
+__all__ = ["Hosts", "Kind", "Stage", "crossing_once", "hosts_of", "kind_of"]
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Row: TypeAlias = tuple[int, int, int, int]
+"""A demand: numbers of the source box and of the target box, the device, and how many elements."""
 
 
-class Traffic(NamedTuple):
-    """Messages between pairs of devices, in ascending order of the pairs."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """What every tensor needs that goes from one layout to another.
 
-    sender: Ints
+    Rows of the arrays are demands: a device that wants what another one has.
+    """
+
+    holders: tuple[Holders, ...]
+    """Per distinct source box the devices that hold it."""
+    source_boxes: tuple[Box, ...]
+    """In coordinates of the view, as all boxes here."""
+    target_boxes: tuple[Box, ...]
+    at: Ints
+    """Per demand the source box, ascending."""
+    to: Ints
+    """Per demand the target box."""
     receiver: Ints
-    num_bytes: Ints
+    """Per demand the device that wants it."""
+    elements: Ints
+    """Per demand how many."""
+    kept_at: Ints
+    """The same for what a device has already: the source box, ..."""
+    kept_to: Ints
+    kept_by: Ints
+
+    @classmethod
+    def of(
+        cls,
+        have: Sequence[tuple[Box, Holders]],
+        want: Sequence[Box],
+        demands: Sequence[Row],
+        kept: Sequence[Row],
+    ) -> "Kind":
+        """Return the kind of some rows."""
+        holders, boxes = tuple(one for _, one in have), tuple(box for box, _ in have)
+        rows = [np.array(sorted(r), dtype=np.int64).reshape(-1, 4).T for r in (demands, kept)]
+        columns = [column.copy() for column in (*rows[0], *rows[1][:3])]
+        return cls(holders, boxes, tuple(want), *columns)
+
+    def box(self, demand: int) -> Box:
+        """Return what a demand asks for."""
+        box = intersect(self.source_boxes[self.at[demand]], self.target_boxes[self.to[demand]])
+        assert box is not None, "demands are overlaps"
+        return box
+
+
+def kind_of(source: Layout, target: Layout, view: View | None = None) -> Kind:
+    """Intersect the boxes of two layouts of one tensor, or of what a view equates.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh
+    >>> a = Layout(DeviceMesh(range(2), (2,)), "[S0]", (6,), "float32")
+    >>> kind = kind_of(a, Layout(DeviceMesh([2, 1, 5], (3,)), "[S0]", (6,), "float32"))
+    >>> [(kind.holders[s], kind.box(i)) for i, s in enumerate(kind.at.tolist())]
+    [((0,), ((0, 2),)), ((0,), ((2, 3),)), ((1,), ((4, 6),))]
+    >>> kind.receiver.tolist(), kind.kept_by.tolist()
+    ([2, 1, 5], [1])
+    """
+    view = view or identity_view(source.global_shape)
+    axes = len(view.shape)
+    have, want = _distinct(source, view.source, axes), _distinct(target, view.target, axes)
+    want.sort()
+    demands: list[Row] = []
+    kept: list[Row] = []
+    met = overlaps([box for box, _ in have], (box for box, _ in want))
+    for to, ((_, receivers), (_, found)) in enumerate(zip(want, met, strict=True)):
+        for at, shared in found:
+            holding, elements = have[at][1], box_size(shared)
+            for device in receivers:
+                (kept if device in holding else demands).append((at, to, device, elements))
+    return Kind.of(have, [box for box, _ in want], demands, kept)
+
+
+def _distinct(layout: Layout, side: TensorView, axes: int) -> list[tuple[Box, Holders]]:
+    """Return the boxes of the view that are not empty, each with its holders; they are disjoint."""
+    held = {device: layout.local_boxes(device) for device in layout.mesh.ids}
+    if not all(cut.is_plain for cut in layout.spec.dim_specs):
+        held = _disjoint(held)
+    found: dict[Box, list[int]] = {}
+    for device, boxes in held.items():
+        for box in filter(box_size, boxes):
+            found.setdefault(box, []).append(device)
+    return [
+        (part, tuple(devices)) for box, devices in found.items() for part in side.boxes(box, axes)
+    ]
+
+
+def _disjoint(held: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
+    """Cut boxes wherever one begins or ends: a replicated part may join what is before it.
+
+    Examples
+    --------
+    >>> _disjoint({0: [((0, 2),), ((4, 6),)], 1: [((2, 6),)]})
+    {0: [((0, 2),), ((4, 6),)], 1: [((2, 4),), ((4, 6),)]}
+    """
+    every = [box for boxes in held.values() for box in boxes]
+    edges = [
+        sorted({edge for side in sides for edge in side}) for sides in zip(*every, strict=True)
+    ]
+
+    def cells(box: Box) -> Iterator[Box]:
+        inner = (
+            [lo, *all_[bisect_right(all_, lo) : bisect_left(all_, hi)], hi]
+            for all_, (lo, hi) in zip(edges, box, strict=True)
+        )
+        return product(*map(pairwise, inner))
+
+    return {
+        device: [cell for box in boxes for cell in cells(box)] for device, boxes in held.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,107 +158,201 @@ class Stage:
     """Bytes of an element on its way."""
 
     @cached_property
+    def _demands(self) -> list[list[tuple[Holders, int, int]]]:
+        """Per kind and demand the holders, the receiver, and the bytes of all tensors."""
+        scales = map(mul, self.counts, self.item_bytes)
+        return [
+            [
+                (kind.holders[at], receiver, elements * scale)
+                for at, receiver, elements in zip(
+                    kind.at.tolist(), kind.receiver.tolist(), kind.elements.tolist(), strict=True
+                )
+            ]
+            for kind, scale in zip(self.kinds, scales, strict=True)
+        ]
+
+    @cached_property
     def senders(self) -> Senders:
         """Which of the replicas sends what."""
-        return balanced(self.kinds, self.counts, self.item_bytes)
+        return Senders([(one[0], one[2]) for one in demands] for demands in self._demands)
 
     @cached_property
-    def sent(self) -> dict[int, int]:
-        """Bytes that devices send."""
-        found: dict[int, int] = {}
-        for holders, ends in self.senders.ends.items():
-            for device, num_bytes in zip(holders, np.diff(ends, prepend=0).tolist(), strict=True):
-                found[device] = found.get(device, 0) + num_bytes
+    def traffic(self) -> dict[tuple[int, int], int]:
+        """Bytes by sender and receiver; of what replicas share up to a row of a tensor."""
+        found: Counter[tuple[int, int]] = Counter()
+        for starts, demands in zip(self.senders.starts, self._demands, strict=True):
+            for start, (holders, receiver, num_bytes) in zip(starts, demands, strict=True):
+                for sender, part in self.senders.stretches(holders, start, num_bytes):
+                    found[sender, receiver] += part
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def sent(self) -> Mapping[int, int]:
+        """Bytes by device that sends."""
+        return self._summed(0)
+
+    @cached_property
+    def received(self) -> Mapping[int, int]:
+        """Bytes by device that receives."""
+        return self._summed(1)
+
+    def _summed(self, end: int) -> Mapping[int, int]:
+        found: Counter[int] = Counter()
+        for pair, num_bytes in self.traffic.items():
+            found[pair[end]] += num_bytes
         return found
-
-    @cached_property
-    def received(self) -> dict[int, int]:
-        """Bytes that devices receive: what they want and lack."""
-        found: dict[int, int] = {}
-        for kind, width, count in zip(self.kinds, self.item_bytes, self.counts, strict=True):
-            devices, index = np.unique(kind.receiver, return_inverse=True)
-            sums = np.bincount(index, kind.elements * (width * count), len(devices))
-            for device, num_bytes in zip(devices.tolist(), sums.tolist(), strict=True):
-                found[device] = found.get(device, 0) + round(num_bytes)
-        return found
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        """Who sends to whom, and how much; of what replicas share up to a row of a tensor."""
-        parts: list[tuple[Ints, Ints, Ints]] = []
-        for kind, width, count, starts in zip(
-            self.kinds, self.item_bytes, self.counts, self.senders.starts, strict=True
-        ):
-            bounds = np.searchsorted(kind.at, np.arange(len(kind.holders) + 1)).tolist()
-            num_bytes = kind.elements * (width * count)
-            for holders, first, last in zip(kind.holders, bounds[:-1], bounds[1:], strict=True):
-                if first == last:
-                    continue
-                receiver, size = kind.receiver[first:last], num_bytes[first:last]
-                if len(holders) == 1:
-                    parts.append((np.full_like(receiver, holders[0]), receiver, size))
-                    continue
-                start = starts[first:last]
-                begin = 0
-                for holder, end in zip(holders, self.senders.ends[holders].tolist(), strict=True):
-                    share = np.minimum(start + size, end) - np.maximum(start, begin)
-                    some = share > 0
-                    parts.append((np.full(some.sum(), holder), receiver[some], share[some]))
-                    begin = end
-        if not parts:
-            nothing: Ints = np.zeros(0, dtype=np.int64)
-            return Traffic(nothing, nothing, nothing)
-        sender, receiver, size = (np.concatenate(column) for column in zip(*parts, strict=True))
-        row = int(max(sender.max(), receiver.max())) + 1
-        pairs, index = np.unique(sender * row + receiver, return_inverse=True)
-        # Whole numbers, as sums of floating-point ones would round.
-        total = np.zeros(len(pairs), dtype=np.int64)
-        np.add.at(total, index, size)
-        return Traffic(pairs // row, pairs % row, total)
 
     @property
     def most_peers(self) -> int:
         """To how many devices one sends at most, or from how many it receives."""
-        ends = self.traffic.sender, self.traffic.receiver
-        return max(
-            (int(np.unique(e, return_counts=True)[1].max()) for e in ends if len(e)), default=0
-        )
+        ends = (Counter(pair[end] for pair in self.traffic) for end in (0, 1))
+        return max((count for peers in ends for count in peers.values()), default=0)
 
-    def bytes_between(self, host: Mapping[int, int]) -> int:
-        """Return the bytes that go from one host to another."""
-        return int(self.traffic.num_bytes[self._crosses(host)].sum())
-
-    def seconds(
-        self, between: tuple[float, float], hosts: Hosts | None, files: frozenset[int]
-    ) -> float:
+    def seconds(self, link: Callable[[int, int], tuple[float, float]], files: Set[int]) -> float:
         """Return modelled seconds: those of the device that sends or receives longest.
 
-        Parameters
-        ----------
-        between
-            Latency of a message, and seconds a byte, where all links are alike.
-        hosts
-            Where they are not.
-        files
-            Numbers that are no devices.
+        `link` says what a message between two devices costs, and a byte of it; files are none.
         """
-        traffic = self.traffic
-        latency, per_byte = between if hosts is None else hosts.between
-        seconds = latency + per_byte * traffic.num_bytes
-        if hosts is not None:
-            latency, per_byte = hosts.inside
-            inside = latency + per_byte * traffic.num_bytes
-            seconds = np.where(self._crosses(hosts.number), seconds, inside)
-        longest = 0.0
-        for ends in (traffic.sender, traffic.receiver):
-            devices, index = np.unique(ends, return_inverse=True)
-            sums = np.bincount(index, seconds, len(devices))
-            longest = max(longest, *sums[~np.isin(devices, list(files))].tolist(), 0.0)
-        return longest
+        busy: list[defaultdict[int, float]] = [defaultdict(float), defaultdict(float)]
+        for pair, num_bytes in self.traffic.items():
+            latency, per_byte = link(*pair)
+            for one, seconds in zip(pair, busy, strict=True):
+                seconds[one] += latency + per_byte * num_bytes
+        return max((s for end in busy for one, s in end.items() if one not in files), default=0.0)
 
-    def _crosses(self, host: Mapping[int, int]) -> npt.NDArray[np.bool_]:
-        """Return for each pair whether its messages leave the host."""
-        devices, index = np.unique(np.concatenate(self.traffic[:2]), return_inverse=True)
-        hosts = np.array([host.get(device, -1) for device in devices.tolist()])[index]
-        half = len(self.traffic.sender)
-        return np.asarray(hosts[:half] != hosts[half:])
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Devices by host, and what messages cost inside one and between two."""
+
+    number: Mapping[int, int]
+    """Device to the host that it is of."""
+    inside: tuple[float, float]
+    """Seconds a message, and seconds a byte."""
+    between: tuple[float, float]
+
+    def crosses(self, one: int, other: int) -> bool:
+        """Whether a message leaves its host."""
+        return self.number.get(one) != self.number.get(other)
+
+    def link(self, one: int, other: int) -> tuple[float, float]:
+        """Return what a message costs, and a byte of it."""
+        return self.between if self.crosses(one, other) else self.inside
+
+
+def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
+    """Return which devices are joined by faster links than the slowest, if some are and some not.
+
+    Examples
+    --------
+    >>> mesh = DeviceMesh(range(4), (2, 2), mesh_alpha=(1e-5, 1e-6), mesh_beta=(1e-10, 1e-12))
+    >>> found = hosts_of([mesh, DeviceMesh([3, 9], (2,))])
+    >>> dict(found.number), found.inside, found.between
+    ({0: 0, 1: 0, 2: 1, 3: 1, 9: 2}, (1e-06, 1e-12), (1e-05, 1e-10))
+    """
+    meshes = list(meshes)
+    links = [
+        (alpha, beta, mesh, axis)
+        for mesh in meshes
+        if mesh.link_model == "ring"
+        for axis, (alpha, beta) in enumerate(
+            zip(mesh.mesh_alpha or (), mesh.mesh_beta or (), strict=True)
+        )
+        if mesh.shape[axis] > 1
+    ]
+    slowest = max((beta for _, beta, _, _ in links), default=0.0)
+    fast = [link for link in links if link[1] < slowest]
+    if not fast:
+        return None
+    number: dict[int, int] = {}
+    for mesh in meshes:
+        along = [axis for _, _, other, axis in fast if other == mesh]
+        for device in mesh.ids:
+            group = mesh.group(device, along) if along else (device,)
+            if device != group[0]:
+                continue
+            met = {number[member] for member in group if member in number}
+            new = min(met, default=len(number))
+            number.update((member, new) for member, old in number.items() if old in met)
+            number.update((member, new) for member in group)
+    names = {old: new for new, old in enumerate(sorted(set(number.values())))}
+    if len(names) == 1:
+        return None
+    return Hosts(
+        {device: names[number[device]] for device in sorted(number)},
+        inside=(max(link[0] for link in fast), max(link[1] for link in fast)),
+        between=(max(link[0] for link in links), slowest),
+    )
+
+
+_Copy: TypeAlias = tuple[Box, Holders, Box, int]
+"""A box, who holds it, the box that is wanted, and by which device."""
+
+
+def crossing_once(kind: Kind, host: Mapping[int, int]) -> tuple[Kind, Kind]:
+    """Return the copies of a kind in two stages, so that no byte goes to a host twice.
+
+    Of what a host has already its own devices send. What several devices of a host want of others
+    is divided among them in the first stage, and in the second each hands its part to the rest.
+    """
+    first: list[_Copy] = []
+    second: list[_Copy] = []
+    wanted: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for at, to, device in zip(
+        kind.at.tolist(), kind.to.tolist(), kind.receiver.tolist(), strict=True
+    ):
+        wanted.setdefault((to, host[device]), {}).setdefault(at, []).append(device)
+    for (to, number), by_source in wanted.items():
+        target = kind.target_boxes[to]
+        far: list[int] = []
+        receivers: list[int] = []
+        for at, devices in by_source.items():
+            box, holders = kind.source_boxes[at], kind.holders[at]
+            near = tuple(holder for holder in holders if host[holder] == number)
+            if near or len(devices) == 1:
+                first += [(box, near or holders, target, device) for device in devices]
+            else:
+                far.append(at)
+                receivers = devices  # none here has it, so these are all who want the target
+        boxes = [intersect(kind.source_boxes[at], target) for at in far]
+        for at, part, relay in _divided(far, boxes, receivers):
+            first.append((kind.source_boxes[at], kind.holders[at], part, relay))
+            second += [(part, (relay,), part, other) for other in receivers if other != relay]
+    return _kind_of_copies(first, kind), _kind_of_copies(second, None)
+
+
+def _divided(
+    places: Sequence[int], boxes: Sequence[Box | None], receivers: Sequence[int]
+) -> Iterator[tuple[int, Box, int]]:
+    """Yield which part of which box goes to which of the receivers first: about as much to each."""
+    count = len(receivers)
+    for number, (at, box) in enumerate(zip(places, boxes, strict=True)):
+        assert box is not None, "demands are overlaps"
+        dim = next((dim for dim, (lo, hi) in enumerate(box) if hi - lo > 1), None)
+        if len(boxes) >= count or dim is None:
+            yield at, box, receivers[number * count // max(count, len(boxes))]
+            continue
+        lo, hi = box[dim]
+        for relay, receiver in enumerate(receivers):
+            begin, end = (lo + (hi - lo) * edge // count for edge in (relay, relay + 1))
+            if begin < end:
+                yield at, (*box[:dim], (begin, end), *box[dim + 1 :]), receiver
+
+
+def _kind_of_copies(copies: Sequence[_Copy], own: Kind | None) -> Kind:
+    """Return copies as a kind, with what another one says that devices have already."""
+    sources: dict[tuple[Box, Holders], int] = {}
+    targets = {box: number for number, box in enumerate(own.target_boxes if own else ())}
+    demands = []
+    for box, holders, target, device in copies:
+        at = sources.setdefault((box, holders), len(sources))
+        to = targets.setdefault(target, len(targets))
+        shared = intersect(box, target)
+        assert shared is not None, "demands are overlaps"
+        demands.append((at, to, device, box_size(shared)))
+    have, kept = list(sources), []
+    if own is not None:
+        have += [(box, ()) for box in own.source_boxes]
+        columns = (own.kept_at + len(sources)).tolist(), own.kept_to.tolist(), own.kept_by.tolist()
+        kept = [(*row, 0) for row in zip(*columns, strict=True)]
+    return Kind.of(have, list(targets), demands, kept)

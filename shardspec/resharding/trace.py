@@ -5,11 +5,10 @@ every place of its results the number of the element that belongs there. What co
 compressed into equations between views.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -69,12 +68,12 @@ def trace_map(loader: Loader, source_shapes: Mapping[str, Shape]) -> tuple[Equat
                 "moves elements"
             )
         for box in _affine_boxes(values, bounds):
-            first = box[2]
-            if first == 0:
+            if box.first == 0:
                 continue  # padding
-            at = int(np.searchsorted(bounds, first, side="right")) - 1
-            moved = _Moved(names[at], target, source_shapes[names[at]], values.shape)
-            found += moved.equations(box, int(bounds[at]))
+            at = int(np.searchsorted(bounds, box.first, side="right")) - 1
+            name, inside = names[at], box._replace(first=box.first - int(bounds[at]))
+            views = _views(source_shapes[name], values.shape, inside)
+            found += [Equation(name, target, view) for view in views]
     return tuple(found)
 
 
@@ -99,36 +98,38 @@ def _run(
     return result
 
 
-_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
-"""Corner and lengths in the target, the first place, and the step of places along each dim."""
+class _Box(NamedTuple):
+    """A part of a target whose places in the sources grow by one step along every dim."""
+
+    corner: Shape
+    lengths: Shape
+    first: int
+    """The place of its first element."""
+    steps: Shape
 
 
 def _affine_boxes(values: Ints, bounds: Ints) -> list[_Box]:
-    """Cut an array into boxes in each of which places grow by one step along every dim."""
+    """Cut an array of places into such boxes, each of one source."""
     if values.size == 0:
         return []
-    if values.ndim == 0:
-        return [((), (), int(values), ())]
-    todo = [(tuple(0 for _ in values.shape), values.shape)]
+    todo = [((0,) * values.ndim, values.shape)]
     found = []
     owner = np.searchsorted(bounds, values, side="right")
     while todo:
         corner, shape = todo.pop()
         part = tuple(slice(c, c + n) for c, n in zip(corner, shape, strict=True))
         block, owners = values[part], owner[part]
-        cuts = [_breaks(block, owners, dim) for dim in range(block.ndim)]
-        if not any(len(cut) > 1 for cut in cuts):
-            steps = tuple(
-                int(np.take(block, 1, dim).flat[0] - block.flat[0]) if block.shape[dim] > 1 else 0
-                for dim in range(block.ndim)
-            )
-            found.append((corner, tuple(shape), int(block.flat[0]), steps))
-            continue
-        dim = next(d for d, cut in enumerate(cuts) if len(cut) > 1)
-        edges = [*cuts[dim], shape[dim]]
-        for a, b in pairwise(edges):
-            new_corner = (*corner[:dim], corner[dim] + a, *corner[dim + 1 :])
-            todo.append((new_corner, (*shape[:dim], b - a, *shape[dim + 1 :])))
+        for dim, size in enumerate(shape):
+            edges = [*_breaks(block, owners, dim), size]
+            if len(edges) > 2:
+                for a, b in pairwise(edges):
+                    at = (*corner[:dim], corner[dim] + a, *corner[dim + 1 :])
+                    todo.append((at, (*shape[:dim], b - a, *shape[dim + 1 :])))
+                break
+        else:
+            first = int(block.flat[0])
+            next_ = [np.take(block, 1, d).flat[0] if n > 1 else first for d, n in enumerate(shape)]
+            found.append(_Box(corner, shape, first, tuple(int(n) - first for n in next_)))
     return sorted(found)
 
 
@@ -137,105 +138,79 @@ def _breaks(block: Ints, owners: Ints, dim: int) -> list[int]:
     size = block.shape[dim]
     if size < 2:
         return [0]
-    steps = np.moveaxis(np.diff(block, axis=dim), dim, 0).reshape(size - 1, -1)
-    same = np.moveaxis(np.diff(owners, axis=dim), dim, 0).reshape(size - 1, -1)
+    steps, same = (
+        np.moveaxis(np.diff(array, axis=dim), dim, 0).reshape(size - 1, -1)
+        for array in (block, owners)
+    )
     uniform = (steps == steps[:, :1]).all(axis=1) & (same == 0).all(axis=1)
-    starts, at = [0], 0
-    while at < size - 1:
-        if not uniform[at]:
-            at += 1
-            starts.append(at)
-            continue
-        step, end = steps[at, 0], at + 1
-        while end < size - 1 and uniform[end] and steps[end, 0] == step:
-            end += 1
-        at = end
-        if at < size - 1:
-            # The element that ends a stretch belongs to it; the next one begins another.
-            at += 1
-            starts.append(at)
+    starts: list[int] = [0]
+    of_stretch: int | None = None
+    for at, (even, step) in enumerate(zip(uniform.tolist(), steps[:, 0].tolist(), strict=True)):
+        if even and of_stretch in (None, step):
+            of_stretch = step
+        else:
+            starts.append(at + 1)
+            of_stretch = None
     return starts
 
 
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    """Two tensors, between which boxes moved."""
+def _moving(source: Shape, box: _Box) -> dict[int, list[tuple[int, int]]]:
+    """Return per dim of the source the steps in it, each with the dim of the box, descending."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for axis, (step, length) in enumerate(zip(box.steps, box.lengths, strict=True)):
+        if length > 1:
+            widths = (prod(source[dim + 1 :]) for dim in range(len(source)))
+            dim, width = next((d, width) for d, width in enumerate(widths) if step % width == 0)
+            found.setdefault(dim, []).append((step // width, axis))
+    return {dim: sorted(moving, reverse=True) for dim, moving in found.items()}
 
-    source: str
-    target: str
-    source_shape: Shape
-    target_shape: Shape
 
-    def equations(self, box: _Box, start: int) -> list[Equation]:
-        """Return the equations of a box: one, or several where places leap within the source.
-
-        Parameters
-        ----------
-        box
-            Part of the target.
-        start
-            The first place of the source.
-        """
-        corner, lengths, first, steps = box
-        leaping = self._leaping(lengths, first - start, steps)
-        if leaping is None:
-            return [self._equation(corner, lengths, first - start, steps)]
-        found = []
-        for index in range(lengths[leaping]):
-            at = (*corner[:leaping], corner[leaping] + index, *corner[leaping + 1 :])
-            alone = (*lengths[:leaping], 1, *lengths[leaping + 1 :])
-            found += self.equations((at, alone, first + index * steps[leaping], steps), start)
-        return found
-
-    @property
-    def _widths(self) -> list[int]:
-        return [prod(self.source_shape[dim + 1 :]) for dim in range(len(self.source_shape))]
-
-    def _moving(
-        self, lengths: Sequence[int], steps: Sequence[int]
-    ) -> dict[int, list[tuple[int, int]]]:
-        """Return per dim of the source its steps, each with the dim of the target, descending."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for axis, (step, length) in enumerate(zip(steps, lengths, strict=True)):
-            if length > 1:
-                dim = next(d for d, width in enumerate(self._widths) if step % width == 0)
-                found.setdefault(dim, []).append((step // self._widths[dim], axis))
-        return {dim: sorted(moving, reverse=True) for dim, moving in found.items()}
-
-    def _leaping(self, lengths: Sequence[int], first: int, steps: Sequence[int]) -> int | None:
-        """Return a dim along which places do not stay in one factor of one dim of the source."""
-        for axis, (step, length) in enumerate(zip(steps, lengths, strict=True)):
-            if length > 1 and step <= 0:
+def _leaping(source: Shape, box: _Box) -> int | None:
+    """Return a dim along which places do not stay in one factor of one dim of the source."""
+    for axis, (step, length) in enumerate(zip(box.steps, box.lengths, strict=True)):
+        if length > 1 and step <= 0:
+            return axis
+    for dim, moving in _moving(source, box).items():
+        left = source[dim]
+        start = box.first // prod(source[dim + 1 :]) % left
+        for step, axis in moving:
+            if left % step or start % left // step + box.lengths[axis] > left // step:
                 return axis
-        for dim, moving in self._moving(lengths, steps).items():
-            left = self.source_shape[dim]
-            start = first // self._widths[dim] % left
-            for step, axis in moving:
-                if left % step or start % left // step + lengths[axis] > left // step:
-                    return axis
-                left = step
-        return None
+            left = step
+    return None
 
-    def _equation(
-        self, corner: Sequence[int], lengths: Sequence[int], first: int, steps: Sequence[int]
-    ) -> Equation:
-        shape = list(lengths)
-        target_dims = tuple(
-            (Factor(dim, size, start, length),)
-            for dim, (size, start, length) in enumerate(
-                zip(self.target_shape, corner, lengths, strict=True)
-            )
+
+def _views(source: Shape, target: Shape, box: _Box) -> Iterator[View]:
+    """Yield the views of a box: one, or several where its places leap within the source."""
+    leaping = _leaping(source, box)
+    if leaping is None:
+        yield _view(source, target, box)
+        return
+    lengths = (*box.lengths[:leaping], 1, *box.lengths[leaping + 1 :])
+    for index in range(box.lengths[leaping]):
+        corner = list(box.corner)
+        corner[leaping] += index
+        first = box.first + index * box.steps[leaping]
+        yield from _views(source, target, _Box(tuple(corner), lengths, first, box.steps))
+
+
+def _view(source: Shape, target: Shape, box: _Box) -> View:
+    shape = list(box.lengths)
+    there = tuple(
+        (Factor(dim, size, start, length),)
+        for dim, (size, start, length) in enumerate(
+            zip(target, box.corner, box.lengths, strict=True)
         )
-        moving = self._moving(lengths, steps)
-        source_dims = []
-        for dim, (size, width) in enumerate(zip(self.source_shape, self._widths, strict=True)):
-            start, left, factors = first // width % size, size, []
-            for step, axis in moving.get(dim, []):
-                factors.append(Factor(axis, left // step, start % left // step, lengths[axis]))
-                left = step
-            if left > 1 or not factors:  # what stands still
-                shape.append(1)
-                factors.append(Factor(len(shape) - 1, left, start % left, 1))
-            source_dims.append(tuple(factors))
-        view = View(tuple(shape), TensorView(tuple(source_dims)), TensorView(target_dims))
-        return Equation(self.source, self.target, view)
+    )
+    moving = _moving(source, box)
+    here = []
+    for dim, size in enumerate(source):
+        start, left, factors = box.first // prod(source[dim + 1 :]) % size, size, []
+        for step, axis in moving.get(dim, []):
+            factors.append(Factor(axis, left // step, start % left // step, box.lengths[axis]))
+            left = step
+        if left > 1 or not factors:  # what stands still
+            shape.append(1)
+            factors.append(Factor(len(shape) - 1, left, start % left, 1))
+        here.append(tuple(factors))
+    return View(tuple(shape), TensorView(tuple(here)), TensorView(there))

@@ -9,18 +9,30 @@ Along each dim an index is a sum of indices of the view times a weight, so a box
 few boxes of the view, and a box of the view is a strided part of a tensor.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
+from typing import Final, NamedTuple
 
-from shardspec.boxes import Box, local_index
+from shardspec.boxes import Box, local_index, row_major_boxes
+from shardspec.errors import SpecSyntaxError
 
-__all__ = ["Factor", "TensorView", "View", "identity_view"]
+__all__ = [
+    "Factor",
+    "TensorView",
+    "View",
+    "evaluate",
+    "identity_view",
+    "parse_view",
+    "side_lengths",
+    "views_of",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
+class Factor(NamedTuple):
     """One factor of a dim."""
 
     axis: int
@@ -33,26 +45,13 @@ class Factor:
     """How far the view reaches in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorView:
+class TensorView(NamedTuple):
     """One side of an equation: per dim of the tensor its factors, the major one first."""
 
     dims: tuple[tuple[Factor, ...], ...]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The global shape of the tensor."""
-        return tuple(prod(factor.size for factor in factors) for factors in self.dims)
-
     def boxes(self, box: Box, axes: int) -> list[Box]:
-        """Return the boxes of the view that a box of the tensor holds.
-
-        Parameters
-        ----------
-        box
-            Intervals of the tensor's dims.
-        axes
-            How many dims the view has.
+        """Return the boxes of the view, which has so many axes, that a box of the tensor holds.
 
         Examples
         --------
@@ -63,7 +62,7 @@ class TensorView:
         choices = []
         for (lo, hi), factors in zip(box, self.dims, strict=True):
             kept = []
-            for part in _ranges(lo, hi, [factor.size for factor in factors]):
+            for part in row_major_boxes([factor.size for factor in factors], lo, hi):
                 clipped = [
                     (max(0, a - f.start), min(f.length, b - f.start))
                     for (a, b), f in zip(part, factors, strict=True)
@@ -78,7 +77,7 @@ class TensorView:
         return found
 
     def strides(self, strides: Sequence[int], axes: int) -> tuple[int, ...]:
-        """Return the steps in memory along the dims of the view, given those of the tensor.
+        """Return the steps in memory along the axes of the view, given those of the tensor.
 
         Examples
         --------
@@ -86,8 +85,7 @@ class TensorView:
         (10, 40)
         """
         found = [0] * axes
-        for stride, factors in zip(strides, self.dims, strict=True):
-            weight = stride
+        for weight, factors in zip(strides, self.dims, strict=True):
             for factor in reversed(factors):
                 found[factor.axis] = weight
                 weight *= factor.size
@@ -99,14 +97,10 @@ class TensorView:
         intervals: Sequence[Sequence[tuple[int, int]]],
         corner: Sequence[int],
     ) -> int:
-        """Return where in memory an element of the view lies.
+        """Return where in memory an element of the view lies, given its indices.
 
-        Parameters
-        ----------
-        strides, intervals
-            Of the shard: steps in memory, and the indices that it holds of each dim.
-        corner
-            Indices of the element in the view.
+        `strides` are steps in the memory of a shard, `intervals` the indices that it holds of each
+        dim.
 
         Examples
         --------
@@ -122,35 +116,32 @@ class TensorView:
             at += local_index(held, index) * stride
         return at
 
-    def indices(self, dim: int) -> int:
-        """Return which indices of a dim the view covers, as the bits of a whole number.
+    def covered(self) -> tuple[int, ...]:
+        """Return per dim which of its indices the view has, as the bits of a whole number.
 
         Examples
         --------
-        >>> bin(TensorView(((Factor(0, 2, 0, 2), Factor(1, 3, 1, 1)),)).indices(0))
-        '0b10010'
+        >>> side = TensorView(((Factor(0, 2, 0, 2), Factor(1, 3, 1, 1)),))
+        >>> [bin(bits) for bits in side.covered()]
+        ['0b10010']
         """
-        bits, width = 1, 1
-        for factor in reversed(self.dims[dim]):
-            repeated = 0
-            for index in range(factor.start, factor.start + factor.length):
-                repeated |= bits << (index * width)
-            bits, width = repeated, width * factor.size
-        return bits
+        found = []
+        for factors in self.dims:
+            bits, width = 1, 1
+            for factor in reversed(factors):
+                some = range(factor.start, factor.start + factor.length)
+                bits, width = sum(bits << (index * width) for index in some), width * factor.size
+            found.append(bits)
+        return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """An equation: the elements of a source that are those of a target."""
 
     shape: tuple[int, ...]
-    """Sizes of the dims of the view."""
+    """Sizes of the axes of the view."""
     source: TensorView
     target: TensorView
-
-    def reversed(self) -> "View":
-        """Return the equation the other way round."""
-        return View(self.shape, self.target, self.source)
 
 
 def identity_view(shape: Sequence[int]) -> View:
@@ -159,31 +150,220 @@ def identity_view(shape: Sequence[int]) -> View:
     return View(tuple(shape), side, side)
 
 
-def _ranges(lo: int, hi: int, sizes: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
-    """Return the boxes that the indices from `lo` to `hi` are in digits of the given sizes.
+_TOKEN: Final = re.compile(r"\s*(?:([A-Za-z_]\w*)|(\()|(\)))")
+_SLICE: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\]:]*)(?:(:)([^\]:]*))?\]\s*")
+_OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def parse_view(text: str) -> tuple[tuple[str, ...], ...]:
+    """Return per dim the names of its factors; SpecSyntaxError shows where the text is no view.
 
     Examples
     --------
-    >>> _ranges(1, 7, [2, 4])
-    [((0, 1), (1, 4)), ((1, 2), (0, 3))]
-    >>> _ranges(4, 12, [3, 4])
-    [((1, 3), (0, 4))]
+    >>> parse_view("(g q d) c")
+    (('g', 'q', 'd'), ('c',))
     """
-    if lo >= hi:
-        return []
-    if len(sizes) <= 1:
-        return [((lo, hi),)] if sizes else [()]
-    inner = prod(sizes[1:])
-    first, start = divmod(lo, inner)
-    last, end = divmod(hi, inner)
-    if first == last:
-        return [((first, first + 1), *rest) for rest in _ranges(start, end, sizes[1:])]
-    found = []
-    if start:
-        found += [((first, first + 1), *rest) for rest in _ranges(start, inner, sizes[1:])]
-        first += 1
-    if first < last:
-        found.append(((first, last), *((0, size) for size in sizes[1:])))
-    if end:
-        found += [((last, last + 1), *rest) for rest in _ranges(0, end, sizes[1:])]
-    return found
+    dims: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    at, end = 0, len(text.rstrip())
+    while at < end:
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise SpecSyntaxError(
+                "names of factors and pairs of parentheses are expected", text, at
+            )
+        name, opens, closes = match.groups()
+        if name and group is None:
+            dims.append((name,))
+        elif name and group is not None:
+            group.append(name)
+        elif opens and group is None:
+            group = []
+        elif closes and group is not None:
+            dims.append(tuple(group))
+            group = None
+        else:
+            raise SpecSyntaxError("this parenthesis has no partner", text, match.end() - 1)
+        at = match.end()
+    if group is not None:
+        raise SpecSyntaxError("a parenthesis is not closed", text, end)
+    names = [name for factors in dims for name in factors]
+    for name in names:
+        if names.count(name) > 1:
+            raise SpecSyntaxError(f"the factor {name!r} is named twice", text, text.rindex(name))
+    return tuple(dims)
+
+
+def evaluate(text: str, sizes: Mapping[str, int]) -> int:
+    """Return the value of a sum, difference or product of whole numbers and named sizes.
+
+    Examples
+    --------
+    >>> evaluate("q + 2*kv", {"q": 4, "kv": 1})
+    6
+    """
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name) if name in sizes:
+                return sizes[name]
+            case ast.Name(id=name):
+                raise SpecSyntaxError(
+                    f"the size {name!r} is not known; give it in the sizes", text, node.col_offset
+                )
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                a, b = value(left), value(right)
+                if b or not isinstance(op, ast.FloorDiv):
+                    return _OPERATORS[type(op)](a, b)
+        raise SpecSyntaxError("only names, numbers, +, -, * and // are allowed", text, 0)
+
+    stripped = text.strip()
+    if len(stripped) > 200:
+        raise SpecSyntaxError("an index of at most 200 characters is expected", stripped[:40], 0)
+    try:
+        tree = ast.parse(stripped, mode="eval")
+    except (SyntaxError, ValueError):
+        raise SpecSyntaxError("a whole number or a named size is expected", stripped, 0) from None
+    return value(tree.body)
+
+
+class _Side(NamedTuple):
+    """One side of an equation as text, with the size of every factor, and where some are cut."""
+
+    text: str
+    dims: tuple[tuple[str, ...], ...]
+    sizes: Mapping[str, int]
+    cuts: Mapping[str, tuple[int, int]]
+
+    def lengths(self) -> dict[str, int]:
+        """Return how far the view reaches in every factor."""
+        reached = {name: (0, size) for name, size in self.sizes.items()} | dict(self.cuts)
+        return {name: end - start for name, (start, end) in reached.items()}
+
+    def as_view(self, axes: Mapping[str, int]) -> TensorView:
+        lengths = self.lengths()
+        starts = {name: self.cuts.get(name, (0, 0))[0] for name in lengths}
+        return TensorView(
+            tuple(
+                tuple(Factor(axes[n], self.sizes[n], starts[n], lengths[n]) for n in factors)
+                for factors in self.dims
+            )
+        )
+
+
+def _parsed(texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]) -> _Side:
+    """Read a view and slices of its factors: per dim the size of one factor may be unknown."""
+    text, *slices = texts
+    dims = parse_view(text)
+    if len(dims) != len(shape):
+        raise SpecSyntaxError(
+            f"the view has {len(dims)} dims, the tensor {tuple(shape)} has {len(shape)}", text, 0
+        )
+    own: dict[str, int] = {}
+    for factors, size in zip(dims, shape, strict=True):
+        unknown = [name for name in factors if name not in sizes]
+        known = prod(sizes[name] for name in factors if name in sizes)
+        if len(unknown) > 1:
+            raise SpecSyntaxError(
+                f"the sizes of {' and '.join(map(repr, unknown))} are not known; give all but one",
+                text,
+                text.index(unknown[1]),
+            )
+        rest = size // known if unknown and known else 1
+        if known * rest != size:
+            raise SpecSyntaxError(
+                f"the factors {' '.join(factors)} come to a multiple of {known}, but the dim is "
+                f"{size} long",
+                text,
+                0,
+            )
+        own.update((name, sizes.get(name, rest)) for name in factors)
+    cuts = {}
+    every = {**sizes, **own}
+    for one in slices:
+        match = _SLICE.fullmatch(one)
+        if match is None:
+            raise SpecSyntaxError("a slice like 'r[:q]' or 'r[3]' is expected", one, 0)
+        name, first, colon, last = match.groups()
+        if name not in every:
+            raise SpecSyntaxError(f"the view has no factor {name!r}", one, 0)
+        start = evaluate(first, every) if first.strip() else 0
+        end = start + 1
+        if colon:
+            end = evaluate(last, every) if last.strip() else every[name]
+        if not 0 <= start <= end <= every[name]:
+            raise SpecSyntaxError(
+                f"{start}:{end} is not within the {every[name]} of {name!r}", one, 0
+            )
+        cuts[name] = start, end
+    return _Side(text, dims, own, {name: cut for name, cut in cuts.items() if name in own})
+
+
+def side_lengths(
+    texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return how far a view reaches in each of its factors.
+
+    Examples
+    --------
+    >>> side_lengths(["(g r)", "r[1:]"], (6,), {"r": 3})
+    {'g': 2, 'r': 2}
+    """
+    return _parsed(texts, shape, sizes).lengths()
+
+
+def views_of(
+    source: Sequence[str],
+    target: Sequence[str],
+    source_shape: Sequence[int],
+    target_shape: Sequence[int],
+    sizes: Mapping[str, int],
+) -> View:
+    """Return the equation between two views, each with slices of its factors behind it.
+
+    Factors of the same name are equated; what is left is equated in order, if it is equally long.
+    A factor that is cut to one index needs no partner. Raises SpecSyntaxError if a view does not
+    fit its tensor, or the two do not fit each other.
+
+    Examples
+    --------
+    >>> view = views_of(["(g q d)"], ["(g r d)", "r[:q]"], (8,), (12,), {"g": 2, "q": 2, "r": 3})
+    >>> view.shape
+    (2, 2, 2)
+    """
+    one, other = _parsed(source, source_shape, sizes), _parsed(target, target_shape, sizes)
+    here, there = one.lengths(), other.lengths()
+    shared = [name for name in here if name in there]
+    left = [n for n in here if n not in there and not (here[n] == 1 and n in one.cuts)]
+    right = [n for n in there if n not in here and not (there[n] == 1 and n in other.cuts)]
+    if len(left) != len(right):
+        raise SpecSyntaxError(
+            f"the source has {left or 'nothing'} that the target {other.text!r} lacks, which has "
+            f"{right or 'nothing'} that the source lacks",
+            one.text,
+            0,
+        )
+    pairs = list(zip(shared + left, shared + right, strict=True))
+    for a, b in pairs:
+        if here[a] != there[b]:
+            raise SpecSyntaxError(
+                f"{a!r} is {here[a]} long in the source, {b!r} {there[b]} in the target",
+                one.text,
+                0,
+            )
+    # A factor that is cut to one index has an axis of its own.
+    axes = [{pair[end]: axis for axis, pair in enumerate(pairs)} for end in (0, 1)]
+    shape = [here[a] for a, _ in pairs]
+    for side, own in zip((one, other), axes, strict=True):
+        for name in side.sizes:
+            if name not in own:
+                own[name] = len(shape)
+                shape.append(1)
+    return View(tuple(shape), one.as_view(axes[0]), other.as_view(axes[1]))

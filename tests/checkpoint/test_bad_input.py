@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardspec import load_sharded
+from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.inspect import inspect_checkpoint
-from shardspec.checkpoint.merge import merge
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample

@@ -15,8 +15,7 @@ import safetensors.torch
 import torch
 
 from shardspec import DeviceMesh, DTensor, save_sharded
-from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.convert import merge, reshard
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.checkpoint.handmade import all_specs, handmade, sample
 
@@ -266,8 +265,8 @@ def run(code, *arguments):
 
 FULL = """
 import resource, sys
-from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.convert import merge
+from shardspec.checkpoint.convert import reshard
 from shardspec.errors import CheckpointError
 ckpt, out, limit, when = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 def full(done, total):
@@ -299,8 +298,8 @@ def test_a_file_that_cannot_grow(tmp_path, when, spec):
 
 MEMORY = """
 import resource, sys
-from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.convert import merge
+from shardspec.checkpoint.convert import reshard
 merge(sys.argv[1], sys.argv[2])
 assert "torch" not in sys.modules and "networkx" not in sys.modules
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.open import FORMATS, open_checkpoint, open_checkpoints
-from shardspec.checkpoint.reshard import reshard
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 from tests.checkpoint.handmade import handmade

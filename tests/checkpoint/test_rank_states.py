@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.formats.rank_files import read_states
-from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.torch_state import read_torch_state

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
-from shardspec.checkpoint.merge import MERGED_FORMATS, MergedFormat
+from shardspec.checkpoint.convert import MERGED_FORMATS, MergedFormat
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.upload import upload as uploaded
@@ -145,7 +145,7 @@ def test_source_bytes_that_were_changed_are_found(forms):
 
 KILLED = """
 import os, signal, sys
-from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.convert import merge
 # What is started in the background by a shell is told to ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def progress(done, total):

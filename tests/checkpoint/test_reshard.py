@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, reshard, save_sharded
-from shardspec.checkpoint.formats.cut_rules import read_cut_rules
-from shardspec.checkpoint.reshard import read_rules
+from shardspec.checkpoint.formats.tensor_parallel import cut_rules
 from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.cli.checkpoint_options import read_rules
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError, ShardSpecError
 from tests.checkpoint.handmade import all_specs
 from tests.checkpoint.writers.states import check_same, save, state
@@ -183,7 +183,7 @@ def test_former_names_of_arguments_are_taken_with_a_warning(tmp_path):
 @pytest.mark.parametrize(
     "text", [f"w = {'9' * 5000}", "w = " + "[" * 5000, '"w" = "[S0]"\n' * 90_000]
 )
-@pytest.mark.parametrize("read", [read_rules, read_cut_rules])
+@pytest.mark.parametrize("read", [read_rules, cut_rules])
 def test_rules_that_are_too_much(tmp_path, read, text):
     path = tmp_path / "rules.toml"
     path.write_text(text)
@@ -193,13 +193,13 @@ def test_rules_that_are_too_much(tmp_path, read, text):
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("read", [read_rules, read_cut_rules])
+@pytest.mark.parametrize("read", [read_rules, cut_rules])
 def test_rules_without_an_end(read):
     with pytest.raises(CheckpointError, match="/dev/zero: is not a regular file"):
         read(Path("/dev/zero"))
 
 
-@pytest.mark.parametrize("read", [read_rules, read_cut_rules])
+@pytest.mark.parametrize("read", [read_rules, cut_rules])
 def test_rules_that_are_too_long(tmp_path, read):
     path = tmp_path / "rules.toml"
     path.write_text("#" * (1 << 20) + "#")

@@ -8,8 +8,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.convert import merge, reshard
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.mesh import DeviceMesh

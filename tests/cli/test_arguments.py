@@ -1,12 +1,11 @@
 """Arguments that commands share."""
 
 import re
-from typing import Any
 
 import pytest
 
 from shardspec.cli.arguments import MAX_DEVICES, parse_ids, parse_mesh, parse_numbers, parse_shape
-from shardspec.cli.options import ClusterOptions, build_cluster
+from shardspec.cli.options import ClusterOptions
 from shardspec.errors import MeshError
 from shardspec.mesh import DeviceMesh
 
@@ -108,8 +107,7 @@ def test_no_numbers(text, message):
 
 
 def built(**given):
-    options: Any = {**dict.fromkeys(ClusterOptions.__annotations__), **given}
-    return build_cluster(**options)[0]
+    return ClusterOptions(**given).build()[0]
 
 
 def test_the_mesh_of_options():

@@ -7,8 +7,14 @@ import pytest
 from click.testing import CliRunner
 
 from shardspec.cli.main import cli
-from shardspec.explorer.page import MAX_CONVERSIONS, MAX_DEVICES, explorer_page
-from shardspec.explorer.tables import MAX_DIMS, count_conversions, layouts_of
+from shardspec.explorer.page import (
+    MAX_CONVERSIONS,
+    MAX_DEVICES,
+    MAX_DIMS,
+    count_conversions,
+    explorer_page,
+    layouts_of,
+)
 from shardspec.mesh import DeviceMesh
 
 SMALL = ("--mesh", "2", "--shape", "4x4", "--links", "unit")

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from shardspec.cli.main import cli
 from shardspec.comm.cost import CostModel
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.drawing import dot_text, draw_transitions
-from shardspec.layout.graph_svg import svg_text
+from shardspec.layout.drawing import dot_text, draw_transitions, svg_text
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 

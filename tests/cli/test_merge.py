@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import save_sharded
-from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.convert import merge
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample

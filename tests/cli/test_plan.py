@@ -13,7 +13,7 @@ from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import PRESETS
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
-from shardspec.layout.naive import difference_text, naive_plan
+from shardspec.layout.plan import difference_text, naive_plan
 from shardspec.mesh import DeviceMesh
 
 README_EXAMPLE = ["[S0,R]", "[R,S01]", "--mesh", "2x4", "--shape", "4096x4096", "--dtype", "bf16"]

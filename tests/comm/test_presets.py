@@ -14,7 +14,7 @@ from shardspec.comm.curves import KINDS
 from shardspec.comm.presets import PRESETS, Basis, Confidence, link_preset
 from shardspec.comm.steps import Exchange, Permute
 from shardspec.errors import MeshError, ShardSpecError
-from shardspec.layout.move_cost import step_seconds
+from shardspec.layout.plan import step_seconds
 from shardspec.profiling.fit import step_of
 
 # Rate in GB/s, and time to start and latency of a message in µs.

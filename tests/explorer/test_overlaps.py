@@ -5,7 +5,7 @@ from itertools import pairwise
 from shardspec import CostModel, LayoutConverter, Link
 from shardspec.boxes import intersect
 from shardspec.comm.routes import Transfers
-from shardspec.explorer.tables import layouts_of
+from shardspec.explorer.page import layouts_of
 from tests.explorer.test_page import DTYPE, MESHES
 
 

@@ -10,9 +10,8 @@ from shardspec import DeviceMesh, Layout, LayoutConverter
 from shardspec.boxes import box_size
 from shardspec.cli.main import cli
 from shardspec.comm.routes import Transfers
-from shardspec.explorer.tables import count_conversions, layouts_of, models_of
-from shardspec.layout.naive import naive_plan
-from shardspec.layout.plan import step_text
+from shardspec.explorer.page import count_conversions, layouts_of, models_of
+from shardspec.layout.plan import naive_plan, step_text
 from shardspec.text import bytes_text, seconds_text
 from tests.explorer.browser import Browser
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reshard import reshard
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.mesh import DeviceMesh
 from tests.faults.checks import raised

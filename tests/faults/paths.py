@@ -10,8 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.convert import merge, reshard
 from shardspec.mesh import DeviceMesh
 from tests.faults.checks import command, one_line, raised, refused, same, tree
 from tests.faults.harness import Case

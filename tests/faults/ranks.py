@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.convert import reshard
 from shardspec.mesh import DeviceMesh
 from tests.checkpoint.handmade import handmade
 from tests.faults.checks import refused

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.convert import reshard
 from shardspec.mesh import DeviceMesh
 from tests.checkpoint.handmade import handmade
 

@@ -15,8 +15,7 @@ import pytest
 from shardspec import DeviceMesh, Layout, ShardingSpec
 from shardspec.errors import LossyConversionError
 from shardspec.interop.jax_specs import from_partition_spec, to_partition_spec
-from shardspec.layout.graph import spec_of
-from shardspec.layout.space import count_states, space_of
+from shardspec.layout.graph import count_states, space_of, spec_of
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).with_name("jax_boxes.json")

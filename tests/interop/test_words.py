@@ -9,7 +9,6 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from shardspec import DeviceMesh, Layout, ShardingSpec
 from shardspec.errors import AxisError, LayoutError, LossyConversionError
-from shardspec.interop.colossal import from_colossal, to_colossal
 from shardspec.interop.dcp_chunks import from_chunks, to_chunks
 from shardspec.interop.jax_specs import (
     from_partition_spec,
@@ -17,8 +16,13 @@ from shardspec.interop.jax_specs import (
     to_jax_mesh,
     to_partition_spec,
 )
-from shardspec.interop.oneflow import sbp_text
-from shardspec.interop.shardy import shardy_mesh_text, shardy_text
+from shardspec.interop.other_specs import (
+    from_colossal,
+    sbp_text,
+    shardy_mesh_text,
+    shardy_text,
+    to_colossal,
+)
 from shardspec.interop.torch_placements import (
     from_placements,
     placements_text,

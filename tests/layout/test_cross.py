@@ -13,7 +13,7 @@ from shardspec.layout.cross import (
     common_mesh,
     common_model,
     exchange_seconds,
-    held_bytes,
+    live_bytes,
     received_bytes,
 )
 from tests.conversions import partial_specs, plain_specs
@@ -163,10 +163,10 @@ def test_bytes_that_are_lacking_and_held():
     left, right = DeviceMesh([0, 1], (2,)), DeviceMesh([1, 2], (2,))
     before, after = Layout(left, "[S0]", (8,), "int8"), Layout(right, "[S0]", (8,), "int8")
     assert received_bytes(before, after) == 4
-    assert held_bytes(before, after) == 8  # device 1 holds the second half, then the first
+    assert live_bytes(before, after) == 8  # device 1 holds the second half, then the first
     scalar = Layout(left, "[]", (), "f64"), Layout(right, "[]", (), "f64")
     assert received_bytes(*scalar) == 8
-    assert held_bytes(*scalar) == 16
+    assert live_bytes(*scalar) == 16
 
 
 def test_plan_says_what_is_held_at_most_and_keeps_to_a_bound():

@@ -13,10 +13,8 @@ import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
 from shardspec.errors import LayoutError
-from shardspec.layout.drawing import COLOURS, dot_text, draw_transitions, kind_of
-from shardspec.layout.graph import TransitionGraph, spec_of
-from shardspec.layout.graph_svg import svg_text
-from shardspec.layout.space import count_states
+from shardspec.layout.drawing import COLOURS, dot_text, draw_transitions, kind_of, svg_text
+from shardspec.layout.graph import TransitionGraph, count_states, spec_of
 from shardspec.layout.spec import ShardingSpec
 
 FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
@@ -184,8 +182,7 @@ def test_scalars_and_ends_that_are_the_same():
 
 SCRIPT = """
 from shardspec import DeviceMesh
-from shardspec.layout.drawing import dot_text, draw_transitions
-from shardspec.layout.graph_svg import svg_text
+from shardspec.layout.drawing import dot_text, draw_transitions, svg_text
 drawing = draw_transitions(DeviceMesh(range(12), (2, 2, 3)), 2)
 print(dot_text(drawing), svg_text(drawing))
 """

@@ -19,8 +19,7 @@ from shardspec.comm.steps import Exchange
 from shardspec.execution import undo_plan
 from shardspec.layout.cross import common_mesh, exchange_seconds
 from shardspec.layout.graph import state_of
-from shardspec.layout.move_cost import step_seconds
-from shardspec.layout.plan import ConversionPlan
+from shardspec.layout.plan import ConversionPlan, step_seconds
 from shardspec.layout.pricing import exchange_between
 from tests.conversions import plain_specs
 from tests.layout import formulas

@@ -10,10 +10,11 @@ from shardspec.errors import LayoutError
 from shardspec.layout.graph import (
     MAX_REORDERED,
     TransitionGraph,
+    count_states,
+    space_of,
     spec_of,
     state_of,
 )
-from shardspec.layout.space import count_states, space_of
 from shardspec.layout.spec import ShardingSpec
 from tests.conversions import partial_specs, plain_specs
 

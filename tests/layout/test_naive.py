@@ -4,7 +4,7 @@ import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
 from shardspec.comm.steps import AllGather, AllReduce, Exchange, Slice
-from shardspec.layout.naive import difference_text, naive_plan
+from shardspec.layout.plan import difference_text, naive_plan
 from tests.conversions import plain_specs, targets_of
 from tests.layout import formulas
 

@@ -10,8 +10,7 @@ import types
 import pytest
 import torch
 
-from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh

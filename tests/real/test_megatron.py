@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.reshard import reshard
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh

@@ -8,8 +8,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.reshard import reshard
+from shardspec.checkpoint.convert import merge, reshard
 from shardspec.errors import LayoutError
 from shardspec.mesh import DeviceMesh
 

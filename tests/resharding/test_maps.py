@@ -15,7 +15,7 @@ from shardspec.resharding.check import check_map
 from shardspec.resharding.maps import Equation, NameMap
 from shardspec.resharding.plan import plan_reshard
 from shardspec.resharding.trace import trace_map
-from shardspec.resharding.view_text import views_of
+from shardspec.resharding.views import views_of
 from tests.resharding.states import random_mesh, random_spec, wrong_shards
 
 TEXT = """

@@ -9,11 +9,10 @@ lengths. ``param_shapes`` in the model's file gives names and shapes in the orde
   Groups follow on from one another; a parameter may begin in one and end in the next.
 
 A stretch of a flat tensor is a few boxes of the parameter. Tensors are the parameters under their
-names, as fp32; frozen ones and buffers as they are stored (zero_to_fp32.py makes them fp32, as
-``--dtype float32`` does); tied ones; and ``optimizer.KIND.NAME`` of what the optimizer keeps of
-each (``exp_avg``, ``exp_avg_sq``, ``step``). **That two ranks' files of stage 3 were swapped cannot
-be told**; those of stages 1 and 2 say where they belong (``param_slice_mappings``), unless the run
-had ``round_robin_gradients``.
+names, as fp32; frozen ones and buffers as they are stored; tied ones; and ``optimizer.KIND.NAME``
+of what the optimizer keeps of each (``exp_avg``, ``exp_avg_sq``, ``step``). **That two ranks' files
+of stage 3 were swapped cannot be told**; those of stages 1 and 2 say where they belong
+(``param_slice_mappings``), unless the run had ``round_robin_gradients``.
 """
 
 import re
@@ -29,8 +28,9 @@ from shardspec.boxes import row_major_boxes
 from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
 from shardspec.checkpoint.formats.deepspeed_files import (
     OPTIMIZER,
-    ZeroRank,
-    read_ranks,
+    TWO_SAVES,
+    ZeroRun,
+    read_run,
     tag_directory,
 )
 from shardspec.checkpoint.formats.names import DEEPSPEED, DEEPSPEED_LATEST
@@ -46,7 +46,7 @@ from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["beside", "open_deepspeed", "shape_of"]
+__all__ = ["add_tied", "beside", "open_deepspeed", "shape_of"]
 
 _GROUP: Final = re.compile(
     rf"{OPTIMIZER}\.(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d{{1,9}})"
@@ -79,8 +79,8 @@ _Lines: TypeAlias = dict[int, list[_Piece]]
 class _Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
-    group: int
-    start: int
+    group: int = 0
+    start: int = 0
     """Elements before it: of its group, or with stage 3 of a rank's groups together."""
 
     @property
@@ -89,62 +89,46 @@ class _Parameter(NamedTuple):
 
 
 def open_deepspeed(directory: Path) -> ListedCatalog:
-    """Read what describes the files of all ranks; not their data.
+    """Read what describes the files of all ranks, of a tag or the directory above; not their data.
 
-    Parameters
-    ----------
-    directory
-        That of a tag, or the one above.
-
-    Raises
-    ------
-    CheckpointError
-        If a file is missing, damaged or of another save, or if flat tensors are not as long as
-        the parameters in them.
+    Refused are files that are missing, damaged or of another save, and flat tensors that are not as
+    long as the parameters in them.
     """
     place = tag_directory(directory)
-    ranks, stage = read_ranks(place)
-    parameters, needed = _parameters(ranks, stage)
-    flat = _flat(ranks, stage, needed)
-    if stage < 3:
-        _check_slices(ranks, parameters, flat[_WEIGHT])
-    tensors = beside(ranks, stage)
-    scalars = _scalars(ranks)
+    run = read_run(place)
+    parameters, needed = _parameters(run)
+    flat = _flat(run, needed)
+    _check_slices(run, parameters, flat[_WEIGHT])
+    tensors = beside(run.models, run.stage)
+    scalars = _scalars(run)
     for one in parameters:
-        for kind, lines in flat.items():
-            if stage == 3 or one.group in lines:
-                name = f"optimizer.{kind}.{one.name}" if kind else one.name
-                tensors[name] = _tensor(name, one, lines, stage)
         group = one.group
-        if stage == 3:
+        if run.stage == 3:
             group = bisect_right(flat[_WEIGHT][0], one.start, key=lambda piece: piece.start) - 1
-        for kind, boxes in scalars.get(group, {}).items():
-            name = f"optimizer.{kind}.{one.name}"
-            tensors[name] = replace(boxes, name=name)
-    model = ranks[0].model
-    for alias, target in _under(model, "shared_params").items():
-        if isinstance(target, str) and target in tensors:
-            tensors[alias] = replace(tensors[target], name=alias)
+        kept = {
+            kind: _tensor(one, lines, run.stage)
+            for kind, lines in flat.items()
+            if run.stage == 3 or group in lines
+        }
+        for kind, tensor in (kept | scalars.get(group, {})).items():
+            name = f"optimizer.{kind}.{one.name}" if kind else one.name
+            tensors[name] = replace(tensor, name=name)
+    model = run.models[0]
+    add_tied(model, tensors)
     for name in model.tensors:
         if name.startswith(_MODULE) and name.removeprefix(_MODULE) not in tensors:
             raise CheckpointError(
                 f"{model.path}: {name} is in no flat tensor, not frozen and not tied: nothing "
                 "holds its elements; save it again with DeepSpeed 0.8 or later"
             )
-    paths = dict.fromkeys(state.path for rank in ranks for state in rank)
-    found = ListedCatalog(DEEPSPEED, place, tensors, paths, None, _extras(ranks[0]))
+    paths = [state.path for state in (*run.optimizers, *run.models)]
+    found = ListedCatalog(DEEPSPEED, place, tensors, paths, None, _extras(run))
     if place != directory:
         why = f"which {DEEPSPEED_LATEST} names"
         if not directory.joinpath(DEEPSPEED_LATEST).exists():
             why = "the only tag"
         found.notes = (f"reading {place.name}, {why}",)
     return found
-
-
-def _under(state: TorchState, key: str) -> dict[str, object]:
-    """Return the entries of a dict that was flattened."""
-    start = f"{key}."
-    return {k.removeprefix(start): v for k, v in state.extras.items() if k.startswith(start)}
 
 
 def shape_of(state: TorchState, name: object, value: object) -> tuple[str, tuple[int, ...]]:
@@ -160,100 +144,109 @@ def shape_of(state: TorchState, name: object, value: object) -> tuple[str, tuple
     )
 
 
-def _parameters(ranks: Sequence[ZeroRank], stage: int) -> tuple[list[_Parameter], list[int]]:
+def _parameters(run: ZeroRun) -> tuple[list[_Parameter], list[int]]:
     """Return where parameters lie, and how long the flat tensors have to be for them."""
-    optimizer, model = ranks[0]
+    optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
-    paddings = optimizer.extras.get(f"{OPTIMIZER}.param_alignment_paddings")
+    said = optimizer.extras.get(f"{OPTIMIZER}.param_alignment_paddings")
+    paddings = said if isinstance(said, list) and run.stage < 3 else []
     found: list[_Parameter] = []
     needed: list[int] = []
     at = 0
-    for number, group in enumerate(groups if isinstance(groups, list) else ()):
-        at = at if stage == 3 else 0
-        said = paddings[number : number + 1] if isinstance(paddings, list) and stage < 3 else []
-        gaps = said[0] if said else [0] * len(group)
-        if not isinstance(group, dict) or not isinstance(gaps, list) or len(gaps) != len(group):
-            break
-        for (key, value), gap in zip(group.items(), gaps, strict=True):
+    for number, group in enumerate(groups if isinstance(groups, list) else [None]):
+        at = at if run.stage == 3 else 0
+        shapes = group if isinstance(group, dict) else {}
+        gaps = paddings[number] if number < len(paddings) else [0] * len(shapes)
+        if shapes is not group or not isinstance(gaps, list) or len(gaps) != len(shapes):
+            raise CheckpointError(
+                f"{model.path}: has no param_shapes, or other ones than {optimizer.path} has "
+                "param_alignment_paddings, and flat tensors cannot be taken apart; restore the file"
+            )
+        for (key, value), gap in zip(shapes.items(), gaps, strict=True):
             name, shape = shape_of(model, key, value)
             found.append(_Parameter(name, shape, number, at))
-            at += -(-prod(shape) // len(ranks)) if stage == 3 else prod(shape) + gap
+            at += -(-prod(shape) // ranks) if run.stage == 3 else prod(shape) + gap
         needed.append(at)
-    if not isinstance(groups, list) or len(needed) != len(groups):
-        raise CheckpointError(
-            f"{model.path}: has no param_shapes, or other ones than {optimizer.path} has "
-            "param_alignment_paddings, and flat tensors cannot be taken apart; restore the file"
-        )
-    return found, [at] * len(ranks) if stage == 3 else needed
+    return found, [at] * ranks if run.stage == 3 else needed
 
 
-def _flat(ranks: Sequence[ZeroRank], stage: int, needed: Sequence[int]) -> dict[str, _Lines]:
+def _kept(state: TorchState) -> Iterator[tuple[str, int, str, StateTensor]]:
+    """Yield kind, group, name and tensor of what an optimizer's file has of parameters."""
+    for name, tensor in state.tensors.items():
+        if match := _GROUP.fullmatch(name):
+            yield _WEIGHT, int(match[1]), name, tensor
+        elif match := _STATE.fullmatch(name):
+            yield match[2], int(match[1]), name, tensor
+
+
+def _flat(run: ZeroRun, needed: Sequence[int]) -> dict[str, _Lines]:
     """Return the flat tensors of every kind, of the lengths that they need to have."""
+    stage, ranks = run.stage, len(run.optimizers)
     kinds: dict[str, dict[tuple[int, int], StateTensor]] = {_WEIGHT: {}}
-    for number, rank in enumerate(ranks):
-        for name, tensor in rank.optimizer.tensors.items():
-            match = _GROUP.fullmatch(name) or _STATE.fullmatch(name)
-            if match is None or (match.re is _STATE and not tensor.local.shape):
+    for number, state in enumerate(run.optimizers):
+        for kind, group, name, tensor in _kept(state):
+            shape = tensor.local.shape
+            if kind != _WEIGHT and not shape:
                 continue
-            if len(tensor.local.shape) != 1 or tensor.place.strides:
+            if len(shape) != 1 or tensor.place.strides:
                 raise CheckpointError(
-                    f"{rank.optimizer.path}: {name} has shape {list(tensor.local.shape)}, but flat "
-                    "tensors are due; the file was changed, restore it"
+                    f"{state.path}: {name} has shape {list(shape)}, but flat tensors are due; the "
+                    "file was changed, restore it"
                 )
-            kind = match[2] if match.re is _STATE else _WEIGHT
-            kinds.setdefault(kind, {})[number, int(match[1])] = tensor
+            kinds.setdefault(kind, {})[number, group] = tensor
     weights = kinds[_WEIGHT]
     groups = sorted({group for _, group in weights})
     if groups != list(range(len(groups))) or (stage < 3 and len(groups) != len(needed)):
         raise CheckpointError(
-            f"{ranks[0].optimizer.path}: has the flat groups {groups}, but {ranks[0].model.path} "
-            "other groups of parameters; the files are not of one save, restore those of one"
+            f"{run.optimizers[0].path}: has the flat groups {groups}, but {run.models[0].path} "
+            f"other groups of parameters; {TWO_SAVES}"
         )
     flat: dict[str, _Lines] = {kind: {} for kind in kinds}
     for (kind, tensors), group in product(kinds.items(), groups):
-        if stage < 3 and all((at, group) not in tensors for at in range(len(ranks))):
+        if stage < 3 and all((at, group) not in tensors for at in range(ranks)):
             # The optimizer keeps nothing of a group that was never updated.
             continue
         # Behind the last parameter of stages 1 and 2 ranks have padding, or leave it out.
-        share = -(-needed[group] // (2 * len(ranks))) * 2 if stage < 3 else 0
-        for number, rank in enumerate(ranks):
-            found = tensors.get((number, group))
-            length = 0 if found is None else found.local.shape[0]
+        share = -(-needed[group] // (2 * ranks)) * 2 if stage < 3 else 0
+        for number, state in enumerate(run.optimizers):
             if stage == 3:
                 like = weights.get((0, group))
                 due = {0 if like is None else like.local.shape[0]}
             else:
                 due = {share, min(max(0, needed[group] - number * share), share)}
+            found = tensors.get((number, group))
+            length = 0 if found is None else found.local.shape[0]
             if found is None or length not in due:
-                raise CheckpointError(
-                    f"{rank.optimizer.path}: the flat {kind or 'fp32'} tensor of group {group} has "
-                    f"{length} elements, but {min(due)} are due; it was padded or cut off, "
-                    "or param_shapes is of another save; restore the files of one"
-                )
+                what = f"the flat {kind or 'fp32'} tensor of group {group}"
+                raise _wrong_length(state.path, what, length, min(due))
             line = flat[kind].setdefault(number if stage == 3 else group, [])
             start = number * share if stage < 3 else line[-1].end if line else 0
-            line.append(_Piece(number, rank.optimizer.path, found, start))
+            line.append(_Piece(number, state.path, found, start))
     for line, wanted in zip(flat[_WEIGHT].values(), needed, strict=True):
         if stage == 3 and line[-1].end != wanted:
-            raise CheckpointError(
-                f"{line[-1].path}: the flat fp32 tensors have {line[-1].end} elements, but the "
-                f"parameters in them {wanted}; they were padded or cut off, or param_shapes is of "
-                "another save; restore the files of one"
-            )
+            raise _wrong_length(line[-1].path, "all its flat fp32 tensors", line[-1].end, wanted)
     return flat
 
 
-def _check_slices(ranks: Sequence[ZeroRank], stated: Sequence[_Parameter], flat: _Lines) -> None:
-    """Compare where parameters lie with what each rank says of its own parts of them.
+def _wrong_length(path: Path, what: str, length: int, due: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {what} together have {length} elements, but {due} are due by param_shapes; it "
+        "was padded or cut off, or these are of another save; restore the files of one"
+    )
+
+
+def _check_slices(run: ZeroRun, stated: Sequence[_Parameter], flat: _Lines) -> None:
+    """Compare where parameters lie with what ranks of stages 1 and 2 say of their parts of them.
 
     With ``round_robin_gradients`` ranks say where they lay before DeepSpeed changed their order;
     only param_shapes is right then.
     """
-    if ranks[0].model.extras.get("ds_config.zero_optimization.round_robin_gradients") is True:
+    round_robin = "ds_config.zero_optimization.round_robin_gradients"
+    if run.stage == 3 or run.models[0].extras.get(round_robin) is True:
         return
     known = {(one.group, one.name): one for one in stated}
-    for number, rank in enumerate(ranks):
-        said = rank.optimizer.extras.get(f"{OPTIMIZER}.param_slice_mappings")
+    for number, state in enumerate(run.optimizers):
+        said = state.extras.get(f"{OPTIMIZER}.param_slice_mappings")
         for group, slices in enumerate(said if isinstance(said, list) else ()):
             for name, note in slices.items() if isinstance(slices, dict) else ():
                 one = known.get((group, name))
@@ -264,41 +257,50 @@ def _check_slices(ranks: Sequence[ZeroRank], stated: Sequence[_Parameter], flat:
                     due = lo - piece.start, min(one.end, piece.end) - lo
                 if not isinstance(note, Record) or due != (note.get("start"), note.get("numel")):
                     raise CheckpointError(
-                        f"{rank.optimizer.path}: says that its part of {name!r} lies elsewhere "
-                        f"than that of rank {number} does; the file is of another rank or save, "
-                        "restore it"
+                        f"{state.path}: says that its part of {name!r} lies elsewhere than that of "
+                        f"rank {number} does; the file is of another rank or save, restore it"
                     )
 
 
-def _scalars(ranks: Sequence[ZeroRank]) -> dict[int, dict[str, StoredTensor]]:
+def _scalars(run: ZeroRun) -> dict[int, dict[str, StoredTensor]]:
     """Return what the optimizer keeps of a group, such as its step; all ranks have the same."""
+    boxes: dict[tuple[int, str], list[StoredBox]] = {}
+    values: list[dict[tuple[int, str], tuple[str, bytes]]] = []
+    for rank, state in enumerate(run.optimizers):
+        own = {
+            (group, kind): at for kind, group, _, at in _kept(state) if kind and not at.local.shape
+        }
+        with SourceFile(state.path) as file:
+            values.append(
+                {
+                    key: (at.local.dtype, file.read(at.place.offset, item_bytes(at.local.dtype)))
+                    for key, at in own.items()
+                }
+            )
+        for key, (_, place) in own.items():
+            boxes.setdefault(key, []).append(
+                StoredBox((), (), rank, state.path, place.offset, place.digest)
+            )
+        odd = min(values[0].items() ^ values[-1].items(), default=None)
+        if odd is not None:
+            (group, kind), _ = odd
+            raise CheckpointError(
+                f"{state.path}: has another {kind} of group {group} than "
+                f"{run.optimizers[0].path}; {TWO_SAVES}"
+            )
     found: dict[int, dict[str, StoredTensor]] = {}
-    values: dict[tuple[int, str], tuple[str, bytes]] = {}
-    for number, rank in enumerate(ranks):
-        path = rank.optimizer.path
-        with SourceFile(path) as file:
-            for name, tensor in rank.optimizer.tensors.items():
-                match, local, place = _STATE.fullmatch(name), tensor.local, tensor.place
-                if match is None or local.shape:
-                    continue
-                group, kind = int(match[1]), match[2]
-                value = local.dtype, file.read(place.offset, item_bytes(local.dtype))
-                box = StoredBox((), (), number, path, place.offset, place.digest)
-                like = found.setdefault(group, {}).get(kind)
-                before = () if like is None else like.boxes
-                if len(before) != number or values.setdefault((group, kind), value) != value:
-                    raise CheckpointError(
-                        f"{path}: has another {kind} of group {group} than "
-                        f"{ranks[0].optimizer.path}; the files are not of one save, restore those "
-                        "of one"
-                    )
-                found[group][kind] = StoredTensor(kind, (), local.dtype, None, (), (*before, box))
+    for (group, kind), copies in boxes.items():
+        dtype, _ = values[0][group, kind]
+        found.setdefault(group, {})[kind] = StoredTensor(kind, (), dtype, None, (), tuple(copies))
     return found
 
 
-def beside(ranks: Sequence[ZeroRank], stage: int) -> dict[str, StoredTensor]:
-    """Return buffers, and parameters that are not trained."""
-    model = ranks[0].model
+def beside(models: Sequence[TorchState], stage: int) -> dict[str, StoredTensor]:
+    """Return buffers, and parameters that are not trained, of which each model's file has a part.
+
+    Of stages 1 and 2 the first model's file has all of them.
+    """
+    model = models[0]
     tensors = {}
     for key, found in model.tensors.items():
         name = key.removeprefix(_MODULE)
@@ -307,34 +309,47 @@ def beside(ranks: Sequence[ZeroRank], stage: int) -> dict[str, StoredTensor]:
             tensors[name] = whole_tensor(name, model.path, found)
     for key, value in _under(model, "frozen_param_shapes").items():
         name, shape = shape_of(model, key, value)
+        due = (-(-prod(shape) // len(models)),) if stage == 3 else shape
         lines: _Lines = {}
-        share = -(-prod(shape) // len(ranks)) if stage == 3 else prod(shape)
-        for at, rank in enumerate(ranks[: len(ranks) if stage == 3 else 1]):
-            part = rank.model.tensors.get(f"frozen_param_fragments.{name}")
-            if part is None or part.local.shape != ((share,) if stage == 3 else shape):
+        for rank, state in enumerate(models[: len(models) if stage == 3 else 1]):
+            part = state.tensors.get(f"frozen_param_fragments.{name}")
+            if part is None or part.local.shape != due:
                 raise CheckpointError(
-                    f"{rank.model.path}: lacks its {share} elements of the frozen parameter "
+                    f"{state.path}: lacks its {prod(due)} elements of the frozen parameter "
                     f"{name!r} of shape {list(shape)}; the file was changed, restore it"
                 )
-            lines[at] = [_Piece(at, rank.model.path, part, 0)]
+            lines[rank] = [_Piece(rank, state.path, part, 0)]
         tensors[name] = (
-            _tensor(name, _Parameter(name, shape, 0, 0), lines, stage)
+            _tensor(_Parameter(name, shape), lines, stage)
             if stage == 3
             else whole_tensor(name, model.path, lines[0][0].tensor)
         )
     return tensors
 
 
-def _tensor(name: str, one: _Parameter, lines: _Lines, stage: int) -> StoredTensor:
+def add_tied(model: TorchState, tensors: dict[str, StoredTensor]) -> None:
+    """Add parameters that are others under a second name."""
+    for alias, target in _under(model, "shared_params").items():
+        if isinstance(target, str) and target in tensors:
+            tensors[alias] = replace(tensors[target], name=alias)
+
+
+def _under(state: TorchState, key: str) -> dict[str, object]:
+    """Return the entries of a dict that was flattened."""
+    start = f"{key}."
+    return {k.removeprefix(start): v for k, v in state.extras.items() if k.startswith(start)}
+
+
+def _tensor(one: _Parameter, lines: _Lines, stage: int) -> StoredTensor:
     """Return what flat tensors hold of a parameter."""
-    count = one.end - one.start
+    count = prod(one.shape)
     share = -(-count // len(lines)) if stage == 3 else count
     chosen = lines if stage == 3 else {0: lines[one.group]}
     boxes: list[StoredBox] = []
     for rank, pieces in chosen.items():
         boxes += _boxes(pieces, one, rank * share, min(share, count - rank * share))
     dtype = next(iter(chosen.values()))[0].tensor.local.dtype
-    return StoredTensor(name, one.shape, dtype, None, (), tuple(boxes))
+    return StoredTensor(one.name, one.shape, dtype, None, (), tuple(boxes))
 
 
 def _boxes(
@@ -357,12 +372,12 @@ def _boxes(
             offset += size * prod(end - start for start, end in box)
 
 
-def _extras(first: ZeroRank) -> Mapping[str, object]:
+def _extras(run: ZeroRun) -> Mapping[str, object]:
     """Return what is no tensor, and does not describe how tensors lie."""
     left = ("param_shapes", "frozen_param_", "shared_params", "buffer_names", "param_slice_")
     return {
         name: plain_value(value)
-        for state in first
+        for state in (run.optimizers[0], run.models[0])
         for name, value in state.extras.items()
         if not name.removeprefix(f"{OPTIMIZER}.").startswith(left)
     }

@@ -6,8 +6,8 @@ stages 1 and 2 one ``mp_rank_00_model_states.pt`` is of all.
 """
 
 import re
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,17 +18,17 @@ from shardspec.checkpoint.formats.names import (
     PARTS,
     find_deepspeed,
 )
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.torch_state import (
     TorchState,
     check_no_copies,
-    read_torch_state,
+    read_torch_states,
 )
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
 
-__all__ = ["DEEPSPEED_NAMES", "OPTIMIZER", "ZeroRank", "read_ranks", "tag_directory"]
+__all__ = ["DEEPSPEED_NAMES", "OPTIMIZER", "TWO_SAVES", "ZeroRun", "read_run", "tag_directory"]
 
 DEEPSPEED_NAMES: Final[Names] = {
     f"deepspeed.{name}": record_class(f"deepspeed.{name}")
@@ -44,14 +44,16 @@ OPTIMIZER: Final = "optimizer_state_dict"
 _UNIVERSAL: Final = "make a Universal Checkpoint of it: " + PARTS["DeepSpeed's tensor parallel"][1]
 _PARALLEL: Final = re.compile(r"layer_.*_states\.pt|.*expert_\d.*_states\.pt")
 _MOST_LATEST_BYTES: Final = 4096
+TWO_SAVES: Final = "the files are not of one save, restore those of one"
 
 
-class ZeroRank(NamedTuple):
-    """What one rank has saved."""
+class ZeroRun(NamedTuple):
+    """What the ranks have saved."""
 
-    optimizer: TorchState
-    model: TorchState
-    """Its own with stage 3, else that of all."""
+    stage: int
+    optimizers: Sequence[TorchState]
+    models: Sequence[TorchState]
+    """One a rank with stage 3, else one of all."""
 
 
 def tag_directory(directory: Path) -> Path:
@@ -83,83 +85,69 @@ def tag_directory(directory: Path) -> Path:
     )
 
 
-def read_ranks(place: Path) -> tuple[list[ZeroRank], int]:
-    """Return what all ranks saved, rank by rank, and the stage of ZeRO.
-
-    Raises
-    ------
-    CheckpointError
-        If a file is missing, damaged or of another save.
-    """
+def read_run(place: Path) -> ZeroRun:
+    """Return what all ranks saved, rank by rank, once it is of one save."""
     names = sorted(path.name for path in place.iterdir())
-    parallel = next((name for name in names if _PARALLEL.fullmatch(name)), None)
+    parallel = next(filter(_PARALLEL.fullmatch, names), None)
     if parallel is not None:
         raise CheckpointError(
             f"{place}: {parallel} is of a run with experts or pipeline stages, which are not read; "
             f"{_UNIVERSAL}"
         )
-    optimizers = _by_rank(place, names, DEEPSPEED_OPTIMIZER)
-    models = _by_rank(place, names, DEEPSPEED_MODEL)
+    found = _by_rank(place, names, DEEPSPEED_OPTIMIZER)
     # At least one is due.
-    for rank in range(max((rank for rank in optimizers if rank is not None), default=0) + 1):
-        if rank not in optimizers:
-            raise CheckpointError(
-                f"{place}: zero_pp_rank_{rank}_mp_rank_00_optim_states.pt is missing, which rank "
-                f"{rank} wrote; restore it"
-            )
-    states = _states(place, [optimizers[rank] for rank in range(len(optimizers))])
-    stage = _number(states[0], "zero_stage")
+    count = 1 + max((rank for rank in found if rank is not None), default=0)
+    optimizers = read_torch_states(_due(place, found, range(count), "optim"), DEEPSPEED_NAMES)
+    stage = _number(optimizers[0], "zero_stage")
     if stage not in (1, 2, 3):
         raise CheckpointError(
-            f"{states[0].path}: says no stage of ZeRO from 1 to 3; save it again with DeepSpeed "
-            "0.8 or later"
+            f"{optimizers[0].path}: says no stage of ZeRO from 1 to 3; save it again with "
+            "DeepSpeed 0.8 or later"
         )
-    due: list[int | None] = [*range(len(states))] if stage == 3 else [None]
-    for one in due:
-        if one not in models:
-            start = "" if one is None else f"zero_pp_rank_{one}_"
-            raise CheckpointError(
-                f"{place}: {start}mp_rank_00_model_states.pt is missing, which stage {stage} "
-                "writes; restore it"
-            )
-    if len(models) > len(due):
-        other = next(path for rank, path in models.items() if rank not in due)
+    found = _by_rank(place, names, DEEPSPEED_MODEL)
+    due: Sequence[int | None] = range(count) if stage == 3 else [None]
+    paths = _due(place, found, due, "model")
+    other = next((path for rank, path in found.items() if rank not in due), None)
+    if other is not None:
         raise CheckpointError(
-            f"{other}: is not of the save of the optimizer states, of {len(states)} ranks and "
-            f"stage {stage}; restore what is missing of these, or move it away"
+            f"{other}: is not of the save of the optimizer states, of {count} ranks and stage "
+            f"{stage}; restore what is missing of these, or move it away"
         )
-    kept = _states(place, [models[one] for one in due])
-    ranks = [ZeroRank(state, kept[at if stage == 3 else 0]) for at, state in enumerate(states)]
-    _check_one_save(ranks)
-    check_no_copies(states)
-    return ranks, stage
+    run = ZeroRun(stage, optimizers, read_torch_states(paths, DEEPSPEED_NAMES))
+    _check_one_save(run)
+    check_no_copies(optimizers)
+    return run
 
 
 def _by_rank(place: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int | None, Path]:
     """Return the files of a kind by their rank; None for that of all ranks."""
     found: dict[int | None, Path] = {}
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match is None:
-            continue
+    for match in filter(None, map(pattern.fullmatch, names)):
         rank = None if match[1] is None else int(match[1])
         if int(match[2]):
             raise CheckpointError(
-                f"{place}: {name} is of a tensor parallel run, which is not read; {_UNIVERSAL}"
+                f"{place}: {match[0]} is of a tensor parallel run, which is not read; {_UNIVERSAL}"
             )
         if rank in found:
             raise CheckpointError(
-                f"{place}: {found[rank].name} and {name} are both of rank {rank}; move that of "
+                f"{place}: {found[rank].name} and {match[0]} are both of rank {rank}; move that of "
                 "the other save away"
             )
-        found[rank] = file_inside(place, name, place)
+        found[rank] = file_inside(place, match[0], place)
     return found
 
 
-def _states(place: Path, paths: Sequence[Path]) -> list[TorchState]:
-    look = partial(read_torch_state, more=DEEPSPEED_NAMES)
-    with prefetch_map(paths, look, prefetch_depth(place)) as states:
-        return list(states)
+def _due(
+    place: Path, found: Mapping[int | None, Path], ranks: Sequence[int | None], kind: str
+) -> list[Path]:
+    """Return the files of a kind that these ranks have written."""
+    for rank in ranks:
+        if rank not in found:
+            start = "" if rank is None else f"zero_pp_rank_{rank}_"
+            raise CheckpointError(
+                f"{place}: {start}mp_rank_00_{kind}_states.pt is missing; restore it"
+            )
+    return [found[rank] for rank in ranks]
 
 
 def _number(state: TorchState, key: str) -> int | None:
@@ -172,34 +160,29 @@ def _number(state: TorchState, key: str) -> int | None:
     return value if type(value) is int else None
 
 
-def _check_one_save(ranks: Sequence[ZeroRank]) -> None:
+def _check_one_save(run: ZeroRun) -> None:
     """Check that all files say the same of the save."""
-    first = ranks[0]
-    for rank in ranks:
-        for one, other, key in (
-            (first.model, rank.optimizer, "ds_version"),
-            *((first.model, rank.model, key) for key in ("ds_version", "global_steps")),
-            (first.model, rank.model, "param_shapes"),
-        ):
-            a, b = one.extras.get(key), other.extras.get(key)
-            if a != b:
-                raise CheckpointError(
-                    f"{other.path}: its {key} is {b!r:.60}, but {a!r:.60} in {one.path}; the files "
-                    "are not of one save, restore those of one"
-                )
-        if _number(rank.optimizer, "zero_stage") != _number(first.optimizer, "zero_stage"):
+    first = run.models[0]
+    for state, key in (
+        *product(run.optimizers, ("ds_version",)),
+        *product(run.models, ("ds_version", "global_steps", "param_shapes")),
+    ):
+        due, said = first.extras.get(key), state.extras.get(key)
+        if due != said:
             raise CheckpointError(
-                f"{rank.optimizer.path}: is of another stage of ZeRO than {first.optimizer.path}; "
-                "the files are not of one save, restore those of one"
+                f"{state.path}: its {key} is {said!r:.60}, but {due!r:.60} in {first.path}; "
+                f"{TWO_SAVES}"
             )
-        said = rank.model.extras.get("dp_world_size")
-        counts = {
-            rank.optimizer.path: _number(rank.optimizer, "partition_count"),
-            rank.model.path: said if type(said) is int else None,
-        }
-        for path, count in counts.items():
-            if count not in (None, len(ranks)):
-                raise CheckpointError(
-                    f"{path}: was saved by {count} ranks, but optimizer states of {len(ranks)} are "
-                    "there; restore what is missing"
-                )
+    for state in run.optimizers:
+        if _number(state, "zero_stage") != run.stage:
+            raise CheckpointError(
+                f"{state.path}: is of another stage of ZeRO than {run.optimizers[0].path}; "
+                f"{TWO_SAVES}"
+            )
+    counts = [(state.path, _number(state, "partition_count")) for state in run.optimizers]
+    for path, said in (*counts, *((m.path, m.extras.get("dp_world_size")) for m in run.models)):
+        if type(said) is int and said != len(run.optimizers):
+            raise CheckpointError(
+                f"{path}: was saved by {said} ranks, but optimizer states of {len(counts)} are "
+                "there; restore what is missing"
+            )

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from shardspec.boxes import Box, row_major_boxes
+from shardspec.boxes import Box, box_size, row_major_boxes
 from shardspec.checkpoint.torch_files.torch_values import sizes_of
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class
 from shardspec.errors import CheckpointError
@@ -40,15 +40,16 @@ class _Unused(Record):
             state.clear()
 
 
-_PLANNER: Final = "torch.distributed.checkpoint.planner"
+_CHECKPOINT: Final = "torch.distributed.checkpoint"
+_WRITE_ITEM_TYPE: Final = f"{_CHECKPOINT}.planner.WriteItemType"
 PLAN_NAMES: Final[Names] = {
-    f"{_PLANNER}.WriteItemType": record_class("WriteItemType"),
+    _WRITE_ITEM_TYPE: record_class("WriteItemType"),
     **{
         name: Global(name, (_Unused,), {})
         for name in (
-            *(f"{_PLANNER}.{kind}" for kind in ("SavePlan", "WriteItem", "TensorWriteData")),
-            f"{_PLANNER}.BytesIOWriteData",
-            "torch.distributed.checkpoint.filesystem._StoragePrefix",
+            *(f"{_CHECKPOINT}.planner.{kind}" for kind in ("SavePlan", "WriteItem")),
+            *(f"{_CHECKPOINT}.planner.{kind}" for kind in ("TensorWriteData", "BytesIOWriteData")),
+            f"{_CHECKPOINT}.filesystem._StoragePrefix",
             "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
         )
     },
@@ -60,6 +61,7 @@ MEGATRON_OBJECT: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
 
 _OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.")
 _SHAPE: Final = "nd_reformulated_orig_global_shape"
+_CONVERT: Final = "convert it with Megatron's own tools to fully_reshardable"
 
 
 def original_shapes(said: object, path: Path) -> dict[str, tuple[int, ...]]:
@@ -69,7 +71,7 @@ def original_shapes(said: object, path: Path) -> dict[str, tuple[int, ...]]:
         if not isinstance(data, dict) or not isinstance(name, str) or data.keys() - {_SHAPE}:
             raise CheckpointError(
                 f"{path}: says of {name!r:.200} what no version of Megatron-core up to 0.16 does "
-                "(mcore_data); convert it with Megatron's own tools to fully_reshardable"
+                f"(mcore_data); {_CONVERT}"
             )
         if data:
             try:
@@ -101,22 +103,16 @@ def check_optimizer(shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
         model = shapes.get(name[match.end() :], shape) if match else shape
         if shape != model and prod(shape) == prod(model):
             raise CheckpointError(
-                f"{path}: tensor {name!r} is {list(shape)}, but that of the model "
-                f"{list(model)}, and nothing says how it was made flat (mcore_data); convert it "
-                "with Megatron's own tools to fully_reshardable"
+                f"{path}: tensor {name!r} is {list(shape)}, but that of the model {list(model)}, "
+                f"and nothing says how it was made flat (mcore_data); {_CONVERT}"
             )
 
 
 def boxes_of_stretch(block: tuple[int, ...], chunk: Box) -> list[tuple[Box, int]]:
     """Return the boxes of a tensor that a chunk of it as stored flat holds, one after the other.
 
-    Returns
-    -------
-    list
-        Each with the number of elements of the chunk before it.
+    Each comes with the number of elements of the chunk before it.
 
-    Examples
-    --------
     >>> boxes_of_stretch((2, 3), ((1, 2), (0, 1), (2, 6)))
     [(((2, 3), (2, 3)), 0), (((3, 4), (0, 3)), 1)]
     """
@@ -131,5 +127,5 @@ def boxes_of_stretch(block: tuple[int, ...], chunk: Box) -> list[tuple[Box, int]
             for (first, last), (start, _), size in zip(inner, at, block, strict=True)
         )
         found.append((moved, done))
-        done += prod(last - first for first, last in inner)
+        done += box_size(inner)
     return found

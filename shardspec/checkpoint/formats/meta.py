@@ -1,9 +1,8 @@
 """Meta's model parallel checkpoints: ``consolidated.NN.pth``, one a rank, and ``params.json``.
 
-The files do not say how tensors are cut; rules do (`cut_rules`), those of the caller before those
-shipped as ``meta_llama``, over the axis ``tp``. How many ranks there were follows from shapes: the
-norms have all of the model's width, and ``attention.wo`` of each rank its share of the columns.
-**That two files were swapped cannot be told.**
+Tensors are cut by the rules shipped as ``meta_llama`` (see `tensor_parallel`). How many ranks there
+were follows from shapes: the norms have all of the model's width, and ``attention.wo`` of each rank
+its share of the columns. **That two files were swapped cannot be told.**
 """
 
 from collections.abc import Mapping
@@ -11,19 +10,26 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor
-from shardspec.checkpoint.formats.cut_rules import parse_rules, read_cut_rules, shipped_rules
-from shardspec.checkpoint.formats.megatron_model import Chunk, Rules, merged_tensors
 from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PARTS
+from shardspec.checkpoint.formats.tensor_parallel import (
+    Chunk,
+    CutRule,
+    Rules,
+    cut_rules,
+    merged_tensors,
+    shipped_rules,
+)
 from shardspec.checkpoint.formats.torch_file import open_torch_file
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.strict_json import as_object, parse_json
 from shardspec.checkpoint.torch_files.torch_state import (
     check_no_copies,
     plain_value,
-    read_torch_state,
+    read_torch_states,
 )
 from shardspec.errors import CheckpointError
+from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["open_meta"]
@@ -40,27 +46,15 @@ def open_meta(
 ) -> ListedCatalog:
     """Read what describes the tensors in the files of all ranks; not their data.
 
-    Parameters
-    ----------
-    directory
-        With the files.
-    rules
-        How tensors are cut, before the shipped rules.
-
-    Raises
-    ------
-    CheckpointError
-        If a file is missing or damaged, if files contradict each other or ``params.json``, or if no
-        rule says how a tensor was cut.
+    Refused are files that are missing, damaged, copies, or that contradict each other or
+    ``params.json``. `rules` come before the shipped ones.
     """
     names = sorted(path.name for path in directory.iterdir())
     found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
     paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
-    with prefetch_map(paths, read_torch_state, prefetch_depth(directory)) as read:
-        states = tuple(read)
-    first = states[0].tensors
-    width = first[_WIDTH].local.shape if _WIDTH in first else ()
-    share = first[_SHARE].local.shape if _SHARE in first else ()
+    states = read_torch_states(paths)
+    shapes = {name: tensor.local.shape for name, tensor in states[0].tensors.items()}
+    width, share = shapes.get(_WIDTH, ()), shapes.get(_SHARE, ())
     if sorted(found) == [0] and not (width and share):
         return open_torch_file(paths[0])
     if len(width) != 1 or len(share) != 2 or not share[1] or width[0] % share[1]:
@@ -76,20 +70,14 @@ def open_meta(
             f"{ranks} ranks wrote one ({lacks} is missing); restore them, or move others away"
         )
     check_no_copies(states)
-    own = rules if isinstance(rules, Mapping) else None
-    given = parse_rules(own, "rules") if own is not None else {}
-    if rules is not None and own is None:
-        given = read_cut_rules(Path(str(rules)))
-    tokens = first[_TOKENS].local.shape if _TOKENS in first else ()
-    embedding = "[S(tp),R]" if tokens[1:] == width else "[R,S(tp)]"
-    shipped = shipped_rules("meta_llama") | parse_rules({_TOKENS: embedding}, META)
-    chunk = Chunk(paths, 0, tuple(state.tensors for state in states))
-    tensors = merged_tensors([chunk], Rules(given, shipped, old_qkv=False))
+    embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
+    shipped = shipped_rules("meta_llama") | {_TOKENS: CutRule(ShardingSpec.parse(embedding))}
+    chunk = Chunk(paths, tuple(state.tensors for state in states))
+    tensors = merged_tensors([chunk], Rules(cut_rules(rules), shipped))
     extras: dict[str, object] = {}
-    params = directory / META_PARAMS
     if META_PARAMS in names:
         extras = _params(file_inside(directory, META_PARAMS, directory), tensors)
-        paths = (*paths, params)
+        paths = (*paths, directory / META_PARAMS)
     extras |= {key: plain_value(value) for key, value in states[0].extras.items()}
     mesh = DeviceMesh(range(ranks), (ranks,), axis_names=("tp",))
     return ListedCatalog(META, directory, tensors, paths, mesh, extras)
@@ -100,18 +88,16 @@ def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object
     with SourceFile(path) as file:
         data = file.read(0, min(file.num_bytes, _MOST_BYTES))
     params = as_object(parse_json(data, path, META_PARAMS), path, META_PARAMS)
-    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
-
-    def rows(name: str, dim: int = 0) -> int | None:
-        return tensors[name].shape[dim] if name in tensors else None
-
-    heads, width = params.get("n_heads"), rows(_WIDTH)
-    due: dict[str, int | None] = {"dim": width, "n_layers": len(layers)}
-    if type(heads) is int and heads > 0 and width is not None:
-        keys = rows(_KEYS)
-        due["n_kv_heads"] = None if keys is None else keys * heads // width
+    rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
+    heads, width = params.get("n_heads"), rows[_WIDTH]
+    due: dict[str, int | None] = {
+        "dim": width,
+        "n_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
+    }
+    if type(heads) is int and heads > 0 and _KEYS in rows:
+        due["n_kv_heads"] = rows[_KEYS] * heads // width
     if params.get("vocab_size") != -1:
-        due["vocab_size"] = rows("output.weight")
+        due["vocab_size"] = rows.get("output.weight")
     for key, value in due.items():
         said = params.get(key)
         if type(said) is int and value is not None and said != value:

@@ -6,13 +6,14 @@ the same name would be lost, and are refused. Source of the rule: ``flatten_stat
 torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import OpaqueValue, StoredBox, StoredTensor
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor, local_of, read_dtensors
 from shardspec.checkpoint.torch_files.torch_values import (
     Complex,
@@ -35,6 +36,7 @@ __all__ = [
     "flatten_state",
     "plain_value",
     "read_torch_state",
+    "read_torch_states",
     "whole_tensor",
 ]
 
@@ -136,6 +138,13 @@ def read_torch_state(
             for name, tensor in contents.tensors.items()
         }
     return TorchState(path, tensors, extras)
+
+
+def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[TorchState]:
+    """Read the states in the files of one checkpoint as `read_torch_state`, of stores at once."""
+    look = partial(read_torch_state, more=more)
+    with prefetch_map(paths, look, prefetch_depth(paths[0])) as states:
+        return list(states)
 
 
 def whole_tensor(name: str, path: Path, found: StateTensor) -> StoredTensor:

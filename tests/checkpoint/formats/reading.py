@@ -65,7 +65,7 @@ def assert_merged_without_torch(path, out, opening=""):
     """Merge in a process of its own, in which nothing may import torch."""
     script = (
         "import sys\n"
-        "from shardspec.checkpoint.merge import merge\n"
+        "from shardspec.checkpoint.convert import merge\n"
         f"report = merge({str(path)!r}, {str(out)!r}{opening})\n"
         "assert 'torch' not in sys.modules\n"
         "print(report.tensors)\n"

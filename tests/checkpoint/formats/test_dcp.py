@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from shardspec.checkpoint.catalog import OpaqueValue
+from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.formats.dcp import open_dcp
 from shardspec.checkpoint.formats.names import DCP, find_dcp
-from shardspec.checkpoint.merge import merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from shardspec.checkpoint.convert import MERGED_FORMATS, merge
 from shardspec.checkpoint.inspect import inspect_checkpoint
-from shardspec.checkpoint.merge import MERGED_FORMATS, merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, bits, read_whole, refused

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 import tests
-from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.convert import merge
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.test_deepspeed import write

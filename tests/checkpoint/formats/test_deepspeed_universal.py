@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, merge, reshard
-from shardspec.checkpoint.reshard import ReshardedFormat
+from shardspec.checkpoint.convert import ReshardedFormat
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardspec.checkpoint.catalog import OpaqueValue
-from shardspec.checkpoint.formats.cut_rules import parse_rules, read_cut_rules
-from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.convert import merge
+from shardspec.checkpoint.formats.tensor_parallel import cut_rules
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.megatron_files import LAYERS, core, legacy, number, write
@@ -123,7 +123,7 @@ def test_rules_of_the_caller(tmp_path):
         '"b.*" = "[R]"\n"*.linear_fc1.weight" = "[S(tp),R]"',
     ]
     (tmp_path / "rules.toml").write_text("\n".join(lines))
-    assert read_cut_rules(tmp_path / "rules.toml") == parse_rules(rules, "rules")
+    assert cut_rules(tmp_path / "rules.toml") == cut_rules(rules)
     assert_same(read_whole(ckpt, rules=tmp_path / "rules.toml", ranks=2), whole)
     assert refused(ckpt, ranks=2, rules={**rules, "b.*": "[S(dp)]"}) == (
         "tensor 'b.weight': its rule [S(dp)] has another axis than 'tp', which is the one over "
@@ -154,8 +154,14 @@ def test_rules_of_the_caller(tmp_path):
         ('a.b = "[R]"', "the rule of 'a' has b; give it a spec, and parts if there are any"),
         ('"a" = "[X]"', "the rule of 'a': "),
         ('"a" = {spec = "[R]", parts = 2}', "the rule of 'a' is [R] in 2 parts; a tensor has"),
-        ('"a" = {spec = "[S(tp)]", parts = 0}', "the parts of 'a' are 0; give their number"),
-        ('"a" = {spec = "[S(tp)]", parts = [1, -1]}', "the parts of 'a' are [1, -1]; give"),
+        (
+            '"a" = {spec = "[S(tp)]", parts = 0}',
+            "the rule of 'a' has the parts 0; give their number",
+        ),
+        (
+            '"a" = {spec = "[S(tp)]", parts = [1, -1]}',
+            "the rule of 'a' has the parts [1, -1]; give",
+        ),
         ('"a" = "[R|P(tp)]"', "the rule of 'a' is [R|P(tp)] in 1 parts; a tensor has nothing"),
         ("a = [", "is no TOML: "),
     ],
@@ -164,7 +170,7 @@ def test_rules_that_are_none(tmp_path, rules, problem):
     path = tmp_path / "rules.toml"
     path.write_text(rules)
     with pytest.raises(CheckpointError) as caught:
-        read_cut_rules(path)
+        cut_rules(path)
     assert str(caught.value).startswith(f"{path}: {problem}")
     assert len(str(caught.value).splitlines()) == 1
 

@@ -207,8 +207,8 @@ def test_a_rank_that_contradicts_the_others(tmp_path, change, problem):
         ),
         (
             lambda s: s["model"].update({"decoder.layers.7.x": torch.ones(1)}),
-            "{0}: has no layer decoder.layers.3, but decoder.layers.7; each stage counts its "
-            "layers from 0, so that the file was changed, restore it",
+            "{0}: has no layer decoder.layers.3, but decoder.layers.7; each file counts its "
+            "layers from 0, so that this one was changed, restore it",
         ),
         (
             lambda s: setattr(s["args"], "num_layers", 6),

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from shardspec.checkpoint.merge import merge
+from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.formats.reading import (

@@ -14,34 +14,24 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import combinations, product
 from math import prod
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
+from shardspec.layout.graph import Floats, Ints
 
-__all__ = [
-    "Geometry",
-    "Lines",
-    "Overlaps",
-    "RoutedPrices",
-    "geometry_of",
-    "routed_prices",
-    "without_ones",
-]
+__all__ = ["ALL_DEVICES", "Geometry", "Lines", "Overlaps", "geometry_of", "routed_lines"]
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
-_ALL_DEVICES = 512
+ALL_DEVICES: Final = 512
 """Up to so many devices every one is priced; on larger meshes those at the corners stand for
 all, which is exact where the cuts are even and the axes equally long."""
-_MOST_PAIRS = 1 << 20
+_MOST_PAIRS: Final = 1 << 20
 """Pairs of devices up to which corners are looked at; on the largest meshes four are."""
-_ALL = slice(None)
-_AT_ONCE = 1 << 15
+_AT_ONCE: Final = 1 << 15
 """Devices that are looked at together."""
 
 
@@ -58,7 +48,11 @@ class Lines:
         return value
 
     def pruned(self) -> "Lines":
-        """Return lines with the same maximum for every ``x >= 0``, mostly far fewer of them."""
+        """Return lines with the same maximum for every ``x >= 0``, mostly far fewer of them.
+
+        The upper envelope of those that are kept is convex, so whether another rises above it is
+        seen where two of them cross.
+        """
         first = _argmax_by(self.fixed, self.slope)
         kept = [first]
         if self.fixed.shape[-1] > 1:
@@ -73,11 +67,7 @@ class Lines:
             kept.append(worst)
 
     def _missed(self, fixed: Floats, slope: Floats) -> Ints | None:
-        """Return per price a line that rises above the kept ones somewhere, None where none does.
-
-        The upper envelope of the kept lines is convex, so it is enough to look where two of them
-        cross.
-        """
+        """Return per price a line that rises above the kept ones, None where none does."""
         count = fixed.shape[-1]
         for i, j in combinations(range(count), 2):
             steeper = slope[..., j] - slope[..., i]
@@ -101,22 +91,15 @@ def _argmax_by(major: Floats, minor: Floats) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Devices of a mesh shape, seen in pairs.
-
-    Attributes
-    ----------
-    coordinates : array (devices, axes)
-        Of every device, in row-major order.
-    rows : array of indices
-        Devices that are priced.
-    differ : array (rows, devices)
-        Bit ``i`` is set where two devices differ on axis ``i``.
-    """
+    """Devices of a mesh shape, seen in pairs."""
 
     mesh_shape: tuple[int, ...]
     coordinates: Ints
+    """(devices, axes): of every device, in row-major order."""
     rows: Ints
+    """Devices that are priced."""
     differ: Ints
+    """(rows, devices): bit ``i`` is set where two devices differ on axis ``i``."""
 
     def intervals(self, axes: Sequence[int], size: int) -> tuple[Ints, Ints]:
         """Return where each device's part of a dim begins and ends."""
@@ -138,32 +121,16 @@ class Geometry:
         return alpha, beta
 
 
-def without_ones(mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the axes that have more than one device, which alone make a difference.
-
-    Examples
-    --------
-    >>> without_ones((1, 4, 1, 2))
-    (1, 3)
-    """
-    return tuple(axis for axis, devices in enumerate(mesh_shape) if devices > 1)
-
-
 def geometry_of(mesh_shape: tuple[int, ...]) -> Geometry:
     """Return the geometry of a mesh shape; that of a small mesh is kept."""
-    return (_kept_geometry if prod(mesh_shape) <= _ALL_DEVICES else _geometry)(mesh_shape)
-
-
-@lru_cache(maxsize=16)
-def _kept_geometry(mesh_shape: tuple[int, ...]) -> Geometry:
-    return _geometry(mesh_shape)
+    return (_kept if prod(mesh_shape) <= ALL_DEVICES else _geometry)(mesh_shape)
 
 
 def _geometry(mesh_shape: tuple[int, ...]) -> Geometry:
     coordinates = (
         np.indices(mesh_shape).reshape(len(mesh_shape), prod(mesh_shape)).T.astype(np.int64)
     )
-    if prod(mesh_shape) <= _ALL_DEVICES:
+    if prod(mesh_shape) <= ALL_DEVICES:
         rows = np.arange(len(coordinates))
     else:
         ends = (sorted({0, n - 1}) for n in mesh_shape)
@@ -180,15 +147,14 @@ def _geometry(mesh_shape: tuple[int, ...]) -> Geometry:
     return Geometry(mesh_shape, coordinates, rows, differ)
 
 
+_kept = lru_cache(maxsize=16)(_geometry)
+
+
 class Overlaps:
     """How much of one tensor dim two devices share, for every pair of lists of axes.
 
-    Attributes
-    ----------
-    parts : array (lists)
-        Equal for lists that cut the dim at the same places.
-    largest : array (lists)
-        Length of the longest part.
+    `parts` is equal for lists that cut the dim at the same places, `largest` the longest part that
+    each list makes.
     """
 
     def __init__(self, geometry: Geometry, lists: Sequence[tuple[int, ...]], size: int) -> None:
@@ -206,18 +172,11 @@ class Overlaps:
         self.parts: Ints = np.array(parts, dtype=np.int64)
 
     def sums(self, varying: int) -> tuple[Floats, Floats]:
-        """Return what a device shares with those that differ from it on some axes at most.
+        """Return what a device shares with those that differ from it on these axes at most.
 
-        Parameters
-        ----------
-        varying
-            Bits of these axes.
-
-        Returns
-        -------
-        lengths, parts : arrays (lists, lists, rows)
-            Under the first list, summed over all parts that these axes make of it, with the row
-            device's own part under the second list; and how many such parts are not empty.
+        Given the bits of the axes. Both arrays are (lists, lists, rows): under the first list, the
+        lengths, summed over all parts that these axes make of it, that lie in the row device's own
+        part under the second list; and how many such parts are not empty.
         """
         if varying not in self._sums:
             found = [self._sums_of(place, varying) for place in range(len(self._lists))]
@@ -240,8 +199,8 @@ class Overlaps:
         np.maximum(lengths, 0, out=lengths)
         return lengths.sum(axis=-1).astype(np.float64), (lengths > 0).sum(axis=-1).astype(float)
 
-    def same(self, a: Ints, b: Ints, some: slice = _ALL) -> Bools:
-        """Return likewise where the two intervals are equal and not empty."""
+    def same(self, a: Ints, b: Ints, some: slice) -> Bools:
+        """Return (pairs, rows, devices): where two parts are the same interval, and not empty."""
         rows = self._geometry.rows
         lo, hi = self._lo[a][..., rows, None], self._hi[a][..., rows, None]
         same: Bools = lo == self._lo[b][..., None, some]
@@ -250,33 +209,7 @@ class Overlaps:
         return same
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedPrices:
-    """Exchange and permute of pairs of specs.
-
-    Attributes
-    ----------
-    exchange : Lines
-        Per pair; in bytes where an element takes one byte.
-    permute : Lines
-        Per entry of `permutable`; likewise.
-    permutable : array of indices
-        The pairs that hold the same boxes, each as often, ascending.
-    """
-
-    exchange: Lines
-    permute: Lines
-    permutable: Ints
-
-    def between(self, first: int, last: int) -> "RoutedPrices":
-        """Return those of some pairs, the first one now being number 0."""
-        a, b = np.searchsorted(self.permutable, (first, last))
-        exchange = Lines(self.exchange.fixed[first:last], self.exchange.slope[first:last])
-        permute = Lines(self.permute.fixed[a:b], self.permute.slope[a:b])
-        return RoutedPrices(exchange, permute, self.permutable[a:b] - first)
-
-
-def routed_prices(
+def routed_lines(
     geometry: Geometry,
     model: CostModel,
     overlaps: Sequence[Overlaps],
@@ -284,31 +217,24 @@ def routed_prices(
     targets: Ints,
     uncut: int,
     uncut_then: Ints,
-) -> RoutedPrices:
-    """Price exchange and permute between specs with nothing pending.
+) -> tuple[Lines, Lines]:
+    """Return what permute and exchange cost by the bytes of an element, per pair of specs.
 
-    Parameters
-    ----------
-    geometry, model
-        The mesh, and its prices.
-    overlaps
-        One per tensor dim.
-    sources, targets : arrays (pairs, dims)
-        Which list cuts each dim.
-    uncut
-        Bits of the axes that cut nothing, the same for all sources: devices that differ only on
-        these hold the same.
-    uncut_then : array (pairs)
-        Likewise of each target.
+    `overlaps` has one entry per tensor dim, and `sources` and `targets` (pairs, dims) say which of
+    its lists cuts that. `uncut` has the bits of the axes that cut nothing, the same for all
+    sources: devices that differ only on these hold the same. `uncut_then` are those of each target.
+    A permute, which needs both ends to hold the same boxes as often, else has a fixed part of inf.
     """
     exchange = _exchange_lines(geometry, model, overlaps, sources, targets, uncut, uncut_then)
     alike = (targets != sources).any(axis=-1)
     for dim, table in enumerate(overlaps):
         alike &= table.parts[targets[:, dim]] == table.parts[sources[:, dim]]
-    permutable = np.flatnonzero(alike)
-    some = sources[permutable], targets[permutable], uncut, uncut_then[permutable]
-    permute = _permute_lines(geometry, model, overlaps, *some)
-    return RoutedPrices(exchange, permute, permutable)
+    some = sources[alike], targets[alike], uncut, uncut_then[alike]
+    found = _permute_lines(geometry, model, overlaps, *some)
+    fixed = np.full((len(targets), found.fixed.shape[-1]), np.inf)
+    slope = np.zeros_like(fixed)
+    fixed[alike], slope[alike] = found.fixed, found.slope
+    return Lines(fixed, slope), exchange
 
 
 def _exchange_lines(

@@ -1,0 +1,332 @@
+"""Models that tensor parallel ranks have cut by the rules of their tool, put together again.
+
+The files of Megatron and Meta do not say how a tensor was cut; rules do: a pattern of names (that
+of the shell) to a spec over the axis ``tp``, and for a fused tensor the parts of the dim that is
+cut, each cut for itself. In TOML::
+
+    "*.linear_fc2.weight" = "[R,S(tp)]"
+    "*.linear_fc1.weight" = { spec = "[S(tp),R]", parts = 2 }
+    "*.qkv.weight" = { spec = "[S(tp),R]", parts = [4, 1, 1] }
+
+Those of the caller come before those shipped in ``rules/``. A tensor without a rule is refused:
+that it is alike on all ranks proves nothing. Tensors that are not cut are stored by each rank, and
+the copies are compared.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from math import prod
+from pathlib import Path
+from typing import Final
+
+from shardspec.checkpoint.catalog import StoredBox, StoredTensor
+from shardspec.checkpoint.torch_files.torch_state import StateTensor
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
+from shardspec.input_files import read_input_file
+from shardspec.layout.spec import ShardingSpec
+
+__all__ = ["Chunk", "CutRule", "Rules", "cut_rules", "merged_tensors", "read_toml", "shipped_rules"]
+
+_AXIS: Final = "tp"
+_MOST_BYTES: Final = 1 << 20
+_MOST_PARTS: Final = 1023
+_LAYER: Final = re.compile(r"((?:.*?\.)?layers\.)(\d{1,6})(\..*)", re.DOTALL)
+_EXPERT: Final = re.compile(
+    r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})((?:\..*)?)",
+    re.DOTALL,
+)
+_FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class CutRule:
+    """How a tensor was cut: a spec of named axes, and the proportions of the cut dim's parts."""
+
+    spec: ShardingSpec
+    parts: tuple[int, ...] = (1,)
+
+    def __str__(self) -> str:
+        return f"{self.spec}" if len(self.parts) == 1 else f"{self.spec} in parts {self.parts}"
+
+
+def read_toml(path: Path) -> dict[str, object]:
+    """Read a small TOML file of rules; raises `CheckpointError` where it is none."""
+    try:
+        return tomllib.loads(read_input_file(path, _MOST_BYTES).decode("utf-8-sig"))
+    except InputFileError as error:
+        raise CheckpointError(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        # Besides its own error: numbers of thousands of digits, and what nests too deep.
+        raise CheckpointError(
+            f'{path}: is no TOML: {error}; write one rule a line: "*.weight" = "[S(tp),R]"'
+        ) from None
+
+
+def cut_rules(rules: Mapping[str, object] | Path | str | None) -> dict[str, CutRule]:
+    """Return the rules of a caller: none, a pattern to a spec or table, or a TOML file of these."""
+    if rules is None:
+        return {}
+    if isinstance(rules, Mapping):
+        return _parsed(rules, "rules")
+    return _parsed(read_toml(Path(rules)), str(rules))
+
+
+def shipped_rules(name: str) -> dict[str, CutRule]:
+    """Return rules that come with the library, such as ``megatron_gpt``."""
+    text = files("shardspec.checkpoint").joinpath("rules", f"{name}.toml").read_text("utf-8")
+    return _parsed(tomllib.loads(text), name)
+
+
+def _parsed(rules: Mapping[str, object], stated_by: str) -> dict[str, CutRule]:
+    return {
+        pattern: _rule(value, f"{stated_by}: the rule of {pattern!r}")
+        for pattern, value in rules.items()
+    }
+
+
+def _rule(value: object, what: str) -> CutRule:
+    table = value if isinstance(value, Mapping) else {"spec": value}
+    if not {"spec"} <= table.keys() <= {"spec", "parts"}:
+        raise CheckpointError(
+            f"{what} has {', '.join(map(str, table))}; give it a spec, and parts if there are any"
+        )
+    spec, said = table["spec"], table.get("parts", 1)
+    if not isinstance(spec, str | ShardingSpec):
+        raise CheckpointError(
+            f"{what} is {spec!r:.60}, not a spec in quotes; a pattern with dots or stars has to be "
+            "in quotes too"
+        )
+    try:
+        found = ShardingSpec.of(spec)
+    except ShardSpecError as error:
+        # A picture of the place follows the first line.
+        raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from None
+    parts = (1,) * said if type(said) is int and said <= _MOST_PARTS else said
+    if (
+        not isinstance(parts, Sequence)
+        or not 0 < len(parts) <= _MOST_PARTS
+        or not all(type(part) is int and part > 0 for part in parts)
+    ):
+        raise CheckpointError(
+            f"{what} has the parts {said!r:.60}; give their number, or a list of their proportions"
+        )
+    several = len(parts) > 1 and len(found.dim_partition_dict) != 1
+    if several or found.partials or not found.is_plain:
+        raise CheckpointError(
+            f"{what} is {found} in {len(parts)} parts; a tensor has nothing pending, and parts are "
+            "those of the one dim that is cut, given as 'parts'"
+        )
+    return CutRule(found, tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What says how tensors are cut."""
+
+    own: Mapping[str, CutRule]
+    """Of the caller; they come first."""
+    shipped: Mapping[str, CutRule]
+    old_qkv: bool = False
+    """Whether the files are so old that query_key_value is not sorted by heads."""
+
+    def find(self, name: str, path: Path) -> CutRule:
+        """Return the rule of a tensor; `path` is for errors."""
+        rule = _matching(self.own, name)
+        if rule is None and self.old_qkv and _FUSED_QKV.fullmatch(name):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is of checkpoint version 0, where ranks hold all of "
+                "their q above k above v; give it a rule with 3 parts: "
+                f'"{name}" = {{ spec = "[S(tp),R]", parts = 3 }}'
+            )
+        rule = rule or _matching(self.shipped, name)
+        if rule is None:
+            raise CheckpointError(
+                f"{path}: no rule says how tensor {name!r} is cut over tensor parallel ranks; give "
+                f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same '
+                "(--source-rules FILE, rules=)"
+            )
+        if set(rule.spec.axes) - {_AXIS}:
+            raise CheckpointError(
+                f"tensor {name!r}: its rule {rule} has another axis than {_AXIS!r}, which is the "
+                "one over which Megatron cuts"
+            )
+        return rule
+
+
+def _matching(rules: Mapping[str, CutRule], name: str) -> CutRule | None:
+    matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
+    if len({rules[pattern] for pattern in matching}) > 1:
+        raise CheckpointError(
+            f"tensor {name!r} is matched by the rules {matching}; narrow the patterns so that one "
+            "is left"
+        )
+    return rules[matching[0]] if matching else None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Layers that follow each other in one stage: what each tensor parallel rank holds of them."""
+
+    paths: tuple[Path, ...]
+    """The file of each rank."""
+    tensors: tuple[Mapping[str, StateTensor], ...]
+    first_rank: int = 0
+    """The number of the first of them among all ranks."""
+    expert_rank: int = 0
+    """The expert parallel rank of all of them; their other tensors are copies of the first's."""
+    expert_ranks: int = 1
+
+
+def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTensor]:
+    """Return the tensors of the whole model; layers and experts of later chunks count on."""
+    tensors: dict[str, StoredTensor] = {}
+    layers_before: dict[str, int] = {}
+    for chunk in chunks:
+        _check_names(chunk)
+        layers, experts = _count_layers(chunk), _count_experts(chunk)
+        for local_name in sorted(chunk.tensors[0]):
+            name = local_name
+            if match := _LAYER.fullmatch(name):
+                before, number, after = match.groups()
+                name = f"{before}{int(number) + layers_before.get(before, 0)}{after}"
+            if match := _EXPERT.fullmatch(name):
+                before, number, after = match.groups()
+                name = f"{before}{int(number) + chunk.expert_rank * experts}{after}"
+            found = _tensor(name, local_name, chunk, rules)
+            known = tensors.setdefault(name, found)
+            if known is not found:
+                if (known.shape, known.dtype) != (found.shape, found.dtype):
+                    raise CheckpointError(
+                        f"tensor {name!r} is {known.dtype} of shape {list(known.shape)} in one "
+                        f"pipeline stage and {found.dtype} of {list(found.shape)} in another "
+                        f"({chunk.paths[0]}); the files are not of one save"
+                    )
+                tensors[name] = replace(known, boxes=known.boxes + found.boxes)
+        if chunk.expert_rank + 1 == chunk.expert_ranks:
+            for before, count in layers.items():
+                layers_before[before] = layers_before.get(before, 0) + count
+    return tensors
+
+
+def _check_names(chunk: Chunk) -> None:
+    first_path, first = chunk.paths[0], chunk.tensors[0]
+    for path, held in zip(chunk.paths, chunk.tensors, strict=True):
+        odd = min(first.keys() ^ held.keys(), default=None)
+        if odd is not None:
+            lacks, has = (path, first_path) if odd in first else (first_path, path)
+            raise CheckpointError(
+                f"{lacks}: lacks tensor {odd!r}, which {has} holds; the files are not of one save"
+            )
+
+
+def _count_layers(chunk: Chunk) -> dict[str, int]:
+    """Return how many layers a chunk has of each list of these."""
+    matches = filter(None, map(_LAYER.fullmatch, chunk.tensors[0]))
+    counts = _count(((match[1], int(match[2]), "") for match in matches), chunk.paths[0], "layer")
+    return {before: count for (before, _), count in counts.items()}
+
+
+def _count_experts(chunk: Chunk) -> int:
+    """Return how many experts each layer of a chunk has; 0 if they are not to be numbered anew."""
+    if chunk.expert_ranks == 1:
+        return 0
+    path = chunk.paths[0]
+    for name in chunk.tensors[0]:
+        if ".experts." in name and not _EXPERT.fullmatch(name):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is of several experts at once, as the old grouped "
+                "kernels keep them, which is not read of expert parallel runs; save with "
+                "--ckpt-format torch_dist (megatron.core.dist_checkpointing)"
+            )
+    matches = filter(None, map(_EXPERT.fullmatch, chunk.tensors[0]))
+    found = _count(((match[1], int(match[2]), match[3]) for match in matches), path, "expert")
+    counts = set(found.values())
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"{path}: has layers with {min(counts)} and with {max(counts)} experts, but all have "
+            "as many; restore the file"
+        )
+    return max(counts, default=0)
+
+
+def _count(
+    numbered: Iterable[tuple[str, int, str]], path: Path, what: str
+) -> dict[tuple[str, str], int]:
+    """Return how many numbers there are between each two texts; they have to count from 0."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for before, number, after in numbered:
+        numbers.setdefault((before, after), set()).add(number)
+    for (before, after), found in numbers.items():
+        missing = min(set(range(len(found))) - found, default=None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{path}: has no {what} {before}{missing}{after}, but {before}{max(found)}{after}; "
+                f"each file counts its {what}s from 0, so that this one was changed, restore it"
+            )
+    return {place: len(found) for place, found in numbers.items()}
+
+
+def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTensor:
+    """Return a tensor of one chunk, by its global name, with what every rank holds."""
+    held = [tensors[local_name] for tensors in chunk.tensors]
+    first = held[0].local
+    for path, other in zip(chunk.paths, held, strict=True):
+        if (other.local.dtype, other.local.shape) != (first.dtype, first.shape):
+            raise CheckpointError(
+                f"tensor {local_name!r} is {first.dtype} of shape {list(first.shape)} in "
+                f"{chunk.paths[0]}, but {other.local.dtype} of {list(other.local.shape)} in "
+                f"{path}; the files are not of one save"
+            )
+    dims = len(first.shape)
+    rule = CutRule(ShardingSpec(dims)) if len(held) == 1 else rules.find(name, chunk.paths[0])
+    if rule.spec.dims != dims:
+        raise CheckpointError(
+            f"tensor {name!r}: its rule {rule} is for {rule.spec.dims} dims, but it has {dims}; "
+            "give it a rule of its own"
+        )
+    cut = next(iter(rule.spec.dim_partition_dict), None)
+    shape = list(first.shape)
+    spec: ShardingSpec | None = ShardingSpec(dims)
+    if cut is not None:
+        if shape[cut] % sum(rule.parts):
+            raise CheckpointError(
+                f"tensor {name!r}: dim {cut} has {shape[cut]} elements in {chunk.paths[0]}, which "
+                f"cannot be made of parts {list(rule.parts)}; correct its rule"
+            )
+        shape[cut] *= len(held)
+        spec = ShardingSpec(dims, {cut: [0]}) if len(rule.parts) == 1 else None
+    boxes = [
+        box
+        for rank, one in enumerate(held if 0 not in shape else ())
+        for box in _boxes(one, cut, rule.parts, rank, chunk)
+    ]
+    return StoredTensor(name, tuple(shape), first.dtype, spec, (), tuple(boxes))
+
+
+def _boxes(
+    held: StateTensor, cut: int | None, parts: tuple[int, ...], rank: int, chunk: Chunk
+) -> Iterator[StoredBox]:
+    """Yield the boxes that one rank holds: one, or one for each part of the cut dim."""
+    shape, place, writer = held.local.shape, held.place, chunk.first_rank + rank
+    path, offset, digest = chunk.paths[rank], place.offset, place.digest
+    local = tuple((0, size) for size in shape)
+    if cut is None:
+        yield StoredBox(local, (), writer, path, offset, digest, place.strides)
+        return
+    size = item_bytes(held.local.dtype)
+    strides = place.strides or tuple(prod(shape[dim + 1 :]) * size for dim in range(len(shape)))
+    # Parts of the outermost dim that is longer than 1 lie one after the other.
+    apart = len(parts) > 1 and prod(shape[:cut]) > 1
+    unit, before = shape[cut] // sum(parts), 0
+    for part in parts:
+        length = part * unit
+        lo = before * len(chunk.paths) + rank * length
+        box = (*local[:cut], (lo, lo + length), *local[cut + 1 :])
+        start = offset + before * strides[cut]
+        yield StoredBox(box, (), writer, path, start, digest, strides if apart else place.strides)
+        before += length

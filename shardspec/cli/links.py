@@ -1,0 +1,201 @@
+"""The commands about links of clusters: `shardspec presets` and `shardspec profile`."""
+
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+import click
+
+from shardspec.cli.arguments import MeshShape, parse_bytes
+from shardspec.cli.options import (
+    command,
+    json_flag,
+    mesh_option,
+    option,
+    output_option,
+    overwrite_flag,
+    plain_mesh,
+)
+from shardspec.cli.output import path_text, say, write_file
+from shardspec.comm.presets import PRESETS, LinkPreset
+from shardspec.errors import OutputExistsError, ProfileError
+from shardspec.mesh import DeviceMesh
+from shardspec.text import bytes_text, shown, table_text
+
+if TYPE_CHECKING:
+    from shardspec.profiling.profile import Profile
+
+__all__ = ["presets_command", "profile_command"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Presets:
+    as_json: bool = json_flag("Print everything as JSON.")
+
+
+@command(
+    "presets",
+    _Presets,
+    """\
+  shardspec presets
+  shardspec presets --json""",
+)
+def presets_command(given: _Presets) -> None:
+    """Show the links that --links knows, where their numbers come from and what they hold for.
+
+    Rates are in 10^9 bytes a second, in one direction, per device.
+    """
+    presets = PRESETS.values()
+    if given.as_json:
+        say(json.dumps({"presets": [preset.as_dict() for preset in presets]}))
+        return
+    header = ["preset", "scope", "basis", "confidence", "devices", "latency", "rate"]
+    rows = [
+        [
+            preset.name,
+            preset.scope,
+            preset.basis,
+            preset.confidence,
+            _devices(preset),
+            f"{preset.start_us + preset.latency_us:.4g} µs",
+            f"{preset.gb_per_s:.4g} GB/s",
+        ]
+        for preset in presets
+    ]
+    say(f"{table_text(header, rows, numbers_from=4)}\n")
+    for preset in presets:
+        say(preset.name)
+        say(_note("for", preset.valid_for + _sizes(preset)))
+        say(_note("from", f"{preset.source}; read {preset.read_on}"))
+    say(
+        "\nLatency and rate are those of one message. Where collectives were measured, fitted "
+        "curves price\nthem; their errors stand with every plan. This project measured none of "
+        "them."
+    )
+
+
+def _note(title: str, text: str) -> str:
+    return fill(f"  {title:4}  {text}", 100, subsequent_indent=" " * 8, break_on_hyphens=False)
+
+
+def _devices(preset: LinkPreset) -> str:
+    fewest, most = preset.devices
+    return f"{fewest} or more" if most is None else f"{fewest} to {most}"
+
+
+def _sizes(preset: LinkPreset) -> str:
+    if preset.sizes is None:
+        return ""
+    least, most = map(bytes_text, preset.sizes)
+    return f"; published at {least}" if least == most else f"; published at {least} to {most}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Profile:
+    mesh: MeshShape = mesh_option(required=True)
+    output: Path = output_option("Where to write the profile.", required=True)
+    plot: Path | None = option("FILE", "Draw it as SVG too.", parse=Path)
+    min_bytes: int = option(None, "", parse=parse_bytes, default="4KiB", show_default=True)
+    max_bytes: int = option(None, "", parse=parse_bytes, default="16MiB", show_default=True)
+    repeats: int = option(
+        None, "At the least.", type=click.IntRange(1, 10_000), default=5, show_default=True
+    )
+    overwrite: bool = overwrite_flag()
+
+
+@command(
+    "profile",
+    _Profile,
+    """\
+  torchrun --nproc_per_node 8 -m shardspec profile --mesh 2x4 -o cluster.json
+  torchrun ... -m shardspec profile --mesh dp=4,tp=8 -o cluster.json --max-bytes 256MiB
+  shardspec plan "[S0,R]" "[R,S01]" --profile cluster.json --shape 4096x4096""",
+)
+def profile_command(given: _Profile) -> None:
+    """Measure the links of a cluster: how long steps take on the processes of this job.
+
+    Run it under torchrun, one process a device. It times every kind of collective along each axis
+    of the mesh and along every group of axes, over sizes that grow fourfold, and fits two lines to
+    each, one of low latency and one of high rate. What has no such curve is priced by a latency and
+    a rate per axis, of links of every group's own or of one bus that all devices share.
+    """
+    world, rank = _environment("WORLD_SIZE"), _environment("RANK")
+    mesh, output, plot = plain_mesh(given.mesh), given.output, given.plot
+    if world != mesh.size:
+        start = f"torchrun --nproc_per_node {mesh.size} -m shardspec profile --mesh {mesh}"
+        found = f"this job has {world} processes" if world else "this is no job"
+        raise click.UsageError(
+            f"mesh {mesh} has {mesh.size} devices, but {found}; start it as in '{start} -o "
+            f"{path_text(output)}', or over several hosts"
+        )
+    if not 4 <= given.min_bytes < given.max_bytes:
+        raise click.UsageError("--min-bytes must be at least 4, and --max-bytes more than it")
+    if rank == 0:
+        for path in filter(None, (output, plot)):
+            _check_place(path, given.overwrite)
+    sizes = [given.min_bytes]
+    while sizes[-1] * 4 < given.max_bytes:
+        sizes.append(sizes[-1] * 4)
+    profile = _measure(mesh, [*sizes, given.max_bytes], given.repeats, show=rank == 0)
+    if rank:
+        return
+    from shardspec.profiling.chart import chart_svg, chart_text
+
+    profile.save(output, overwrite=given.overwrite)
+    if plot is not None:
+        write_file(plot, chart_svg(profile), overwrite=given.overwrite)
+    say(f"{profile.table()}\n\n{chart_text(profile)}\n")
+    say(f"known error: {profile.known_error}")
+    say(f"{path_text(output)}: the links of mesh {mesh}, {profile.link_model} model")
+
+
+def _environment(name: str) -> int:
+    """Return a number that torchrun has set, 0 outside of a job."""
+    text = os.environ.get(name, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise click.UsageError(f"{name}={shown(text)} is no number; start it with torchrun")
+    return int(text)
+
+
+def _check_place(path: Path, overwrite: bool) -> None:
+    """Refuse before measuring what could not be written afterwards."""
+    if not path.resolve().parent.is_dir():
+        raise ProfileError(f"{path}: its directory does not exist; make it first")
+    if path.exists() and (path.is_dir() or not overwrite):
+        raise OutputExistsError(f"{path}: exists; choose another name, or use --overwrite")
+
+
+def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) -> "Profile":
+    import torch
+    import torch.distributed as dist
+
+    from shardspec.comm.process_group import ProcessGroupCommunicator
+    from shardspec.profiling.measure import measure
+    from shardspec.profiling.profile import make_profile
+
+    communicator = ProcessGroupCommunicator.create(mesh)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with click.progressbar(length=1000, label="measuring", file=sys.stderr, hidden=not show) as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.update(1000 * done // total - bar.pos)
+
+        times = measure(communicator, sizes, repeats, device=device, progress=advance)
+    facts = {
+        "backend": str(dist.get_backend()),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+        "host": platform.node(),
+        "ranks": str(mesh.size),
+        "repeats": str(repeats),
+        "torch": str(torch.__version__),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    return make_profile(mesh.shape, mesh.axis_names, times, facts)

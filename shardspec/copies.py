@@ -1,0 +1,173 @@
+"""Copies: who holds which boxes, who wants which, and who gives which to whom.
+
+A plan is a set of copies (holder, box) -> (holder, box). Holders are devices or files:
+
+- ``plan_reshard`` copies from devices to devices (`shardspec.resharding.stages`);
+- ``load_sharded``, and a plan whose source is a checkpoint, from files to devices
+  (`shardspec.checkpoint.load`);
+- ``merge`` and ``reshard`` from files to files (`shardspec.checkpoint.copy_plan`);
+- ``save_sharded`` from devices to files (`shardspec.checkpoint.targets.assign_boxes`).
+
+All of them ask the same two questions. `overlaps` tells what of the boxes held is wanted, one
+wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
+tells which of several holders gives how much, so that the busiest of all does least; what it says
+is kept to in stretches that may cut a box (`Senders`), or by whole boxes, the largest first.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Final, TypeAlias
+
+from shardspec.boxes import Box, intersect
+
+__all__ = ["Holders", "Senders", "balanced", "overlaps"]
+
+Holders: TypeAlias = tuple[int, ...]
+"""Numbers of the devices or files that hold the same box."""
+
+_MOST_ROUNDS: Final = 100
+_EVEN: Final = 1e-3
+"""Of the busiest holder's load: where less than this moves in a round, it is even enough."""
+
+
+def overlaps(
+    have: Sequence[Box], want: Iterable[Box]
+) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
+    """Yield every wanted box, with the numbers of the held ones that it meets and what both share.
+
+    Wanted boxes come in ascending order of their first rows, as blocks of one box do.
+
+    Examples
+    --------
+    >>> list(overlaps([((0, 2),), ((2, 5),)], [((1, 4),), ((4, 6),)]))
+    [(((1, 4),), [(0, ((1, 2),)), (1, ((2, 4),))]), (((4, 6),), [(1, ((4, 5),))])]
+    """
+    waiting = sorted(range(len(have)), key=lambda number: have[number][0][0] if have[number] else 0)
+    waiting.reverse()  # the next one to be met is the last
+    met: list[int] = []
+    for box in want:
+        if not box:
+            yield box, [(number, ()) for number in range(len(have))]
+            continue
+        low, high = box[0]
+        while waiting and have[waiting[-1]][0][0] < high:
+            met.append(waiting.pop())
+        met = [number for number in met if have[number][0][1] > low]
+        shared = ((number, intersect(have[number], box)) for number in met)
+        yield box, [(number, part) for number, part in shared if part is not None]
+
+
+def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
+    """Divide bytes among those that hold them, so that the busiest of all gives least.
+
+    The sums of squares of what each gives is made least; of all ways to divide, that one also has
+    the least maximum. Each set of holders in turn is filled up to one level beside what its members
+    give for others, until little changes: coordinate descent on a convex function.
+
+    Examples
+    --------
+    >>> balanced({(0,): 4, (0, 1): 6})
+    {(0,): [4.0], (0, 1): [1.0, 5.0]}
+    """
+    load = dict.fromkeys((one for holders in totals for one in holders), 0.0)
+    order = sorted(totals, key=lambda holders: (len(holders), holders))
+    shares = {holders: [0.0] * len(holders) for holders in totals}
+    for turn in range(_MOST_ROUNDS):
+        moved = 0.0
+        for holders in order:
+            if turn and len(holders) == 1:
+                continue
+            old = shares[holders]
+            rest = [load[one] - share for one, share in zip(holders, old, strict=True)]
+            shares[holders] = new = _filled(rest, totals[holders])
+            moved = max(moved, *(abs(a - b) for a, b in zip(new, old, strict=True)))
+            load.update((h, a + b) for h, a, b in zip(holders, rest, new, strict=True))
+        if moved <= _EVEN * max(load.values(), default=0.0):
+            break
+    return shares
+
+
+def _filled(load: Sequence[float], total: float) -> list[float]:
+    """Return what each gets so that, with its load, all that get something are at one level.
+
+    Examples
+    --------
+    >>> _filled([1.0, 5.0, 3.0], 4.0)
+    [3.0, 0.0, 1.0]
+    """
+    level = below = 0.0
+    for count, one in enumerate(sorted(load), 1):
+        if count > 1 and level < one:
+            break
+        below += one
+        level = (total + below) / count
+    return [max(level - one, 0.0) for one in load]
+
+
+class Senders:
+    """Who gives which bytes, where a box may be cut.
+
+    All that is wanted of boxes with the same holders is one sequence of bytes, in the order of
+    demands, and each of the holders gives one stretch of it.
+
+    Parameters
+    ----------
+    demands
+        In groups, the holders of what is wanted, and how many bytes.
+
+    Examples
+    --------
+    >>> senders = Senders([[((0,), 4), ((0, 1), 3), ((0, 1), 3)]])
+    >>> senders.stretches((0, 1), 0, 3)
+    [(0, 1), (1, 2)]
+    >>> senders.split((0, 1), ((0, 3), (5, 6)), 0, 3)
+    [(0, ((0, 1), (5, 6))), (1, ((1, 3), (5, 6)))]
+    """
+
+    def __init__(self, demands: Iterable[Iterable[tuple[Holders, int]]]) -> None:
+        totals: Counter[Holders] = Counter()
+        self.starts: list[list[int]] = []
+        """Per group and demand where its bytes lie in the sequence of its holders."""
+        for group in demands:
+            self.starts.append([])
+            for holders, num_bytes in group:
+                self.starts[-1].append(totals[holders])
+                totals[holders] += num_bytes
+        self.ends: dict[Holders, list[int]] = {}
+        """Per set of holders the byte behind the stretch of each."""
+        for holders, shares in balanced(totals).items():
+            ends = [round(end) for end in accumulate(shares)]
+            self.ends[holders] = [*ends[:-1], totals[holders]]
+
+    def stretches(self, holders: Holders, start: int, num_bytes: int) -> list[tuple[int, int]]:
+        """Return who gives some bytes of the sequence of holders, in order, and how many each."""
+        if len(holders) == 1:
+            return [(holders[0], num_bytes)]
+        ends, stop, found = self.ends[holders], start + num_bytes, []
+        place = bisect_right(ends, start)
+        while start < stop:
+            end = min(stop, ends[place])
+            if end > start:
+                found.append((holders[place], end - start))
+            start, place = max(start, end), place + 1
+        return found
+
+    def split(
+        self, holders: Holders, box: Box, start: int, num_bytes: int
+    ) -> list[tuple[int, Box]]:
+        """Return who gives a box, by rows where its bytes lie in several stretches."""
+        given = self.stretches(holders, start, num_bytes)
+        dim = next((dim for dim, (lo, hi) in enumerate(box) if hi - lo > 1), None)
+        if len(given) == 1 or dim is None:
+            return [(given[0][0], box)]
+        (lo, hi), done, parts = box[dim], 0, []
+        at = lo
+        for holder, count in given:
+            done += count
+            behind = lo + round((hi - lo) * (done / num_bytes))
+            if behind > at:
+                parts.append((holder, (*box[:dim], (at, behind), *box[dim + 1 :])))
+                at = behind
+        return parts
