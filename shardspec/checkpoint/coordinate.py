@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from zlib import crc32
 
 from shardspec.checkpoint.store import RemotePath
@@ -24,7 +24,7 @@ from shardspec.errors import CheckpointError, ShardSpecError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Alone", "Member", "Progress", "Workers", "together"]
+__all__ = ["Member", "Progress", "Workers", "together"]
 
 T = TypeVar("T")
 Progress: TypeAlias = Callable[[int, int], None]
@@ -52,13 +52,7 @@ class Member:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Member | None":
-        """Return which of the processes of torchrun this is; None if it is alone.
-
-        Examples
-        --------
-        >>> Member.of_environment({"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "WORLD_SIZE": "4"})
-        Member(rank=1, size=4)
-        """
+        """Return which of the processes of torchrun this is; None if it is alone."""
         if "TORCHELASTIC_RUN_ID" not in environment:
             return None
         try:
@@ -70,116 +64,55 @@ class Member:
         return cls(rank, size, f"{crc32(job.encode()):08x}") if size > 1 else None
 
 
-class Alone:
-    """The one process of a run: what it says it hears itself."""
+class Workers:
+    """The processes of a run, once all have met; one that is alone hears what it says itself."""
 
-    def __init__(self) -> None:
-        self.member = Member(0, 1)
-        self.token = os.urandom(8).hex()
-        """A word that all processes of this run know, and no other run."""
-        self._said: dict[str, object] = {}
-
-    def say(self, what: str, value: object) -> None:
-        """Tell the others something, once."""
-        self._said[what] = value
-
-    def hear(self, what: str) -> object:
-        """Return what the first process says."""
-        return self._said[what]
-
-    def gather(self, what: str) -> list[object]:
-        """Return what every one says, in the order of their ranks."""
-        return [self._said[what]]
-
-    def said(self, what: str) -> list[object]:
-        """Return what was said so far, without waiting."""
-        return [self._said[what]] if what in self._said else []
-
-    def has_failed(self) -> bool:
-        """Return whether a process says that it has failed."""
-        return False
-
-    def listener(self, progress: Progress | None) -> Progress | None:
-        """Return what is told of progress, and stops it when another process has failed."""
-        return progress
-
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Tell the others when something goes wrong."""
-        yield
-
-
-class Workers(Alone):
-    """Several processes, once all have met; made by `together`.
-
-    Parameters
-    ----------
-    member
-        Which one this is.
-    store
-        Where they talk.
-    token
-        A word that all of them know, and no other run.
-    """
-
-    def __init__(self, member: Member, store: "Store", token: str) -> None:
+    def __init__(self, member: Member, token: str, store: "Store | None" = None) -> None:
         self.member = member
         self.token = token
+        """A word that all processes of this run know, and no other run."""
         self._store = store
+        self._said: dict[str, bytes] = {}
+        """What one says that is alone."""
         self._seen = {rank: (b"", time.monotonic()) for rank in range(member.size)}
         self._ended = threading.Event()
-        self._beat()
         self._beating = threading.Thread(target=self._keep_beating, daemon=True)
-        self._beating.start()
+        if store is not None:
+            self._set("alive", str(time.time()))
+            self._beating.start()
 
     def say(self, what: str, value: object) -> None:
         """Tell the others something, once."""
-        said = json.dumps(value)
-        self._ask(lambda: self._store.set(f"{what}/{self.member.rank}", said))
+        self._set(what, json.dumps(value))
 
-    def hear(self, what: str) -> object:
-        """Wait for what the first process says.
-
-        Raises
-        ------
-        CheckpointError
-            If any has failed or shows no sign of life.
-        """
-        return self._hear(what, 0)
-
-    def _hear(self, what: str, rank: int) -> object:
+    def hear(self, what: str, rank: int = 0) -> Any:  # noqa: ANN401  # what JSON gives
+        """Wait for what one of them says; raise if any has failed or shows no sign of life."""
         pause = _PAUSE_S
         while True:
-            value = self._get(f"{what}/{rank}")
+            value = self._get(what, rank)
             if value is not None:
                 return json.loads(value)
             self.listen()
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
-    def gather(self, what: str) -> list[object]:
+    def gather(self, what: str) -> list[Any]:
         """Return what every one says, in the order of their ranks; raise if any has failed."""
-        return [self._hear(what, rank) for rank in range(self.member.size)]
+        return [self.hear(what, rank) for rank in range(self.member.size)]
 
-    def said(self, what: str) -> list[object]:
+    def said(self, what: str) -> list[Any]:
         """Return what was said so far, without waiting."""
-        found = (self._get(f"{what}/{rank}") for rank in range(self.member.size))
+        found = (self._get(what, rank) for rank in range(self.member.size))
         return [json.loads(value) for value in found if value is not None]
 
     def listen(self) -> None:
-        """Go on only if nobody has failed.
-
-        Raises
-        ------
-        CheckpointError
-            If one says that it has, or shows no sign of life.
-        """
+        """Raise a `CheckpointError` if one says that it has failed, or shows no sign of life."""
         failed = self._get("failed")
         if failed is not None:
             raise CheckpointError(str(json.loads(failed)))
         now = time.monotonic()
         for rank, (beat, since) in self._seen.items():
-            found = self._get(f"alive/{rank}") or b""
+            found = self._get("alive", rank) or b""
             if found != beat:
                 self._seen[rank] = found, now
             elif found != b"ended" and now - since > TIMEOUT_S:
@@ -192,8 +125,10 @@ class Workers(Alone):
         """Return whether a process says that it has failed."""
         return self._get("failed") is not None
 
-    def listener(self, progress: Progress | None) -> Progress:
+    def listener(self, progress: Progress | None) -> Progress | None:
         """Return what is told of progress, and stops it when another process has failed."""
+        if self._store is None:
+            return progress
         due = time.monotonic() + _LISTEN_S
 
         def listen(done: int, total: int) -> None:
@@ -208,61 +143,63 @@ class Workers(Alone):
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Tell the others when something goes wrong."""
+        """Tell the others when something goes wrong; all raise what went wrong first.
+
+        That is the cause; that others find their files gone is not.
+        """
         try:
             yield
-        except ShardSpecError as error:
-            said = self._tell_failure(error)
-            if said == str(error):
+        except BaseException as error:
+            if self._store is None:
+                raise
+            rank = f"rank {self.member.rank}"
+            said = f"{rank} was interrupted"
+            if isinstance(error, ShardSpecError):
+                said = str(error) if str(error).startswith("rank ") else f"{rank}: {error}"
+            store, text = self._store, json.dumps(said)
+            # Where nobody can be told any more, nobody waits.
+            with suppress(ShardSpecError):
+                said = json.loads(self._ask(lambda: store.compare_set("failed", "", text)))
+            if not isinstance(error, ShardSpecError) or said == str(error):
                 raise
             raise type(error)(said) from None
-        except BaseException:
-            self._tell_failure(None)
-            raise
-
-    def _tell_failure(self, error: ShardSpecError | None) -> str:
-        """Tell the others that something has gone wrong here; return what has, first of all.
-
-        What failed first is the cause; that others find their files gone is not.
-        """
-        said = f"rank {self.member.rank} was interrupted"
-        if error is not None:
-            said = str(error)
-            said = said if said.startswith("rank ") else f"rank {self.member.rank}: {said}"
-        # Where nobody can be told any more, nobody waits.
-        with suppress(ShardSpecError):
-            text = json.dumps(said)
-            return str(json.loads(self._ask(lambda: self._store.compare_set("failed", "", text))))
-        return said
 
     def end(self) -> None:
-        """Stop saying that this process is alive: it has ended, and all is well."""
+        """Stop saying that this process is alive: it has ended.
+
+        The first one waits until all have ended, as the store may go with it.
+        """
+        if self._store is None:
+            return
         self._ended.set()
         self._beating.join(TIMEOUT_S)
+        others = range(1, self.member.size) if self.member.rank == 0 else ()
+        deadline = time.monotonic() + TIMEOUT_S
         with suppress(ShardSpecError):
-            self._ask(lambda: self._store.set(f"alive/{self.member.rank}", "ended"))
-
-    def wait_for_others(self, seconds: float) -> None:
-        """Wait until all have ended, or for so long: the store may go with this process."""
-        deadline = time.monotonic() + seconds
-        others = [rank for rank in range(self.member.size) if rank != self.member.rank]
-        with suppress(ShardSpecError):
+            self._set("alive", "ended")
             while time.monotonic() < deadline and not all(
-                self._get(f"alive/{rank}") == b"ended" for rank in others
+                self._get("alive", rank) == b"ended" for rank in others
             ):
                 time.sleep(_PAUSE_S)
-
-    def _beat(self) -> None:
-        self._store.set(f"alive/{self.member.rank}", str(time.time()))
 
     def _keep_beating(self) -> None:
         while not self._ended.wait(_ALIVE_EVERY_S):
             # A store that has gone is noticed by who waits for something.
-            with suppress(RuntimeError):
-                self._beat()
+            with suppress(ShardSpecError):
+                self._set("alive", str(time.time()))
 
-    def _get(self, key: str) -> bytes | None:
-        return self._ask(lambda: bytes(self._store.get(key)) if self._store.check([key]) else None)
+    def _set(self, what: str, value: str) -> None:
+        key, store = f"{what}/{self.member.rank}", self._store
+        if store is None:
+            self._said[key] = value.encode()
+        else:
+            self._ask(lambda: store.set(key, value))
+
+    def _get(self, what: str, rank: int | None = None) -> bytes | None:
+        key, store = what if rank is None else f"{what}/{rank}", self._store
+        if store is None:
+            return self._said.get(key)
+        return self._ask(lambda: bytes(store.get(key)) if store.check([key]) else None)
 
     def _ask(self, act: Callable[[], T]) -> T:
         """Ask the store something; who holds it may have gone, or may have stopped."""
@@ -288,24 +225,22 @@ class Workers(Alone):
 
 
 @contextmanager
-def together(member: Member | None, path: Path) -> Iterator[Alone]:
-    """Meet the other processes; what fails in one fails in all.
+def together(member: Member | None, path: Path) -> Iterator[Workers]:
+    """Meet the other processes, if there are any; what fails in one fails in all.
 
-    Parameters
-    ----------
-    member
-        Which one this is; None if there are no others.
-    path
-        The output, the same for all.
-
-    Raises
-    ------
-    CheckpointError
-        In every process, if one of them fails, is killed, or does not appear in time.
+    `path` is the output, the same for all. Raises a `CheckpointError` in every process if one of
+    them fails, is killed, or does not appear in time.
     """
-    if member is None:
-        yield Alone()
-        return
+    workers = Workers(Member(0, 1), os.urandom(8).hex()) if member is None else _meet(member, path)
+    try:
+        with workers.failing_together():
+            yield workers
+    finally:
+        workers.end()
+
+
+def _meet(member: Member, path: Path) -> Workers:
+    """Wait for all processes; they talk through keys that only they and this call use."""
     if "\0" in str(path):
         raise CheckpointError(f"{str(path)!r}: a file name cannot hold a NUL")
     if isinstance(path, RemotePath):
@@ -316,19 +251,6 @@ def together(member: Member | None, path: Path) -> Iterator[Alone]:
                 f"{path}: memory:// is the memory of one process, and others do not see it; start "
                 "one process"
             )
-    store, token = _meet(member, path)
-    workers = Workers(member, store, token)
-    try:
-        with workers.failing_together():
-            yield workers
-    finally:
-        workers.end()
-        # The store may live in this process.
-        workers.wait_for_others(TIMEOUT_S if member.rank == 0 else 0)
-
-
-def _meet(member: Member, path: Path) -> tuple["Store", str]:
-    """Return a store that only these processes and this call use, and a word for both."""
     try:
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
@@ -351,7 +273,7 @@ def _meet(member: Member, path: Path) -> tuple["Store", str]:
         if member.rank == 0:
             own.set("token", os.urandom(8).hex())
         own.wait(["token"], timedelta(seconds=_MEET_S))
-        return own, own.get("token").decode()
+        return Workers(member, own.get("token").decode(), own)
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
             f"{path}: the {member.size} processes did not meet within {_MEET_S:.0f} s "

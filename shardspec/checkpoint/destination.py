@@ -29,63 +29,80 @@ __all__ = ["check_destination", "check_others", "files_of_checkpoint"]
 def check_destination(output: Path, source: Catalog, *, directory: bool, overwrite: bool) -> Path:
     """Return where to write, links followed, once it is clear that writing there does no harm.
 
-    Parameters
-    ----------
-    output
-        What the user named.
-    source
-        The checkpoint that is read; no part of it is written over.
-    directory
-        Whether a directory is to be written.
-    overwrite
-        Whether what is there may be replaced.
-
-    Raises
-    ------
-    OutputExistsError
-        If it exists and `overwrite` is not set.
-    CheckpointError
-        If it cannot be written, is of another kind, or belongs to the source.
+    No part of the `source` is written over, and what is there is of the kind that is written: a
+    `directory` or a file. Raises an `OutputExistsError` if it exists and `overwrite` is not set, a
+    `CheckpointError` for all else.
     """
     if "\0" in str(output):
         raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
-    if isinstance(output, RemotePath):
-        _check_remote(output, source, directory, overwrite)
-        return output
     _check_link(output)
-    path = Path(os.path.realpath(output))
-    try:
-        at = path.stat()
-    except FileNotFoundError:
-        _check_place(output, path, source)
-        if not path.parent.is_dir():
+    path = _real(output)
+    kind = _kind(output, path)
+    for file in source.files:
+        same = path == _real(file)
+        if not same and kind == "a file" and not isinstance(path, RemotePath):
+            same = not isinstance(file, RemotePath) and path.samefile(file)
+        if directory and (same or path in _real(file).parents):
+            raise CheckpointError(f"{output}: holds the checkpoint itself; choose another name")
+        if same:
             raise CheckpointError(
-                f"{output}: its directory {path.parent} does not exist; make it first"
-            ) from None
-        _check_writable(output, path.parent)
-        return path
+                f"{output}: is {file.name} of the checkpoint itself; choose another name"
+            )
+    due = "a directory" if directory else "a file"
+    if kind not in (None, due):
+        raise CheckpointError(f"{output}: is {kind}; name {due} to write")
+    if kind is None:
+        _check_place(output, path, source)
+    elif not overwrite and not _is_empty(path):
+        raise exists(output)
+    if not isinstance(path, RemotePath):
+        _check_parent(output, path.parent)
+    return path
+
+
+def _real(path: Path) -> Path:
+    """Return a path with links followed."""
+    return path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
+
+
+def _kind(output: Path, path: Path) -> str | None:
+    """Return what is there, in words; None if there is nothing."""
+    if isinstance(path, RemotePath):
+        info = path.info()
+        return None if info is None else f"a {info['type']}"
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise CheckpointError(f"{output}: cannot be written: {reason(error)}") from None
-    _check_there(output, path, at, source, directory=directory, overwrite=overwrite)
-    _check_writable(output, path.parent)
-    return path
+    if stat.S_ISDIR(mode):
+        return "a directory"
+    return "a file" if stat.S_ISREG(mode) else "no regular file"
+
+
+def _is_empty(path: Path) -> bool:
+    """Return whether it is a directory in a store of which nothing but its mark is there."""
+    return isinstance(path, RemotePath) and path.is_dir() and not path.entries()
 
 
 def _check_link(output: Path) -> None:
     """Refuse a link that somebody else has made: it may lead to any file of this user."""
-    try:
-        at = os.lstat(output)
-    except OSError:
+    # Not Path.is_symlink, which raises where a name is too long.
+    if isinstance(output, RemotePath) or not os.path.islink(output):
         return
-    if stat.S_ISLNK(at.st_mode) and at.st_uid not in (os.geteuid(), 0):
+    owner = os.lstat(output).st_uid
+    if owner not in (os.geteuid(), 0):
         raise CheckpointError(
-            f"{output}: is a link that another user has made (user id {at.st_uid}); remove it, or "
+            f"{output}: is a link that another user has made (user id {owner}); remove it, or "
             "choose another name"
         )
 
 
-def _check_writable(output: Path, directory: Path) -> None:
+def _check_parent(output: Path, directory: Path) -> None:
     """Refuse a place where nothing can be made, before anything is read, and in a dry run too."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{output}: its directory {directory} does not exist; make it first")
     if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
         raise CheckpointError(
             f"{output}: nothing can be written into {directory}, for want of permission or because "
@@ -93,51 +110,17 @@ def _check_writable(output: Path, directory: Path) -> None:
         )
 
 
-_LISTS: Final = (".json", ".metadata")
-"""How the names of files end that list the other files of a checkpoint."""
-
-
 def _check_place(output: Path, path: Path, source: Catalog) -> None:
     """Refuse a new name that would make the output a part of what is read."""
-    if not source.directory.is_dir() or any(f.name.endswith(_LISTS) for f in source.files):
+    lists = (".json", ".metadata")
+    if not source.directory.is_dir() or any(f.name.endswith(lists) for f in source.files):
         return
     for file in source.files:
-        at = file.parent if isinstance(file, RemotePath) else Path(os.path.realpath(file.parent))
-        if file.suffix == path.suffix and at == path.parent:
+        if file.suffix == path.suffix and _real(file.parent) == path.parent:
             raise CheckpointError(
                 f"{output}: would lie among the files of the checkpoint, which no index lists, and "
                 "count as one of them; choose another directory"
             )
-
-
-def _check_there(
-    output: Path,
-    path: Path,
-    at: os.stat_result,
-    source: Catalog,
-    *,
-    directory: bool,
-    overwrite: bool,
-) -> None:
-    """Refuse what is of another kind, belongs to the source, or is to be kept."""
-    if directory and not stat.S_ISDIR(at.st_mode):
-        raise CheckpointError(f"{output}: is a file; name a directory to write")
-    if not directory and not stat.S_ISREG(at.st_mode):
-        kind = "a directory" if stat.S_ISDIR(at.st_mode) else "no regular file"
-        raise CheckpointError(f"{output}: is {kind}; name a file to write")
-    for file in source.files:
-        if isinstance(file, RemotePath):
-            continue
-        if directory and path in Path(os.path.realpath(file)).parents:
-            raise CheckpointError(
-                f"{output}: holds the checkpoint itself; choose another directory"
-            )
-        if not directory and path.samefile(file):
-            raise CheckpointError(
-                f"{output}: is {file.name} of the checkpoint itself; choose another name"
-            )
-    if not overwrite:
-        raise exists(output)
 
 
 _LISTS_OF_FILES: Final = (INFO_NAME, METADATA_NAME, BIN_INDEX)
@@ -219,22 +202,8 @@ def check_others(
     """Refuse to write a directory in which files that are kept would count, and not what is new.
 
     A kept index, info or metadata would be read instead of what was written, or make it unreadable.
-
-    Parameters
-    ----------
-    output
-        The directory, if it exists.
-    replaced
-        Names of files that go.
-    new
-        Names of files that are written.
-    listed
-        Whether the output lists its files.
-
-    Raises
-    ------
-    CheckpointError
-        If there are any; names them.
+    Files of the names `replaced` go, those of the names `new` are written; `listed` says whether
+    the output lists its files.
     """
     from shardspec.checkpoint.open import format_of_names
 
@@ -242,8 +211,9 @@ def check_others(
     heads = new - {name for name in new if "/" in name} | inner
     _check_kinds(output, new)
     kept = _names_in(output, inner) - replaced - new
+    counted: list[str] = []
     if not listed:
-        others = sorted(
+        counted = sorted(
             name
             for name in kept
             if is_data_file(name)
@@ -252,38 +222,14 @@ def check_others(
             or (inner and DEEPSPEED_MODEL.fullmatch(name))
             or ("/" in name and name.endswith(".pt"))
         )
-        if others:
-            raise CheckpointError(
-                f"{output}: holds {', '.join(map(repr, others[:3]))}, which would count as parts "
-                "of what is written there; move them, or choose another directory"
-            )
+    read: list[str] = []
     known = format_of_names(heads)
     if format_of_names(heads | kept) is not known:
-        first = sorted(n for n in kept if format_of_names(heads | {n}) is not known)
-        first = first or sorted(kept)
-        raise CheckpointError(
-            f"{output}: holds {', '.join(map(repr, first[:3]))}, which would be read instead of "
-            "what is written there; move them, or choose another directory"
-        )
-
-
-def _check_remote(output: RemotePath, source: Catalog, directory: bool, overwrite: bool) -> None:
-    """Do in a store what is done for files and directories of this machine."""
-    for file in source.files:
-        if output == file or output in file.parents:
-            raise CheckpointError(f"{output}: holds the checkpoint itself; choose another name")
-    try:
-        entries = output.entries()
-    except FileNotFoundError:
-        _check_place(output, output, source)
-        return
-    except NotADirectoryError:
-        if directory:
-            raise CheckpointError(f"{output}: is a file; name a directory to write") from None
-        if not overwrite:
-            raise exists(output) from None
-        return
-    if not directory:
-        raise CheckpointError(f"{output}: is a directory; name a file to write")
-    if entries and not overwrite:
-        raise exists(output)
+        read = sorted(name for name in kept if format_of_names(heads | {name}) is not known)
+        read = read or sorted(kept)
+    for names, do in ((counted, "count as parts of"), (read, "be read instead of")):
+        if names:
+            raise CheckpointError(
+                f"{output}: holds {', '.join(map(repr, names[:3]))}, which would {do} what is "
+                "written there; move them, or choose another directory"
+            )

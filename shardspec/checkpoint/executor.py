@@ -65,6 +65,8 @@ class Findings(NamedTuple):
     process has read whole."""
     files: dict[str, int]
     """CRC-32 of the files that it has written from start to end."""
+    losses: dict[str, int] | None = None
+    """What its casts lost, as JSON has it."""
 
 
 @dataclass(slots=True)
@@ -85,9 +87,9 @@ class Execution:
     """Set when all is to stop."""
     crcs: list["array[int]"] = field(init=False)
     """Of every extent of every file, if they are taken."""
-    findings: Findings = field(default_factory=lambda: Findings([], [], {}))
     losses: "CastLosses | None" = None
     """Of all blocks that were cast so far; None if there was none."""
+    _findings: Findings = field(default_factory=lambda: Findings([], [], {}))
     _parts: dict[tuple[int, int], list[tuple[int, int, int]]] = field(default_factory=dict)
     _done: int = 0
     _lock: Lock = field(default_factory=Lock)
@@ -129,7 +131,7 @@ class Execution:
         found = copy.file, copy.extent, copy.offset, copy.num_bytes, crc
         with self._lock:
             if self.member.size > 1:
-                self.findings.crcs.append(found)
+                self._findings.crcs.append(found)
             self._put(*found)
 
     def _put(self, file: int, number: int, offset: int, num_bytes: int, crc: int) -> None:
@@ -145,17 +147,32 @@ class Execution:
         self.crcs[file][number] = value
         del self._parts[file, number]
 
+    def put_file(self, name: str, crc: int) -> None:
+        """Note the CRC-32 of a file that was written from its start to its end."""
+        self._findings.files[name] = crc
+
+    @property
+    def findings(self) -> Findings:
+        """What this process has found out so far."""
+        losses = None if self.losses is None else self.losses.to_json()
+        return self._findings._replace(losses=losses)
+
     def put_unjudged(self, name: str, found: Iterable[tuple[int, int, int, int]]) -> None:
         """Note what was read of boxes of a tensor that other processes read too."""
         with self._lock:
-            self.findings.unjudged.extend((name, *one) for one in found)
+            self._findings.unjudged.extend((name, *one) for one in found)
 
     def join(self, every: Sequence[Findings]) -> None:
         """Take in what all processes have found, and judge the boxes that they read in parts."""
         for rank, found in enumerate(every):
-            self.findings.files.update(found.files)
+            self._findings.files.update(found.files)
             for one in found.crcs if rank != self.member.rank else ():
                 self._put(*one)
+        every_losses = [found.losses for found in every if found.losses is not None]
+        if every_losses:
+            from shardspec.checkpoint.numeric import CastLosses
+
+            self.losses = sum((CastLosses(**losses) for losses in every_losses), CastLosses())
         checks: dict[str, tuple[StoredTensor, Checks]] = {}
         for name, number, start, num_bytes, crc in chain.from_iterable(f.unjudged for f in every):
             if name not in checks:

@@ -45,7 +45,7 @@ class Staged(NamedTuple):
     def create(self, name: str, num_bytes: int) -> None:
         """Make a file of a size: a disk that has no room for it shows before any is written."""
         more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
-        with _refusals(self.path, "written", more):
+        with _refusals(self.path, more):
             fd = self._open(name, os.O_CREAT | os.O_EXCL if self.directory else 0, make=True)
             try:
                 reserve(fd, num_bytes)
@@ -54,7 +54,7 @@ class Staged(NamedTuple):
 
     def open(self, name: str) -> int:
         """Open a file that was made; return its descriptor."""
-        with _refusals(self.path, "written"):
+        with _refusals(self.path):
             return self._open(name, 0)
 
     def _open(self, name: str, flags: int, *, make: bool = False) -> int:
@@ -92,13 +92,11 @@ class Staged(NamedTuple):
                     tensor, copy = task
                     crc, fd = 0, outputs.get(copy.file)
                     for offset, data, known in tensor.filled(job, copy, files, buffers):
-                        write_all(fd, data, offset, self.path)
-                        if job.reread:
-                            room = buffers.scratch[: len(data)]
-                            _read_back(fd, room, offset, self.path)
-                            if (found := crc32(room)) != known:
-                                extent = job.target.files[copy.file].extents[copy.extent]
-                                raise _different(self.path, tensor_text(extent), found, known)
+                        scratch = buffers.scratch if job.reread else None
+                        found = write_all(fd, data, offset, self.path, scratch)
+                        if job.reread and found != known:
+                            extent = job.target.files[copy.file].extents[copy.extent]
+                            raise _different(self.path, tensor_text(extent), found, known)
                         crc = int(crc32_combine(crc, known, len(data)))
                         job.advance(len(data))
                     job.put_crc(copy, crc)
@@ -146,38 +144,51 @@ class Staged(NamedTuple):
             os.close(fd)
 
     def _flush(self, fd: int, parts: Iterable[tuple[int, int, int, str]]) -> None:
-        with _refusals(self.path, "written"):
+        with _refusals(self.path):
             os.fsync(fd)
         check_again(lambda room, at: _read_back(fd, room, at, self.path), parts, self.path)
 
 
 @contextmanager
-def _refusals(path: Path, done: str, more: str = "") -> Iterator[None]:
+def _refusals(path: Path, more: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be {done}: {reason(error)}{more}") from None
+        raise CheckpointError(f"{path}: cannot be written: {reason(error)}{more}") from None
 
 
-def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
-    """Write bytes at a place in a file; raise as when the disk is full."""
-    done, end = 0, len(data)
-    with _refusals(path, "written"):
-        while done < end:
-            done += os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
+def write_all(
+    fd: int, data: memoryview, offset: int, path: Path, scratch: memoryview | None = None
+) -> int:
+    """Write bytes at a place in a file; raise as when the disk is full.
+
+    With `scratch`, memory as long as they are, each part is read again while it is in the CPU's
+    cache. Returns the CRC-32 of what is there then.
+    """
+    done = found = 0
+    while done < len(data):
+        try:
+            count = os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
+        if scratch is not None:
+            _read_back(fd, scratch[:count], offset + done, path)
+            found = crc32(scratch[:count], found)
+        done += count
+    return found
 
 
 def _read_back(fd: int, room: memoryview, offset: int, path: Path) -> None:
     """Fill memory from a place in a file that was written."""
     done = 0
-    with _refusals(path, "read again"):
-        while done < len(room):
-            count = os.preadv(fd, [room[done:]], offset + done)
-            if not count:
-                raise CheckpointError(
-                    f"{path}: was cut short while it was written; nothing was kept"
-                )
-            done += count
+    while done < len(room):
+        try:
+            count = os.preadv(fd, [room[done:] if done else room], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read again: {reason(error)}") from None
+        if not count:
+            raise CheckpointError(f"{path}: was cut short while it was written; nothing was kept")
+        done += count
 
 
 def check_again(

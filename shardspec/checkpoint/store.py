@@ -7,6 +7,7 @@ settings. It is imported when the first URL is given.
 
 import os
 import re
+import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -52,8 +53,6 @@ class RemotePath(PosixPath):
     It leads to no file of this machine. What would take it for one, as `os.stat` and the methods of
     `Path` that are not defined here would, gets a TypeError.
 
-    Examples
-    --------
     >>> url = RemotePath("s3://models/llama") / "model.safetensors"
     >>> print(url, url.parent, url.name)
     s3://models/llama/model.safetensors s3://models/llama model.safetensors
@@ -117,7 +116,10 @@ class RemotePath(PosixPath):
         return None
 
     def listing(self) -> dict[str, dict[str, Any]]:
-        """Return the names in a directory, and what the store knows of each."""
+        """Return the names in a directory, and what the store knows of each.
+
+        Raises FileNotFoundError or NotADirectoryError if there is no directory of that name.
+        """
         store, own = self.store, str(self)
         store.invalidate_cache(own)
         info = self.info()
@@ -147,13 +149,11 @@ class RemotePath(PosixPath):
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002  # named by pathlib
         """Return whether there is a directory of that name."""
-        info = self.info()
-        return info is not None and info["type"] == "directory"
+        return (self.info() or {}).get("type") == "directory"
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002  # named by pathlib
         """Return whether there is a file of that name."""
-        info = self.info()
-        return info is not None and info["type"] == "file"
+        return (self.info() or {}).get("type") == "file"
 
     def is_symlink(self) -> bool:
         """Return False: stores have no links."""
@@ -205,12 +205,8 @@ class RemotePath(PosixPath):
 def as_path(place: Path | str) -> Path:
     """Return a path, which is a `RemotePath` if it is given as a URL; text may not be empty.
 
-    Examples
-    --------
-    >>> [type(as_path(text)).__name__ for text in ("s3://a/b", "memory://a")]
-    ['RemotePath', 'RemotePath']
-    >>> as_path("file:///tmp/a").as_posix(), as_path("a:/b").as_posix()
-    ('/tmp/a', 'a:/b')
+    >>> as_path("s3://a/b"), as_path("file:///tmp/a"), as_path("a:/b")
+    (RemotePath('s3://a/b'), PosixPath('/tmp/a'), PosixPath('a:/b'))
     """
     if isinstance(place, Path):
         return place
@@ -331,11 +327,11 @@ class Snapshot(NamedTuple):
 
     def check_unchanged(self, files: Iterable[Path]) -> None:
         """Check that files are still those that they were."""
+        files = tuple(files)
         if isinstance(self.place, RemotePath):
-            now = _remote_identities(self.place, self.nested)
+            now = _identities(self.place, self.nested)
         else:
-            files = tuple(files)
-            now = {path: identity for path in files if (identity := _identity(path)) is not None}
+            now = {path: at[0] for path in files if (at := _identity(path)) is not None}
         for path in files:
             if path not in now or now[path] != self.files.get(path):
                 done = "changed" if path in now else "was removed"
@@ -345,51 +341,48 @@ class Snapshot(NamedTuple):
                 )
 
 
-def _identity(path: Path) -> FileIdentity | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _identities(place: Path, nested: bool) -> dict[Path, FileIdentity]:
+    """Return what tells the files at a place from those written later under their names."""
+    found: dict[Path, FileIdentity] = {}
+    for path, (identity, is_directory) in _entries(place).items():
+        if not is_directory:
+            found[path] = identity
+        elif nested:
+            found |= _identities(path, nested=True)
+    return found
+
+
+def _entries(place: Path) -> dict[Path, tuple[FileIdentity, bool]]:
+    """Return what lies in a directory, and what is a directory; a file is all that is in it."""
     if isinstance(place, RemotePath):
-        return _remote_identities(place, nested)
-    return _local_identities(place, nested)
-
-
-def _local_identities(place: Path, nested: bool) -> dict[Path, FileIdentity]:
+        try:
+            infos: dict[Path, dict[str, Any]] = {place / n: i for n, i in place.listing().items()}
+        except FileNotFoundError:
+            return {}
+        except NotADirectoryError:
+            place.store.invalidate_cache(str(place.parent))
+            infos = {place: place.info() or {}}
+        return {
+            path: (
+                tuple((key, str(info[key])) for key in _IDENTITY_KEYS if key in info),
+                info.get("type") != "file",
+            )
+            for path, info in infos.items()
+        }
     try:
-        entries = list(os.scandir(place))
+        paths = [place / name for name in os.listdir(place)]
     except NotADirectoryError:
-        entries = []
         paths = [place]
     except OSError:
         # Who reads it says why it cannot be.
         return {}
-    else:
-        paths = [place / entry.name for entry in entries]
-    found = {path: identity for path in paths if (identity := _identity(path)) is not None}
-    for entry in entries if nested else ():
-        if entry.is_dir():
-            found |= _local_identities(place / entry.name, nested=True)
-    return found
+    return {path: at for path in paths if (at := _identity(path)) is not None}
 
 
-def _remote_identities(place: RemotePath, nested: bool) -> dict[Path, FileIdentity]:
+def _identity(path: Path) -> tuple[FileIdentity, bool] | None:
+    """Return what tells a file of this machine from a later one, and whether it is a directory."""
     try:
-        infos: dict[Path, dict[str, Any]] = {place / n: i for n, i in place.listing().items()}
-    except FileNotFoundError:
-        return {}
-    except NotADirectoryError:
-        place.store.invalidate_cache(str(place.parent))
-        info = place.info()
-        infos = {} if info is None else {place: info}
-    found: dict[Path, FileIdentity] = {}
-    for path, info in infos.items():
-        if info["type"] == "file":
-            found[path] = tuple((key, str(info[key])) for key in _IDENTITY_KEYS if key in info)
-        elif nested and isinstance(path, RemotePath):
-            found |= _remote_identities(path, nested=True)
-    return found
+        at = os.stat(path)
+    except OSError:
+        return None
+    return (at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns), stat.S_ISDIR(at.st_mode)

@@ -51,15 +51,7 @@ class BoxEntry(NamedTuple):
 
 
 def box_columns() -> Columns[BoxEntry]:
-    """Return room for boxes of a file; tensor, box and addend, and CRC-32 (or -1) are appended.
-
-    Examples
-    --------
-    >>> boxes = box_columns()
-    >>> boxes.append("w", (((0, 2),), ()), 7)
-    >>> boxes[0]
-    BoxEntry(tensor='w', box=((0, 2),), addend=(), crc32=7)
-    """
+    """Return room for boxes of a file; tensor, box and addend, and CRC-32 (or -1) are appended."""
 
     def entry(tensor: str, part: ReplicaKey, crc32: int) -> BoxEntry:
         return BoxEntry(tensor, *part, None if crc32 < 0 else crc32)
@@ -71,11 +63,6 @@ def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
     """Return the shape under which a file holds boxes of one tensor, one after the other.
 
     It is that of the box, and of several, as parts are, the number of their elements.
-
-    Examples
-    --------
-    >>> stored_shape([((0, 2), (0, 3))]), stored_shape([((0, 2), (0, 3)), ((4, 5), (0, 3))])
-    ((2, 3), (9,))
     """
     return _shape(boxes[0]) if len(boxes) == 1 else (sum(map(box_size, boxes)),)
 
@@ -215,8 +202,6 @@ def assign_boxes(
     `shardspec.copies.balanced` says, the largest boxes first. If they are not to be `spread`, each
     box goes to the first of its holders. Returns for every device its boxes, by tensor name.
 
-    Examples
-    --------
     >>> mesh = DeviceMesh(range(2), (2,))
     >>> chosen = assign_boxes(mesh, {name: Layout(mesh, "[R]", (3,), "int8") for name in "abc"})
     >>> [[entry.tensor for entry in chosen[rank]] for rank in mesh.ids]
@@ -225,33 +210,26 @@ def assign_boxes(
     parts_of = lru_cache(None)(replica_holders)
     totals: Counter[Holders] = Counter()
     names = sorted(tensors)
-    shared: list[Holders] = []
-    """The holders of every box that has several, and its bytes."""
+    holders: list[Holders] = []
     sizes = array("q")
     for name in names:
         layout = tensors[name]
         for (box, _), ranks in parts_of(layout).items():
-            num_bytes = box_size(box) * item_bytes(layout.dtype)
-            totals[ranks if spread else ranks[:1]] += num_bytes
-            if len(ranks) > 1 and spread:
-                shared.append(ranks)
-                sizes.append(num_bytes)
+            holders.append(ranks if spread else ranks[:1])
+            sizes.append(box_size(box) * item_bytes(layout.dtype))
+            totals[holders[-1]] += sizes[-1]
     room = {
         ranks: dict(zip(ranks, shares, strict=True)) for ranks, shares in balanced(totals).items()
     }
     # A stable sort: boxes of equal size keep their order, by name and then by holder.
-    chosen = array("q", bytes(8 * len(shared)))
-    for number in sorted(range(len(shared)), key=lambda number: -sizes[number]):
-        left = room[shared[number]]
-        chosen[number] = rank = max(left, key=left.__getitem__)
-        left[rank] -= sizes[number]
+    chosen = array("q", bytes(8 * len(sizes)))
+    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        left = room[holders[at]]
+        chosen[at] = rank = max(left, key=left.__getitem__)
+        left[rank] -= sizes[at]
     found = {rank: box_columns() for rank in mesh.ids}
-    several = iter(chosen)
+    choice = iter(chosen)
     for name in names:
-        parts = [
-            (part, next(several) if len(ranks) > 1 and spread else ranks[0])
-            for part, ranks in parts_of(tensors[name]).items()
-        ]
-        for part, rank in sorted(parts):
+        for part, rank in sorted((part, next(choice)) for part in parts_of(tensors[name])):
             found[rank].append(name, part, -1)
     return found

@@ -206,7 +206,7 @@ class RemoteStaging:
                 if number is None:
                     return
                 crc = self._upload(job, number, tensors, AHEAD_BYTES // threads)
-                job.findings.files[job.target.files[number].name] = crc
+                job.put_file(job.target.files[number].name, crc)
 
         run_in_threads(work, threads, job.failed)
 

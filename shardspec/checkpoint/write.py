@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.commit import joined_output, real_path, staged_output
 from shardspec.checkpoint.compare import check_replicas
-from shardspec.checkpoint.coordinate import Alone, Member, together
+from shardspec.checkpoint.coordinate import Member, Workers, together
 from shardspec.checkpoint.copy_plan import plan_copies, plan_files
 from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
 from shardspec.checkpoint.digests import crc32_combine, crc_text
@@ -127,7 +127,7 @@ def _write(
     format: str,  # as the report names it
     lay_out: LayOut,
     options: WriteOptions,
-    workers: Alone,
+    workers: Workers,
 ) -> WriteReport:
     source = as_catalog(checkpoint)
     tensors, target = lay_out(source, workers.token)
@@ -183,7 +183,7 @@ def _write(
         files=tuple(name for name, _, _ in written),
         num_bytes=sum(num_bytes for _, num_bytes, _ in written),
         crc32=crc if job.digested else None,
-        cast_losses=_cast_losses(job.losses, workers),
+        cast_losses=job.losses,
         written=True,
     )
 
@@ -198,7 +198,7 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 
 def _write_files(
-    job: Execution, workers: Alone, replaced: frozenset[str], old: int | None
+    job: Execution, workers: Workers, replaced: frozenset[str], old: int | None
 ) -> _Written:
     """Write all files; return what the first process has written in the end."""
     if isinstance(job.path, RemotePath):
@@ -212,9 +212,9 @@ def _write_files(
             job.source.check_unchanged()
             workers.say("findings", job.findings)
             # The first process alone knows whether all went well.
-            return [(name, size, crc) for name, size, crc in _list(workers.hear("written"))]
+            return [(name, size, crc) for name, size, crc in workers.hear("written")]
         workers.say("findings", job.findings)
-        job.join([Findings(*_list(said)) for said in workers.gather("findings")])
+        job.join([Findings(*said) for said in workers.gather("findings")])
         written = staged.finish(job)
         job.source.check_unchanged()
         # What lists the others is written once they are on the disk.
@@ -225,14 +225,14 @@ def _write_files(
 
 @contextmanager
 def _on_disk(
-    job: Execution, workers: Alone, replaced: frozenset[str], old: int | None
+    job: Execution, workers: Workers, replaced: frozenset[str], old: int | None
 ) -> Iterator[Staged]:
     """Stage the files, which the other processes open."""
     path, directory = job.path, job.target.directory
     plan = plan_copies(job.target, job.member.rank, job.member.size)
     job.total = sum(copy.num_bytes for tensor in plan for copy in tensor.copies)
     if job.member.rank:
-        with joined_output(Path(str(workers.hear("place"))), path) as place:
+        with joined_output(Path(workers.hear("place")), path) as place:
             yield Staged(place, path, directory)
         return
     job.total += sum(file.other_bytes for file in job.target.files)
@@ -267,7 +267,7 @@ def _inode(path: Path) -> int | None:
 
 @contextmanager
 def _in_store(
-    job: Execution, workers: Alone, replaced: frozenset[str]
+    job: Execution, workers: Workers, replaced: frozenset[str]
 ) -> "Iterator[RemoteStaging]":
     """Find out what is there; of what was uploaded, nothing stays if all fails."""
     # Few outputs go to a store.
@@ -285,7 +285,7 @@ def _in_store(
         elif overwrite and path.is_file():
             there = [path.name]
         workers.say("there", there)
-    names = frozenset(map(str, _list(workers.hear("there"))))
+    names = frozenset(workers.hear("there"))
     staging = RemoteStaging(path, target.directory, overwrite, workers.token, names, replaced)
     try:
         yield staging
@@ -295,7 +295,7 @@ def _in_store(
             if rank == 0:
                 staging.discard()
                 # Those of the others too: they may be killed by now.
-                every = [Findings(*_list(said)) for said in workers.said("findings")]
+                every = [Findings(*said) for said in workers.said("findings")]
                 staging.discard(name for found in every for name in found.files)
             elif workers.has_failed():
                 staging.discard()
@@ -307,24 +307,6 @@ def _write_last(job: Execution, put: Put) -> None:
     if job.target.last is not None:
         files = zip(job.target.files, job.crcs, strict=True)
         job.target.last({file.name: crcs for file, crcs in files}, put)
-
-
-def _list(said: object) -> Sequence[Any]:
-    assert isinstance(said, list | tuple), "processes of one version talk to each other"
-    return said
-
-
-def _cast_losses(found: "CastLosses | None", workers: Alone) -> "CastLosses | None":
-    """Return what casts lost; the first of several processes learns of all."""
-    if workers.member.size == 1:
-        return found
-    workers.say("cast", None if found is None else found.to_json())
-    if workers.member.rank:
-        return found
-    from shardspec.checkpoint.numeric import CastLosses
-
-    every = [CastLosses(**said) for said in workers.gather("cast") if isinstance(said, dict)]
-    return sum(every, CastLosses()) if every else None
 
 
 def _check_tensors(

@@ -4,6 +4,7 @@ import os
 import zlib
 from dataclasses import replace
 from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +185,7 @@ def read_wide(path, array, target=((0, 3000), (0, 300))):
 
 def _read(tensor, target):
     buffers, checks = Buffers(), Checks(tensor)
-    out = bytearray((target[0][1] - target[0][0]) * (target[1][1] - target[1][0]))
+    out = bytearray(prod(hi - lo for lo, hi in target))
     with OpenFiles() as files:
         read_box_into(tensor, target, memoryview(out), files, buffers, checks=checks)
     return out, [stored in checks for stored in tensor.boxes]
@@ -198,6 +199,23 @@ def test_rows_read_to_their_places(tmp_path):
     _, read = read_wide(tmp_path / "data", array, part)
     # Of the first box only some columns were read, of the second not all rows.
     assert read() == (array[1000:2900, 50:].tobytes(), [True, True])
+
+
+@pytest.mark.parametrize("shape", [(40, 9000), (3, 5, 9000)])
+def test_long_rows_to_their_places(tmp_path, shape):
+    array = np.random.default_rng(2).integers(0, 256, shape, np.uint8)
+    cuts = [*([0, size] for size in shape[:-1]), [0, 2100, 4500, 9000]]
+    tensor = StoredTensor("w", shape, "uint8", None, (), store(tmp_path / "data", array, cuts))
+    for first in (0, 1):
+        target = ((first, shape[0]), *((0, size) for size in shape[1:]))
+        out, checked = _read(tensor, target)
+        assert out == array[first:].tobytes()
+        assert checked == [first > 0] * 3
+    with (tmp_path / "data").open("r+b") as file:
+        file.seek(tensor.boxes[1].offset + 7)
+        file.write(bytes([array[(0,) * (len(shape) - 1)][2107] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"tensor 'w': rank 0's box .* CRC-32"):
+        _read(tensor, tuple((0, size) for size in shape))
 
 
 def test_a_flipped_bit_in_columns(tmp_path):
