@@ -112,7 +112,7 @@ class TensorSummary:
         )
 
     def holders_at(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
-        """Return the boxes that hold a part of an index, which takes other dims whole; and ranks."""
+        """Return the boxes that hold a part of an index, other dims taken whole, and ranks."""
         if not self.has(index):
             raise CheckpointError(
                 f"tensor {self.name!r}: index {list(index)} does not lie in the shape "

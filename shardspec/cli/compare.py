@@ -11,13 +11,8 @@ import click
 from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
 from shardspec.checkpoint.select import Choice
 from shardspec.checkpoint.verify import VerifyReport, verify_checkpoint
-from shardspec.cli.checkpoint_options import (
-    ChoiceOptions,
-    SourceOptions,
-    checkpoint_argument,
-    checkpoint_option,
-)
-from shardspec.cli.options import Declared, command, flag, group, json_flag, option
+from shardspec.cli.checkpoint_options import CHECKPOINT, OTHER, ChoiceOptions, SourceOptions
+from shardspec.cli.options import Declared, argument, command, flag, json_flag, option
 from shardspec.cli.output import path_text, progress_bar, say
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -31,13 +26,14 @@ _NOT_THE_SAME: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class _Verify:
-    checkpoint: Path = checkpoint_argument()
-    against: Path | None = checkpoint_option(
-        "Compare the bits of every tensor with this checkpoint or safetensors file too."
+    checkpoint: Path = argument(CHECKPOINT)
+    against: Path | None = option(
+        OTHER,
+        "Compare the bits of every tensor with this checkpoint or safetensors file too.",
     )
     every: bool = flag("List all flaws, not only the first.", "--all")
-    choice: ChoiceOptions = group(ChoiceOptions)
-    source: SourceOptions = group(SourceOptions)
+    choice: ChoiceOptions
+    source: SourceOptions
     as_json: bool = json_flag("Print what was found as JSON, all flaws.")
 
 
@@ -99,22 +95,22 @@ def _digests(report: VerifyReport) -> str:
 
 
 def _tolerance(text: str) -> Declared:
-    def finite(value: float) -> float:
+    def finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
         if not isfinite(value):
-            raise ValueError(f"{value} is not finite")
+            raise click.BadParameter(f"{value} is not finite", ctx, param)
         return value
 
-    return option("NUMBER", text, type=click.FloatRange(0), parse=finite, default=0.0)
+    return option("NUMBER", text, type=click.FloatRange(0), callback=finite, default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Diff:
-    a: Path = checkpoint_argument("A")
-    b: Path = checkpoint_argument("B")
+    a: Path = argument(CHECKPOINT._replace(name="A"))
+    b: Path = argument(CHECKPOINT._replace(name="B"))
     atol: float = _tolerance("Largest absolute difference that is none.")
     rtol: float = _tolerance("Largest one relative to B.")
-    choice: ChoiceOptions = group(ChoiceOptions)
-    source: SourceOptions = group(SourceOptions)
+    choice: ChoiceOptions
+    source: SourceOptions
     as_json: bool = json_flag("Print what was found as JSON.")
 
 

@@ -9,13 +9,12 @@ from typing import Final
 
 import click
 
-from shardspec.cli.arguments import MeshShape, parse_links, parse_mesh, parse_shape
+from shardspec.cli.arguments import MESH, PRESETS, SIZES, Kind, MeshShape, parse_links
 from shardspec.cli.options import (
     ClusterOptions,
     argument,
     command,
     dtype_option,
-    group,
     json_flag,
     option,
     output_option,
@@ -60,20 +59,17 @@ def _parse_output(text: str) -> Path:
 @dataclass(frozen=True, kw_only=True)
 class _Graph:
     specs: tuple[str, ...] = argument("[FROM TO]", nargs=-1)
-    cluster: ClusterOptions = group(ClusterOptions)
+    cluster: ClusterOptions
     dims: int | None = option(
-        "COUNT",
-        "Dims of the tensor, where no FROM and TO are given.",
-        type=click.IntRange(0),
+        "COUNT", "Dims of the tensor, where no FROM and TO are given.", type=click.IntRange(0)
     )
     shape: tuple[int, ...] | None = option(
-        "SIZES",
-        'Sizes of the whole tensor, for the path: 4096x4096; "" for a scalar.',
-        parse=parse_shape,
+        SIZES, 'Sizes of the whole tensor, for the path: 4096x4096; "" for a scalar.'
     )
     dtype: str = dtype_option()
     output: Path | None = output_option(
-        "Write FILE.dot, for Graphviz, or FILE.svg; without it DOT is printed.", _parse_output
+        "Write FILE.dot, for Graphviz, or FILE.svg; without it DOT is printed.",
+        Kind("FILE", _parse_output),
     )
     overwrite: bool = overwrite_flag()
     as_json: bool = json_flag("Print nodes, edges and path as JSON.")
@@ -143,26 +139,23 @@ _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitc
 @dataclass(frozen=True, kw_only=True)
 class _Explore:
     mesh: tuple[MeshShape, ...] = option(
-        "SHAPE",
+        MESH,
         "A mesh to pick, 2x4 or dp=2,tp=4; may be given several times.",
-        parse=parse_mesh,
         multiple=True,
         default=("4", "2x2", "2x4"),
         show_default=True,
     )
     shape: tuple[tuple[int, ...], ...] = option(
-        "SIZES",
+        SIZES,
         "A tensor to pick, of 1 to 3 dims; may be given several times.",
-        parse=parse_shape,
         multiple=True,
         default=("4096x4096", "64x64", "6x7"),
         show_default=True,
     )
     links: tuple[tuple[str, ...], ...] = option(
-        "PRESETS",
+        PRESETS,
         "Links to pick, one preset for all axes or one per axis; may be given several times. "
         f"'shardspec presets' lists them.  [default: {', then '.join(_LINKS)}]",
-        parse=parse_links,
         multiple=True,
     )
     dtype: str = dtype_option("bfloat16")

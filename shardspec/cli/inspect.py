@@ -19,9 +19,9 @@ from shardspec.checkpoint.inspect import (
     inspect_checkpoint,
     other_text,
 )
-from shardspec.cli.arguments import parse_index
-from shardspec.cli.checkpoint_options import SourceOptions, checkpoint_argument
-from shardspec.cli.options import command, flag, group, json_flag, option
+from shardspec.cli.arguments import Kind, parse_index
+from shardspec.cli.checkpoint_options import CHECKPOINT, SourceOptions
+from shardspec.cli.options import argument, command, flag, json_flag, option
 from shardspec.cli.output import path_text, say, say_parts
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -39,23 +39,21 @@ _MOST_VALUE: Final = 60
 
 @dataclass(frozen=True, kw_only=True)
 class _Inspect:
-    checkpoint: Path = checkpoint_argument()
+    checkpoint: Path = argument(CHECKPOINT)
     tensor: str | None = option(
         "PATTERN",
         "Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
     )
     index: tuple[int, ...] | None = option(
-        "I,J,…",
+        Kind("I,J,…", parse_index),
         "Say which ranks hold this element, row or block of the tensors that match.",
-        parse=parse_index,
     )
     picture: bool = flag("Draw how the tensors that match are cut.")
     only: str | None = option(
-        None,
+        click.Choice(("replicated", "uneven")),
         "Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
-        type=click.Choice(("replicated", "uneven")),
     )
-    source: SourceOptions = group(SourceOptions)
+    source: SourceOptions
     as_json: bool = json_flag("Print everything as JSON.")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardspec.cli.arguments import MeshShape, parse_bytes
+from shardspec.cli.arguments import BYTES, FILE, MeshShape
 from shardspec.cli.options import (
     command,
     json_flag,
@@ -98,14 +98,12 @@ def _sizes(preset: LinkPreset) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Profile:
-    mesh: MeshShape = mesh_option(required=True)
+    mesh: MeshShape = mesh_option()
     output: Path = output_option("Where to write the profile.", required=True)
-    plot: Path | None = option("FILE", "Draw it as SVG too.", parse=Path)
-    min_bytes: int = option(None, "", parse=parse_bytes, default="4KiB", show_default=True)
-    max_bytes: int = option(None, "", parse=parse_bytes, default="16MiB", show_default=True)
-    repeats: int = option(
-        None, "At the least.", type=click.IntRange(1, 10_000), default=5, show_default=True
-    )
+    plot: Path | None = option(FILE, "Draw it as SVG too.")
+    min_bytes: int = option(BYTES, "", default="4KiB", show_default=True)
+    max_bytes: int = option(BYTES, "", default="16MiB", show_default=True)
+    repeats: int = option(click.IntRange(1, 10_000), "At the least.", default=5, show_default=True)
     overwrite: bool = overwrite_flag()
 
 

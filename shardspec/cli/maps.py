@@ -4,17 +4,17 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardspec.cli.arguments import parse_bytes
+from shardspec.cli.arguments import BYTES
 from shardspec.cli.checkpoint_options import (
+    CHECKPOINT,
     MapOptions,
     RuleOptions,
     SourceOptions,
-    checkpoint_argument,
     read_json,
     read_maps,
     sizes_option,
 )
-from shardspec.cli.options import ClusterOptions, argument, command, flag, group, json_flag, option
+from shardspec.cli.options import ClusterOptions, argument, command, flag, json_flag, option
 from shardspec.cli.output import say
 from shardspec.errors import InputFileError
 from shardspec.mesh import DeviceMesh
@@ -101,13 +101,13 @@ def _shapes(place: str) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanState:
-    checkpoint: Path = checkpoint_argument()
-    cluster: ClusterOptions = group(ClusterOptions)
-    rules: RuleOptions = group(RuleOptions)
-    maps: MapOptions = group(MapOptions)
+    checkpoint: Path = argument(CHECKPOINT)
+    cluster: ClusterOptions
+    rules: RuleOptions
+    maps: MapOptions
     dtype: str | None = option("NAME", "What floating-point tensors become.")
-    max_bytes: int | None = option("SIZE", "Bytes in buckets of each device.", parse=parse_bytes)
-    source: SourceOptions = group(SourceOptions)
+    max_bytes: int | None = option(BYTES, "Bytes in buckets of each device.")
+    source: SourceOptions
     as_json: bool = json_flag("Print the plan as JSON.")
 
 

@@ -11,17 +11,14 @@ from typing import Final, NamedTuple, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import MeshShape, parse_bytes
+from shardspec.cli.arguments import BYTES, IDS, MESH, MeshShape
 from shardspec.cli.options import (
     ClusterOptions,
     TensorOptions,
     argument,
     command,
     flag,
-    group,
-    ids_option,
     json_flag,
-    mesh_option,
     option,
     plain_mesh,
 )
@@ -44,19 +41,19 @@ _MOST_ALTERNATIVES: Final = 100
 class _Plan:
     source: str = argument("FROM")
     target: str = argument("TO")
-    cluster: ClusterOptions = group(ClusterOptions)
-    tensor: TensorOptions = group(TensorOptions)
-    target_mesh: MeshShape | None = mesh_option(
+    cluster: ClusterOptions
+    tensor: TensorOptions
+    target_mesh: MeshShape | None = option(
+        MESH,
         "Another mesh for TO; its links are those of --mesh where both have as many axes, else the "
-        "slowest of them."
+        "slowest of them.",
     )
-    target_ids: tuple[int, ...] | None = ids_option(
-        "Physical ids of the target mesh; counted from 0 if left out."
+    target_ids: tuple[int, ...] | None = option(
+        IDS, "Physical ids of the target mesh; counted from 0 if left out."
     )
     max_bytes: int | None = option(
-        "SIZE",
+        BYTES,
         "The cheapest plan whose devices never hold more: 64MiB, 1.5GB, or a number of bytes.",
-        parse=parse_bytes,
     )
     alternatives: int | None = option(
         "COUNT",
@@ -170,8 +167,8 @@ class _CostOptions:
         "Pairs from a file, one per line, after those of the arguments; '-' for standard input.",
         type=click.Path(allow_dash=True),
     )
-    cluster: ClusterOptions = group(ClusterOptions)
-    tensor: TensorOptions = group(TensorOptions)
+    cluster: ClusterOptions
+    tensor: TensorOptions
     as_csv: bool = flag("Print CSV: seconds and bytes.", "--csv")
     as_json: bool = json_flag()
 

@@ -12,12 +12,11 @@ from typing import Final, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import MeshShape, parse_shape
+from shardspec.cli.arguments import SIZES, MeshShape
 from shardspec.cli.options import (
     TensorOptions,
     argument,
     command,
-    group,
     ids_option,
     json_flag,
     mesh_option,
@@ -41,9 +40,9 @@ _MOST_DEVICES: Final = 4096
 @dataclass(frozen=True, kw_only=True)
 class _Show:
     spec: str = argument("SPEC")
-    mesh: MeshShape = mesh_option(required=True)
+    mesh: MeshShape = mesh_option()
     ids: tuple[int, ...] | None = ids_option()
-    tensor: TensorOptions = group(TensorOptions)
+    tensor: TensorOptions
     output: Path | None = output_option("Write a picture instead: FILE ends in .svg or .html.")
     overwrite: bool = overwrite_flag()
 
@@ -142,16 +141,13 @@ def _languages() -> dict[str, _Words]:
 @dataclass(frozen=True, kw_only=True)
 class _Convert:
     spec: str = argument("SPEC")
-    mesh: MeshShape = mesh_option(required=True)
+    mesh: MeshShape = mesh_option()
     to: str | None = option(
-        None,
+        click.Choice(["torch", "jax", "shardy", "oneflow", "colossal"]),
         "Whose words; all of them if left out.",
-        type=click.Choice(["torch", "jax", "shardy", "oneflow", "colossal"]),
     )
     shape: tuple[int, ...] | None = option(
-        "SIZES",
-        "Sizes of the tensor, 4096x4096, to find out whether they can be cut so.",
-        parse=parse_shape,
+        SIZES, "Sizes of the tensor, 4096x4096, to find out whether they can be cut so."
     )
     as_json: bool = json_flag()
 

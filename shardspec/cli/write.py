@@ -18,22 +18,21 @@ from shardspec.checkpoint.convert import (
 )
 from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.report import WriteReport
-from shardspec.cli.arguments import MeshShape, parse_bytes
+from shardspec.cli.arguments import MESH, Kind, MeshShape, parse_bytes
 from shardspec.cli.checkpoint_options import (
+    CHECKPOINT,
+    OTHER,
     ChoiceOptions,
     MapOptions,
     RuleOptions,
     SourceOptions,
-    checkpoint_argument,
-    checkpoint_option,
 )
 from shardspec.cli.options import (
     Declared,
+    argument,
     command,
     flag,
-    group,
     json_flag,
-    mesh_option,
     option,
     overwrite_flag,
     plain_mesh,
@@ -80,10 +79,10 @@ class _HowToWrite:
 class _Options:
     """What `merge` and `reshard` have in common, but for the target."""
 
-    map: MapOptions = group(MapOptions)
-    source: SourceOptions = group(SourceOptions)
-    choice: ChoiceOptions = group(ChoiceOptions)
-    how: _HowToWrite = group(_HowToWrite)
+    map: MapOptions
+    source: SourceOptions
+    choice: ChoiceOptions
+    how: _HowToWrite
     as_json: bool = json_flag("Print what was written as JSON.")
     quiet: bool = flag("Print nothing but errors.")
 
@@ -144,24 +143,23 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Merge:
-    checkpoint: Path = checkpoint_argument()
+    checkpoint: Path = argument(CHECKPOINT)
     output: str = _output_option(
         "The file to write; a directory for the formats huggingface and dcp."
     )
     to: MergedFormat | None = option(
-        None,
+        click.Choice(MERGED_FORMATS),
         "The format of OUT: one safetensors file (default), safetensors files with an index "
         "(default with --max-shard-size, or if OUT ends in /), a file for torch.load (default if "
         "OUT ends in .pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
-        type=click.Choice(MERGED_FORMATS),
     )
     max_shard_size: int | None = option(
-        "SIZE", "Most bytes of tensors in a file, as 5GB or 500MiB.", parse=_size
+        Kind("SIZE", _size), "Most bytes of tensors in a file, as 5GB or 500MiB."
     )
     metadata: bool = flag(
         "Leave out what safetensors files say in their metadata.", "--no-metadata", value=False
     )
-    options: _Options = group(_Options)
+    options: _Options
 
 
 @command(
@@ -201,24 +199,21 @@ def merge_command(given: _Merge) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Reshard:
-    checkpoint: Path = checkpoint_argument()
+    checkpoint: Path = argument(CHECKPOINT)
     output: str = _output_option("The directory to write.")
-    mesh: MeshShape | None = mesh_option(
-        "Devices to cut for, outermost axis first: 2x4, or with names dp=2,tp=4."
+    mesh: MeshShape | None = option(
+        MESH, "Devices to cut for, outermost axis first: 2x4, or with names dp=2,tp=4."
     )
-    rules: RuleOptions = group(RuleOptions)
-    like: Path | None = checkpoint_option(
-        "Cut as this checkpoint is, which says its mesh and specs."
-    )
+    rules: RuleOptions
+    like: Path | None = option(OTHER, "Cut as this checkpoint is, which says its mesh and specs.")
     to: ReshardedFormat = option(
-        None,
+        click.Choice(RESHARDED_FORMATS),
         "The format of OUT: shardspec's own, that of torch.distributed.checkpoint, or of a run of "
         "DeepSpeed's ZeRO its Universal Checkpoint, for any number of ranks.",
-        type=click.Choice(RESHARDED_FORMATS),
         default="shardspec",
         show_default=True,
     )
-    options: _Options = group(_Options)
+    options: _Options
 
 
 @command(
