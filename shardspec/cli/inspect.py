@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
@@ -37,59 +37,54 @@ _MOST_VALUE: Final = 60
 """Characters of a value that is no tensor, beyond which a line is no help either."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Inspect:
-    checkpoint: Path = argument(CHECKPOINT)
+@command
+def inspect_command(
+    *,
+    checkpoint: Path = argument(CHECKPOINT),
     tensor: str | None = option(
         "PATTERN",
         "Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
-    )
+    ),
     index: tuple[int, ...] | None = option(
         Kind("I,J,…", parse_index),
         "Say which ranks hold this element, row or block of the tensors that match.",
-    )
-    picture: bool = flag("Draw how the tensors that match are cut.")
+    ),
+    picture: bool = flag("Draw how the tensors that match are cut."),
     only: str | None = option(
         click.Choice(("replicated", "uneven")),
         "Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
-    )
-    source: SourceOptions
-    as_json: bool = json_flag("Print everything as JSON.")
-
-
-@command(
-    "inspect",
-    _Inspect,
-    """\
-  shardspec inspect ckpt
-  shardspec inspect ckpt --tensor 'layers.0.*'               with the box and file of every rank
-  shardspec inspect ckpt --tensor embed.weight --index 17    which rank holds row 17
-  shardspec inspect ckpt --tensor embed.weight --picture     who holds what
-  shardspec inspect ckpt --only uneven
-  shardspec inspect ckpt --json""",
-)
-def inspect_command(given: _Inspect) -> None:
+    ),
+    source: SourceOptions,
+    as_json: bool = json_flag("Print everything as JSON."),
+) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
     Reads what describes the checkpoint, the header of every file where that does, and checks that
     all of it agrees; no data. Of several ranks that hold the same, some formats store what one
     holds, and show that one.
+
+    Examples:
+      shardspec inspect ckpt
+      shardspec inspect ckpt --tensor 'layers.0.*'               with the box and file of every rank
+      shardspec inspect ckpt --tensor embed.weight --index 17    which rank holds row 17
+      shardspec inspect ckpt --tensor embed.weight --picture     who holds what
+      shardspec inspect ckpt --only uneven
+      shardspec inspect ckpt --json
     """
-    only, index = given.only, given.index
-    if (index is not None or given.picture) and given.tensor is None and only is None:
+    if (index is not None or picture) and tensor is None and only is None:
         raise click.UsageError("--index and --picture are about some tensors; name them: --tensor")
-    (source,) = given.source.open(given.checkpoint)
-    whole = inspect_checkpoint(source)
-    summary = _chosen(whole, given.tensor, only)
-    if only is not None and not summary.tensors and not given.as_json:
+    (catalog,) = source.open(checkpoint)
+    whole = inspect_checkpoint(catalog)
+    summary = _chosen(whole, tensor, only)
+    if only is not None and not summary.tensors and not as_json:
         say_parts(_some(summary, only, len(whole.tensors)))
     elif index is not None:
-        _say_holders(summary, index, given.as_json)
-    elif given.as_json:
+        _say_holders(summary, index, as_json)
+    elif as_json:
         say_parts(_json(summary), "")
-    elif given.picture:
+    elif picture:
         say_parts(map(_picture, summary.tensors), "\n\n")
-    elif given.tensor is not None:
+    elif tensor is not None:
         say_parts(map(_boxes, summary.tensors), "\n\n")
     elif only is not None:
         say_parts(_some(summary, only, len(whole.tensors)))

@@ -1,13 +1,13 @@
-"""Arguments and options of commands: fields of dataclasses, from which click's are made.
+"""Arguments and options of commands: declared as defaults of parameters; click's are made of them.
 
-A command takes one value, whose fields are its arguments and options. A field may also be a
-dataclass itself, of options that several commands share.
+A parameter that has no default is a dataclass, of options that several commands share, declared as
+defaults of its fields.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, get_args
@@ -104,45 +104,46 @@ def flag(text: str, *names: str, value: bool = True) -> Declared:
     return option(click.BOOL, text, *names, is_flag=True, flag_value=value, default=not value)
 
 
-def command(
-    name: str, kind: type[T], examples: str
-) -> Callable[[Callable[[T], None]], click.Command]:
-    """Return what makes a command of a function, which takes a dataclass of options.
+def command(run: Callable[..., None]) -> click.Command:
+    """Make a command of a function ``name_command``, whose parameters are declared as above.
 
-    `examples` are the lines below that heading, and paragraphs after them.
+    What its docstring says from "Examples:" on stands below the options in the help.
     """
-
-    def make(run: Callable[[T], None]) -> click.Command:
-        return click.Command(
-            name,
-            params=list(_parameters(kind)),
-            callback=lambda **given: run(_filled(kind, given)),
-            help=inspect.getdoc(run),
-            epilog=f"\b\nExamples:\n{examples}",
-        )
-
-    return make
-
-
-def _parameters(kind: type[Any]) -> Iterator[click.Parameter]:
-    for one in fields(kind):
-        group = _group(one)
-        yield from [one.metadata["click"](one.name)] if group is None else _parameters(group)
-
-
-def _filled(kind: type[Any], given: Mapping[str, object]) -> Declared:
-    """Return a dataclass of options with the values that click has found."""
-    groups = {one.name: _group(one) for one in fields(kind)}
-    return kind(
-        **{
-            name: given[name] if group is None else _filled(group, given)
-            for name, group in groups.items()
-        }
+    text, _, examples = (inspect.getdoc(run) or "").partition("\n\nExamples:\n")
+    paragraphs = f"Examples:\n{examples}".split("\n\n")
+    parameters = inspect.signature(run).parameters.values()
+    declared = {p.name: p.annotation if p.default is p.empty else p.default for p in parameters}
+    return click.Command(
+        run.__name__.removesuffix("_command").replace("_", "-"),
+        params=list(_parameters(declared)),
+        callback=lambda **given: run(**_filled(declared, given)),
+        help=text,
+        epilog="\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs),
     )
 
 
-def _group(one: Field[Any]) -> type[Any] | None:
-    return one.type if isinstance(one.type, type) and is_dataclass(one.type) else None
+_Declarations: TypeAlias = Mapping[str, Declared]
+"""Name to a declared field, or to a dataclass of more of them."""
+
+
+def _parameters(declared: _Declarations) -> Iterator[click.Parameter]:
+    for name, one in declared.items():
+        if isinstance(one, Field):
+            yield one.metadata["click"](name)
+        else:
+            yield from _parameters(_members(one))
+
+
+def _members(kind: type[Any]) -> _Declarations:
+    return {one.name: one if "click" in one.metadata else one.type for one in fields(kind)}
+
+
+def _filled(declared: _Declarations, given: Mapping[str, object]) -> dict[str, object]:
+    """Return what click has found, that of a dataclass as one value."""
+    return {
+        name: given[name] if isinstance(one, Field) else one(**_filled(_members(one), given))
+        for name, one in declared.items()
+    }
 
 
 # Options that several commands have
