@@ -150,29 +150,20 @@ _MOST_PAIRS: Final = 1_000_000
 _MOST_CHARACTERS: Final = 1 << 16
 """In a line of the file."""
 
+_COLUMNS: Final = ("source", "target", "cost_seconds", "bytes_received", "peak_bytes")
+"""Of CSV, and of a pair in JSON."""
+
 _Pair: TypeAlias = tuple[str, str, str]
 """Two specs, and the place they stand at, for errors."""
 
 
 class _Cost(NamedTuple):
-    """What is printed about one pair, by the names it has in JSON and CSV."""
+    """What is printed about one pair."""
 
-    source: str
-    target: str
-    cost_seconds: float
-    bytes_received: int
-    peak_bytes: int
-
-
-class _Priced(NamedTuple):
-    """The pairs that are asked for, each one priced once however often it is."""
-
-    costs: list[_Cost]
-    rows: list[list[str]]
+    record: dict[str, object]
+    row: list[str]
     """The same as text."""
-    errors: list[tuple[StepError, ...]]
-    order: list[int]
-    """Per pair its place in these lists."""
+    errors: tuple[StepError, ...]
 
 
 @command
@@ -209,16 +200,15 @@ def cost_command(
         raise click.UsageError("nothing to price; give specs in pairs FROM TO, or --pairs FILE")
     mesh, model = cluster.build()
     every = chain(_given(specs), () if pairs is None else _read(pairs))
-    priced = _price(LayoutConverter(model), every, mesh, tensor)
-    known_error = errors_text(chain.from_iterable(priced.errors))
+    costs, order = _price(LayoutConverter(model), every, mesh, tensor)
+    known_error = errors_text(chain.from_iterable(cost.errors for cost in costs))
     if as_csv:
         output = io.StringIO()
         written = csv.writer(output, lineterminator="\n")
-        written.writerow(_Cost._fields)
-        written.writerows(priced.costs[place] for place in priced.order)
+        written.writerow(_COLUMNS)
+        written.writerows(costs[place].record.values() for place in order)
         click.echo(output.getvalue(), nl=False)
     elif as_json:
-        records = [cost._asdict() for cost in priced.costs]
         answer = {
             "mesh": list(mesh.shape),
             "shape": list(tensor.shape),
@@ -226,14 +216,14 @@ def cost_command(
             "link_model": model.link_model,
             "links": [link.as_dict() for link in model.links],
             "known_error": known_error,
-            "pairs": [records[place] for place in priced.order],
+            "pairs": [costs[place].record for place in order],
         }
         say(json.dumps(answer))
     else:
-        titles = ["from", "to", "steps", "receives", "time", "peak"]
-        header, rule, *lines = table_text(titles, priced.rows, numbers_from=2).split("\n")
+        titles, rows = ["from", "to", "steps", "receives", "time", "peak"], [c.row for c in costs]
+        header, rule, *lines = table_text(titles, rows, numbers_from=2).split("\n")
         links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
-        say("\n".join([header, rule, *(lines[place] for place in priced.order)]))
+        say("\n".join([header, rule, *(lines[place] for place in order)]))
         say(f"per device; {model.link_model} model; {links}\nknown error: {known_error}")
 
 
@@ -282,11 +272,14 @@ def _lines(file: str) -> Iterator[str]:
 
 def _price(
     converter: LayoutConverter, pairs: Iterable[_Pair], mesh: DeviceMesh, tensor: TensorOptions
-) -> _Priced:
-    """Read each spec once and plan each pair once: many pairs are few different ones."""
+) -> tuple[list[_Cost], list[int]]:
+    """Return what different pairs cost, and for each pair its place among these.
+
+    Each spec is read once and each pair planned once: many pairs are few different ones.
+    """
     layouts: dict[str, Layout] = {}
     places: dict[tuple[Layout, Layout], int] = {}
-    priced = _Priced([], [], [], [])
+    costs, order = list[_Cost](), list[int]()
     for source, target, place in pairs:
         try:
             for text in (source, target):
@@ -295,22 +288,24 @@ def _price(
             ends = layouts[source], layouts[target]
             if ends not in places:
                 places[ends] = len(places)
-                _add(priced, converter.plan(*ends))
+                costs.append(_cost(converter.plan(*ends)))
         except SpecSyntaxError as error:
             problem = f"{place}: {error.problem}"
             raise SpecSyntaxError(problem, error.text, error.position) from None
         except ShardSpecError as error:
             # Of the same exit code, whichever error it is: wrong usage.
             raise LayoutError(f"{place}: {error}") from error
-        priced.order.append(places[ends])
-    return priced
+        order.append(places[ends])
+    return costs, order
 
 
-def _add(priced: _Priced, plan: ConversionPlan) -> None:
-    seconds, received, peak = plan.cost_seconds, plan.bytes_received, plan.peak_bytes
+def _cost(plan: ConversionPlan) -> _Cost:
     ends = str(plan.source.spec), str(plan.target.spec)
-    priced.costs.append(_Cost(*ends, seconds, received, peak))
+    seconds, received, peak = plan.cost_seconds, plan.bytes_received, plan.peak_bytes
     labels = (str(layout.labelled_spec) for layout in (plan.source, plan.target))
     sizes = bytes_text(received), seconds_text(seconds), bytes_text(peak)
-    priced.rows.append([*labels, str(len(plan.steps)), *sizes])
-    priced.errors.append(plan.errors)
+    return _Cost(
+        dict(zip(_COLUMNS, (*ends, seconds, received, peak), strict=True)),
+        [*labels, str(len(plan.steps)), *sizes],
+        plan.errors,
+    )
