@@ -1,6 +1,7 @@
 """The commands that compare bytes: `shardspec verify` and `shardspec diff`."""
 
 import json
+from dataclasses import asdict
 from math import isfinite, prod
 from pathlib import Path
 from typing import Final
@@ -129,7 +130,7 @@ def diff_command(
         found = list(compared)
     count = len(chosen.keys() | others)
     if as_json:
-        differences = [difference.to_json() for difference in found]
+        differences = list(map(asdict, found))
         places = {"a": str(a), "b": str(b)}
         say(json.dumps({**places, "tensors": count, "differences": differences}))
     elif found:

@@ -48,6 +48,7 @@ __all__ = [
     "output_option",
     "overwrite_flag",
     "plain_mesh",
+    "unless",
 ]
 
 T = TypeVar("T")
@@ -99,9 +100,18 @@ def _read(
         raise click.BadParameter(str(error), ctx, param) from None
 
 
-def flag(text: str, *names: str, value: bool = True) -> Declared:
-    """Declare a field as an option without a value, whose presence makes the field `value`."""
-    return option(click.BOOL, text, *names, is_flag=True, flag_value=value, default=not value)
+def flag(text: str, *names: str) -> Declared:
+    """Declare a field as an option without a value, which makes it true."""
+    return option(click.BOOL, text, *names, is_flag=True, default=False)
+
+
+def unless(text: str) -> Declared:
+    """Declare a field that is true unless there is the option of its name after ``--no-``."""
+
+    def made(name: str) -> click.Parameter:
+        return click.Option([name, f"--no-{name}"], help=text, flag_value=False, default=True)
+
+    return field(default=True, metadata={"click": made})
 
 
 def command(run: Callable[..., None]) -> click.Command:

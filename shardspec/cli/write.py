@@ -36,6 +36,7 @@ from shardspec.cli.options import (
     option,
     overwrite_flag,
     plain_mesh,
+    unless,
 )
 from shardspec.cli.output import path_text, progress_bar, say
 from shardspec.text import bytes_text, counted, rate_text, seconds_text, shown
@@ -57,21 +58,15 @@ class _HowToWrite:
         "Refuse a cast that turns numbers into infinity, 0 or NaN; else they are counted."
     )
     overwrite: bool = overwrite_flag()
-    verify: bool = flag(
-        "Do not compare bytes with the digests that were saved, nor read OUT again.",
-        "--no-verify",
-        value=False,
+    verify: bool = unless(
+        "Do not compare bytes with the digests that were saved, nor read OUT again."
     )
-    reread: bool = flag(
-        "Compare bytes with the digests that were saved, but do not read OUT again.",
-        "--no-reread",
-        value=False,
+    reread: bool = unless(
+        "Compare bytes with the digests that were saved, but do not read OUT again."
     )
     dry_run: bool = flag("Check what describes CKPT, say what would be done, and stop.")
-    sidecars: bool = flag(
-        "Leave behind what lies beside the weights, such as config.json and a tokenizer.",
-        "--no-sidecars",
-        value=False,
+    sidecars: bool = unless(
+        "Leave behind what lies beside the weights, such as config.json and a tokenizer."
     )
 
 
@@ -157,9 +152,7 @@ def merge_command(
     max_shard_size: int | None = option(
         Kind("SIZE", _size), "Most bytes of tensors in a file, as 5GB or 500MiB."
     ),
-    metadata: bool = flag(
-        "Leave out what safetensors files say in their metadata.", "--no-metadata", value=False
-    ),
+    metadata: bool = unless("Leave out what safetensors files say in their metadata."),
     options: _Options,
 ) -> None:
     """Write the whole tensors of the checkpoint CKPT into one file, or files of a limited size.
