@@ -278,7 +278,7 @@ def plain_value(value: object) -> object:
     --------
     >>> from shardspec.checkpoint.torch_files.unpickler import mere_name
     >>> plain_value({"lr": (0.1, None), 0: mere_name("torch.float32")})
-    {'lr': (0.1, None), 0: OpaqueValue(text='torch.float32')}
+    {'lr': (0.1, None), 0: <torch.float32>}
     """
     left = _MOST_PLAIN_PARTS
 
