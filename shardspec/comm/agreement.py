@@ -13,6 +13,7 @@ __all__ = [
     "NOTE_BYTES",
     "NOTE_ROOM",
     "ORDER_RULE",
+    "Address",
     "Note",
     "Unanswered",
     "check_agreement",
@@ -21,7 +22,7 @@ __all__ = [
 ]
 
 NOTE_BYTES: Final = 4096
-NOTE_ROOM: Final = NOTE_BYTES - 256
+NOTE_ROOM: Final = NOTE_BYTES - 512
 """Bytes of content that a note has room for."""
 _MOST_OF_A_WORD: Final = 240
 ORDER_RULE: Final = "every rank of the mesh must call the same conversions in the same order"
@@ -50,6 +51,22 @@ def ranks_text(peers: Iterable[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Address:
+    """How a process is found by others of its host."""
+
+    host: str
+    """Equal for processes that share a kernel, its process ids and its network; empty where the
+    system has no such sockets."""
+    pid: int
+    socket: str
+    """Name of its socket."""
+    probe: int
+    """Where something known lies in its memory."""
+    content: bytes
+    """What lies there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """What a rank tells all others of a mesh before it goes on."""
 
@@ -66,10 +83,14 @@ class Note:
     content: bytes = b""
     """As much of it as there is room for: of a conversion all of what `description` returns."""
 
+    address: Address | None = None
+    """Where processes of the same host find the rank, when it looks for them."""
+
     def pack(self) -> bytes:
         """Return the note as bytes, `NOTE_BYTES` at most."""
         short = self.content[:NOTE_ROOM]
-        return pickle.dumps((self.kind, self.ids, self.number, self.device, self.length, short))
+        facts = (self.kind, self.ids, self.number, self.device, self.length, short)
+        return pickle.dumps((*facts, self.address))
 
     @classmethod
     def unpack(cls, data: bytes) -> "Note":

@@ -15,34 +15,17 @@ import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shardspec.comm.agreement import ranks_text
+from shardspec.comm.agreement import Address, ranks_text
 from shardspec.errors import CommunicatorError
 
-__all__ = ["Address", "Link", "Listener"]
+__all__ = ["Link", "Listener"]
 
 _MOST_BYTES: Final = 1 << 16
 """Of one message."""
 _LATE: Final = "did not come in time (the timeout is that of the process group)"
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """How a process is found by others of its host."""
-
-    host: str
-    """Equal for processes that share a kernel, its process ids and its network; empty where the
-    system has no such sockets."""
-    pid: int
-    socket: str
-    """Name of its socket."""
-    probe: int
-    """Where something known lies in its memory."""
-    content: bytes
-    """What lies there."""
 
 
 class Link:

@@ -27,12 +27,14 @@ from shardspec.errors import CommunicatorError
 
 __all__ = [
     "STAGED_BYTES",
+    "Addressed",
     "Collectives",
     "Messages",
     "Transport",
     "all_reduce",
     "copy_own_part",
     "has_collective",
+    "start_messages",
 ]
 
 STAGED_BYTES: Final = 16 << 20
@@ -191,7 +193,7 @@ class Messages:
                 (peer, part if part.is_contiguous() else rounds.buffer(part).copy_(part))
             )
         try:
-            for work in _start(leaving, arriving, self._tag + 1):
+            for work in start_messages(leaving, arriving, self._tag + 1):
                 work.wait()
         except RuntimeError as error:  # DistBackendError and the other errors of torch are such
             raise _failed(schedule, error) from error
@@ -209,7 +211,9 @@ class Messages:
             mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
         records = {peer: mine.new_zeros(length) for peer, length in lengths.items()}
         try:
-            for work in _start([(peer, mine) for peer in lengths], [*records.items()], self._tag):
+            for work in start_messages(
+                [(peer, mine) for peer in lengths], [*records.items()], self._tag
+            ):
                 work.wait()
         except RuntimeError as error:
             silent = [peer for peer, record in records.items() if not record.any()]
@@ -248,7 +252,7 @@ class _Rounds:
         return self._memory[start : self._used].view(like.shape)
 
 
-def _start(sends: Addressed, receives: Addressed, tag: int) -> list[dist.Work]:
+def start_messages(sends: Addressed, receives: Addressed, tag: int) -> list[dist.Work]:
     """Post contiguous tensors as bytes, so that every dtype travels; empty ones do not."""
     ops = [dist.P2POp(dist.irecv, _as_bytes(t), peer, tag=tag) for peer, t in receives if t.numel()]
     ops += [dist.P2POp(dist.isend, _as_bytes(t), peer, tag=tag) for peer, t in sends if t.numel()]

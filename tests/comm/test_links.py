@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from shardspec.comm.links import Link, Listener
-from shardspec.comm.process_memory import readable
+from shardspec.comm.peer_memory import readable
 from shardspec.errors import CommunicatorError
 
 
