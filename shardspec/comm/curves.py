@@ -65,14 +65,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of one collective on one number of devices, by the bytes of the whole buffer.
-
-    Examples
-    --------
-    >>> curve = Curve("all-reduce", 8, ((1e-5, 1e-11), (3e-5, 3e-12)), (512, 1 << 30))
-    >>> round(curve.seconds(1 << 20) * 1e6, 1), round(curve.seconds(1 << 24) * 1e6, 1)
-    (20.5, 80.3)
-    """
+    """Seconds of one collective on one number of devices, by the bytes of the whole buffer."""
 
     kind: str
     """One of `KINDS`."""
@@ -171,8 +164,6 @@ def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | N
     the rest as the bytes that a device receives, and no error is known. None where the collective
     was not measured at all, or only on more devices.
 
-    Examples
-    --------
     >>> few = Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))
     >>> many = Curve("all-gather", 8, ((4e-5, 4e-12),), (512, 1 << 29))
     >>> [round(curve_between([few, many], "all-gather", n).seconds(0) * 1e6) for n in (2, 4, 15)]

@@ -1,9 +1,9 @@
 """Memory of peers on the same host, read without their help: `process_vm_readv` (Linux, man 2).
 
 A device tells those that want something of it where that lies; they read it into its place and say
-so. Nothing is taken for granted: processes compare kernel and namespaces (`shardspec.comm.links`),
-and try whether they can read each other. Whoever may trace a process may read it: one of the same
-user, unless Yama or a container's filter says no.
+so. Nothing is taken for granted: processes compare kernel and namespaces (`agreement.Address`), and
+try whether they can read each other. Whoever may trace a process may read it: one of the same user,
+unless Yama or a container's filter says no.
 """
 
 import ctypes
@@ -12,9 +12,8 @@ import os
 import pickle
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -24,20 +23,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardspec.boxes import Box, box_shape, box_size, slices_within
-from shardspec.comm.agreement import Address, ranks_text
-from shardspec.comm.links import Link
-from shardspec.comm.messages import copy_own_part
-from shardspec.comm.results import combine_into
-from shardspec.comm.routes import Incoming, TransferSchedule, chunks
-from shardspec.comm.steps import ReduceOp
+from shardspec.boxes import Box, box_shape, slices_within
+from shardspec.comm.agreement import Address, Link, ranks_text
+from shardspec.comm.messages import Boxes, Exchange, Rounds, Transport
+from shardspec.comm.routes import TransferSchedule
 from shardspec.errors import CommunicatorError
 
 __all__ = ["BUFFER_BYTES", "MOST_BYTES", "Arrays", "PeerMemory", "Region", "read", "readable"]
 
 BUFFER_BYTES: Final = 1 << 20
-"""The most that lies in a buffer at once. Of addends it is how much is combined at once: about what
-a core's own cache holds; less costs more in calls than it saves."""
+"""The most that lies in a buffer at once, and of addends half of what is combined at once: about
+what a core's own cache holds; less costs more in calls than it saves."""
 MOST_BYTES: Final = 64 << 20
 """Bytes of an array in one call; the kernel stops at 2 GiB."""
 _MOST_RUNS: Final = 1024
@@ -46,15 +42,8 @@ _RUN_BYTES: Final = 6 << 10
 """Fetching a run of bytes by itself costs as much time as reading so many in passing: 0.4 µs."""
 _FEW_RUNS: Final = 128
 """Of an array: so many are read with those of other arrays in one call."""
-_MOST_KNOWN: Final = 4
-"""Exchanges whose reads are kept for the next time."""
-_BY_WIDTH: Final = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
+_DTYPES: Final = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128)
+_BY_WIDTH: Final = {dtype.itemsize: dtype for dtype in _DTYPES}
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -197,152 +186,86 @@ class Arrays(NamedTuple):
     target_bases: Ints
 
 
-class _Reads(NamedTuple):
-    """How arrays of a peer are read: all with few gaps together, the others one by one."""
+class PeerMemory(Transport):
+    """Moves boxes between processes that all can read each other, waiting for each `timeout_s`."""
 
-    ours: Ints
-    theirs: Ints
-    single: list[tuple[Region, Region]]
-
-
-def _reads(arrays: Iterable[Arrays]) -> _Reads:
-    nothing: Ints = np.zeros((0, 2), dtype=np.int64)
-    ours, theirs = [nothing], [nothing]
-    single: list[tuple[Region, Region]] = []
-    for source, target, source_bases, target_bases in arrays:
-        run, size = min(source.run_bytes, target.run_bytes), source.num_bytes
-        if size > min(BUFFER_BYTES, _FEW_RUNS * run):
-            for there, here in zip(source_bases.tolist(), target_bases.tolist(), strict=True):
-                single.append((source.moved(there), target.moved(here)))
-        elif size:
-            theirs.append(_rows(np.add.outer(source_bases, source.runs(run)), run))
-            ours.append(_rows(np.add.outer(target_bases, target.runs(run)), run))
-    return _Reads(np.concatenate(ours), np.concatenate(theirs), single)
-
-
-@dataclass(slots=True)
-class _Known:
-    """An exchange that may come again: who takes part, and how peers were read last."""
-
-    readers: set[int]
-    holders: set[int]
-    reads: dict[int, tuple[Ints, _Reads]]
-
-
-class PeerMemory:
-    """Moves boxes between processes that all can read each other; a `Transport`.
-
-    `links` lead to the other processes, by rank; for `timeout_s` one of them is waited for.
-    """
+    fills_any = True
 
     def __init__(self, rank: int, links: Mapping[int, Link], timeout_s: float) -> None:
         self._rank, self._links, self._timeout_s = rank, links, timeout_s
-        self._known: OrderedDict[tuple[str, bytes], _Known] = OrderedDict()
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
-    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
-        """Fill the result with what comes in, and let others read; see `Transport`."""
-        with self._serving_step(schedule, shard) as deadline:
-            copy_own_part(schedule, shard, result)
-            for peer, parts in _by_peer(schedule).items():
-                there = self._receive_shard(schedule, parts[0], shard, deadline)
-                for part in parts:
-                    place = result[slices_within(part.box, schedule.after)]
-                    self._fetch(peer, there.part(slices_within(part.box, part.source)), place)
-                self._release(str(schedule.step), peer)
+    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
+        """Return all of what moves, which needs no buffers, and little of addends."""
+        return shard.element_size() << 48 if moves else 2 * BUFFER_BYTES
 
-    def reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
-    ) -> None:
-        """Fill the result with what the addends of all members come to; see `Transport`."""
-        shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        with self._serving_step(schedule, shard) as deadline:
-            there = {
-                peer: self._receive_shard(schedule, parts[0], shard, deadline)
-                for peer, parts in _by_peer(schedule).items()
-            }
-            most = max(1, min(box_size(schedule.after), BUFFER_BYTES // shard.element_size()))
-            buffer, copy = shard.new_empty(most), shard.new_empty(most if shares else 0)
-            for box in chunks(schedule.after, most):
-                place = result[slices_within(box, schedule.after)]
-                own = shard[slices_within(box, schedule.before)]
-                if shares:  # the result takes its place, and it may not be the first
-                    own = copy[: own.numel()].view(own.shape).copy_(own)
-                into = buffer[: place.numel()].view(place.shape)
-                combine_into(place, self._addends(schedule, there, box, own, place, into), op)
+    @contextmanager
+    def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
+        """Enter a step: let others read the shard, until they have."""
+        name, readers = str(schedule.step), {peer for peer, _ in schedule.outgoing}
+        sources = {p.peer: p.source for p in schedule.incoming if p.peer != schedule.device}
+        with self._serving(name, Region.of(shard), readers, schedule.peers) as deadline:
+            there: dict[int, Region] = {}
+
+            def exchange(
+                _: Rounds, __: Boxes, arriving: list[tuple[int, Box, torch.Tensor]]
+            ) -> None:
+                for peer, box, place in arriving:
+                    if peer not in there:
+                        due = box_shape(sources[peer]), shard.element_size()
+                        there[peer] = self._receive(name, peer, due, deadline)
+                    part = there[peer].part(slices_within(box, sources[peer]))
+                    self._fetch(peer, part, place)
+
+            yield exchange
             for peer in there:
-                self._release(str(schedule.step), peer)
-
-    def _addends(
-        self,
-        schedule: TransferSchedule,
-        there: Mapping[int, Region],
-        box: Box,
-        own: torch.Tensor,
-        place: torch.Tensor,
-        buffer: torch.Tensor,
-    ) -> Iterator[torch.Tensor]:
-        """Yield every member's addend of a box in their order: the first in its place."""
-        for at, part in enumerate(schedule.incoming):
-            if part.peer == schedule.device:
-                yield own
-            else:
-                into = buffer if at else place
-                source = there[part.peer].part(slices_within(box, part.source))
-                self._fetch(part.peer, source, into)
-                yield into
+                self._release(name, peer)
 
     def fill(
         self,
         name: str,
-        tables: tuple[Ints, Ints],
-        ends: Callable[[], tuple[set[int], set[int]]],
+        mine: Ints,
+        readers: set[int],
+        holders: set[int],
         arrays: Callable[[int, Ints], Iterable[Arrays]],
     ) -> None:
-        """Fill many arrays here with arrays of peers, and with some of this process.
+        """Fill many arrays here with arrays of holders, this process among them perhaps.
 
-        Parameters
-        ----------
-        name
-            What is done, the same on all ranks.
-        tables
-            Where arrays lie that peers read, and those that are filled: as long as both are the
-            same, nothing is worked out anew. That of a peer has the shape of the first.
-        ends
-            Returns who reads here, and of whom this process reads.
-        arrays
-            Given a peer and its first table, returns what it has for this process.
+        `mine` is a table for those who read here; given a holder and its table, of the same shape,
+        `arrays` returns what it has for this process.
         """
-        key = name, b"".join(table.tobytes() for table in tables)
-        if key not in self._known:
-            while len(self._known) >= _MOST_KNOWN:
-                self._known.popitem(last=False)
-            self._known[key] = _Known(*ends(), {})
-        known, mine = self._known[key], tables[0]
-        self._known.move_to_end(key)
-        where = Region(mine.ctypes.data, mine.shape, mine.strides, mine.itemsize)
-        peers = (known.readers | known.holders) - {self._rank}
-        with self._serving(name, where, known.readers - {self._rank}, peers) as deadline:
+        where, here = Region.of(torch.from_numpy(mine)), self._rank
+        readers, others = readers - {here}, (readers | holders) - {here}
+        with self._serving(name, where, readers, others) as deadline:
             # Every device starts with another peer.
-            for peer in sorted(known.holders, key=lambda peer: (peer < self._rank, peer)):
-                told, pid = mine, os.getpid()
-                if peer != self._rank:
+            for peer in sorted(holders, key=lambda peer: (peer < here, peer)):
+                table, pid = mine, os.getpid()
+                if peer != here:
                     there = self._receive(name, peer, (mine.shape, mine.itemsize), deadline)
-                    told, pid = np.empty_like(mine), self._links[peer].pid
-                    self._fetch(peer, there, torch.from_numpy(told))
-                before, reads = known.reads.get(peer, (None, None))
-                if reads is None or before is None or not np.array_equal(told, before):
-                    reads = _reads(arrays(peer, told))
-                    known.reads[peer] = told, reads
-                with _naming(peer):
-                    _read_rows(pid, reads.ours, reads.theirs)
-                for source, target in reads.single:
-                    if peer == self._rank:
-                        target.tensor().copy_(source.tensor())
-                    else:
-                        self._fetch(peer, source, target.tensor())
-                if peer != self._rank:
+                    table, pid = np.empty_like(mine), self._links[peer].pid
+                    self._fetch(peer, there, torch.from_numpy(table))
+                self._fill_from(peer, pid, arrays(peer, table))
+                if peer != here:
                     self._release(name, peer)
+
+    def _fill_from(self, peer: int, pid: int, found: Iterable[Arrays]) -> None:
+        """Read arrays with few gaps all together, the others one by one."""
+        nothing: Ints = np.zeros((0, 2), dtype=np.int64)
+        ours, theirs = [nothing], [nothing]
+        for source, target, source_bases, target_bases in found:
+            run, size = min(source.run_bytes, target.run_bytes), source.num_bytes
+            if size <= min(BUFFER_BYTES, _FEW_RUNS * run):
+                theirs.append(_rows(np.add.outer(source_bases, source.runs(run)), run))
+                ours.append(_rows(np.add.outer(target_bases, target.runs(run)), run))
+                continue
+            for there, here in zip(source_bases.tolist(), target_bases.tolist(), strict=True):
+                place = target.moved(here).tensor()
+                if peer == self._rank:
+                    place.copy_(source.moved(there).tensor())
+                else:
+                    self._fetch(peer, source.moved(there), place)
+        with _naming(peer):
+            _read_rows(pid, np.concatenate(ours), np.concatenate(theirs))
 
     @contextmanager
     def _serving(
@@ -353,10 +276,10 @@ class PeerMemory:
         told = pickle.dumps((where.address, where.shape, where.strides, where.item_bytes))
         try:
             for peer in readers:
-                self._links[peer].send(_ready(name) + told)
+                self._links[peer].send(_start(b"R", name) + told)
             yield deadline
             for peer in readers:
-                self._expect(_done(name), peer, deadline)
+                self._expect(_start(b"D", name), peer, deadline)
         except BaseException as error:
             ended = [peer for peer in peers if self._links[peer].has_ended()]
             for link in self._links.values():
@@ -367,12 +290,6 @@ class PeerMemory:
             raise CommunicatorError(
                 f"{name} with {ranks_text(peers)} failed: {error}{gone}"
             ) from error.__cause__
-
-    def _serving_step(
-        self, schedule: TransferSchedule, shard: torch.Tensor
-    ) -> AbstractContextManager[float]:
-        readers = dict.fromkeys(peer for peer, _ in schedule.outgoing)
-        return self._serving(str(schedule.step), Region.of(shard), readers, schedule.peers)
 
     def _expect(self, start: bytes, peer: int, deadline: float) -> bytes:
         """Return what follows in the next message of a peer, which is to start so."""
@@ -385,7 +302,7 @@ class PeerMemory:
         self, name: str, peer: int, due: tuple[tuple[int, ...], int], deadline: float
     ) -> Region:
         """Return where a peer's array lies, of the shape and bytes an element due, once ready."""
-        there = Region(*pickle.loads(self._expect(_ready(name), peer, deadline)))
+        there = Region(*pickle.loads(self._expect(_start(b"R", name), peer, deadline)))
         if (there.shape, there.item_bytes) != due:
             raise CommunicatorError(
                 f"rank {peer} holds a shard of shape {there.shape} and {there.item_bytes} "
@@ -393,19 +310,13 @@ class PeerMemory:
             )
         return there
 
-    def _receive_shard(
-        self, schedule: TransferSchedule, part: Incoming, shard: torch.Tensor, deadline: float
-    ) -> Region:
-        due = box_shape(part.source), shard.element_size()
-        return self._receive(str(schedule.step), part.peer, due, deadline)
-
     def _release(self, name: str, peer: int) -> None:
         """Tell a peer that all has been read; until then it is there, if all is well."""
         # A peer that fails hangs up before it lets go of its shard. So what has been read from one
         # that has not hung up is right.
         if self._links[peer].has_ended():
             raise CommunicatorError(f"rank {peer} has ended or given up this step")
-        self._links[peer].send(_done(name))
+        self._links[peer].send(_start(b"D", name))
 
     def _fetch(self, peer: int, source: Region, place: torch.Tensor) -> None:
         """Read runs of bytes one by one, or, where they are short, whole stretches with gaps."""
@@ -424,25 +335,9 @@ class PeerMemory:
                 place.copy_(buffer.view(place.dtype).as_strided(source.shape, steps))
 
 
-def _by_peer(schedule: TransferSchedule) -> dict[int, list[Incoming]]:
-    """Sort what comes in by peer; every device starts with another peer."""
-    order = {peer: at for at, peer in enumerate(schedule.members)}
-    own = order.get(schedule.device, 0)
-    found: dict[int, list[Incoming]] = {}
-    for part in sorted(schedule.incoming, key=lambda p: (order[p.peer] - own) % len(order)):
-        if part.peer != schedule.device:
-            found.setdefault(part.peer, []).append(part)
-    return found
-
-
-def _ready(name: str) -> bytes:
-    """Return how the message starts that something may be read in a step."""
-    return b"R" + zlib.crc32(name.encode()).to_bytes(4, "little")
-
-
-def _done(name: str) -> bytes:
-    """Return the message that it has been read."""
-    return b"D" + zlib.crc32(name.encode()).to_bytes(4, "little")
+def _start(kind: bytes, name: str) -> bytes:
+    """Return how a message starts: that of a step something may be read (R), or has been (D)."""
+    return kind + zlib.crc32(name.encode()).to_bytes(4, "little")
 
 
 @contextmanager

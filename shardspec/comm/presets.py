@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from shardspec.comm.curves import Band, Curve, Link
 from shardspec.errors import MeshError
@@ -145,9 +145,11 @@ def _curve(row: Sequence[str], sizes: tuple[int, int]) -> Curve:
 def _presets() -> dict[str, LinkPreset]:
     data = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
     rows = [row.split() for row in data["curves"]]
-    found = {}
+    found: dict[str, LinkPreset] = {}
     for record in data["presets"]:
-        plain = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+        plain: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in record.items()
+        }
         curves = tuple(_curve(row, plain["sizes"]) for row in rows if row[0] == plain["name"])
         found[plain["name"]] = LinkPreset(**plain, curves=curves)
     return found

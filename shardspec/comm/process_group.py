@@ -24,6 +24,7 @@ from shardspec.comm.agreement import (
     NOTE_ROOM,
     ORDER_RULE,
     Address,
+    Listener,
     Note,
     Unanswered,
     check_agreement,
@@ -31,8 +32,7 @@ from shardspec.comm.agreement import (
 )
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.job import Channel, check_members, current_job
-from shardspec.comm.links import Listener
-from shardspec.comm.messages import Collectives, Messages, all_reduce, has_collective
+from shardspec.comm.messages import Collectives, Messages, has_collective
 from shardspec.comm.peer_memory import PeerMemory, readable
 from shardspec.comm.results import checked, empty_hugepages
 from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
@@ -88,6 +88,7 @@ class ProcessGroupCommunicator:
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
         self._note_device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
         self._timeout_s = _timeout_s() if self._note_device == "cpu" else 0.0
+        self._joins = self._note_device == "cpu" and bool(self._peers)
         self._may_read_peers = reads_peers
         self._joined: dict[Channel, PeerMemory | None] = {}
         name = f"{mesh.ids} {mesh.shape}".encode()
@@ -171,14 +172,12 @@ class ProcessGroupCommunicator:
         with self._own_channel(home.type) as channel:
             if f"{home.type}:gloo" in dist.get_backend_config():
                 shard = shard.cpu()  # gloo sends and reads memory of the host alone
-            if channel not in self._joined:  # whatever the step: all ranks of the mesh are here
-                self._gather(channel, None)
+            if self._joins and channel not in self._joined:
+                self._gather(channel, None)  # whatever the step: all ranks of the mesh are here
             schedule = schedule_for(step, self._mesh, self._rank, before, after)
             transport = self._transport(channel, schedule, shard)
             if isinstance(step, AllReduce):
-                if isinstance(transport, Collectives):
-                    return {self._rank: transport.all_reduce(schedule, shard, step.op)}
-                return {self._rank: all_reduce(transport, schedule, shard, step.op).to(home)}
+                return {self._rank: transport.all_reduce(schedule, shard, step.op).to(home)}
             result = empty_hugepages(shard, box_shape(schedule.after))
             with checked(step, result):
                 if isinstance(step, ReduceScatter):
@@ -191,7 +190,7 @@ class ProcessGroupCommunicator:
         self, channel: Channel, schedule: TransferSchedule, shard: torch.Tensor
     ) -> PeerMemory | Messages | Collectives:
         if shard.device.type == "cpu":
-            return self._joined[channel] or Messages(channel.tag)
+            return self._joined.get(channel) or Messages(channel.tag)
         group = self._job.group(schedule.members)
         if group and has_collective(schedule, shard.dtype):
             return Collectives(group)
@@ -249,8 +248,7 @@ class ProcessGroupCommunicator:
 
         When they do so for the first time, processes of one host find each other.
         """
-        if channel in self._joined or not self._peers or self._note_device != "cpu":
-            self._joined.setdefault(channel, None)
+        if channel in self._joined or not self._joins:
             return self._tell(channel, kind, content, device)
         with Listener(is_read=self._may_read_peers) as listener:
             agreed, notes = self._tell(channel, kind, content, device, listener.address)
@@ -315,16 +313,8 @@ class ProcessGroupCommunicator:
 def communicator_of(mesh: DeviceMesh) -> Communicator:
     """Return the running job's communicator of a mesh, or a simulated one where there is no job.
 
-    Raises
-    ------
-    CommunicatorError
-        If this is a process of a job that has not initialised `torch.distributed`: simulating the
-        whole mesh in every rank would look right and be wasteful.
-
-    Examples
-    --------
-    >>> communicator_of(DeviceMesh(range(4), (2, 2))).addressable
-    (0, 1, 2, 3)
+    In a process of a job that has not initialised `torch.distributed` it is a `CommunicatorError`:
+    simulating the whole mesh in every rank would look right and be wasteful.
     """
     if dist.is_initialized():
         return ProcessGroupCommunicator.of(mesh)

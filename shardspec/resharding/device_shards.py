@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 from typing import Final, TypeAlias
 
@@ -23,11 +23,10 @@ from shardspec.resharding.schedule import (
     Part,
     Piece,
     Schedule,
+    Wanted,
     Wave,
-    ends_of,
-    kept_parts,
     message_bytes,
-    parts_of,
+    reads_for,
     region_of,
     schedule_for,
 )
@@ -66,11 +65,6 @@ class DeviceShards:
         self.target: Shards = {}
         self.tied: list[tuple[int, torch.Tensor]] = []
         """Shards to be filled with what has come to a place in the plan."""
-        # What crosses in the first stage may be cast there; then it is as in the result.
-        self._wire = [
-            [_torch_dtype(name) for name in names]
-            for names in zip(*((m.wire_dtype, m.target.dtype) for m in plan.moves), strict=True)
-        ]
         self._free: list[torch.Tensor] = []
         """Buckets that hold no message."""
         # Of threads that reshard at once, each has other meshes.
@@ -265,7 +259,9 @@ class DeviceShards:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the boxes of a message: as parts of it, and as parts of shards."""
         for piece in message:
-            dtype = self._wire[wave[0] > 0][piece.places[0]]
+            move = self.plan.moves[piece.places[0]]
+            # What crosses in the first stage may be cast there; then it is as in the result.
+            dtype = _torch_dtype(move.target.dtype if wave[0] else move.wire_dtype)
             typed = bucket.view(dtype)
             shape, width = box_shape(piece.box), dtype.itemsize
             strides = torch.empty(shape, device="meta").stride()
@@ -276,22 +272,29 @@ class DeviceShards:
     def _parts(self, shards: Shards, piece: Piece | Part) -> Iterator[torch.Tensor]:
         """Yield the parts of shards that a box of some tensors is."""
         known: tuple[int, ...] | None = None
-        move = self.plan.moves[piece.places[0]]
+        move, of_source = self.plan.moves[piece.places[0]], shards is self.source
         for place in piece.places:
             shard = shards[place]
             if shard.stride() != known:
-                known, of_source = shard.stride(), shards is self.source
-                region = region_of(move, piece.box, known, self.device, of_source=of_source)
-            at = shard.storage_offset() + region.offset
-            yield shard.as_strided(region.shape, region.strides, at)
+                known = shard.stride()
+                shape, strides, offset = region_of(
+                    move, piece.box, known, self.device, of_source=of_source
+                )
+            yield shard.as_strided(shape, strides, shard.storage_offset() + offset)
 
     def read_peers(self, memory: PeerMemory) -> None:
         """Carry the plan out by reading what is wanted where it lies in the memory of holders."""
         source, target = (self._table(shards) for shards in (self.source, self.target))
         for stage in range(len(self.plan.stages)):
             name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {stage}" if stage else "")
-            wanted = _Wanted(self.plan, self.device, stage, target)
-            memory.fill(name, (target if stage else source, target), wanted.ends, wanted.arrays)
+            readers, holders, wanted = reads_for(self.plan, self.device, stage)
+
+            def arrays(
+                peer: int, table: Ints, stage: int = stage, wanted: Wanted = wanted
+            ) -> Iterator[Arrays]:
+                return self._arrays(stage, wanted.get(peer, []), table, target)
+
+            memory.fill(name, target if stage else source, readers, holders, arrays)
 
     def _table(self, shards: Shards) -> Ints:
         """Return, by the place in the plan, where shards lie: address, and strides in bytes."""
@@ -305,40 +308,20 @@ class DeviceShards:
             rows[place] = row + nothing[len(row) :]
         return np.array(rows, dtype=np.int64).reshape(len(moves), len(nothing))
 
-
-class _Wanted:
-    """What a device reads in a stage of a plan; `target` says where its results lie."""
-
-    def __init__(self, plan: StateCopies, device: int, stage: int, target: Ints) -> None:
-        self._plan, self._device, self._stage, self._target = plan, device, stage, target
-
-    @cached_property
-    def _by_sender(self) -> dict[int, list[Part]]:
-        kept = [] if self._stage else list(kept_parts(self._plan, self._device))
-        found = {self._device: kept}
-        for part in parts_of(self._plan, self._stage, self._device, sent=False):
-            found.setdefault(part.sender, []).append(part)
-        return found
-
-    def ends(self) -> tuple[set[int], set[int]]:
-        """Return who may read here, and of whom this device may read, itself included."""
-        readers, holders = ends_of(self._plan, self._stage, self._device)
-        return readers, holders | {self._device}
-
-    def arrays(self, peer: int, told: Ints) -> Iterator[Arrays]:
-        """Yield where boxes lie at a peer, which has told it, and where they belong here."""
-        for part in self._by_sender.get(peer, []):
-            move = self._plan.moves[part.places[0]]
-            layouts = (move.target if self._stage else move.source), move.target
-            tables = [table[np.asarray(part.places)] for table in (told, self._target)]
+    def _arrays(self, stage: int, parts: list[Part], theirs: Ints, ours: Ints) -> Iterator[Arrays]:
+        """Yield where boxes lie at their sender, and where they belong here, by both's tables."""
+        for part in parts:
+            move = self.plan.moves[part.places[0]]
+            layouts = (move.target if stage else move.source), move.target
+            tables = [table[np.asarray(part.places)] for table in (theirs, ours)]
             strides = np.stack([table[:, 1:] for table in tables], axis=1)
             same = not (strides != strides[0]).any()
             for row in strides[:1] if same else np.unique(strides, axis=0):
                 alike = slice(None) if same else (strides == row).all(axis=(1, 2))
                 regions = []
-                for side, owner in enumerate((peer, self._device)):
+                for side, owner in enumerate((part.sender, self.device)):
                     steps = row[side, : len(layouts[side].global_shape)].tolist()
-                    of_source = not (side or self._stage)
+                    of_source = not (side or stage)
                     shape, steps, at = region_of(move, part.box, steps, owner, of_source=of_source)
                     regions.append(MemoryRegion(at, shape, steps, item_bytes(layouts[side].dtype)))
                 yield Arrays(regions[0], regions[1], tables[0][alike, 0], tables[1][alike, 0])

@@ -4,7 +4,6 @@ Tensors that go from the same layout to the same layout are listed together, as 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
@@ -20,13 +19,11 @@ __all__ = [
     "Message",
     "Part",
     "Piece",
-    "Region",
     "Schedule",
+    "Wanted",
     "Wave",
-    "ends_of",
-    "kept_parts",
     "message_bytes",
-    "parts_of",
+    "reads_for",
     "region_of",
     "schedule_for",
 ]
@@ -35,14 +32,6 @@ _ALIGNMENT: Final = 16
 """Boxes start at multiples of this in a message, so that every dtype can be seen there."""
 _MESSAGE_BYTES: Final = 4 << 20
 """Of a message at most: larger ones are no faster, and smaller buckets stay in caches."""
-
-
-class Region(NamedTuple):
-    """Where a box lies in the memory of a shard, in the unit of its strides."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
 
 
 class Part(NamedTuple):
@@ -69,13 +58,14 @@ class Piece(NamedTuple):
 
 
 Message: TypeAlias = list[Piece]
+Wanted: TypeAlias = dict[int, list[Part]]
+"""By sender."""
 Wave: TypeAlias = tuple[int, int, int]
 """Which stage of the plan, which peers, by how far they stand behind the sender in the row of
 devices, and which of their messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """The messages of one device. A wave is at most one to and one from each of some peers.
 
     Every device takes part in waves in ascending order, so none waits in a circle.
@@ -97,7 +87,7 @@ def message_bytes(message: Message) -> int:
     return last.start + last.step * len(last.places)
 
 
-def kept_parts(plan: StateCopies, device: int) -> Iterator[Part]:
+def _kept_parts(plan: StateCopies, device: int) -> Iterator[Part]:
     """Yield what a device has already."""
     first = plan.stages[0]
     for places, kind, width in zip(plan.kinds.values(), first.kinds, first.item_bytes, strict=True):
@@ -108,7 +98,7 @@ def kept_parts(plan: StateCopies, device: int) -> Iterator[Part]:
             yield Part(device, device, places, box, width)
 
 
-def parts_of(
+def _parts_of(
     plan: StateCopies, stage_number: int, device: int, *, sent: bool = True
 ) -> Iterator[Part]:
     """Yield what a device receives in a stage, and, if asked for, what it sends.
@@ -139,20 +129,24 @@ def parts_of(
                     yield Part(sender, receiver, some, share_box, width)
 
 
-def ends_of(plan: StateCopies, stage_number: int, device: int) -> tuple[set[int], set[int]]:
-    """Return who may get something of a device in a stage, and of whom it may get something.
+@lru_cache(maxsize=64)
+def reads_for(plan: StateCopies, device: int, stage: int) -> tuple[set[int], set[int], Wanted]:
+    """Return who may read from a device in a stage, from whom it may read, and what of whom.
 
-    Of those that hold the same, all are named.
+    Of those that hold the same, all are named. What a device has already it reads from itself.
     """
-    receivers: set[int] = set()
-    holders: set[int] = set()
-    for kind in plan.stages[stage_number].kinds:
+    readers: set[int] = set()
+    holders = {device}
+    for kind in plan.stages[stage].kinds:
         if len(kind.at):
             holding = np.array([device in some for some in kind.holders])[kind.at]
-            receivers.update(kind.receiver[holding].tolist())
+            readers.update(kind.receiver[holding].tolist())
             wanted = kind.at[kind.receiver == device]
             holders.update(*(kind.holders[at] for at in set(wanted.tolist())))
-    return receivers, holders
+    found: Wanted = {device: [] if stage else list(_kept_parts(plan, device))}
+    for part in _parts_of(plan, stage, device, sent=False):
+        found.setdefault(part.sender, []).append(part)
+    return readers, holders, found
 
 
 @lru_cache(maxsize=64)
@@ -164,7 +158,7 @@ def schedule_for(plan: StateCopies, device: int) -> Schedule:
     most_bytes = min(plan.bucket_bytes, _MESSAGE_BYTES)
     for stage in range(len(plan.stages)):
         streams: dict[tuple[int, int], list[Part]] = {}
-        for part in parts_of(plan, stage, device):
+        for part in _parts_of(plan, stage, device):
             streams.setdefault((part.sender, part.receiver), []).append(part)
         for (sender, receiver), parts in streams.items():
             turn = (at[receiver] - at[sender]) % len(at) // MAX_PEERS
@@ -173,7 +167,7 @@ def schedule_for(plan: StateCopies, device: int) -> Schedule:
                 waves.setdefault((stage, turn, number), {})[peer] = message
     messages = [m for waves in (sends, receives) for wave in waves.values() for m in wave.values()]
     largest = max(map(message_bytes, messages), default=0)
-    return Schedule(sends, receives, list(kept_parts(plan, device)), largest)
+    return Schedule(sends, receives, list(_kept_parts(plan, device)), largest)
 
 
 def _messages(parts: list[Part], most_bytes: int) -> Iterator[Message]:
@@ -200,10 +194,13 @@ def _messages(parts: list[Part], most_bytes: int) -> Iterator[Message]:
 
 def region_of(
     move: TensorMove, box: Box, strides: Sequence[int], device: int, *, of_source: bool
-) -> Region:
-    """Return where a box lies in the shard of a device that has these strides."""
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return where a box lies in the shard of a device that has these strides.
+
+    That is its shape, and in the unit of the strides its own strides, and its offset.
+    """
     layout: Layout = move.source if of_source else move.target
     view = move.view or identity_view(move.source.global_shape)
     side = view.source if of_source else view.target
     offset = side.offset(strides, layout.intervals(device), [lo for lo, _ in box])
-    return Region(box_shape(box), side.strides(strides, len(box)), offset)
+    return box_shape(box), side.strides(strides, len(box)), offset
