@@ -172,11 +172,6 @@ def chunks(box: Box, most: int) -> Iterator[Box]:
 
     Together they are the box, and both ends of a message cut it alike. Each is as long as the
     bound allows, full rows where rows fit; an empty box has none.
-
-    Examples
-    --------
-    >>> list(chunks(((4, 6), (0, 5)), 3))
-    [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]
     """
     assert most > 0, "a chunk holds something"
     size = box_size(box)
@@ -198,16 +193,7 @@ def chunks(box: Box, most: int) -> Iterator[Box]:
 
 
 class Transfers:
-    """What each device of a mesh sends and receives in one step, its own part included.
-
-    Examples
-    --------
-    >>> from shardspec.comm.steps import AllGather
-    >>> from shardspec.layout.layout import Layout
-    >>> rows = Layout(DeviceMesh(range(2), (2,)), "[S0]", (5,), "int8")
-    >>> Transfers(AllGather(0, (0,)), rows.mesh, rows.box, rows.with_spec("[R]").box).incoming(0)
-    [(0, ((0, 3),)), (1, ((3, 5),))]
-    """
+    """What each device of a mesh sends and receives in one step, its own part included."""
 
     def __init__(self, step: Step, mesh: DeviceMesh, before: BoxOf, after: BoxOf) -> None:
         self._step, self._mesh, self._before, self._after = step, mesh, before, after

@@ -113,7 +113,7 @@ class StateCopies:
     """
 
     moves: tuple[TensorMove, ...]
-    """The tensors, in the order in which they travel."""
+    """The tensors; those of one pair of layouts travel together."""
     max_bytes: int = MAX_BYTES
     """Bound of the bytes in buckets for sending, and for receiving, on each device."""
     ties: tuple[Tie, ...] = ()

@@ -22,6 +22,7 @@ from shardspec.resharding.copies import (
     is_plain,
 )
 from shardspec.resharding.maps import NameMap
+from shardspec.resharding.views import View
 from shardspec.text import counted, shown
 
 __all__ = ["ReshardPlan", "plan_reshard", "reshard_state"]
@@ -352,12 +353,12 @@ def _plan(
     kept: list[TensorMove] = []
     ties: list[Tie] = []
     targets = Counter(move.target_name for move in moves)
-    first: dict[TensorMove, int] = {}
+    first: dict[tuple[str, Layout, Layout, View | None], int] = {}
     for move in moves:
         source = tied.get(move.source_name, move.source_name)
         # Of a target that several sources fill, each fills a part.
         alone = targets[move.target_name] == 1
-        key = replace(move, source_name=source, target_name="")
+        key = source, move.source, move.target, move.view
         if alone and key in first:
             ties.append(Tie(move.source_name, move.target_name, first[key]))
             continue
