@@ -65,11 +65,12 @@ class SourceOptions:
         type=_RULES,
     )
 
-    def open(self, *paths: Path, quiet: bool = False) -> "list[Catalog]":
-        """Open checkpoints; what is remarkable about them is said on stderr."""
+    def open(self, *paths: Path | None, quiet: bool = False) -> "list[Catalog]":
+        """Open the checkpoints that are named; what is remarkable about them is said on stderr."""
         from shardspec.checkpoint.open import open_checkpoints
 
-        found = open_checkpoints(paths, ranks=self.ranks, rules=self.source_rules)
+        named = [path for path in paths if path is not None]
+        found = open_checkpoints(named, ranks=self.ranks, rules=self.source_rules)
         for catalog in () if quiet else found:
             for note in catalog.notes:
                 click.echo(f"note: {catalog.directory}: {note}", err=True)

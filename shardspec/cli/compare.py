@@ -51,8 +51,7 @@ def verify_command(
     if against is None and any(vars(choice).values()):
         raise click.UsageError("patterns choose what is compared; give --against too")
     every |= as_json
-    paths = [checkpoint] if against is None else [checkpoint, against]
-    catalog, *others = source.open(*paths)
+    catalog, *others = source.open(checkpoint, against)
     with progress_bar(not as_json, "verify") as progress:
         report = verify_checkpoint(catalog, every=every, progress=progress)
     flaws = list(report.flaws)

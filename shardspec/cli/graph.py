@@ -21,12 +21,10 @@ from shardspec.cli.options import (
     plain_mesh,
 )
 from shardspec.cli.output import path_text, say, write_file
-from shardspec.comm.cost import CostModel
 from shardspec.errors import LayoutError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.drawing import Drawing, dot_text, draw_transitions, svg_text
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, counted
 
 __all__ = ["explore_command", "graph_command"]
@@ -89,14 +87,22 @@ def graph_command(
     With Graphviz, 'dot -Tpng path.dot -o path.png' makes a PNG.
     """
     devices, model = cluster.build()
-    if specs:
-        drawing = _path(specs, devices, model, dims, shape, dtype)
-    elif dims is None:
-        raise click.UsageError("nothing to draw; give --dims, or FROM, TO and --shape")
-    elif shape is not None:
-        raise click.UsageError("--shape is for the path; give FROM and TO too, or leave it out")
-    else:
+    if not specs:
+        if dims is None:
+            raise click.UsageError("nothing to draw; give --dims, or FROM, TO and --shape")
+        if shape is not None:
+            raise click.UsageError("--shape is for the path; give FROM and TO too, or leave it out")
         drawing = draw_transitions(devices, dims)
+    elif len(specs) != 2:
+        raise click.UsageError(f"{counted(len(specs), 'spec')} where two are needed, FROM and TO")
+    elif shape is None:
+        raise click.UsageError("a path from FROM to TO depends on the tensor; give its --shape")
+    elif dims is not None:
+        raise click.UsageError("--dims follows from FROM and TO; leave it out")
+    else:
+        source = Layout(devices, specs[0], shape, dtype)
+        plan = LayoutConverter(model).plan(source, source.with_spec(specs[1]))
+        drawing = draw_transitions(devices, len(shape), plan)
     writer = _WRITERS[".dot" if output is None else output.suffix.lower()]
     nodes = sum(map(len, drawing.columns))
     if writer is svg_text and nodes > _MOST_IN_SVG:
@@ -115,26 +121,6 @@ def graph_command(
         say(f"{path_text(output)}: {drawing.title}")
         if drawing.known_error:
             say(f"known error: {drawing.known_error}")
-
-
-def _path(
-    specs: tuple[str, ...],
-    mesh: DeviceMesh,
-    model: CostModel,
-    dims: int | None,
-    shape: tuple[int, ...] | None,
-    dtype: str,
-) -> Drawing:
-    """Return the drawing with the plan between two specs."""
-    if len(specs) != 2:
-        raise click.UsageError(f"{counted(len(specs), 'spec')} where two are needed, FROM and TO")
-    if shape is None:
-        raise click.UsageError("a path from FROM to TO depends on the tensor; give its --shape")
-    if dims is not None:
-        raise click.UsageError("--dims follows from FROM and TO; leave it out")
-    source = Layout(mesh, specs[0], shape, dtype)
-    plan = LayoutConverter(model).plan(source, source.with_spec(specs[1]))
-    return draw_transitions(mesh, len(shape), plan)
 
 
 _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")

@@ -234,8 +234,7 @@ def reshard_command(
     specs = rules.read()
 
     def convert(**more: Declared) -> WriteReport:
-        paths = [checkpoint] if like is None else [checkpoint, like]
-        source, *others = options.source.open(*paths, quiet=options.quiet)
+        source, *others = options.source.open(checkpoint, like, quiet=options.quiet)
         return reshard(
             source,
             output,
