@@ -4,7 +4,7 @@
 
 The file has the columns machine, nccl, collective, devices, buffer_bytes and microseconds, as the
 nccl-tests tables of aiconfigurator (github.com/ai-dynamo/aiconfigurator, Apache-2.0). Printed are
-the rows of `shardspec.comm.curves`, and the table of errors of docs/plans.md.
+the rows of shardspec/comm/presets.json, and the table of errors of docs/plans.md.
 """
 
 import argparse

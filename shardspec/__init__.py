@@ -7,112 +7,75 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from shardspec.checkpoint.convert import merge, reshard
-    from shardspec.checkpoint.load import load_sharded
-    from shardspec.checkpoint.save import save_sharded
-    from shardspec.comm.cost import CostModel, Link
-    from shardspec.comm.process_group import ProcessGroupCommunicator
-    from shardspec.comm.simulated import SimulatedCommunicator
-    from shardspec.comm.torch_mesh import init_device_mesh
-    from shardspec.dtensor import DTensor, distribute_tensor
-    from shardspec.errors import ShardSpecError
-    from shardspec.factories import arange, empty, full, ones, rand, randn, zeros
-    from shardspec.layout.converter import LayoutConverter
-    from shardspec.layout.layout import Layout
-    from shardspec.layout.plan import ConversionPlan
-    from shardspec.layout.rules import match_rules
-    from shardspec.layout.spec import DimSpec, ShardingSpec
-    from shardspec.mesh import DeviceMesh
-    from shardspec.parallel.distribute import distribute_module
-    from shardspec.resharding.check import check_map
-    from shardspec.resharding.maps import NameMap
-    from shardspec.resharding.plan import ReshardPlan, plan_reshard, reshard_state
-    from shardspec.resharding.shipped import load_map, map_chain, shipped_maps
-    from shardspec.resharding.trace import trace_map
-    from shardspec.torch_dtensors import redistribute
-    from shardspec.tracing import trace
+    from shardspec.checkpoint.convert import merge as merge
+    from shardspec.checkpoint.convert import reshard as reshard
+    from shardspec.checkpoint.load import load_sharded as load_sharded
+    from shardspec.checkpoint.save import save_sharded as save_sharded
+    from shardspec.comm.cost import CostModel as CostModel
+    from shardspec.comm.cost import Link as Link
+    from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
+    from shardspec.comm.simulated import SimulatedCommunicator as SimulatedCommunicator
+    from shardspec.comm.torch_mesh import init_device_mesh as init_device_mesh
+    from shardspec.dtensor import DTensor as DTensor
+    from shardspec.dtensor import distribute_tensor as distribute_tensor
+    from shardspec.errors import ShardSpecError as ShardSpecError
+    from shardspec.factories import arange as arange
+    from shardspec.factories import empty as empty
+    from shardspec.factories import full as full
+    from shardspec.factories import ones as ones
+    from shardspec.factories import rand as rand
+    from shardspec.factories import randn as randn
+    from shardspec.factories import zeros as zeros
+    from shardspec.layout.converter import LayoutConverter as LayoutConverter
+    from shardspec.layout.layout import Layout as Layout
+    from shardspec.layout.plan import ConversionPlan as ConversionPlan
+    from shardspec.layout.rules import match_rules as match_rules
+    from shardspec.layout.spec import DimSpec as DimSpec
+    from shardspec.layout.spec import ShardingSpec as ShardingSpec
+    from shardspec.mesh import DeviceMesh as DeviceMesh
+    from shardspec.parallel.distribute import distribute_module as distribute_module
+    from shardspec.resharding.check import check_map as check_map
+    from shardspec.resharding.maps import NameMap as NameMap
+    from shardspec.resharding.plan import ReshardPlan as ReshardPlan
+    from shardspec.resharding.plan import plan_reshard as plan_reshard
+    from shardspec.resharding.plan import reshard_state as reshard_state
+    from shardspec.resharding.shipped import load_map as load_map
+    from shardspec.resharding.shipped import map_chain as map_chain
+    from shardspec.resharding.shipped import shipped_maps as shipped_maps
+    from shardspec.resharding.trace import trace_map as trace_map
+    from shardspec.torch_dtensors import redistribute as redistribute
+    from shardspec.tracing import trace as trace
 
-_HOME: Final = {
-    "ConversionPlan": "shardspec.layout.plan",
-    "CostModel": "shardspec.comm.cost",
-    "DTensor": "shardspec.dtensor",
-    "DeviceMesh": "shardspec.mesh",
-    "DimSpec": "shardspec.layout.spec",
-    "Layout": "shardspec.layout.layout",
-    "LayoutConverter": "shardspec.layout.converter",
-    "Link": "shardspec.comm.cost",
-    "NameMap": "shardspec.resharding.maps",
-    "ProcessGroupCommunicator": "shardspec.comm.process_group",
-    "ReshardPlan": "shardspec.resharding.plan",
-    "ShardSpecError": "shardspec.errors",
-    "ShardingSpec": "shardspec.layout.spec",
-    "SimulatedCommunicator": "shardspec.comm.simulated",
-    "arange": "shardspec.factories",
-    "check_map": "shardspec.resharding.check",
-    "distribute_module": "shardspec.parallel.distribute",
-    "distribute_tensor": "shardspec.dtensor",
-    "empty": "shardspec.factories",
-    "full": "shardspec.factories",
-    "init_device_mesh": "shardspec.comm.torch_mesh",
-    "load_map": "shardspec.resharding.shipped",
-    "map_chain": "shardspec.resharding.shipped",
-    "load_sharded": "shardspec.checkpoint.load",
-    "match_rules": "shardspec.layout.rules",
-    "merge": "shardspec.checkpoint.convert",
-    "ones": "shardspec.factories",
-    "plan_reshard": "shardspec.resharding.plan",
-    "rand": "shardspec.factories",
-    "randn": "shardspec.factories",
-    "redistribute": "shardspec.torch_dtensors",
-    "reshard": "shardspec.checkpoint.convert",
-    "reshard_state": "shardspec.resharding.plan",
-    "save_sharded": "shardspec.checkpoint.save",
-    "shipped_maps": "shardspec.resharding.shipped",
-    "trace": "shardspec.tracing",
-    "trace_map": "shardspec.resharding.trace",
-    "zeros": "shardspec.factories",
+_NAMES: Final = {
+    "checkpoint.convert": ("merge", "reshard"),
+    "checkpoint.load": ("load_sharded",),
+    "checkpoint.save": ("save_sharded",),
+    "comm.cost": ("CostModel", "Link"),
+    "comm.process_group": ("ProcessGroupCommunicator",),
+    "comm.simulated": ("SimulatedCommunicator",),
+    "comm.torch_mesh": ("init_device_mesh",),
+    "dtensor": ("DTensor", "distribute_tensor"),
+    "errors": ("ShardSpecError",),
+    "factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),
+    "layout.converter": ("LayoutConverter",),
+    "layout.layout": ("Layout",),
+    "layout.plan": ("ConversionPlan",),
+    "layout.rules": ("match_rules",),
+    "layout.spec": ("DimSpec", "ShardingSpec"),
+    "mesh": ("DeviceMesh",),
+    "parallel.distribute": ("distribute_module",),
+    "resharding.check": ("check_map",),
+    "resharding.maps": ("NameMap",),
+    "resharding.plan": ("ReshardPlan", "plan_reshard", "reshard_state"),
+    "resharding.shipped": ("load_map", "map_chain", "shipped_maps"),
+    "resharding.trace": ("trace_map",),
+    "torch_dtensors": ("redistribute",),
+    "tracing": ("trace",),
 }
+"""By the module that they come from."""
+_HOME: Final = {name: f"shardspec.{home}" for home, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "ConversionPlan",
-    "CostModel",
-    "DTensor",
-    "DeviceMesh",
-    "DimSpec",
-    "Layout",
-    "LayoutConverter",
-    "Link",
-    "NameMap",
-    "ProcessGroupCommunicator",
-    "ReshardPlan",
-    "ShardSpecError",
-    "ShardingSpec",
-    "SimulatedCommunicator",
-    "arange",
-    "check_map",
-    "distribute_module",
-    "distribute_tensor",
-    "empty",
-    "full",
-    "init_device_mesh",
-    "load_map",
-    "load_sharded",
-    "map_chain",
-    "match_rules",
-    "merge",
-    "ones",
-    "plan_reshard",
-    "rand",
-    "randn",
-    "redistribute",
-    "reshard",
-    "reshard_state",
-    "save_sharded",
-    "shipped_maps",
-    "trace",
-    "trace_map",
-    "zeros",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:

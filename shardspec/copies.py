@@ -6,7 +6,9 @@ A plan is a set of copies (holder, box) -> (holder, box). Holders are devices or
 - ``load_sharded``, and a plan whose source is a checkpoint, from files to devices
   (`shardspec.checkpoint.load`);
 - ``merge`` and ``reshard`` from files to files (`shardspec.checkpoint.copy_plan`);
-- ``save_sharded`` from devices to files (`shardspec.checkpoint.targets.assign_boxes`).
+- ``save_sharded`` from devices to files (`shardspec.checkpoint.targets.assign_boxes`);
+- an exchange within one tensor's conversion from devices to devices (`shardspec.comm.routes`),
+  whose senders are the nearest ones, as a message has a price of its own there.
 
 All of them ask the same two questions. `overlaps` tells what of the boxes held is wanted, one
 wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
@@ -14,10 +16,11 @@ tells which of several holders gives how much, so that the busiest of all does l
 is kept to in stretches that may cut a box (`Senders`), or by whole boxes, the largest first.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise, product
+from math import prod
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, intersect
@@ -37,25 +40,47 @@ def overlaps(
 ) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
     """Yield every wanted box, with the numbers of the held ones that it meets and what both share.
 
-    Wanted boxes come in ascending order of their first rows, as blocks of one box do.
+    No box is empty. Wanted ones come in ascending order of their first rows, as blocks of one box
+    do, unless those that are held form a grid, as the boxes of a layout do.
 
     Examples
     --------
     >>> list(overlaps([((0, 2),), ((2, 5),)], [((1, 4),), ((4, 6),)]))
     [(((1, 4),), [(0, ((1, 2),)), (1, ((2, 4),))]), (((4, 6),), [(1, ((4, 5),))])]
     """
-    waiting = sorted(range(len(have)), key=lambda number: have[number][0][0] if have[number] else 0)
-    waiting.reverse()  # the next one to be met is the last
-    met: list[int] = []
+    numbers: dict[Box, list[int]] = {}
+    for number, box in enumerate(have):
+        numbers.setdefault(box, []).append(number)
+    sides = [sorted(set(intervals)) for intervals in zip(*numbers, strict=True)]
+    apart = all(a[1] <= b[0] for side in sides for a, b in pairwise(side))
+    if not apart or prod(map(len, sides)) != len(numbers):
+        yield from _swept(have, want)
+        return
+    # Of a grid, what a box meets is found by bisection, dim by dim.
+    edges = [([lo for lo, _ in side], [hi for _, hi in side]) for side in sides]
     for box in want:
-        if not box:
-            yield box, [(number, ()) for number in range(len(have))]
-            continue
-        low, high = box[0]
-        while waiting and have[waiting[-1]][0][0] < high:
-            met.append(waiting.pop())
-        met = [number for number in met if have[number][0][1] > low]
-        shared = ((number, intersect(have[number], box)) for number in met)
+        met = [
+            side[bisect_right(ends, lo) : bisect_left(starts, hi)]
+            for side, (starts, ends), (lo, hi) in zip(sides, edges, box, strict=True)
+        ]
+        shared = [
+            [(max(a, lo), min(b, hi)) for a, b in side]
+            for side, (lo, hi) in zip(met, box, strict=True)
+        ]
+        cells = zip(product(*met), product(*shared), strict=True)
+        yield box, [(number, part) for cell, part in cells for number in numbers[cell]]
+
+
+def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
+    """Find what boxes share going down the first dim."""
+    waiting = sorted(range(len(have)), key=lambda number: have[number][0][0])
+    waiting.reverse()  # the next one to be met is the last
+    near: list[int] = []
+    for box in want:
+        while waiting and have[waiting[-1]][0][0] < box[0][1]:
+            near.append(waiting.pop())
+        near = [number for number in near if have[number][0][1] > box[0][0]]
+        shared = ((number, intersect(have[number], box)) for number in near)
         yield box, [(number, part) for number, part in shared if part is not None]
 
 

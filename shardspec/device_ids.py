@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, TypeAlias, cast
 from shardspec.errors import MeshError
 from shardspec.text import shown
 
-__all__ = ["Ids", "as_shape", "check_ids", "flatten", "some", "whole_number"]
+__all__ = ["Ids", "as_shape", "check_ids", "flatten", "some", "whole_number", "whole_numbers"]
 
 
 class _HasToList(Protocol):
@@ -25,13 +25,7 @@ _MOST_AXES: Final = 64
 
 
 def whole_number(value: Any) -> int | None:  # noqa: ANN401  # whatever a caller has given
-    """Return a whole number of any type as an int; None for what is none, as True is.
-
-    Examples
-    --------
-    >>> whole_number(3), whole_number(3.0), whole_number("3"), whole_number(True)
-    (3, None, None, None)
-    """
+    """Return a whole number of any type as an int; None for what is none, as 3.0 and True are."""
     if isinstance(value, bool):
         return None
     try:
@@ -46,11 +40,17 @@ def some(ids: Sequence[int]) -> str:
     return f"({shown}, … {len(ids)} in all)" if len(ids) > _SHOWN else f"({shown})"
 
 
+def whole_numbers(values: object) -> tuple[int, ...] | None:
+    """Return a sequence of whole numbers as ints; None for what is none."""
+    found = [whole_number(v) for v in values] if isinstance(values, Iterable) else [None]
+    numbers = tuple(number for number in found if number is not None)
+    return numbers if len(numbers) == len(found) else None
+
+
 def as_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
     """Return a mesh shape as plain numbers."""
-    sizes = list(mesh_shape) if isinstance(mesh_shape, Iterable) else [None]
-    shape = tuple(n for n in map(whole_number, sizes) if n is not None)
-    if len(shape) != len(sizes):
+    shape = whole_numbers(mesh_shape)
+    if shape is None:
         raise MeshError(
             f"mesh_shape {shown(mesh_shape)}: give a sequence of whole numbers, as in (2, 4)"
         )

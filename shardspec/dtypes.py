@@ -51,21 +51,7 @@ _ALIASES: Final[dict[str, str]] = {
 
 
 def dtype_name(dtype: object) -> str:
-    """Return torch's name of a dtype given as a torch or numpy dtype or as text.
-
-    Raises
-    ------
-    DTypeError
-        If shardspec does not know the dtype.
-
-    Examples
-    --------
-    >>> dtype_name("bf16"), dtype_name("F32")
-    ('bfloat16', 'float32')
-    >>> import torch
-    >>> dtype_name(torch.int64)
-    'int64'
-    """
+    """Return torch's name of a dtype of torch or numpy, or of text; `DTypeError` if unknown."""
     text = str(dtype).removeprefix("torch.")
     name = _SAFETENSORS.get(text) or _ALIASES.get(text.lower())
     if name is None:
@@ -74,62 +60,27 @@ def dtype_name(dtype: object) -> str:
 
 
 def item_bytes(name: str) -> int:
-    """Return the bytes one element takes.
-
-    Examples
-    --------
-    >>> item_bytes("bfloat16")
-    2
-    """
+    """Return the bytes one element takes."""
     return _DTYPES[name][0]
 
 
 def is_floating(name: str) -> bool:
-    """Say whether a dtype has fractions (real or complex).
-
-    Examples
-    --------
-    >>> is_floating("bfloat16"), is_floating("int8")
-    (True, False)
-    """
+    """Say whether a dtype has fractions (real or complex)."""
     return name.startswith(("float", "bfloat", "complex"))
 
 
 def packed(name: str) -> int:
-    """Return how many numbers lie in one element, as torch counts elements.
-
-    Examples
-    --------
-    >>> packed("bfloat16"), packed("float4_e2m1fn_x2")
-    (1, 2)
-    """
+    """Return how many numbers lie in one element, as torch counts elements."""
     return 2 if name == "float4_e2m1fn_x2" else 1
 
 
 def to_safetensors(name: str) -> str:
-    """Return the safetensors name of a dtype.
-
-    Examples
-    --------
-    >>> to_safetensors("bfloat16")
-    'BF16'
-    """
+    """Return the safetensors name of a dtype."""
     return _DTYPES[name][1]
 
 
 def from_safetensors(code: str) -> str:
-    """Return torch's name for a dtype of the safetensors format.
-
-    Raises
-    ------
-    DTypeError
-        If shardspec does not know the dtype.
-
-    Examples
-    --------
-    >>> from_safetensors("F8_E4M3")
-    'float8_e4m3fn'
-    """
+    """Return torch's name for a dtype of the safetensors format, else `DTypeError`."""
     if code not in _SAFETENSORS:
         raise DTypeError(
             f"unknown safetensors dtype {shown(code)}; known: {', '.join(_SAFETENSORS)}"
@@ -142,11 +93,6 @@ def is_cast(source: str, target: str) -> bool:
 
     Complex numbers, and those of four bits, which belong with scales of their own, stay as they
     are.
-
-    Examples
-    --------
-    >>> is_cast("float32", "bfloat16"), is_cast("int64", "bfloat16"), is_cast("float16", "float16")
-    (True, False, False)
     """
     apart = source.startswith("complex") or packed(source) > 1
     return source != target and is_floating(source) and not apart

@@ -18,57 +18,25 @@ from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.plan import ConversionPlan, step_bytes, step_seconds
 from shardspec.tracing import StepRecord, log_from_environment, observers, report
 
-__all__ = ["agree_on", "mesh_text", "on_both", "run_plan", "run_step", "undo_plan"]
+__all__ = ["agree_on", "mesh_text", "on_both", "run_plan", "run_step"]
 
 log_from_environment()
 
 
 def run_plan(
-    plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Carry out the steps of a plan, one after the other, on the shards that are held here.
-
-    Parameters
-    ----------
-    plan
-        What to do.
-    communicator
-        Of the source's mesh.
-    shards
-        The shard of every addressable device of the source's mesh.
-
-    Returns
-    -------
-    dict
-        The shard of every addressable device of the target's mesh.
-
-    Raises
-    ------
-    CommunicatorError
-        If ranks are about to do different things, on each of them; or if one of them fails or does
-        not come.
-    """
-    return _run(plan, communicator, shards, back=False)
-
-
-def undo_plan(
-    plan: ConversionPlan, communicator: Communicator, grads: Mapping[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Carry the gradients of a plan's result back to its source, its steps undone in reverse.
-
-    The gradient of every addressable device of the target's mesh is given. What finishes a
-    reduction does so by sum or avg.
-    """
-    return _run(plan, communicator, grads, back=True)
-
-
-def _run(
     plan: ConversionPlan,
     communicator: Communicator,
     shards: Mapping[int, torch.Tensor],
     *,
-    back: bool,
+    back: bool = False,
 ) -> dict[int, torch.Tensor]:
+    """Carry out the steps of a plan on the shards of this process; return those of the target.
+
+    Shards are those of every addressable device of the source's mesh, which the communicator is of.
+    Or carry gradients of the target `back` to the source, the steps undone in reverse; what
+    finishes a reduction then does so by sum or avg. Raises `CommunicatorError` on every rank if
+    ranks are about to do different things, one of them fails or does not come.
+    """
     shards, traces, numbers = dict(shards), observers(), range(len(plan.steps))
     with _conversion(plan, communicator, shards, "backward" if back else "forward") as device:
         for number in reversed(numbers) if back else numbers:
@@ -110,7 +78,7 @@ def _priced(
 ) -> tuple[float, int, str]:
     """Return seconds and bytes that are predicted for a step, and the links they are for."""
     model, mesh = plan.model_between(before, after), common_mesh(before.mesh, after.mesh)
-    links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
+    links = model.links_text(mesh.axis_labels())
     return step_seconds(step, before, after, model), step_bytes(step, before, after), links
 
 
@@ -167,78 +135,39 @@ def run_step(
     after: Layout,
     device: str,
 ) -> dict[int, torch.Tensor]:
-    """Carry out one step, between two meshes too, of shards on one kind of device."""
-    if not (before.spec.is_plain and after.spec.is_plain):
-        return _run_by_parts(step, communicator, shards, before, after, device)
-    if before.mesh == after.mesh:
-        return communicator.on(before.mesh).run(step, shards, before.box, after.box)
-    if _same_boxes(before, after):
-        here = communicator.on(after.mesh).addressable
-        return {device: shards[device].view_as(shards[device]) for device in here}
+    """Carry out one step, between two meshes too, of shards on one kind of device.
+
+    What is cut by parts goes part by part: of each part every device holds one box.
+    """
+    plain, here = before.spec.is_plain and after.spec.is_plain, communicator.on(after.mesh)
+    if plain and before.mesh == after.mesh:
+        return here.run(step, shards, before.box, after.box)
+    if plain and _same_boxes(before, after):
+        return {rank: shards[rank].view_as(shards[rank]) for rank in here.addressable}
     across = communicator.on(common_mesh(before.mesh, after.mesh))
     if not across.addressable:
         return {}
-    shape, dtype = before.global_shape or (1,), getattr(torch, before.dtype)
-    nothing = torch.empty([0] * len(shape), dtype=dtype, device=device)
-    given = {
-        rank: shards[rank].reshape(before.local_shape(rank) or 1) if rank in shards else nothing
-        for rank in across.addressable
-    }
-    results = across.run(step, given, on_both(before).box, on_both(after).box)
-    return {
-        rank: results[rank].view(after.local_shape(rank))
-        for rank in communicator.on(after.mesh).addressable
-    }
+    dtype, cells = getattr(torch, before.dtype), cells_of(before, after)
 
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device or None)
 
-def _run_by_parts(
-    step: Step,
-    communicator: Communicator,
-    shards: Mapping[int, torch.Tensor],
-    before: Layout,
-    after: Layout,
-    device: str,
-) -> dict[int, torch.Tensor]:
-    """Carry out a step part by part: of each part every device holds one box."""
-    across = communicator.on(common_mesh(before.mesh, after.mesh))
-    dtype = getattr(torch, before.dtype)
-    results = {
-        rank: torch.empty(after.local_shape(rank), dtype=dtype, device=device or None)
-        for rank in communicator.on(after.mesh).addressable
-    }
-    for held, wanted in _cells(before, after):
+    nothing = empty(*([0] * (len(before.global_shape) or 1)))
+    results = {}
+    if len(cells) > 1:
+        results = {rank: empty(*after.local_shape(rank)) for rank in here.addressable}
+    for cell in cells:
+        held, wanted = on_both(before, cell), on_both(after, cell)
         given = {
-            rank: shards[rank][held.cell.index(rank)].contiguous()
-            if rank in shards
-            else torch.empty([0] * len(before.global_shape), dtype=dtype, device=device or None)
+            rank: held.part_of(shards[rank], rank).contiguous() if rank in shards else nothing
             for rank in across.addressable
         }
         moved = across.run(step, given, held.box, wanted.box)
+        if len(cells) == 1:
+            return {rank: moved[rank].view(after.local_shape(rank)) for rank in here.addressable}
         for rank, result in results.items():
-            result[wanted.cell.index(rank)] = moved[rank]
+            wanted.part_of(result, rank).copy_(moved[rank])
     return results
-
-
-@lru_cache(maxsize=1024)
-def _cells(before: Layout, after: Layout) -> list[tuple["_CellOnBoth", "_CellOnBoth"]]:
-    """Return what both layouts say of each cell, as objects that are found again."""
-    return [
-        (_CellOnBoth(LayoutCell(before, cell)), _CellOnBoth(LayoutCell(after, cell)))
-        for cell in cells_of(before, after)
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class _CellOnBoth:
-    """A cell of a layout seen from the devices of two meshes."""
-
-    cell: LayoutCell
-
-    def box(self, device: int) -> Box:
-        """Return the box that a device holds, empty outside the layout's mesh."""
-        if device not in self.cell.layout.mesh:
-            return tuple((hi, hi) for _, hi in self.cell.cell)
-        return self.cell.box(device)
 
 
 @lru_cache(maxsize=4096)
@@ -249,22 +178,26 @@ def _same_boxes(before: Layout, after: Layout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _OnBoth:
-    """A layout seen from the devices of two meshes: those outside its own hold nothing.
+    """A cell of a layout seen from the devices of two meshes: those outside its own hold nothing.
 
     A scalar has no dim along which to hold nothing, so it is seen as a vector of one element.
     """
 
-    layout: Layout
+    seen: LayoutCell
 
     def box(self, device: int) -> Box:
         """Return the box that a device holds, empty outside the layout's mesh."""
-        shape = self.layout.global_shape or (1,)
-        if device not in self.layout.mesh:
-            return tuple((size, size) for size in shape)
-        return self.layout.box(device) or ((0, 1),)
+        if device not in self.seen.layout.mesh:
+            return tuple((hi, hi) for _, hi in self.seen.cell or ((0, 1),))
+        return self.seen.box(device) or ((0, 1),)
+
+    def part_of(self, shard: torch.Tensor, device: int) -> torch.Tensor:
+        """Return the part of a device's shard that lies in the cell."""
+        return shard[self.seen.index(device)] if self.seen.cell else shard.view(1)
 
 
-@lru_cache(maxsize=1024)
-def on_both(layout: Layout) -> _OnBoth:
-    """Return one object per layout, so that what is known of it can be found again."""
-    return _OnBoth(layout)
+@lru_cache(maxsize=4096)
+def on_both(layout: Layout, cell: Box | None = None) -> _OnBoth:
+    """Return one object per layout and cell, by default all, so that it can be found again."""
+    whole = tuple((0, size) for size in layout.global_shape)
+    return _OnBoth(LayoutCell(layout, whole if cell is None else cell))

@@ -1,7 +1,6 @@
 """Tensors made where they are to be: each device makes its own box and nothing else."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import Final, Required, TypedDict, Unpack
 
@@ -42,14 +41,36 @@ class Options(TypedDict, total=False):
     """As for `DTensor`."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Target:
     """What is to be made."""
 
-    layout: Layout
-    device: torch.device | None
-    requires_grad: bool
-    communicator: Communicator
+    def __init__(
+        self,
+        size: Sequence[int | Sequence[int]],
+        default: torch.dtype | None = None,
+        *,
+        device_mesh: DeviceMesh,
+        sharding_spec: SpecLike | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        communicator: Communicator | None = None,
+    ) -> None:
+        given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+        shape = [number for number in given if isinstance(number, int)]
+        if len(shape) != len(given):
+            raise LayoutError(f"size {size}: give whole numbers, or one sequence of them")
+        spec = ShardingSpec(len(shape)) if sharding_spec is None else sharding_spec
+        dtype = dtype or default or torch.get_default_dtype()
+        self.layout = Layout(device_mesh, spec, shape, dtype)
+        if self.layout.spec.partials:
+            raise LayoutError(
+                f"a new tensor cannot be sharded as {self.layout.spec}: a pending reduction has "
+                "one addend per device; give each device's addend to DTensor.from_local"
+            )
+        self.communicator = communicator_of(device_mesh) if communicator is None else communicator
+        self.device = None if device is None else torch.device(device)
+        self._requires_grad = requires_grad
 
     def made(self, fill: Callable[[Box, torch.Tensor], object]) -> DTensor:
         """Return the tensor, each shard filled by a function of its box."""
@@ -58,39 +79,12 @@ class _Target:
             box, dtype = self.layout.box(device), getattr(torch, self.layout.dtype)
             shards[device] = torch.empty(box_shape(box), dtype=dtype, device=self.device)
             fill(box, shards[device])
-            shards[device].requires_grad_(self.requires_grad)
+            shards[device].requires_grad_(self._requires_grad)
         return DTensor.from_shards(shards, self.layout, self.communicator)
 
     def check_same(self, value: torch.Tensor, name: str) -> None:
         """Compare between ranks, where ``SHARDSPEC_CHECK=1``, what is given on each."""
         check_copies(self.communicator, dict.fromkeys(self.communicator.addressable, value), name)
-
-
-def _target(
-    size: Sequence[int | Sequence[int]],
-    default: torch.dtype | None = None,
-    *,
-    device_mesh: DeviceMesh,
-    sharding_spec: SpecLike | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    requires_grad: bool = False,
-    communicator: Communicator | None = None,
-) -> _Target:
-    given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    shape = [number for number in given if isinstance(number, int)]
-    if len(shape) != len(given):
-        raise LayoutError(f"size {size}: give whole numbers, or one sequence of them")
-    spec = ShardingSpec(len(shape)) if sharding_spec is None else sharding_spec
-    layout = Layout(device_mesh, spec, shape, dtype or default or torch.get_default_dtype())
-    if layout.spec.partials:
-        raise LayoutError(
-            f"a new tensor cannot be sharded as {layout.spec}: a pending reduction has one addend "
-            "per device; give each device's addend to DTensor.from_local"
-        )
-    chosen = communicator_of(device_mesh) if communicator is None else communicator
-    where = None if device is None else torch.device(device)
-    return _Target(layout, where, requires_grad, chosen)
 
 
 def empty(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
@@ -116,7 +110,7 @@ def empty(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
     >>> empty(7, 3, device_mesh=mesh, sharding_spec="[S0,R]").to_local(1).shape
     torch.Size([3, 3])
     """
-    return _target(size, **options).made(lambda *_: None)
+    return _Target(size, **options).made(lambda *_: None)
 
 
 def full(size: int | Sequence[int], fill_value: complex, **options: Unpack[Options]) -> DTensor:
@@ -129,7 +123,7 @@ def full(size: int | Sequence[int], fill_value: complex, **options: Unpack[Optio
     {0: tensor([7, 7]), 1: tensor([7])}
     """
     value = torch.full((), fill_value)
-    target = _target((size,), value.dtype, **options)
+    target = _Target((size,), value.dtype, **options)
     target.check_same(value, "fill_value")
     return target.made(lambda _, shard: shard.fill_(fill_value))
 
@@ -142,7 +136,7 @@ def zeros(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
     >>> zeros(2, 3, device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[R,S0]")
     DTensor([R,S0] of [2, 3] float32 on 2; holds the shards of devices 0, 1)
     """
-    return _target(size, **options).made(lambda _, shard: shard.zero_())
+    return _Target(size, **options).made(lambda _, shard: shard.zero_())
 
 
 def ones(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
@@ -153,7 +147,7 @@ def ones(*size: int | Sequence[int], **options: Unpack[Options]) -> DTensor:
     >>> ones((3,), device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[S0]").to_global()
     tensor([1., 1., 1.])
     """
-    return _target(size, **options).made(lambda _, shard: shard.fill_(1))
+    return _Target(size, **options).made(lambda _, shard: shard.fill_(1))
 
 
 def arange(
@@ -173,7 +167,7 @@ def arange(
         raise LayoutError(f"arange from {start} to {end} by steps of {step} never ends; turn step")
     integral = all(isinstance(number, int) for number in (start, end, step))
     length = -((start - end) // step) if integral else ceil((end - start) / step)
-    target = _target((int(length),), torch.int64 if integral else None, **options)
+    target = _Target((int(length),), torch.int64 if integral else None, **options)
     target.check_same(torch.tensor([start, step]), "start and step")
 
     def fill(box: Box, shard: torch.Tensor) -> None:
@@ -212,7 +206,7 @@ def rand(
     >>> bool((rand(5, 7, device_mesh=mesh, sharding_spec="[R,S0]").to_global() == rows).all())
     True
     """
-    target = _target(size, **options)
+    target = _Target(size, **options)
     return _random(target, uniform(_BITS.get(target.layout.dtype, 0)), generator)
 
 
@@ -229,7 +223,7 @@ def randn(
     >>> randn(7, 5, device_mesh=mesh, sharding_spec="[R,S0]", device="meta").to_local(1)
     tensor(..., device='meta', size=(7, 2))
     """
-    return _random(_target(size, **options), normal, generator)
+    return _random(_Target(size, **options), normal, generator)
 
 
 def _random(

@@ -12,7 +12,7 @@ import torch
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import AllReduce, ReduceScatter
 from shardspec.errors import LayoutError
-from shardspec.execution import run_plan, undo_plan
+from shardspec.execution import run_plan
 from shardspec.layout.plan import ConversionPlan
 
 __all__ = ["check_differentiable", "convert", "first_of_copies", "with_gradient_reduced"]
@@ -47,14 +47,10 @@ def _views(shards: Shards) -> Shards:
     return tuple(shard.view_as(shard) for shard in shards)
 
 
-def _forwards(plan: ConversionPlan, communicator: Communicator, shards: Shards) -> Shards:
-    given = dict(zip(communicator.addressable, shards, strict=True))
-    return tuple(run_plan(plan, communicator, given).values())
-
-
-def _backwards(plan: ConversionPlan, communicator: Communicator, grads: Shards) -> Shards:
-    there = communicator.on(plan.target.mesh).addressable
-    return tuple(undo_plan(plan, communicator, dict(zip(there, grads, strict=True))).values())
+def _run(plan: ConversionPlan, communicator: Communicator, back: bool, shards: Shards) -> Shards:
+    here = communicator.on(plan.target.mesh) if back else communicator
+    given = dict(zip(here.addressable, shards, strict=True))
+    return tuple(run_plan(plan, communicator, given, back=back).values())
 
 
 def convert(
@@ -62,16 +58,9 @@ def convert(
 ) -> dict[int, torch.Tensor]:
     """Carry out a plan between meshes of the same devices; its gradient is converted back.
 
-    Parameters
-    ----------
-    plan
-        What to do.
-    communicator
-        Of the source's mesh.
-    shards
-        The shard of every addressable device.
+    The communicator is of the source's mesh, and all its addressable devices give their shards.
     """
-    run, undo = (partial(function, plan, communicator) for function in (_forwards, _backwards))
+    run, undo = (partial(_run, plan, communicator, back) for back in (False, True))
     there = communicator.on(plan.target.mesh).addressable
     return dict(zip(there, _apply(run, undo, tuple(shards.values())), strict=True))
 
@@ -84,7 +73,7 @@ def with_gradient_reduced(
     The gradient of that goes to each addend. That of a mean is not divided: what comes back from
     the devices is a mean again.
     """
-    run = partial(_forwards, plan, communicator)
+    run = partial(_run, plan, communicator, False)
     return dict(zip(shards, _apply(_views, run, tuple(shards.values())), strict=True))
 
 

@@ -10,13 +10,9 @@ __all__ = ["open_regular", "read_input_file"]
 
 
 def open_regular(path: Path, error: type[ShardSpecError]) -> int:
-    """Open a regular file for reading and return its descriptor.
+    """Open a regular file for reading and return its descriptor; raise `error` if it is none.
 
-    Raises
-    ------
-    ShardSpecError
-        One of the given kind, if the file cannot be opened or is no regular file: a pipe would make
-        the reader wait, and a device might never end.
+    A pipe would make the reader wait, and a device might never end.
     """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
@@ -31,13 +27,7 @@ def open_regular(path: Path, error: type[ShardSpecError]) -> int:
 
 
 def read_input_file(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a small regular file.
-
-    Raises
-    ------
-    InputFileError
-        If it cannot be read, is no regular file, or has more bytes than `most_bytes`.
-    """
+    """Return the content of a small regular file; `InputFileError` if it is none."""
     with open(open_regular(path, InputFileError), "rb") as file:
         try:
             data = file.read(most_bytes + 1)

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, product
 from operator import eq
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
 from shardspec.device_ids import Ids, as_shape, check_ids, flatten, some, whole_number
 from shardspec.errors import AxisError, MeshError
-from shardspec.text import shown
+from shardspec.text import counted, shown
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -218,14 +218,18 @@ class DeviceMesh:
         number = whole_number(axis)
         if number is None or not 0 <= number < self.ndim:
             raise AxisError(
-                f"axis {shown(axis)} is out of range: mesh {self} has {self.ndim} "
-                f"{'axis' if self.ndim == 1 else 'axes'}, numbered from 0"
+                f"axis {shown(axis)} is out of range: mesh {self} has "
+                f"{counted(self.ndim, 'axis', 'axes')}, numbered from 0"
             )
         return number
 
     def axis_label(self, axis: int) -> str:
         """Return the name of an axis, or its number where axes have no names."""
         return str(axis) if self.axis_names is None else self.axis_names[axis]
+
+    def axis_labels(self, axes: Iterable[int] | None = None) -> list[str]:
+        """Return the labels of some axes, by default of all."""
+        return [self.axis_label(axis) for axis in (range(self.ndim) if axes is None else axes)]
 
     def __contains__(self, physical_id: object) -> bool:
         if self._position is None:
@@ -406,14 +410,20 @@ def _remake(
     )
 
 
+def _per_axis(what: str, given: object, shape: tuple[int, ...], example: str) -> tuple[Any, ...]:
+    """Return values given for every axis of a mesh."""
+    if not isinstance(given, Iterable):
+        raise MeshError(f"{what} {shown(given)}: give {example}")
+    found = tuple(given)
+    if len(found) != len(shape):
+        raise MeshError(f"{what} {shown(found)}: {len(found)} for {len(shape)} axes {shape}")
+    return found
+
+
 def _check_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
     if names is None:
         return None
-    if not isinstance(names, Iterable):
-        raise MeshError(f"axis names {shown(names)}: give a sequence, as in ('dp', 'tp')")
-    found = tuple(names)
-    if len(found) != len(shape):
-        raise MeshError(f"{len(found)} axis names {shown(found)} for {len(shape)} axes {shape}")
+    found = _per_axis("axis names", names, shape, "a sequence, as in ('dp', 'tp')")
     for name in found:
         if not (isinstance(name, str) and name.isidentifier()):
             raise MeshError(f"axis name {shown(name)}: use letters, digits and '_', no digit first")
@@ -427,11 +437,7 @@ def _check_links(
 ) -> tuple[float, ...] | None:
     if values is None:
         return None
-    if not isinstance(values, Iterable):
-        raise MeshError(f"{what} {shown(values)}: give one number per axis, as in (1e-5, 3e-6)")
-    found = tuple(values)
-    if len(found) != len(shape):
-        raise MeshError(f"{what} has {len(found)} values for {len(shape)} axes {shape}")
+    found = _per_axis(what, values, shape, "one number per axis, as in (1e-5, 3e-6)")
     try:
         seconds = tuple(map(float, found))
     except (TypeError, ValueError, OverflowError):

@@ -49,13 +49,6 @@ def box_of(
     """Yield the parts of a box of a tensor, each with its index in the box, one after the other.
 
     The seed is from 0 up to ``2**64``; `made_of` is `normal`, or what `uniform` returns.
-
-    Examples
-    --------
-    >>> tensor = [numbers for _, numbers in box_of((2, 3), ((0, 2), (0, 3)), 7, uniform(2))]
-    >>> part = [numbers for _, numbers in box_of((2, 3), ((1, 2), (1, 3)), 7, uniform(2))]
-    >>> tensor[0].tolist(), part[0].tolist()
-    ([[0.75, 0.25, 0.25], [0.25, 0.0, 0.5]], [[0.0, 0.5]])
     """
     if not prod(box_shape(box)):
         return

@@ -11,26 +11,9 @@ _T = TypeVar("_T")
 
 
 def renamed_argument(function: str, new: str, value: _T, old: str, former: _T | None) -> _T:
-    """Return what was given for an argument, under either of its names.
+    """Return what was given for an argument, under its name or the former one (None if nothing).
 
-    Parameters
-    ----------
-    function
-        Who takes it, for the warning; it calls this directly.
-    new, value
-        The name, and what was given for it.
-    old, former
-        The former name, and what was given for that; None if nothing was.
-
-    Raises
-    ------
-    ShardSpecError
-        If something was given for both.
-
-    Examples
-    --------
-    >>> renamed_argument("merge", "overwrite", True, "force", None)
-    True
+    `function` is who takes it, and calls this directly. Both names at once are refused.
     """
     if former is None:
         return value

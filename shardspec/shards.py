@@ -26,7 +26,6 @@ __all__ = [
     "check_dense",
     "check_shards",
     "facts_of",
-    "index_of",
     "shard_of",
     "shards_of",
 ]
@@ -39,11 +38,6 @@ def facts_of(shard: torch.Tensor) -> Facts:
     """Return a shard's shape and the name of its dtype."""
     check_dense(shard)
     return tuple(shard.shape), dtype_name(shard.dtype)
-
-
-def index_of(layout: Layout, device: int) -> tuple[slice, ...]:
-    """Return the index that selects a device's box from the global tensor."""
-    return tuple(slice(lo, hi) for lo, hi in layout.box(device))
 
 
 def shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor:

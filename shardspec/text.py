@@ -15,77 +15,40 @@ __all__ = [
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Return a size in the binary unit that suits it.
-
-    Examples
-    --------
-    >>> bytes_text(0), bytes_text(1536), bytes_text(33554432)
-    ('0 B', '1.5 KiB', '32 MiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024 or unit == "TiB":
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} {unit}"
+    """Return a size in the binary unit that suits it: ``1.5 KiB``."""
+    return _with_unit(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def rate_text(bytes_per_second: float) -> str:
-    """Return a rate in decimal units, as links and disks are measured.
+    """Return a rate in decimal units, as links and disks are measured: ``1.25 GB/s``."""
+    return f"{_with_unit(bytes_per_second, 1000, ('B', 'kB', 'MB', 'GB'))}/s"
 
-    Examples
-    --------
-    >>> rate_text(0), rate_text(15_720_000), rate_text(1.25e9)
-    ('0 B/s', '15.72 MB/s', '1.25 GB/s')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if bytes_per_second < 1000 or unit == "GB":
+
+def _with_unit(number: float, step: int, units: Sequence[str]) -> str:
+    for unit in units:
+        if number < step or unit == units[-1]:
             break
-        bytes_per_second /= 1000
-    return f"{bytes_per_second:.4g} {unit}/s"
-
-
-def counted(number: int, word: str, plural: str | None = None) -> str:
-    """Return a number with what it counts.
-
-    Examples
-    --------
-    >>> counted(1, "tensor"), counted(0, "tensor"), counted(2, "box", "boxes")
-    ('1 tensor', '0 tensors', '2 boxes')
-    """
-    return f"{number} {word if number == 1 else plural or f'{word}s'}"
+        number /= step
+    return f"{number:.4g} {unit}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration in the unit that suits it.
-
-    Examples
-    --------
-    >>> seconds_text(0), seconds_text(2.5e-5), seconds_text(0.0123), seconds_text(75)
-    ('0 s', '25 µs', '12.3 ms', '75 s')
-    """
+    """Return a duration in the unit that suits it: ``25 µs``, ``12.3 ms``, ``75 s``."""
     if seconds == 0 or seconds >= 1:
         return f"{seconds:.4g} s"
     return f"{seconds * 1e6:.4g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
 
 
+def counted(number: int, word: str, plural: str | None = None) -> str:
+    """Return a number with what it counts: ``1 tensor``, ``2 boxes``."""
+    return f"{number} {word if number == 1 else plural or f'{word}s'}"
+
+
 def printable(text: str, keep: str = "") -> str:
-    r"""Return a text that cannot upset a terminal.
+    """Return a text that cannot upset a terminal; what is in `keep` is left as it is.
 
     Control characters, those that turn the direction of writing, lone surrogates and the like are
     written as escapes; names of files and tensors may hold any of them.
-
-    Parameters
-    ----------
-    text
-        Any text.
-    keep
-        Characters that stay as they are, such as a line break.
-
-    Examples
-    --------
-    >>> print(printable("a\x1b[31m\n\u202eb", keep="\n"))
-    a\x1b[31m
-    \u202eb
     """
     if text.isprintable():
         return text
@@ -98,8 +61,6 @@ def printable(text: str, keep: str = "") -> str:
 def shown(value: object, most: int = 80) -> str:
     """Return the repr of a value for an error, cut where it is long.
 
-    Examples
-    --------
     >>> shown("layers.0.w"), shown("w" * 1000, 10)
     ("'layers.0.w'", "'wwwwww...")
     """
@@ -120,24 +81,9 @@ def table_text(
     numbers_from: int = 1,
     text_from: int | None = None,
 ) -> str:
-    """Return a plain table whose columns line up.
+    """Return a plain table whose columns line up; all rows are as long as the header.
 
-    Parameters
-    ----------
-    header, rows, footer
-        Cells as text; all rows are as long as the header.
-    numbers_from
-        First column that is aligned to the right.
-    text_from
-        First column after it that is aligned to the left again, if any is.
-
-    Examples
-    --------
-    >>> print(table_text(["what", "bytes"], [["a", "12"], ["bb", "3"]]))
-    what   bytes
-    ────────────
-    a         12
-    bb         3
+    Columns are aligned to the right from `numbers_from` on, and to the left from `text_from` on.
     """
     numbers = range(numbers_from, len(header) if text_from is None else text_from)
     return "\n".join(table_lines(header, lambda: rows, footer=footer, numbers=numbers))
@@ -151,23 +97,10 @@ def table_lines(
     numbers: Container[int] = (),
     empty_columns: bool = True,
 ) -> Iterator[str]:
-    """Yield the lines of a table that may be long; its rows are gone through twice.
+    """Yield the lines of a table that may be long; `rows` is called, and gone through, twice.
 
-    Parameters
-    ----------
-    header, footer
-        Cells as text.
-    rows
-        Returns the rows from the first on, each as long as the header.
-    numbers
-        Columns that are aligned to the right.
-    empty_columns
-        Whether columns are kept in which nothing stands below the header.
-
-    Examples
-    --------
-    >>> print(*table_lines(["a", "b"], lambda: [["x", ""], ["yy", ""]], empty_columns=False))
-    a ── x yy
+    Columns in `numbers` are aligned to the right; those in which nothing stands below the header
+    are left out unless `empty_columns` is set.
     """
     # By rich, 100,000 rows take a minute.
     widths = [0] * len(header)

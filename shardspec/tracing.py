@@ -21,7 +21,7 @@ from shardspec.comm.steps import Step
 from shardspec.errors import ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import step_text
-from shardspec.text import bytes_text, seconds_text, table_text
+from shardspec.text import bytes_text, counted, seconds_text, table_text
 
 __all__ = ["StepRecord", "Trace", "log_from_environment", "observers", "report", "trace"]
 
@@ -87,8 +87,7 @@ class Trace:
             ]
             for record in self.records
         ]
-        steps = f"{len(rows)} step{'' if len(rows) == 1 else 's'}"
-        footer = [steps, "", "", *_numbers(self.records)]
+        footer = [counted(len(rows), "step"), "", "", *_numbers(self.records)]
         header = ["step", "from", "to", "receives", "measured", "predicted"]
         table = table_text(header, rows, footer=footer, numbers_from=3)
         links = dict.fromkeys(record.links for record in self.records)

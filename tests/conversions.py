@@ -22,6 +22,13 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis
 
 OPS: Final[tuple[ReduceOp, ...]] = ("sum", "avg", "min", "max", "prod")
+
+
+def index_of(layout: Layout, device: int) -> tuple[slice, ...]:
+    """Return the index that selects a device's box from the global tensor."""
+    return tuple(slice(lo, hi) for lo, hi in layout.box(device))
+
+
 _SHORT = (torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 
 

@@ -24,7 +24,7 @@ from shardspec import (
 from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.graph import TransitionGraph, spec_of
 from shardspec.random_boxes import BLOCK, box_of, normal, uniform
-from shardspec.shards import index_of
+from tests.conversions import index_of
 
 MESH = DeviceMesh([3, 0, 5, 2, 1, 4], (2, 3))
 SPECS = sorted(

@@ -58,7 +58,6 @@ WITH_TENSORS = {
     "shardspec.gradients",
     "shardspec.interop.torch_dtensor",
     "shardspec.operations.apply",
-    "shardspec.operations.random_ops",
     "shardspec.operations.refusals",
     "shardspec.operations.tensor",
     "shardspec.parallel.distribute",

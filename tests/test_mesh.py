@@ -265,7 +265,7 @@ def test_logical_ids_that_differ_from_the_physical_ones():
 
 def test_axis_names_that_do_not_fit():
     assert mesh_error(range(4), (2, 2), axis_names=("dp",)) == (
-        "1 axis names ('dp',) for 2 axes (2, 2)"
+        "axis names ('dp',): 1 for 2 axes (2, 2)"
     )
     assert mesh_error(range(4), (2, 2), axis_names=("dp", "dp")) == (
         "axis names ('dp', 'dp') repeat; every name must be distinct"
@@ -278,7 +278,7 @@ def test_axis_names_that_do_not_fit():
 
 def test_links_that_do_not_fit():
     assert mesh_error(range(4), (2, 2), mesh_alpha=(1e-5,), mesh_beta=(1e-9, 1e-9)) == (
-        "mesh_alpha has 1 values for 2 axes (2, 2)"
+        "mesh_alpha (1e-05,): 1 for 2 axes (2, 2)"
     )
     for value in (-1.0, float("nan"), float("inf")):
         assert mesh_error(range(4), mesh_alpha=(1e-5,), mesh_beta=(value,)) == (

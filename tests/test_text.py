@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from shardspec.text import bytes_text, seconds_text, table_text
+from shardspec.text import bytes_text, counted, rate_text, seconds_text, table_text
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,16 @@ def test_bytes(num_bytes, text):
 )
 def test_seconds(seconds, text):
     assert seconds_text(seconds) == text
+
+
+def test_rates_are_decimal():
+    rates = [rate_text(rate) for rate in (0, 15_720_000, 1.25e9, 5e13)]
+    assert rates == ["0 B/s", "15.72 MB/s", "1.25 GB/s", "5e+04 GB/s"]
+
+
+def test_what_is_counted():
+    texts = counted(1, "tensor"), counted(0, "tensor"), counted(2, "box", "boxes")
+    assert texts == ("1 tensor", "0 tensors", "2 boxes")
 
 
 def test_table():

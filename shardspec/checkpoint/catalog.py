@@ -134,6 +134,9 @@ class OpaqueValue:
     text: str
     """What it is."""
 
+    def __repr__(self) -> str:
+        return self.text if self.text.startswith("<") else f"<{self.text}>"
+
 
 def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
     """Return the boxes of a tensor without copies: of each part, the one stored first."""

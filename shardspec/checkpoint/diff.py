@@ -39,15 +39,6 @@ class Difference:
     ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """The ranks whose boxes hold that element, on each side."""
 
-    def to_json(self) -> dict[str, object]:
-        """Return it as plain values."""
-        return {
-            "name": self.name,
-            "problem": self.problem,
-            "index": None if self.index is None else list(self.index),
-            "ranks": [list(ranks) for ranks in self.ranks],
-        }
-
 
 def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
     """Return what is to be found in two checkpoints.

@@ -1,6 +1,5 @@
 """What is in a checkpoint, without its data."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -24,16 +23,8 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = [
-    "CheckpointSummary",
-    "Holders",
-    "TensorSummary",
-    "inspect_checkpoint",
-    "json_text",
-    "other_text",
-]
+__all__ = ["CheckpointSummary", "Holders", "TensorSummary", "inspect_checkpoint", "other_text"]
 
-_LONG: Final = 200
 _MOST_KEPT: Final = 64
 """Boxes of several tensors that are kept at a time; most have them in common."""
 
@@ -87,13 +78,7 @@ class TensorSummary:
 
     @property
     def stored(self) -> StoredTensor:
-        """The tensor with the places of its boxes, for which files may have to be looked into.
-
-        Raises
-        ------
-        CheckpointError
-            If what is found there is damaged.
-        """
+        """The tensor with the places of its boxes, for which files may have to be looked into."""
         return self.source.tensor(self.name)
 
     def file(self, box: FileBox) -> str:
@@ -105,6 +90,12 @@ class TensorSummary:
         """Bytes of the global tensor."""
         outline = self.outline
         return prod(outline.shape) * item_bytes(outline.dtype)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all its boxes on disk; more than the whole where reductions are pending."""
+        outline = self.outline
+        return sum(box_size(box.box) for box in outline.boxes) * item_bytes(outline.dtype)
 
     @property
     def holders(self) -> Holders:
@@ -121,18 +112,7 @@ class TensorSummary:
         )
 
     def holders_at(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
-        """Return the boxes that hold a part of an index, and their ranks.
-
-        Parameters
-        ----------
-        index
-            One position for each of the first dims; the others are taken whole.
-
-        Raises
-        ------
-        CheckpointError
-            If it has more positions than there are dims, or one is outside.
-        """
+        """Return the boxes that hold a part of an index, other dims taken whole, and ranks."""
         if not self.has(index):
             raise CheckpointError(
                 f"tensor {self.name!r}: index {list(index)} does not lie in the shape "
@@ -143,12 +123,6 @@ class TensorSummary:
             for box, ranks in self.holders.cells.items()
             if all(lo <= at < hi for at, (lo, hi) in zip(index, box, strict=False))
         }
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all its boxes on disk; more than the whole where reductions are pending."""
-        outline = self.outline
-        return sum(box_size(box.box) for box in outline.boxes) * item_bytes(outline.dtype)
 
     def to_json(self) -> dict[str, object]:
         """Return the summary as plain values."""
@@ -227,35 +201,18 @@ class CheckpointSummary:
         paths = {box.rank: box.path for boxes, _ in self._boxes() for box in boxes}
         return {rank: _file(path, self.directory) for rank, path in paths.items()}
 
-    def to_json(self) -> dict[str, object]:
-        """Return the summary as plain values."""
-        return {**_facts(self), "tensors": [tensor.to_json() for tensor in self.tensors]}
-
-
-def _facts(summary: CheckpointSummary) -> dict[str, object]:
-    """Return what a summary says of the checkpoint, but for its tensors, as plain values."""
-    files, mesh = summary.files_by_rank, summary.mesh
-    return {
-        "directory": str(summary.directory),
-        "format": summary.format,
-        "mesh": None
-        if mesh is None
-        else {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
-        "bytes": summary.num_bytes,
-        "ranks": [
-            {"rank": rank, "bytes": num_bytes, "file": files.get(rank)}
-            for rank, num_bytes in summary.bytes_by_rank.items()
-        ],
-        "others": {name: other_text(value) for name, value in summary.extras.items()},
-    }
-
-
-def json_text(summary: CheckpointSummary) -> Iterator[str]:
-    """Yield the JSON text of a summary in pieces: of 100,000 tensors, all of it takes 200 MiB."""
-    yield f'{json.dumps(_facts(summary))[:-1]}, "tensors": ['
-    for at, tensor in enumerate(summary.tensors):
-        yield f"{', ' if at else ''}{json.dumps(tensor.to_json())}"
-    yield "]}"
+    def facts(self) -> dict[str, object]:
+        """Return what is said of the checkpoint, but for its tensors, as plain values."""
+        files, mesh = self.files_by_rank, self.mesh
+        by_rank = self.bytes_by_rank.items()
+        return {
+            "directory": str(self.directory),
+            "format": self.format,
+            "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
+            "bytes": self.num_bytes,
+            "ranks": [{"rank": n, "bytes": size, "file": files.get(n)} for n, size in by_rank],
+            "others": {name: other_text(value) for name, value in self.extras.items()},
+        }
 
 
 @lru_cache(maxsize=1024)
@@ -263,65 +220,14 @@ def _file(path: Path, directory: Path) -> str:
     return str(path.relative_to(directory)) if directory in path.parents else path.name
 
 
-def other_text(value: object, most: int = _LONG) -> str:
-    """Return a value that is no tensor as text, cut short if it is longer than `most`.
-
-    Examples
-    --------
-    >>> other_text({"lr": [0.1, OpaqueValue("2 bytes")]}), other_text("a long text", 8)
-    ("{'lr': [0.1, <2 bytes>]}", "'a long…")
-    """
-    text = value.text if isinstance(value, OpaqueValue) else repr(_marked(value))
+def other_text(value: object, most: int = 200) -> str:
+    """Return a value that is no tensor as text, cut short if it is longer than `most`."""
+    text = value.text if isinstance(value, OpaqueValue) else repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-class _Marked(str):
-    """Text that stands for something else, and so without quotes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _marked(value: object) -> object:
-    """Return a value in which descriptions stand in angle brackets."""
-    match value:
-        case OpaqueValue():
-            return _Marked(value.text if value.text.startswith("<") else f"<{value.text}>")
-        case list():
-            return [_marked(item) for item in value]
-        case tuple():
-            return tuple(_marked(item) for item in value)
-        case dict():
-            return {_marked(key): _marked(item) for key, item in value.items()}
-        case _:
-            return value
-
-
 def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
-    """Return what a checkpoint holds, by what describes it; its data is not read.
-
-    Parameters
-    ----------
-    directory
-        Where it lies, or what `open_checkpoint` has made of it.
-
-    Raises
-    ------
-    CheckpointError
-        If the checkpoint is missing, unfinished, damaged or contradicts itself.
-
-    Examples
-    --------
-    >>> import tempfile, torch
-    >>> from shardspec import DTensor, save_sharded
-    >>> path = tempfile.mkdtemp()
-    >>> w = DTensor(torch.zeros(3, 2), DeviceMesh(range(2), (2,)), "[S0,R]")
-    >>> save_sharded({"w": w}, path)
-    >>> inspect_checkpoint(path).bytes_by_rank
-    {0: 16, 1: 8}
-    """
+    """Return what a checkpoint holds, by what describes it, which is checked; no data is read."""
     source = as_catalog(directory)
     # Many tensors are sharded alike.
     check = MemoizedByBoxes(partial(check_tiling, tiled=set()))

@@ -1,8 +1,7 @@
 """Loading: a plan whose holders are files, carried out by reading.
 
-Every rank reads the boxes that its own devices are to hold, out of the stored boxes that they meet
-(`shardspec.copies.overlaps`), and casts where the plan says so. Of copies in several files the
-first is read: were they to differ, tensors would otherwise be mixed of several.
+Every rank reads what its own devices are to hold, and casts where the plan says so. Of copies in
+several files the first is read: were they to differ, a model would otherwise be mixed of several.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.copy_plan import stretches
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.formats.native import NativeCatalog
-from shardspec.checkpoint.mapped import Names, mapped
+from shardspec.checkpoint.mapped import Names, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.rank_state import (
     Described,
@@ -34,10 +33,9 @@ from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, LayoutCell, SpecLike
 from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import Axis, DeviceMesh
+from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed_argument
-from shardspec.resharding.copies import StateCopies, StoredLayout
-from shardspec.resharding.flat import flat_state
+from shardspec.resharding.copies import StateCopies, StoredLayout, flat_state
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +141,7 @@ def load_sharded(
     def selected() -> tuple[dict[str, str], dict[str, Layout], dict[str, str]]:
         wanted = select(source, choice) if source.names else []
         old = {tensor.name: tensor.source for tensor in wanted}
-        values = plain(_values(source), choice)
+        values = plain(_saved(source)[0], choice)
         # Names that contradict each other are refused before anything is read.
         _nested(source, dict.fromkeys(old), old, values)
         return old, _layouts(source, old, target, by_rules), values
@@ -153,9 +151,9 @@ def load_sharded(
     return _nested(source, loaded, old, values)
 
 
-def _values(source: Catalog) -> Mapping[str, object]:
-    """Return the plain values that belong to a state dict that was saved."""
-    return source.extras if isinstance(source, NativeCatalog) else {}
+def _saved(source: Catalog) -> tuple[Mapping[str, object], Mapping[str, KeyPath]]:
+    """Return the plain values of a state dict that was saved, and the keys of all by name."""
+    return (source.extras, source.paths) if isinstance(source, NativeCatalog) else ({}, {})
 
 
 def _nested(
@@ -169,7 +167,7 @@ def _nested(
     `names` has the new names of tensors with those in the checkpoint, `values` the names of values
     in the checkpoint with the new ones.
     """
-    known = _values(source)
+    known, saved = _saved(source)
     for name, new in values.items():
         if new in names:
             raise CheckpointError(
@@ -178,10 +176,8 @@ def _nested(
             )
     found = {**loaded, **{new: known[name] for name, new in values.items()}}
     paths: dict[str, KeyPath] = {new: (new,) for new in sorted(found)}
-    if isinstance(source, NativeCatalog):
-        old = {**names, **{new: name for name, new in values.items()}}
-        saved = source.paths
-        paths.update({name: path for name, path in saved.items() if old.get(name, name) == name})
+    old = {**names, **{new: name for name, new in values.items()}}
+    paths.update({name: path for name, path in saved.items() if old.get(name, name) == name})
     return unflatten(paths, lambda name: found.get(name, LEFT_OUT))
 
 
@@ -272,14 +268,11 @@ def _as_saved(tensor: Outline[FileBox], saved: DeviceMesh | None, mesh: DeviceMe
             f"tensor {tensor.name!r} was saved without a spec; say in rules how to shard tensors; "
             "what matches none of them is then replicated"
         )
-    spec = tensor.spec.without_partial()
-    by_name = saved.axis_names is not None and mesh.axis_names is not None
-
-    def renamed(axis: Axis) -> Axis:
-        return saved.axis_label(saved.axis(axis)) if by_name else axis
-
+    spec = by_axes = tensor.spec.without_partial()
+    if saved.axis_names is not None and mesh.axis_names is not None:
+        by_axes = spec.with_axes(lambda axis: saved.axis_label(saved.axis(axis)))
     try:
-        return Layout(mesh, spec.with_axes(renamed), tensor.shape, tensor.dtype)
+        return Layout(mesh, by_axes, tensor.shape, tensor.dtype)
     except AxisError as error:
         raise LayoutError(
             f"tensor {tensor.name!r} was saved as {spec} on mesh {saved}: {error}; give a rule "
@@ -303,11 +296,7 @@ def stored_layouts(
     known: dict[object, StoredLayout] = {}
     found: dict[str, StoredLayout] = {}
     for tensor in outlines:
-        if tensor.pending:
-            raise LayoutError(
-                f"{tensor.name!r} is stored with a reduction pending; merge or reshard the "
-                "checkpoint first, which finishes it"
-            )
+        require_finished(tensor)
         key = (tensor.shape, tensor.dtype, tensor.boxes)
         if key not in known:
             held: dict[int, list[Box]] = {}
@@ -335,13 +324,11 @@ def load_by_plan(
     found: dict[str, Any] = {}
     for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
         chosen = communicator_of(mesh)
-        if not chosen.addressable:
-            continue
-        here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
-        _check_same_plan(plan, chosen)
-        source, into = agree(chosen, partial(_opened, plan, given, here, chosen))
-        names = {name: name for name in here}
-        found |= agree(chosen, partial(_read, source, names, here, chosen, into))
+        if chosen.addressable:
+            here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
+            _check_same_plan(plan, chosen)
+            source, into = agree(chosen, partial(_opened, plan, given, here, chosen))
+            found |= agree(chosen, partial(_read, source, {n: n for n in here}, here, chosen, into))
     return {name: (given or found)[name] for name in layouts if name in found}
 
 
@@ -420,11 +407,9 @@ def _read(
             shards: dict[int, torch.Tensor] = {}
             for device in devices:
                 boxes = tuple(layout.local_boxes(device))
-                if into is None:
-                    shape, dtype = layout.local_shape(device), getattr(torch, layout.dtype)
-                    shard = torch.empty(shape, dtype=dtype)
-                else:
-                    shard = into[name][device].detach()
+                shape, dtype = layout.local_shape(device), getattr(torch, layout.dtype)
+                given = torch.empty(shape, dtype=dtype) if into is None else into[name][device]
+                shard = given.detach()
                 if boxes not in read:
                     for box in boxes:
                         room = shard

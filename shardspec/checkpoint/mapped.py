@@ -6,6 +6,7 @@ whatever reads checkpoints reads the mapped one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Final, TypeAlias
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import (
     Catalog,
+    FileBox,
     LazyTensorCache,
     OpaqueValue,
+    Outline,
     StoredBox,
     StoredTensor,
 )
@@ -26,7 +29,7 @@ from shardspec.resharding.maps import Equation, NameMap
 from shardspec.resharding.views import Factor, TensorView, View
 from shardspec.text import shown
 
-__all__ = ["Names", "mapped"]
+__all__ = ["Names", "mapped", "require_finished"]
 
 _ZEROS: Final = Path(__file__).with_name("zeros.bin")
 """As many bytes as the widest element has, all zero: what padding is read from."""
@@ -38,28 +41,33 @@ Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap]
 def mapped(source: Catalog, names: Names | None) -> Catalog:
     """Return a checkpoint as what a map makes of it; as it is without one.
 
-    Raises
-    ------
-    LayoutError
-        If the map is not total for these tensors, mixes dtypes, or names none of them, or a tensor
-        is stored with a reduction pending.
+    Raises LayoutError if the map is not total for these tensors, mixes dtypes, or names none of
+    them, or a tensor is stored with a reduction pending.
     """
-    if names is None:
-        return source
     given: object = names
     if isinstance(given, str):
         raise LayoutError(f"names={shown(given)} is text; give a map: load_map makes one of a name")
+    if names is None:
+        return source
+    if isinstance(names, NameMap):
+        return _MappedCatalog(source, names)
     if isinstance(names, Sequence):
         for each in names:
             source = mapped(source, each)
         return source
-    if isinstance(names, NameMap):
-        return _MappedCatalog(source, names)
-    for name in names:
-        if name not in source.names:
-            raise LayoutError(f"names= maps {shown(name)}, which {source.directory} lacks")
-    pairs = ((name, names.get(name, name)) for name in source.names)
-    return _MappedCatalog(source, NameMap(tuple(((old,), (new,)) for old, new in pairs)))
+    if unknown := [name for name in names if name not in source.names]:
+        raise LayoutError(f"names= maps {shown(unknown[0])}, which {source.directory} lacks")
+    rules = (((name,), (names.get(name, name),)) for name in source.names)
+    return _MappedCatalog(source, NameMap(tuple(rules)))
+
+
+def require_finished(tensor: Outline[FileBox]) -> None:
+    """Raise LayoutError if a tensor is stored with a reduction pending."""
+    if tensor.pending:
+        raise LayoutError(
+            f"{tensor.name!r} is stored with a reduction pending; merge or reshard the checkpoint "
+            "first, which finishes it"
+        )
 
 
 class _MappedCatalog(Catalog):
@@ -70,9 +78,7 @@ class _MappedCatalog(Catalog):
         shapes = {name: outline.shape for name, outline in outlines.items()}
         found = names.target_shapes(shapes)
         report = check_map(names, shapes, found)
-        if report.problems:
-            rest = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
-            raise LayoutError(f"the map is not total: {report.problems[0]}{rest}")
+        report.require_total()
         if not report.equations:
             first = ", ".join(map(shown, source.names[:3]))
             raise LayoutError(
@@ -95,11 +101,7 @@ class _MappedCatalog(Catalog):
                     f"the map makes {equation.target!r} of {dtype} and of {outline.dtype}, that of "
                     f"{equation.source!r}; cast one of them first"
                 )
-            if outline.pending:
-                raise LayoutError(
-                    f"{equation.source!r} is stored with a reduction pending; merge or reshard "
-                    "the checkpoint first, which finishes it"
-                )
+            require_finished(outline)
             self._equations.setdefault(equation.target, []).append(equation)
         self._padding: dict[str, list[TensorView]] = {}
         for target, side in names.padding(found):
@@ -125,14 +127,22 @@ class _MappedCatalog(Catalog):
         return self._tensors(name)
 
     def _look_up(self, name: str) -> StoredTensor:
-        boxes = tuple(
-            part
+        width = item_bytes(self._dtypes[name])
+        boxes = [
+            box
             for equation in self._equations[name]
             for stored in self._source.tensor(equation.source).boxes
-            for part in _boxes(equation.view, stored, item_bytes(self._dtypes[name]))
-        )
-        zeros = tuple(part for side in self._padding.get(name, ()) for part in _zeros(side))
-        return StoredTensor(name, self._shapes[name], self._dtypes[name], None, (), boxes + zeros)
+            for box in _boxes(equation.view, stored, width)
+        ]
+        for side in self._padding.get(name, ()):
+            factors = sorted(factor for dim in side.dims for factor in dim)
+            whole = tuple((0, factor.length) for factor in factors)
+            boxes += [
+                StoredBox(part, (), 0, _ZEROS, 0, None, (0,) * len(part))
+                for part, _, _ in _parts(side, whole, [0] * len(whole))
+                if box_size(part)
+            ]
+        return StoredTensor(name, self._shapes[name], self._dtypes[name], None, (), tuple(boxes))
 
 
 def _boxes(view: View, stored: StoredBox, width: int) -> Iterator[StoredBox]:
@@ -142,54 +152,45 @@ def _boxes(view: View, stored: StoredBox, width: int) -> Iterator[StoredBox]:
     held = [[side] for side in stored.box]
     for box in view.source.boxes(stored.box, len(view.shape)):
         first = stored.offset + view.source.offset(strides, held, [lo for lo, _ in box])
-        dims = [list(_intervals(factors, box, steps)) for factors in view.target.dims]
-        for sides in product(*dims):
-            part = tuple((lo, lo + length) for lo, length, _, _ in sides)
-            by = tuple(step for _, _, step, _ in sides)
-            shape = box_shape(part)
-            plain = _row_major(shape, width)
-            flat = all(n == 1 or a == b for n, a, b in zip(shape, by, plain, strict=True))
-            offset = first + sum(before for *_, before in sides)
-            yield StoredBox(
-                part, (), stored.rank, stored.path, offset, stored.digest, None if flat else by
-            )
+        for part, by, before in _parts(view.target, box, steps):
+            plain = _row_major(box_shape(part), width)
+            flat = all(n == 1 or a == b for n, a, b in zip(box_shape(part), by, plain, strict=True))
+            yield replace(stored, box=part, offset=first + before, strides=None if flat else by)
 
 
-def _zeros(side: TensorView) -> Iterator[StoredBox]:
-    """Yield what of a tensor is padding, all of it the same zeros of a file."""
-    factors = [factor for dim in side.dims for factor in dim]
-    box = tuple((0, f.length) for f in sorted(factors, key=lambda f: f.axis))
-    nothing = [0] * len(box)
-    for sides in product(*(list(_intervals(dim, box, nothing)) for dim in side.dims)):
+def _row_major(shape: Sequence[int], width: int) -> tuple[int, ...]:
+    return tuple(width * prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _parts(
+    side: TensorView, box: Box, steps: Sequence[int]
+) -> Iterator[tuple[Box, tuple[int, ...], int]]:
+    """Yield the boxes of a tensor that a box of its view is, given the view's steps in a file.
+
+    With each come the steps along its dims, and how many bytes its first element lies behind that
+    of the box of the view.
+    """
+    for sides in product(*(list(_intervals(factors, box, steps)) for factors in side.dims)):
         part = tuple((lo, lo + length) for lo, length, _, _ in sides)
-        if box_size(part):
-            yield StoredBox(part, (), 0, _ZEROS, 0, None, (0,) * len(part))
+        yield part, tuple(step for _, _, step, _ in sides), sum(before for *_, before in sides)
 
 
 def _intervals(
     factors: Sequence[Factor], box: Box, steps: Sequence[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the intervals of one dim of the target that a box of the view is.
-
-    Yields
-    ------
-    tuple
-        The first index, how many there are, the bytes in the file from one to the next, and how
-        many bytes precede the first in the box of the view.
-    """
+    """Yield the intervals of one dim: first index, length, step, and bytes before the first."""
     outer = list(factors)
     start, length, step, weight = 0, 1, 0, 1
     # The minor factors are one interval as long as all of each is there, at even steps.
     while outer:
         factor = outer[-1]
         lo, hi = box[factor.axis]
-        count, size = hi - lo, length
-        if size != weight or (count > 1 < size and steps[factor.axis] != step * size):
+        if length != weight or (hi - lo > 1 < length and steps[factor.axis] != step * length):
             break
-        if count > 1 and size == 1:
+        if hi - lo > 1 and length == 1:
             step = steps[factor.axis]
         start += (factor.start + lo) * weight
-        length *= count
+        length *= hi - lo
         weight *= factor.size
         outer.pop()
     weights = [weight * prod(f.size for f in outer[at + 1 :]) for at in range(len(outer))]
@@ -198,7 +199,3 @@ def _intervals(
         index = sum((factor.start + place) * by for place, factor, by in found)
         before = sum((place - box[f.axis][0]) * steps[f.axis] for place, f, _ in found)
         yield start + index, length, step, before
-
-
-def _row_major(shape: Sequence[int], width: int) -> tuple[int, ...]:
-    return tuple(width * prod(shape[dim + 1 :]) for dim in range(len(shape)))

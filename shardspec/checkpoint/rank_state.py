@@ -3,7 +3,9 @@
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, reduce
 from hashlib import sha256
+from itertools import permutations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
@@ -53,30 +55,9 @@ happened; the other ranks hear of it all the same."""
 def agree(communicator: Communicator, act: Callable[[], T]) -> T:
     """Do something in every process, and go on only if it worked in all of them.
 
-    Parameters
-    ----------
-    communicator
-        Every process of its mesh calls this at the same point; one outside it acts for itself.
-    act
-        What to do; it must not communicate.
-
-    Returns
-    -------
-    T
-        What `act` returned here.
-
-    Raises
-    ------
-    OutputExistsError
-        On every rank, if the first failure was one.
-    CheckpointError
-        On every rank, if `act` failed in any other way on any rank; names the first such rank.
-
-    Examples
-    --------
-    >>> from shardspec import DeviceMesh, SimulatedCommunicator
-    >>> agree(SimulatedCommunicator(DeviceMesh(range(2), (2,))), lambda: 5)
-    5
+    Every process of the mesh calls this at the same point; one outside acts for itself. What is
+    done must not communicate. Where it fails anywhere, every rank raises CheckpointError, which
+    names the first such rank, or OutputExistsError if that was one.
     """
     if not communicator.addressable:
         return act()
@@ -185,37 +166,39 @@ def _shards_of(
 
 def _on_larger(layout: Layout, mesh: DeviceMesh) -> Layout | None:
     """Return a layout on a mesh of which its own is a slice; None if it is none."""
-    own = layout.mesh
-    if own == mesh:
+    if layout.mesh == mesh:
         return layout
-    if not set(own.ids) <= set(mesh.ids):
+    axes = _axes_on(layout.mesh, mesh)
+    if axes is None:
         return None
-    origin = mesh.coordinates(own.ids[0])
-    axes: dict[int, int] = {}
-    for axis, size in enumerate(own.shape):
-        if size > 1:
-            neighbour = mesh.coordinates(own.id_at([int(a == axis) for a in range(own.ndim)]))
-            moved = [a for a in range(mesh.ndim) if neighbour[a] != origin[a]]
-            if len(moved) != 1 or mesh.shape[moved[0]] != size or moved[0] in axes.values():
-                return None
-            axes[axis] = moved[0]
-    for device in own.ids:
-        place = list(origin)
-        for axis, onto in axes.items():
-            place[onto] = own.coordinates(device)[axis]
-        if mesh.coordinates(device) != tuple(place):
-            return None
     spec = layout.spec
     cuts: dict[int, DimSpec] = {}
     for dim, cut in enumerate(spec.dim_specs):
-        by = [axes[int(axis)] for axis in cut.axes if axis in axes]
+        by = tuple(axes[int(axis)] for axis in cut.axes if axis in axes)
         # Along axes of one device nothing is sharded, nor does a part have several shares.
-        cuts[dim] = DimSpec(tuple(by), cut.parts, cut.block) if by else DimSpec()
+        cuts[dim] = DimSpec(by, cut.parts, cut.block) if by else DimSpec()
     pending: dict[Axis, ReduceOp] = {
         axes[int(p.axis)]: p.op for p in spec.partials if p.axis in axes
     }
     onto_mesh = ShardingSpec(spec.dims, cuts, partial=pending)
     return Layout(mesh, onto_mesh, layout.global_shape, layout.dtype)
+
+
+@lru_cache(maxsize=64)
+def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
+    """Return which axis of a mesh each longer axis of a slice of it is; None if it is no slice."""
+    if not set(own.ids) <= set(mesh.ids):
+        return None
+    longer = [axis for axis, size in enumerate(own.shape) if size > 1]
+    places = [(own.coordinates(device), mesh.coordinates(device)) for device in own.ids]
+    for onto in permutations(range(mesh.ndim), len(longer)):
+        axes = dict(zip(longer, onto, strict=True))
+        if any(own.shape[a] != mesh.shape[b] for a, b in axes.items()):
+            continue
+        rest = {tuple(at for b, at in enumerate(there) if b not in onto) for _, there in places}
+        if len(rest) == 1 and all(h[a] == t[b] for h, t in places for a, b in axes.items()):
+            return axes
+    return None
 
 
 def _check_plain(name: str, tensor: "torch.Tensor") -> None:
@@ -262,23 +245,21 @@ def check_same(what: Described, communicator: Communicator, replicas: Replicas) 
     # Only now the long lists travel.
     every = communicator.gather(dict.fromkeys(ranks, facts))
     first, other = next((i, j) for i in every for j in every if every[i] != every[j])
-    key = min(
-        key
-        for key in every[first].keys() | every[other].keys()
-        if every[first].get(key) != every[other].get(key)
-    )
-    missing = f"no such {key.split()[0]}"
-    has = [f"rank {r} has {_cut(every[r].get(key, missing))}" for r in (first, other)]
+    one, two = every[first], every[other]
+    key = min(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
+    has = []
+    for rank in (first, other):
+        text = every[rank].get(key, f"no such {key.split()[0]}")
+        has.append(f"rank {rank} has {text[:_LONG]}{'…' if len(text) > _LONG else ''}")
     raise CheckpointError(f"{key}: {' but '.join(has)}; save the same on every rank")
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONG else f"{text[:_LONG]}…"
+_Shared: TypeAlias = Mapping[Layout, Mapping[ReplicaKey, tuple[int, ...]]]
+"""The boxes that are not empty and that several ranks hold, and these."""
 
 
-def _replicas(what: Described, communicator: Communicator) -> dict[int, bytes]:
+def _replicas(what: Described, communicator: Communicator, shared: _Shared) -> dict[int, bytes]:
     """Return by rank the CRC-32 of each of its boxes that other ranks hold too, by name."""
-    shared = {at: _shared(at) for at in set(what.layouts.values())}
     known: dict[tuple[int, Box], int] = {}
     found = {}
     for rank in communicator.addressable:
@@ -294,49 +275,37 @@ def _replicas(what: Described, communicator: Communicator) -> dict[int, bytes]:
                 # A plain tensor is one for all devices of this process.
                 of = id(tensor), box
                 if of not in known:
-                    known[of] = _crc_of(box_of_shard(tensor, layout, rank, box))
+                    pieces = tensor_bytes(box_of_shard(tensor, layout, rank, box))
+                    known[of] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
                 crcs.append(known[of])
         found[rank] = crcs.tobytes()
     return found
 
 
-def _shared(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
-    """Return the boxes that are not empty and that several ranks hold, and these."""
-    return {part: ranks for part, ranks in replica_holders(layout).items() if len(ranks) > 1}
-
-
 def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None:
     """Raise on every rank if copies of a box on several ranks differ."""
-    layouts = what.layouts
-    gathered = communicator.gather(agree(communicator, lambda: _replicas(what, communicator)))
-    shared = {at: _shared(at) for at in set(layouts.values())}
-    digests = {rank: iter(array("I", crcs)) for rank, crcs in gathered.items()}
-    differ: list[str] = []
-    for name, layout in layouts.items():
-        problem = ""
+    shared = {
+        layout: {part: ranks for part, ranks in replica_holders(layout).items() if len(ranks) > 1}
+        for layout in set(what.layouts.values())
+    }
+    crcs = communicator.gather(agree(communicator, lambda: _replicas(what, communicator, shared)))
+    digests = {rank: iter(array("I", found)) for rank, found in crcs.items()}
+    differ: dict[str, str] = {}
+    for name, layout in what.layouts.items():
         for (box, _), ranks in shared[layout].items():
             holders: dict[int, list[int]] = {}
             for rank in ranks:
                 holders.setdefault(next(digests[rank]), []).append(rank)
-            if len(holders) > 1 and not problem:
+            if len(holders) > 1 and name not in differ:
                 groups = [f"rank{'s' * (len(g) > 1)} {ids_text(g)}" for g in holders.values()]
                 whose = ", another on ".join(groups[:3]) + (", and more" if groups[3:] else "")
-                problem = f"its copies of box {box_text(box)} differ: one is on {whose}"
-        if problem:
-            differ.append(f"tensor {name!r}: {problem}")
-    if differ:
-        more = f" ({counted(len(differ) - 1, 'other tensor')} too)" if differ[1:] else ""
+                differ[name] = f"its copies of box {box_text(box)} differ: one is on {whose}"
+    for name, problem in differ.items():
+        more = f" ({counted(len(differ) - 1, 'other tensor')} too)" if len(differ) > 1 else ""
         raise CheckpointError(
-            f"{differ[0]}{more}; make them equal, or shard the tensor by what differs, or save "
-            'that of the first rank with replicas="first"'
+            f"tensor {name!r}: {problem}{more}; make them equal, or shard the tensor by what "
+            'differs, or save that of the first rank with replicas="first"'
         )
-
-
-def _crc_of(tensor: "torch.Tensor") -> int:
-    value = 0
-    for piece in tensor_bytes(tensor):
-        value = crc32(piece, value)
-    return value
 
 
 def box_of_shard(shard: "torch.Tensor", layout: Layout, rank: int, box: Box) -> "torch.Tensor":

@@ -9,12 +9,11 @@ import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.commit import write_atomically
@@ -56,13 +55,11 @@ _SHARD_NAME: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
 _TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp")
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """A file to be written."""
+class _Shard(NamedTuple):
+    """A file to be written, and its first bytes."""
 
     entry: FileEntry
     head: bytes
-    """Its first bytes."""
     header: Header
 
 
@@ -170,8 +167,9 @@ def save_sharded(
             raise
         if leader:
             # Without a lock only what the older info names is known to be of no other save.
-            names = _names(path) if turn.locked else older
-            _remove(path, _superseded(path, names, keep={file.name for file in info.files}))
+            with suppress(OSError):
+                older = os.listdir(path) if turn.locked else older
+            _remove(path, _superseded(path, older, keep={file.name for file in info.files}))
 
 
 def _shard(
@@ -206,11 +204,9 @@ def _check_free(path: Path) -> None:
 
 
 def _make_directory(path: Path) -> None:
-    if isinstance(path, RemotePath):
-        # Stores make it with the first file.
-        return
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if not isinstance(path, RemotePath):  # stores make it with the first file
+            path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be made a directory: {reason(error)}") from None
 
@@ -264,11 +260,6 @@ def _write_file(directory: Path, name: str, num_bytes: int, fill: Callable[[_Wri
     """Write a file that appears, or replaces another, when it is complete and on the disk.
 
     It has the mode of the info that is there, if one is, and its owner where the system allows it.
-
-    Raises
-    ------
-    CheckpointError
-        If the system or the store refuses; nothing of the new file stays.
     """
     path = directory / name
     if isinstance(path, RemotePath):
@@ -312,13 +303,6 @@ def _publish(path: Path, info: ShardingInfo) -> list[str]:
     text = memoryview(format_info(info).encode())
     _write_file(path, INFO_NAME, len(text), lambda write: write(text))
     return older
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []
 
 
 def _superseded(path: Path, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:

@@ -4,7 +4,7 @@ A name is the keys on the way to a value, joined by dots. Mappings are always de
 and tuples where they hold tensors or mappings; other plain values stay whole.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -92,11 +92,8 @@ def _is_tensor(value: object) -> bool:
 def flatten(state: Mapping[str, object]) -> FlatState:
     """Return the tensors and values of a state dict by name.
 
-    Raises
-    ------
-    CheckpointError
-        If a key is neither text nor a whole number, two values get one name, or a value is neither
-        a tensor nor plain.
+    Raises CheckpointError if a key is neither text nor a whole number, two values get one name, or
+    a value is neither a tensor nor plain.
     """
     tensors: dict[str, Any] = {}
     values: dict[str, object] = {}
@@ -137,25 +134,22 @@ def _shown(path: KeyPath) -> str:
     return "".join(f"[{key[0] if isinstance(key, tuple) else key!r}]" for key in path)
 
 
-def encode_value(value: object, name: str = "") -> object:
+def encode_value(value: object, name: str = "", depth: int = 0) -> object:
     """Return a plain value as JSON has it; what JSON lacks is an object of one member.
 
-    Raises
-    ------
-    CheckpointError
-        If it is no plain value.
+    Raises CheckpointError, which tells the name, if it is no plain value.
 
     Examples
     --------
     >>> encode_value({"betas": (0.9, float("inf"))})
     {'dict': [['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
     """
-    return _encode(value, name, 0)
-
-
-def _encode(value: object, name: str, depth: int) -> object:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"value {name!r} nests deeper than {_MAX_DEPTH} times")
+
+    def encoded(items: Iterable[object]) -> list[object]:
+        return [encode_value(item, name, depth + 1) for item in items]
+
     match value:
         case None | bool():
             return value
@@ -172,12 +166,11 @@ def _encode(value: object, name: str, depth: int) -> object:
                 ) from None
             return str(value)
         case list():
-            return [_encode(item, name, depth + 1) for item in value]
+            return encoded(value)
         case tuple():
-            return {"tuple": [_encode(item, name, depth + 1) for item in value]}
+            return {"tuple": encoded(value)}
         case dict():
-            items = value.items()
-            return {"dict": [[_encode(x, name, depth + 1) for x in item] for item in items]}
+            return {"dict": [encoded(item) for item in value.items()]}
     raise CheckpointError(
         f"tensor {name!r} is a {type(value).__name__}; a checkpoint holds tensors and plain values "
         "(numbers, text, lists and dicts of them), so leave it out or make it one with torch.tensor"
@@ -185,24 +178,17 @@ def _encode(value: object, name: str, depth: int) -> object:
 
 
 def decode_value(value: object) -> object:
-    """Return the value that `encode_value` has encoded; ValueError if it is none such.
-
-    Examples
-    --------
-    >>> decode_value({"dict": [["betas", {"tuple": [0.9, {"float": "inf"}]}]]})
-    {'betas': (0.9, inf)}
-    """
+    """Return the value that `encode_value` has encoded; ValueError if it is none such."""
     match value:
         case list():
             return [decode_value(item) for item in value]
         case {"float": str(text), **rest} if not rest:
             return float(text)
         case {"tuple": list(items), **rest} if not rest:
-            return tuple(decode_value(item) for item in items)
+            return tuple(map(decode_value, items))
         case {"dict": list(items), **rest} if not rest:
-            pairs = [item for item in items if isinstance(item, list) and len(item) == 2]
-            if len(pairs) == len(items):
-                return {_hashable(decode_value(k)): decode_value(v) for k, v in pairs}
+            if all(isinstance(item, list) and len(item) == 2 for item in items):
+                return {_hashable(decode_value(k)): decode_value(v) for k, v in items}
         case None | bool() | int() | float() | str():
             return value
     raise ValueError("is no encoded value")
@@ -239,67 +225,49 @@ def decode_path(path: object) -> KeyPath:
     return tuple(found)
 
 
+class _Node(dict[Any, Any]):
+    """What is nested, and no value."""
+
+
 def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict[Any, Any]:
-    """Return nested dicts and lists of values.
+    """Return nested dicts and lists of values, given the keys of every name, and its value.
 
-    Parameters
-    ----------
-    paths
-        Name to keys, of every value.
-    of
-        Returns the value of a name, or `LEFT_OUT`; None takes its place in a list.
-
-    Raises
-    ------
-    CheckpointError
-        If keys contradict each other: a value stands where others lie, or a list has a gap.
+    A value may be `LEFT_OUT`; None takes its place in a list. Raises CheckpointError if keys
+    contradict each other: a value stands where others lie, or a list has a gap.
 
     Examples
     --------
     >>> unflatten({"a.0": ("a", (0,)), "b": ("b",)}, str.upper)
     {'a': ['A.0'], 'b': 'B'}
     """
-    root: dict[Any, Any] = {}
+    root = _Node()
     for name, path in paths.items():
-        node: Any = root
+        node = root
         for key in path[:-1]:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                raise _contradiction(name)
-        if path[-1] in node:
-            raise _contradiction(name)
-        node[path[-1]] = _Name(name)
-    found = _nested(root, of)
+            node = node.setdefault(key, _Node())
+            if not isinstance(node, _Node):
+                break
+        if not isinstance(node, _Node) or path[-1] in node:
+            raise CheckpointError(
+                f"the keys of {name!r} lead to where another value is; rename it otherwise, or "
+                "restore the sharding info of the checkpoint"
+            )
+        node[path[-1]] = of(name)
+    found = _nested(root)
     return {} if found is LEFT_OUT else found
 
 
-class _Name(str):
-    """A name that a value is put in place of."""
-
-    __slots__ = ()
-
-
-def _nested(node: Any, of: Callable[[str], object]) -> Any:  # noqa: ANN401  # dicts, lists, values
-    if isinstance(node, _Name):
-        return of(str(node))
-    listed = [isinstance(key, tuple) for key in node]
-    if not any(listed):
-        found = {key: _nested(value, of) for key, value in node.items()}
-        kept = {key: item for key, item in found.items() if item is not LEFT_OUT}
-        return kept if kept or not node else LEFT_OUT
-    if not all(listed) or node.keys() != {(place,) for place in range(len(node))}:
-        raise CheckpointError(
-            f"the keys {', '.join(map(repr, list(node)[:3]))} of the checkpoint are those of no "
-            "list; its sharding info is damaged, restore it"
-        )
-    items = [_nested(node[(place,)], of) for place in range(len(node))]
-    if all(item is LEFT_OUT for item in items):
-        return LEFT_OUT
-    return [None if item is LEFT_OUT else item for item in items]
-
-
-def _contradiction(name: str) -> CheckpointError:
-    return CheckpointError(
-        f"the keys of {name!r} lead to where another value is; rename it otherwise, or restore the "
-        "sharding info of the checkpoint"
-    )
+def _nested(node: Any) -> Any:  # noqa: ANN401  # dicts, lists, values
+    if not isinstance(node, _Node):
+        return node
+    found = {key: _nested(value) for key, value in node.items()}
+    kept = {key: value for key, value in found.items() if value is not LEFT_OUT}
+    if any(isinstance(key, tuple) for key in node):
+        places = [(place,) for place in range(len(node))]
+        if node.keys() != set(places):
+            raise CheckpointError(
+                f"the keys {', '.join(map(repr, list(node)[:3]))} of the checkpoint are those of "
+                "no list; its sharding info is damaged, restore it"
+            )
+        return [kept.get(place) for place in places] if kept else LEFT_OUT
+    return kept or LEFT_OUT

@@ -2,14 +2,24 @@
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Final, TypeAlias
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from shardspec.comm.presets import link_preset
+from shardspec.dtypes import dtype_name
 from shardspec.text import shown
 
 __all__ = [
+    "BYTES",
+    "DTYPE",
+    "FILE",
+    "IDS",
     "MAX_DEVICES",
+    "MESH",
+    "PRESETS",
+    "SIZES",
+    "Kind",
     "MeshShape",
     "parse_bytes",
     "parse_ids",
@@ -129,3 +139,23 @@ def _whole_numbers(parts: list[str], what: str, text: str, remedy: str) -> tuple
             )
         numbers.append(int(digits))
     return tuple(numbers)
+
+
+class Kind(NamedTuple):
+    """What an argument is."""
+
+    name: str
+    """As help calls it."""
+    read: Callable[[Any], object]
+    """Reads its text; a `ValueError` says what is wrong."""
+    completed: bool = False
+    """Whether shells may complete it to the name of a file."""
+
+
+BYTES: Final = Kind("SIZE", parse_bytes)
+DTYPE: Final = Kind("NAME", dtype_name)
+FILE: Final = Kind("FILE", Path)
+IDS: Final = Kind("IDS", parse_ids)
+MESH: Final = Kind("SHAPE", parse_mesh)
+PRESETS: Final = Kind("PRESETS", parse_links)
+SIZES: Final = Kind("SIZES", parse_shape)

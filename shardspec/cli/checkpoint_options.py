@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import Declared, argument, flag, option
+from shardspec.cli.arguments import Kind
+from shardspec.cli.options import Declared, flag, option
 from shardspec.errors import CheckpointError, InputFileError
 from shardspec.input_files import read_input_file
 
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from shardspec.resharding.maps import NameMap
 
 __all__ = [
+    "CHECKPOINT",
+    "OTHER",
     "ChoiceOptions",
     "MapOptions",
     "RuleOptions",
     "SourceOptions",
-    "checkpoint_argument",
-    "checkpoint_option",
     "read_json",
     "read_maps",
     "read_rules",
@@ -41,14 +42,11 @@ def _as_path(text: str) -> Path:
     return as_path(text)
 
 
-def checkpoint_argument(metavar: str = "CKPT") -> Declared:
-    """Declare the argument for a checkpoint, a path or a URL such as ``s3://bucket/model``."""
-    return argument(metavar, type=click.Path(), parse=_as_path)
-
-
-def checkpoint_option(text: str) -> Declared:
-    """Declare an option for another checkpoint."""
-    return option("OTHER", text, type=click.Path(), parse=_as_path)
+CHECKPOINT: Final = Kind("CKPT", _as_path, completed=True)
+"""A path, or a URL such as ``s3://bucket/model``."""
+OTHER: Final = CHECKPOINT._replace(name="OTHER")
+_COUNT: Final = click.IntRange(1)
+_RULES: Final = click.Path(path_type=Path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +56,13 @@ class SourceOptions:
     ranks: int | None = option(
         "N",
         "How many ranks wrote the checkpoint, for formats that do not say it.",
-        type=click.IntRange(1),
+        type=_COUNT,
     )
     source_rules: Path | None = option(
         "FILE",
         "TOML file that says how the ranks cut tensors, for formats that do not say it and names "
         "that the library does not know.",
-        type=click.Path(path_type=Path),
+        type=_RULES,
     )
 
     def open(self, *paths: Path, quiet: bool = False) -> "list[Catalog]":
@@ -99,11 +97,10 @@ class ChoiceOptions:
         "PATTERN", "No tensors whose name matches; may be given several times.", multiple=True
     )
     rename: tuple[tuple[str, str], ...] = option(
-        "REGEX NEW",
+        Kind("REGEX NEW", _expression),
         "Replace the first match of REGEX in every name by NEW; may be given several times.",
         multiple=True,
         nargs=2,
-        parse=_expression,
     )
 
     def arguments(self) -> dict[str, Any]:
@@ -115,9 +112,7 @@ class ChoiceOptions:
 class RuleOptions:
     """How tensors are to be cut."""
 
-    rules: Path | None = option(
-        "FILE", "TOML file with name patterns and specs.", type=click.Path(path_type=Path)
-    )
+    rules: Path | None = option("FILE", "TOML file with name patterns and specs.", type=_RULES)
     rule: tuple[tuple[str, str], ...] = option(
         "PATTERN SPEC", "One more rule; may be given several times.", multiple=True, nargs=2
     )

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -16,12 +17,11 @@ from shardspec.checkpoint.inspect import (
     CheckpointSummary,
     TensorSummary,
     inspect_checkpoint,
-    json_text,
     other_text,
 )
-from shardspec.cli.arguments import parse_index
-from shardspec.cli.checkpoint_options import SourceOptions, checkpoint_argument
-from shardspec.cli.options import command, flag, group, json_flag, option
+from shardspec.cli.arguments import Kind, parse_index
+from shardspec.cli.checkpoint_options import CHECKPOINT, SourceOptions
+from shardspec.cli.options import argument, command, flag, json_flag, option
 from shardspec.cli.output import path_text, say, say_parts
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -37,66 +37,54 @@ _MOST_VALUE: Final = 60
 """Characters of a value that is no tensor, beyond which a line is no help either."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Inspect:
-    checkpoint: Path = checkpoint_argument()
+@command
+def inspect_command(
+    *,
+    checkpoint: Path = argument(CHECKPOINT),
     tensor: str | None = option(
         "PATTERN",
         "Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
-    )
+    ),
     index: tuple[int, ...] | None = option(
-        "I,J,…",
+        Kind("I,J,…", parse_index),
         "Say which ranks hold this element, row or block of the tensors that match.",
-        parse=parse_index,
-    )
-    picture: bool = flag("Draw how the tensors that match are cut.")
+    ),
+    picture: bool = flag("Draw how the tensors that match are cut."),
     only: str | None = option(
-        None,
+        click.Choice(("replicated", "uneven")),
         "Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
-        type=click.Choice(("replicated", "uneven")),
-    )
-    source: SourceOptions = group(SourceOptions)
-    as_json: bool = json_flag("Print everything as JSON.")
-
-
-@command(
-    "inspect",
-    _Inspect,
-    """\
-  shardspec inspect ckpt
-  shardspec inspect ckpt --tensor 'layers.0.*'               with the box and file of every rank
-  shardspec inspect ckpt --tensor embed.weight --index 17    which rank holds row 17
-  shardspec inspect ckpt --tensor embed.weight --picture     who holds what
-  shardspec inspect ckpt --only uneven
-  shardspec inspect ckpt --json""",
-)
-def inspect_command(given: _Inspect) -> None:
+    ),
+    source: SourceOptions,
+    as_json: bool = json_flag("Print everything as JSON."),
+) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
     Reads what describes the checkpoint, the header of every file where that does, and checks that
     all of it agrees; no data. Of several ranks that hold the same, some formats store what one
     holds, and show that one.
+
+    Examples:
+      shardspec inspect ckpt
+      shardspec inspect ckpt --tensor 'layers.0.*'               with the box and file of every rank
+      shardspec inspect ckpt --tensor embed.weight --index 17    which rank holds row 17
+      shardspec inspect ckpt --tensor embed.weight --picture     who holds what
+      shardspec inspect ckpt --only uneven
+      shardspec inspect ckpt --json
     """
-    pattern, index, picture, only = given.tensor, given.index, given.picture, given.only
-    as_json = given.as_json
-    if (index is not None or picture) and pattern is None and only is None:
+    if (index is not None or picture) and tensor is None and only is None:
         raise click.UsageError("--index and --picture are about some tensors; name them: --tensor")
-    whole = inspect_checkpoint(given.source.open(given.checkpoint)[0])
-    summary = whole
-    if pattern is not None:
-        summary = _only(summary, pattern)
-    if only is not None:
-        kept = (t for t in summary.tensors if getattr(t.holders, only))
-        summary = replace(summary, tensors=tuple(kept))
+    (catalog,) = source.open(checkpoint)
+    whole = inspect_checkpoint(catalog)
+    summary = _chosen(whole, tensor, only)
     if only is not None and not summary.tensors and not as_json:
         say_parts(_some(summary, only, len(whole.tensors)))
     elif index is not None:
         _say_holders(summary, index, as_json)
     elif as_json:
-        say_parts(json_text(summary), "")
+        say_parts(_json(summary), "")
     elif picture:
         say_parts(map(_picture, summary.tensors), "\n\n")
-    elif pattern is not None:
+    elif tensor is not None:
         say_parts(map(_boxes, summary.tensors), "\n\n")
     elif only is not None:
         say_parts(_some(summary, only, len(whole.tensors)))
@@ -104,47 +92,60 @@ def inspect_command(given: _Inspect) -> None:
         say_parts(_overview(summary))
 
 
+def _chosen(summary: CheckpointSummary, pattern: str | None, only: str | None) -> CheckpointSummary:
+    """Return a summary with the tensors that match both."""
+    found = summary.tensors
+    if pattern is not None:
+        found = tuple(t for t in found if fnmatchcase(t.name, pattern))
+        if not found:
+            names = ", ".join(shown(t.name) for t in summary.tensors[:3])
+            raise CheckpointError(
+                f"{summary.directory}: no tensor matches {shown(pattern)}; the names start with "
+                f"{names or '(there are none)'}"
+            )
+    if only is not None:
+        found = tuple(t for t in found if getattr(t.holders, only))
+    return replace(summary, tensors=found)
+
+
+def _json(summary: CheckpointSummary) -> Iterator[str]:
+    """Yield the JSON text of a summary in pieces: of 100,000 tensors, all of it takes 200 MiB."""
+    yield f'{json.dumps(summary.facts())[:-1]}, "tensors": ['
+    for at, tensor in enumerate(summary.tensors):
+        yield f"{', ' if at else ''}{json.dumps(tensor.to_json())}"
+    yield "]}"
+
+
 def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bool) -> None:
     """Print who holds a part of the tensors."""
     # A pattern may take in biases beside matrices: those that have no such index do not count.
     fitting = [tensor for tensor in summary.tensors if tensor.has(index)]
-    found = [(t.name, t.holders_at(index)) for t in fitting or summary.tensors[:1]]
+    found = [
+        (tensor.name, box, ranks)
+        for tensor in fitting or summary.tensors[:1]
+        for box, ranks in tensor.holders_at(index).items()
+    ]
     if as_json:
-        boxes = [
+        holders = [
             {"name": name, "box": [list(side) for side in box], "ranks": list(ranks)}
-            for name, cells in found
-            for box, ranks in cells.items()
+            for name, box, ranks in found
         ]
-        say(json.dumps({"index": list(index), "holders": boxes}))
+        say(json.dumps({"index": list(index), "holders": holders}))
         return
-    for name, cells in found:
-        for box, ranks in cells.items():
-            who = f"rank{'s' if len(ranks) > 1 else ''} {ids_text(ranks)}"
-            say(f"{_name(name)}[{', '.join(map(str, index))}]: {who}, in {box_text(box)}")
+    for name, box, ranks in found:
+        who = f"rank{'s' if len(ranks) > 1 else ''} {ids_text(ranks)}"
+        say(f"{_name(name)}[{', '.join(map(str, index))}]: {who}, in {box_text(box)}")
 
 
 def _picture(tensor: TensorSummary) -> str:
     """Draw who holds what; a table of boxes where they make up no grid."""
-    outline = tensor.outline
     if tensor.layout is not None:
         return f"{_name(tensor.name)}\n{tensor.layout.picture()}"
-    cells = tensor.holders.cells
-    sides = [{box[dim] for box in cells} for dim in range(len(outline.shape))]
+    shape, cells = tensor.outline.shape, tensor.holders.cells
+    sides = [{box[dim] for box in cells} for dim in range(len(shape))]
     if prod(map(len, sides)) != len(cells) or len(cells) > _MOST_CELLS:
         return _boxes(tensor)
-    title = f"{_title(tensor)} {list(outline.shape)}"
-    return Picture(title, cells).text()
-
-
-def _only(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
-    found = tuple(t for t in summary.tensors if fnmatchcase(t.name, pattern))
-    if not found:
-        names = ", ".join(shown(t.name) for t in summary.tensors[:3])
-        raise CheckpointError(
-            f"{summary.directory}: no tensor matches {shown(pattern)}; the names start with "
-            f"{names or '(there are none)'}"
-        )
-    return replace(summary, tensors=found)
+    return Picture(f"{_title(tensor)} {list(shape)}", cells).text()
 
 
 def _overview(summary: CheckpointSummary) -> Iterator[str]:
@@ -155,7 +156,6 @@ def _overview(summary: CheckpointSummary) -> Iterator[str]:
         facts.append(f"saved on mesh {mesh} ({counted(mesh.size, 'device')})")
     yield f"{path_text(summary.directory)}: {', '.join(facts)}"
     if summary.tensors:
-        yield ""
         yield from _tensors(summary)
         yield ""
         files = summary.files_by_rank
@@ -185,39 +185,35 @@ def _some(summary: CheckpointSummary, only: str, of: int) -> Iterator[str]:
         line += f", as far as {summary.format} says: what ranks hold alike may be stored once"
     yield line
     if summary.tensors:
-        yield ""
         yield from _tensors(summary)
 
 
 def _tensors(summary: CheckpointSummary) -> Iterator[str]:
-    header = ["tensor", "spec", "dtype", "shape", "size", "remarks"]
+    """Yield an empty line, and a table of the tensors."""
     # What stands in a row follows from the layout, which many tensors have in common.
     known: dict[Layout, list[str]] = {}
 
     def row(tensor: TensorSummary) -> list[str]:
-        cells = None if tensor.layout is None else known.get(tensor.layout)
-        if cells is None:
-            cells = _cells(tensor)
-            if tensor.layout is not None:
-                known[tensor.layout] = cells
-        return [_name(tensor.name), *cells]
+        layout = tensor.layout
+        if layout is None:
+            return [_name(tensor.name), *_cells(tensor)]
+        if layout not in known:
+            known[layout] = _cells(tensor)
+        return [_name(tensor.name), *known[layout]]
 
-    yield from table_lines(
-        header, lambda: map(row, summary.tensors), numbers=(3, 4), empty_columns=False
-    )
+    yield ""
+    header = ["tensor", "spec", "dtype", "shape", "size", "remarks"]
+    rows = partial(map, row, summary.tensors)
+    yield from table_lines(header, rows, numbers=(3, 4), empty_columns=False)
 
 
 def _cells(tensor: TensorSummary) -> list[str]:
     """Return the row of a tensor, but for its name."""
-    outline, holders = tensor.outline, tensor.holders
-    remarks = []
+    holders = tensor.holders
+    remarks = [word for word in ("replicated", "uneven") if getattr(holders, word)]
     if tensor.layout is None and len(holders.cells) > 1:
-        remarks.append(f"{len(holders.cells)} boxes")
-    if holders.replicated:
-        remarks.append("replicated")
-    if holders.uneven:
-        remarks.append("uneven")
-    shape = "×".join(map(str, outline.shape)) or "scalar"
+        remarks.insert(0, f"{len(holders.cells)} boxes")
+    shape = "×".join(map(str, tensor.outline.shape)) or "scalar"
     return [*_spec(tensor), shape, bytes_text(tensor.num_bytes), ", ".join(remarks)]
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import sys
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import fill
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardspec.cli.arguments import MeshShape, parse_bytes
+from shardspec.cli.arguments import BYTES, FILE, MeshShape
 from shardspec.cli.options import (
     command,
     json_flag,
@@ -34,25 +33,21 @@ if TYPE_CHECKING:
 __all__ = ["presets_command", "profile_command"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Presets:
-    as_json: bool = json_flag("Print everything as JSON.")
-
-
-@command(
-    "presets",
-    _Presets,
-    """\
-  shardspec presets
-  shardspec presets --json""",
-)
-def presets_command(given: _Presets) -> None:
+@command
+def presets_command(
+    *,
+    as_json: bool = json_flag("Print everything as JSON."),
+) -> None:
     """Show the links that --links knows, where their numbers come from and what they hold for.
 
     Rates are in 10^9 bytes a second, in one direction, per device.
+
+    Examples:
+      shardspec presets
+      shardspec presets --json
     """
     presets = PRESETS.values()
-    if given.as_json:
+    if as_json:
         say(json.dumps({"presets": [preset.as_dict() for preset in presets]}))
         return
     header = ["preset", "scope", "basis", "confidence", "devices", "latency", "rate"]
@@ -96,63 +91,57 @@ def _sizes(preset: LinkPreset) -> str:
     return f"; published at {least}" if least == most else f"; published at {least} to {most}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Profile:
-    mesh: MeshShape = mesh_option(required=True)
-    output: Path = output_option("Where to write the profile.", required=True)
-    plot: Path | None = option("FILE", "Draw it as SVG too.", parse=Path)
-    min_bytes: int = option(None, "", parse=parse_bytes, default="4KiB", show_default=True)
-    max_bytes: int = option(None, "", parse=parse_bytes, default="16MiB", show_default=True)
-    repeats: int = option(
-        None, "At the least.", type=click.IntRange(1, 10_000), default=5, show_default=True
-    )
-    overwrite: bool = overwrite_flag()
-
-
-@command(
-    "profile",
-    _Profile,
-    """\
-  torchrun --nproc_per_node 8 -m shardspec profile --mesh 2x4 -o cluster.json
-  torchrun ... -m shardspec profile --mesh dp=4,tp=8 -o cluster.json --max-bytes 256MiB
-  shardspec plan "[S0,R]" "[R,S01]" --profile cluster.json --shape 4096x4096""",
-)
-def profile_command(given: _Profile) -> None:
+@command
+def profile_command(
+    *,
+    mesh: MeshShape = mesh_option(),
+    output: Path = output_option("Where to write the profile.", required=True),
+    plot: Path | None = option(FILE, "Draw it as SVG too."),
+    min_bytes: int = option(BYTES, "", default="4KiB", show_default=True),
+    max_bytes: int = option(BYTES, "", default="16MiB", show_default=True),
+    repeats: int = option(click.IntRange(1, 10_000), "At the least.", default=5, show_default=True),
+    overwrite: bool = overwrite_flag(),
+) -> None:
     """Measure the links of a cluster: how long steps take on the processes of this job.
 
     Run it under torchrun, one process a device. It times every kind of collective along each axis
     of the mesh and along every group of axes, over sizes that grow fourfold, and fits two lines to
     each, one of low latency and one of high rate. What has no such curve is priced by a latency and
     a rate per axis, of links of every group's own or of one bus that all devices share.
+
+    Examples:
+      torchrun --nproc_per_node 8 -m shardspec profile --mesh 2x4 -o cluster.json
+      torchrun ... -m shardspec profile --mesh dp=4,tp=8 -o cluster.json --max-bytes 256MiB
+      shardspec plan "[S0,R]" "[R,S01]" --profile cluster.json --shape 4096x4096
     """
     world, rank = _environment("WORLD_SIZE"), _environment("RANK")
-    mesh, output, plot = plain_mesh(given.mesh), given.output, given.plot
-    if world != mesh.size:
-        start = f"torchrun --nproc_per_node {mesh.size} -m shardspec profile --mesh {mesh}"
+    devices = plain_mesh(mesh)
+    if world != devices.size:
+        start = f"torchrun --nproc_per_node {devices.size} -m shardspec profile --mesh {devices}"
         found = f"this job has {world} processes" if world else "this is no job"
         raise click.UsageError(
-            f"mesh {mesh} has {mesh.size} devices, but {found}; start it as in '{start} -o "
+            f"mesh {devices} has {devices.size} devices, but {found}; start it as in '{start} -o "
             f"{path_text(output)}', or over several hosts"
         )
-    if not 4 <= given.min_bytes < given.max_bytes:
+    if not 4 <= min_bytes < max_bytes:
         raise click.UsageError("--min-bytes must be at least 4, and --max-bytes more than it")
     if rank == 0:
         for path in filter(None, (output, plot)):
-            _check_place(path, given.overwrite)
-    sizes = [given.min_bytes]
-    while sizes[-1] * 4 < given.max_bytes:
+            _check_place(path, overwrite)
+    sizes = [min_bytes]
+    while sizes[-1] * 4 < max_bytes:
         sizes.append(sizes[-1] * 4)
-    profile = _measure(mesh, [*sizes, given.max_bytes], given.repeats, show=rank == 0)
+    profile = _measure(devices, [*sizes, max_bytes], repeats, show=rank == 0)
     if rank:
         return
     from shardspec.profiling.chart import chart_svg, chart_text
 
-    profile.save(output, overwrite=given.overwrite)
+    profile.save(output, overwrite=overwrite)
     if plot is not None:
-        write_file(plot, chart_svg(profile), overwrite=given.overwrite)
+        write_file(plot, chart_svg(profile), overwrite=overwrite)
     say(f"{profile.table()}\n\n{chart_text(profile)}\n")
     say(f"known error: {profile.known_error}")
-    say(f"{path_text(output)}: the links of mesh {mesh}, {profile.link_model} model")
+    say(f"{path_text(output)}: the links of mesh {devices}, {profile.link_model} model")
 
 
 def _environment(name: str) -> int:

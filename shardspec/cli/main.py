@@ -59,7 +59,6 @@ class _LazyGroup(click.Group):
     """Imports a command when it is called, so that each starts as fast as it can."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # named by click
-        """Return the names in the order of the help."""
         return list(_COMMANDS)
 
     def get_command(
@@ -67,7 +66,6 @@ class _LazyGroup(click.Group):
         ctx: click.Context,  # noqa: ARG002  # named by click
         cmd_name: str,
     ) -> click.Command | None:
-        """Import one command."""
         if cmd_name not in _COMMANDS:
             return None
         module = import_module(f"shardspec.cli.{_COMMANDS[cmd_name][0]}")
@@ -80,7 +78,6 @@ class _LazyGroup(click.Group):
         ctx: click.Context,  # noqa: ARG002  # named by click
         formatter: click.HelpFormatter,
     ) -> None:
-        """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 

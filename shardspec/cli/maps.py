@@ -1,20 +1,19 @@
 """The commands about models as wholes, on paper: `shardspec check-map` and `plan-state`."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
-from shardspec.cli.arguments import parse_bytes
+from shardspec.cli.arguments import BYTES
 from shardspec.cli.checkpoint_options import (
+    CHECKPOINT,
     MapOptions,
     RuleOptions,
     SourceOptions,
-    checkpoint_argument,
     read_json,
     read_maps,
     sizes_option,
 )
-from shardspec.cli.options import ClusterOptions, argument, command, flag, group, json_flag, option
+from shardspec.cli.options import ClusterOptions, argument, command, flag, json_flag, option
 from shardspec.cli.output import say
 from shardspec.errors import InputFileError
 from shardspec.mesh import DeviceMesh
@@ -24,43 +23,38 @@ from shardspec.text import counted, shown
 __all__ = ["check_map_command", "plan_state_command"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CheckMap:
-    map: str = argument("MAP")
-    source: str = option("CKPT", "A checkpoint, or a file of shapes.", required=True)
-    target: str | None = option("CKPT", "The same, of what is to be written.")
-    sizes: Path | None = sizes_option()
-    reverse: bool = flag("Check the map the other way round.")
-    as_json: bool = json_flag()
-
-
-@command(
-    "check-map",
-    _CheckMap,
-    """\
-  shardspec check-map map.toml --source ckpt --target shapes.json
-  shardspec check-map llama-hf-to-megatron --sizes config.json --source ckpt
-
-\b
-MAP is a TOML file, or the name of a map that comes with shardspec, as llama-hf-to-megatron or, by
-way of hf, llama-megatron-to-fused. A file of shapes has names and lists of sizes:
-{"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
-checked, and printed with --json.""",
-)
-def check_map_command(given: _CheckMap) -> None:
+@command
+def check_map_command(
+    *,
+    map: str = argument("MAP"),
+    source: str = option("CKPT", "A checkpoint, or a file of shapes.", required=True),
+    target: str | None = option("CKPT", "The same, of what is to be written."),
+    sizes: Path | None = sizes_option(),
+    reverse: bool = flag("Check the map the other way round."),
+    as_json: bool = json_flag(),
+) -> None:
     """Prove that a map writes every element of a target exactly once.
 
     Exit code 3 says that it does not; the first holes and overlaps are printed.
+
+    Examples:
+      shardspec check-map map.toml --source ckpt --target shapes.json
+      shardspec check-map llama-hf-to-megatron --sizes config.json --source ckpt
+
+    MAP is a TOML file, or the name of a map that comes with shardspec, as llama-hf-to-megatron or,
+    by way of hf, llama-megatron-to-fused. A file of shapes has names and lists of sizes:
+    {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
+    checked, and printed with --json.
     """
-    *firsts, last = read_maps(given.map, given.sizes, reverse=given.reverse)
-    before = _shapes(given.source)
+    *firsts, last = read_maps(map, sizes, reverse=reverse)
+    before = _shapes(source)
     for one in firsts:
         between = one.target_shapes(before)
         _refuse_holes(check_map(one, before, between))
         before = between
-    after = last.target_shapes(before) if given.target is None else _shapes(given.target)
+    after = last.target_shapes(before) if target is None else _shapes(target)
     report = check_map(last, before, after)
-    if given.as_json:
+    if as_json:
         record = {
             "total": not report.problems,
             "equations": len(report.equations),
@@ -74,7 +68,7 @@ def check_map_command(given: _CheckMap) -> None:
         for name in report.unused:
             say(f"not used, at least in part: {shown(name)}")
     _refuse_holes(report)
-    if not given.as_json:
+    if not as_json:
         say("every element of the target is written exactly once")
 
 
@@ -99,37 +93,33 @@ def _shapes(place: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PlanState:
-    checkpoint: Path = checkpoint_argument()
-    cluster: ClusterOptions = group(ClusterOptions)
-    rules: RuleOptions = group(RuleOptions)
-    maps: MapOptions = group(MapOptions)
-    dtype: str | None = option("NAME", "What floating-point tensors become.")
-    max_bytes: int | None = option("SIZE", "Bytes in buckets of each device.", parse=parse_bytes)
-    source: SourceOptions = group(SourceOptions)
-    as_json: bool = json_flag("Print the plan as JSON.")
-
-
-@command(
-    "plan-state",
-    _PlanState,
-    """\
-  shardspec plan-state ckpt --mesh 8 --rules rules.toml
-  shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]' --json
-  shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json""",
-)
-def plan_state_command(given: _PlanState) -> None:
+@command
+def plan_state_command(
+    *,
+    checkpoint: Path = argument(CHECKPOINT),
+    cluster: ClusterOptions,
+    rules: RuleOptions,
+    maps: MapOptions,
+    dtype: str | None = option("NAME", "What floating-point tensors become."),
+    max_bytes: int | None = option(BYTES, "Bytes in buckets of each device."),
+    source: SourceOptions,
+    as_json: bool = json_flag("Print the plan as JSON."),
+) -> None:
     """Plan on paper how the devices of a mesh get a model from the checkpoint CKPT.
 
     Says which device reads how much from which files. No tensor is read.
+
+    Examples:
+      shardspec plan-state ckpt --mesh 8 --rules rules.toml
+      shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]' --json
+      shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
     """
     from shardspec.checkpoint.load import stored_layouts
     from shardspec.checkpoint.mapped import mapped
     from shardspec.resharding.plan import plan_reshard
 
-    mesh, model = given.cluster.build()
-    if given.cluster.links is not None or given.cluster.profile is not None:
+    mesh, model = cluster.build()
+    if cluster.links is not None or cluster.profile is not None:
         mesh = DeviceMesh(
             mesh.ids,
             mesh.shape,
@@ -137,18 +127,17 @@ def plan_state_command(given: _PlanState) -> None:
             mesh_alpha=[link.latency_s + link.start_s for link in model.links],
             mesh_beta=[link.seconds_per_byte for link in model.links],
         )
-    rules = given.rules.read()
-    (catalog,) = given.source.open(given.checkpoint)
-    maps = given.maps.read()
-    source, files = stored_layouts(mapped(catalog, maps[:-1]), max(mesh.ids) + 1)
+    (catalog,) = source.open(checkpoint)
+    chain = maps.read()
+    stored, files = stored_layouts(mapped(catalog, chain[:-1]), max(mesh.ids) + 1)
     plan = plan_reshard(
-        source,
-        (mesh, rules),
-        names=maps[-1] if maps else None,
-        dtype=given.dtype,
-        max_bytes=given.max_bytes,
+        stored,
+        (mesh, rules.read()),
+        names=chain[-1] if chain else None,
+        dtype=dtype,
+        max_bytes=max_bytes,
     )
-    if given.as_json:
+    if as_json:
         named = {str(number): name for number, name in files.items()}
         say(json.dumps({**plan.as_dict(), "files": named}))
     else:

@@ -1,13 +1,13 @@
-"""Arguments and options of commands: fields of dataclasses, from which click's are made.
+"""Arguments and options of commands: declared as defaults of parameters; click's are made of them.
 
-A command takes one value, whose fields are its arguments and options. A field that `group` declares
-is itself such a dataclass, of options that several commands share.
+A parameter that has no default is a dataclass, of options that several commands share, declared as
+defaults of its fields.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, get_args
@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, get_args
 import click
 
 from shardspec.cli.arguments import (
+    DTYPE,
+    FILE,
+    IDS,
+    MESH,
+    PRESETS,
+    SIZES,
+    Kind,
     MeshShape,
-    parse_ids,
-    parse_links,
     parse_memory,
-    parse_mesh,
     parse_numbers,
-    parse_shape,
 )
 from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import DEFAULT_PRESET, preset_copy_s
-from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError, ProfileError
 from shardspec.mesh import DeviceMesh, LinkModel
 
@@ -40,119 +42,118 @@ __all__ = [
     "command",
     "dtype_option",
     "flag",
-    "group",
-    "ids_option",
     "json_flag",
     "mesh_option",
     "option",
     "output_option",
     "overwrite_flag",
     "plain_mesh",
+    "unless",
 ]
 
 T = TypeVar("T")
 
 Declared: TypeAlias = Any
 """Stands where a dataclass has the default of a field, whatever the field's type."""
+_Kind: TypeAlias = "Kind | click.ParamType[Any] | str"
+"""What is read, or what click reads; text stands for any text, by its name in the help."""
 _ForClick: TypeAlias = Any
-_Parse: TypeAlias = Callable[[Any], object]
 
 
-def argument(metavar: str, *, parse: _Parse | None = None, **more: _ForClick) -> Declared:
-    """Declare a field as an argument; `more` is for `click.Argument`."""
-    return field(metadata=_declared(click.Argument, (), parse, metavar=metavar, **more))
+def argument(kind: Kind | str, **more: _ForClick) -> Declared:
+    """Declare a field as an argument; `more` is click's."""
+    return field(metadata={"click": lambda name: click.Argument([name], **_typed(kind), **more)})
 
 
-def option(
-    metavar: str | None,
-    text: str,
-    *names: str,
-    parse: _Parse | None = None,
-    **more: _ForClick,
-) -> Declared:
-    """Declare a field as an option, of its name unless names are given.
+def option(kind: _Kind, text: str, *names: str, **more: _ForClick) -> Declared:
+    """Declare a field as an option, called as the field is unless names are given."""
 
-    `parse` reads the text of the option, or each text if there may be several.
-    """
+    def made(name: str) -> click.Parameter:
+        called = names or (f"--{name.replace('_', '-')}",)
+        return click.Option([name, *called], help=text, **_typed(kind), **more)
+
     default = more.get("default", () if more.get("multiple") else None)
-    declared = _declared(click.Option, names, parse, metavar=metavar, help=text, **more)
-    return field(default=default, metadata=declared)
+    return field(default=default, metadata={"click": made})
 
 
-def flag(text: str, *names: str, value: bool = True) -> Declared:
-    """Declare a field as an option without a value, whose presence makes the field `value`."""
-    return option(None, text, *names, is_flag=True, flag_value=value, default=not value)
+def _typed(kind: _Kind) -> dict[str, Any]:
+    """Return the arguments by which click is told of a kind."""
+    if isinstance(kind, str):
+        return {"metavar": kind}
+    if not isinstance(kind, Kind):
+        return {"type": kind}
+    path = {"type": click.Path()} if kind.completed else {}
+    return {"metavar": kind.name, "callback": partial(_read, kind.read), **path}
 
 
-def group(kind: type) -> Declared:
-    """Declare a field as a dataclass of more options."""
-    return field(metadata={"group": kind})
-
-
-def command(
-    name: str, kind: type[T], examples: str
-) -> Callable[[Callable[[T], None]], click.Command]:
-    """Return what makes a command of a function, which takes a dataclass of options.
-
-    `examples` are the lines below that heading, and paragraphs after them.
-    """
-
-    def make(run: Callable[[T], None]) -> click.Command:
-        return click.Command(
-            name,
-            params=list(_parameters(kind)),
-            callback=lambda **given: run(_filled(kind, given)),
-            help=inspect.getdoc(run),
-            epilog=f"\b\nExamples:\n{examples}",
-        )
-
-    return make
-
-
-def _declared(
-    kind: type[click.Parameter],
-    names: tuple[str, ...],
-    parse: _Parse | None,
-    **more: _ForClick,
-) -> Mapping[str, object]:
-    def parameter(name: str) -> click.Parameter:
-        dashed = (f"--{name.replace('_', '-')}",) if kind is click.Option else ()
-        callback = None if parse is None else partial(_read, parse)
-        return kind([name, *(names or dashed)], callback=callback, **more)
-
-    return {"parameter": parameter}
-
-
-def _read(parse: _Parse, ctx: click.Context, param: click.Parameter, value: _ForClick) -> object:
-    """Read what was given; an error names the option."""
+def _read(
+    read: Callable[[Any], object], ctx: click.Context, param: click.Parameter, value: _ForClick
+) -> object:
+    """Read what was given; an error names the argument."""
     if value is None:
         return None
     try:
-        return tuple(map(parse, value)) if param.multiple else parse(value)
+        return tuple(map(read, value)) if param.multiple else read(value)
     except (CheckpointError, ProfileError):
-        raise  # of another exit code: about what is named, not how
+        raise  # of another exit code: about what is named, not about how
     except (ValueError, DTypeError) as error:
         raise click.BadParameter(str(error), ctx, param) from None
 
 
-def _parameters(kind: type[Any]) -> Iterator[click.Parameter]:
-    for one in fields(kind):
-        if "group" in one.metadata:
-            yield from _parameters(one.metadata["group"])
-        else:
-            yield one.metadata["parameter"](one.name)
+def flag(text: str, *names: str) -> Declared:
+    """Declare a field as an option without a value, which makes it true."""
+    return option(click.BOOL, text, *names, is_flag=True, default=False)
 
 
-def _filled(kind: type[Any], given: Mapping[str, object]) -> Declared:
-    """Return a dataclass of options with the values that click has found."""
-    return kind(
-        **{
-            one.name: _filled(one.metadata["group"], given)
-            if "group" in one.metadata
-            else given[one.name]
-            for one in fields(kind)
-        }
+def unless(text: str) -> Declared:
+    """Declare a field that is true unless there is the option of its name after ``--no-``."""
+
+    def made(name: str) -> click.Parameter:
+        return click.Option([name, f"--no-{name}"], help=text, flag_value=False, default=True)
+
+    return field(default=True, metadata={"click": made})
+
+
+def command(run: Callable[..., None]) -> click.Command:
+    """Make a command of a function ``name_command``, whose parameters are declared as above.
+
+    What its docstring says from "Examples:" on stands below the options in the help.
+    """
+    text, _, examples = (inspect.getdoc(run) or "").partition("\n\nExamples:\n")
+    paragraphs = f"Examples:\n{examples}".split("\n\n")
+    parameters = inspect.signature(run).parameters.values()
+    declared = {p.name: p.annotation if p.default is p.empty else p.default for p in parameters}
+    return click.Command(
+        run.__name__.removesuffix("_command").replace("_", "-"),
+        params=list(_parameters(declared)),
+        callback=lambda **given: run(**_filled(declared, given)),
+        help=text,
+        epilog="\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs),
     )
+
+
+_Declarations: TypeAlias = Mapping[str, Declared]
+"""Name to a declared field, or to a dataclass of more of them."""
+
+
+def _parameters(declared: _Declarations) -> Iterator[click.Parameter]:
+    for name, one in declared.items():
+        if isinstance(one, Field):
+            yield one.metadata["click"](name)
+        else:
+            yield from _parameters(_members(one))
+
+
+def _members(kind: type[Any]) -> _Declarations:
+    return {one.name: one if "click" in one.metadata else one.type for one in fields(kind)}
+
+
+def _filled(declared: _Declarations, given: Mapping[str, object]) -> dict[str, object]:
+    """Return what click has found, that of a dataclass as one value."""
+    return {
+        name: given[name] if isinstance(one, Field) else one(**_filled(_members(one), given))
+        for name, one in declared.items()
+    }
 
 
 # Options that several commands have
@@ -168,30 +169,29 @@ def overwrite_flag() -> Declared:
     return flag("Replace the output if it exists.", "--overwrite", "--force")
 
 
-def output_option(text: str, parse: _Parse = Path, **more: _ForClick) -> Declared:
+def output_option(text: str, kind: Kind = FILE, **more: _ForClick) -> Declared:
     """Declare the option that names the file to write."""
-    return option("FILE", text, "-o", "--output", parse=parse, **more)
+    return option(kind, text, "-o", "--output", **more)
 
 
 _MESH_HELP: Final = "Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4"
 
 
-def mesh_option(text: str = f"{_MESH_HELP}.", *names: str, **more: _ForClick) -> Declared:
-    """Declare an option for a mesh."""
-    return option("SHAPE", text, *names, parse=parse_mesh, **more)
+def mesh_option() -> Declared:
+    """Declare the option for the mesh that a command is about."""
+    return option(MESH, f"{_MESH_HELP}.", required=True)
 
 
-def ids_option(
-    text: str = "Physical ids in row-major order, 3,1,0,2; counted from 0 if left out.",
-) -> Declared:
-    """Declare an option for the ids of a mesh."""
-    return option("IDS", text, parse=parse_ids)
+def ids_option() -> Declared:
+    """Declare the option for the ids of a mesh."""
+    text = "Physical ids in row-major order, 3,1,0,2; counted from 0 if left out."
+    return option(IDS, text)
 
 
 def dtype_option(default: str = "float32") -> Declared:
     """Declare the option for an element type."""
     text = "Element type: bf16, float32, int8, …"
-    return option("NAME", text, parse=dtype_name, default=default, show_default=True)
+    return option(DTYPE, text, default=default, show_default=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,18 +199,15 @@ class TensorOptions:
     """What a tensor is like."""
 
     shape: tuple[int, ...] = option(
-        "SIZES",
-        'Sizes of the whole tensor: 4096x4096; "" for a scalar.',
-        parse=parse_shape,
-        required=True,
+        SIZES, 'Sizes of the whole tensor: 4096x4096; "" for a scalar.', required=True
     )
     dtype: str = dtype_option()
 
 
-def _read_profile(path: Path) -> "Profile":
+def _read_profile(path: str) -> "Profile":
     from shardspec.profiling.profile import Profile
 
-    return Profile.load(path)
+    return Profile.load(Path(path))
 
 
 def plain_mesh(mesh: MeshShape, ids: tuple[int, ...] | None = None) -> DeviceMesh:
@@ -219,45 +216,39 @@ def plain_mesh(mesh: MeshShape, ids: tuple[int, ...] | None = None) -> DeviceMes
     return DeviceMesh(range(math.prod(shape)) if ids is None else ids, shape, axis_names=names)
 
 
+_SECONDS: Final = Kind("SECONDS", parse_numbers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     """A mesh, and its links."""
 
-    mesh: MeshShape | None = mesh_option(f"{_MESH_HELP}; that of the profile if left out.")
+    mesh: MeshShape | None = option(MESH, f"{_MESH_HELP}; that of the profile if left out.")
     ids: tuple[int, ...] | None = ids_option()
     alpha: tuple[float, ...] | None = option(
-        "SECONDS",
-        "Start-up latency of a message, per axis (1e-5,3e-6) or one for all.",
-        parse=parse_numbers,
+        _SECONDS, "Start-up latency of a message, per axis (1e-5,3e-6) or one for all."
     )
     beta: tuple[float, ...] | None = option(
-        "SECONDS",
-        "Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s.",
-        parse=parse_numbers,
+        _SECONDS, "Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s."
     )
     links: tuple[str, ...] | None = option(
-        "PRESETS",
+        PRESETS,
         "Known links in place of --alpha and --beta, per axis or one for all: "
         "ib-ndr-per-gpu,h100-nvswitch. 'shardspec presets' lists them.",
-        parse=parse_links,
     )
     link_model: LinkModel | None = option(
-        None,
+        click.Choice(get_args(LinkModel)),
         "Each group has links of its own (ring, the default), or all devices share one bus.",
-        type=click.Choice(get_args(LinkModel)),
     )
     memory: float | None = option(
-        "RATE",
+        Kind("RATE", parse_memory),
         "The rate of a device's memory in 10^9 bytes a second, by which local copies are "
         "priced: 'preset', that of --links (the default where it is known), or 'none'.",
-        parse=parse_memory,
     )
     profile: "Profile | None" = option(
-        "FILE",
+        Kind("FILE", _read_profile, completed=True),
         "Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
         "and --link-model.",
-        type=click.Path(dir_okay=False, path_type=Path),
-        parse=_read_profile,
     )
 
     def build(self) -> tuple[DeviceMesh, CostModel]:

@@ -5,23 +5,19 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Final, NamedTuple, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import MeshShape, parse_bytes
+from shardspec.cli.arguments import BYTES, IDS, MESH, MeshShape
 from shardspec.cli.options import (
     ClusterOptions,
     TensorOptions,
     argument,
     command,
     flag,
-    group,
-    ids_option,
     json_flag,
-    mesh_option,
     option,
     plain_mesh,
 )
@@ -46,77 +42,73 @@ __all__ = ["cost_command", "plan_command"]
 _MOST_ALTERNATIVES: Final = 100
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    source: str = argument("FROM")
-    target: str = argument("TO")
-    cluster: ClusterOptions = group(ClusterOptions)
-    tensor: TensorOptions = group(TensorOptions)
-    target_mesh: MeshShape | None = mesh_option(
+@command
+def plan_command(
+    *,
+    source: str = argument("FROM"),
+    target: str = argument("TO"),
+    cluster: ClusterOptions,
+    tensor: TensorOptions,
+    target_mesh: MeshShape | None = option(
+        MESH,
         "Another mesh for TO; its links are those of --mesh where both have as many axes, else the "
-        "slowest of them."
-    )
-    target_ids: tuple[int, ...] | None = ids_option(
-        "Physical ids of the target mesh; counted from 0 if left out."
-    )
+        "slowest of them.",
+    ),
+    target_ids: tuple[int, ...] | None = option(
+        IDS, "Physical ids of the target mesh; counted from 0 if left out."
+    ),
     max_bytes: int | None = option(
-        "SIZE",
+        BYTES,
         "The cheapest plan whose devices never hold more: 64MiB, 1.5GB, or a number of bytes.",
-        parse=parse_bytes,
-    )
+    ),
     alternatives: int | None = option(
         "COUNT",
         "Show so many of the next best plans too.",
         type=click.IntRange(1, _MOST_ALTERNATIVES),
-    )
+    ),
     explain: bool = flag(
         "Show what the plan avoids: finishing reductions, gathering everything, then slicing."
-    )
-    as_json: bool = json_flag("Print the plan as JSON.")
-
-
-@command(
-    "plan",
-    _Plan,
-    """\
-  shardspec plan "[S0,R]" "[R,S01]" --mesh 2x4 --shape 4096x4096 --dtype bf16
-  shardspec plan "[S(dp),R]" "[R,S(tp)]" --mesh dp=2,tp=4 --shape 4096x4096 --explain
-  shardspec plan "[S0,R]" "[R,R]" --mesh 4x8 --shape 8192x512 --links ib-ndr-per-gpu,h100-nvswitch
-  shardspec plan "[S01,R]" "[S10,R]" --mesh 2x4 --shape 4096x4096 --alternatives 5
-  shardspec plan "[S0,S1]" "[S1,S0]" --mesh 2x4 --shape 4096x4096 --max-bytes 20MiB
-  shardspec plan "[R|P01]" "[S0]" --mesh 2x4 --shape 1000 --alpha 1e-5,3e-6 --beta 4e-11,3e-12
-  shardspec plan "[S0,R]" "[S0,S1]" --mesh 2x4 --target-mesh 3x4 --shape 4096x4096
-  shardspec plan "[R|P0]" "[R]" --mesh 8 --shape 1000 --link-model shared-bus --json
-
-\b
-A spec says how each dim of the tensor is cut: R is whole, S0 is cut over axis 0 of the mesh, S01
-over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is still pending.""",
-)
-def plan_command(given: _Plan) -> None:
+    ),
+    as_json: bool = json_flag("Print the plan as JSON."),
+) -> None:
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
     Works on paper: it needs no process group, no GPU and no tensor. Without --links, or
     --alpha and --beta, the links of one H100 node are assumed; the plan's last lines say so.
+
+    Examples:
+      shardspec plan "[S0,R]" "[R,S01]" --mesh 2x4 --shape 4096x4096 --dtype bf16
+      shardspec plan "[S(dp),R]" "[R,S(tp)]" --mesh dp=2,tp=4 --shape 4096x4096 --explain
+      shardspec plan "[S0]" "[R]" --mesh 4x8 --shape 8192 --links ib-ndr-per-gpu,h100-nvswitch
+      shardspec plan "[S01,R]" "[S10,R]" --mesh 2x4 --shape 4096x4096 --alternatives 5
+      shardspec plan "[S0,S1]" "[S1,S0]" --mesh 2x4 --shape 4096x4096 --max-bytes 20MiB
+      shardspec plan "[R|P01]" "[S0]" --mesh 2x4 --shape 1000 --alpha 1e-5,3e-6 --beta 4e-11,3e-12
+      shardspec plan "[S0,R]" "[S0,S1]" --mesh 2x4 --target-mesh 3x4 --shape 4096x4096
+      shardspec plan "[R|P0]" "[R]" --mesh 8 --shape 1000 --link-model shared-bus --json
+
+    A spec says how each dim of the tensor is cut: R is whole, S0 is cut over axis 0 of the mesh,
+    S01 over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is still
+    pending.
     """
-    (mesh, model), tensor = given.cluster.build(), given.tensor
-    source = Layout(mesh, given.source, tensor.shape, tensor.dtype)
-    target_mesh, target_model = mesh, None
-    if given.target_mesh is not None:
-        target_mesh = plain_mesh(given.target_mesh, given.target_ids)
-        target_model = _model_of_target(target_mesh, model)
-    elif given.target_ids is not None:
+    devices, model = cluster.build()
+    here = Layout(devices, source, tensor.shape, tensor.dtype)
+    target_model = None
+    if target_mesh is not None:
+        devices = plain_mesh(target_mesh, target_ids)
+        target_model = _model_of_target(devices, model)
+    elif target_ids is not None:
         raise click.UsageError("--target-ids needs --target-mesh")
-    target = Layout(target_mesh, given.target, tensor.shape, tensor.dtype)
+    there = Layout(devices, target, tensor.shape, tensor.dtype)
     converter = LayoutConverter(model, target_model=target_model)
-    count = 1 + (given.alternatives or 0)
-    plans = converter.alternatives(source, target, count, max_bytes=given.max_bytes)
+    count = 1 + (alternatives or 0)
+    plans = converter.alternatives(here, there, count, max_bytes=max_bytes)
     best, *others = plans
-    naive = naive_plan(source, target, best.model, best.target_model) if given.explain else None
-    if given.as_json:
+    naive = naive_plan(here, there, best.model, best.target_model) if explain else None
+    if as_json:
         record = best.as_dict()
-        if given.max_bytes is not None:
-            record["max_bytes"] = given.max_bytes
-        if given.alternatives is not None:
+        if max_bytes is not None:
+            record["max_bytes"] = max_bytes
+        if alternatives is not None:
             record["alternatives"] = [_beside(plan, best) for plan in others]
         if naive is not None:
             record["naive"] = _beside(naive, best)
@@ -124,7 +116,7 @@ def plan_command(given: _Plan) -> None:
         say(json.dumps(record))
         return
     click.echo(_styled(str(best)))
-    if given.alternatives is not None:
+    if alternatives is not None:
         numbers = [str(number) for number in range(1, len(plans) + 1)]
         say(f"\n{plans_table(plans, numbers) if others else 'there is no other plan'}")
         if 1 < len(plans) < count:
@@ -164,96 +156,80 @@ _MOST_PAIRS: Final = 1_000_000
 _MOST_CHARACTERS: Final = 1 << 16
 """In a line of the file."""
 
+_COLUMNS: Final = ("source", "target", "cost_seconds", "bytes_received", "peak_bytes")
+"""Of CSV, and of a pair in JSON."""
+
 _Pair: TypeAlias = tuple[str, str, str]
 """Two specs, and the place they stand at, for errors."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CostOptions:
-    specs: tuple[str, ...] = argument("[FROM TO]...", nargs=-1)
+class _Cost(NamedTuple):
+    """What is printed about one pair."""
+
+    record: dict[str, object]
+    row: list[str]
+    """The same as text."""
+    errors: tuple[StepError, ...]
+
+
+@command
+def cost_command(
+    *,
+    specs: tuple[str, ...] = argument("[FROM TO]...", nargs=-1),
     pairs: str | None = option(
         "FILE",
         "Pairs from a file, one per line, after those of the arguments; '-' for standard input.",
         type=click.Path(allow_dash=True),
-    )
-    cluster: ClusterOptions = group(ClusterOptions)
-    tensor: TensorOptions = group(TensorOptions)
-    as_csv: bool = flag("Print CSV: seconds and bytes.", "--csv")
-    as_json: bool = json_flag()
-
-
-class _Cost(NamedTuple):
-    """What is printed about one pair, by the names it has in JSON and CSV."""
-
-    source: str
-    target: str
-    cost_seconds: float
-    bytes_received: int
-    peak_bytes: int
-
-
-class _Priced(NamedTuple):
-    """The pairs that are asked for, each one priced once however often it is."""
-
-    costs: list[_Cost]
-    rows: list[list[str]]
-    """The same as text."""
-    errors: list[tuple[StepError, ...]]
-    order: list[int]
-    """Per pair its place in these lists."""
-
-
-@command(
-    "cost",
-    _CostOptions,
-    """\
-  shardspec cost "[S0,R]" "[R,S0]" "[S01,R]" "[S10,R]" --mesh 2x4 --shape 4096x4096 --dtype bf16
-  shardspec cost "[S0]" "[R]" --mesh 4x8 --shape 8192 --links ib-ndr-per-gpu,h100-nvswitch --csv
-  shardspec cost --pairs pairs.txt --mesh dp=2,tp=4 --shape 4096x4096 --json
-
-\b
-A line of the file holds two specs with blanks between them; '#' starts a comment. Up to a million
-pairs are priced at once.""",
-)
-def cost_command(given: _CostOptions) -> None:
+    ),
+    cluster: ClusterOptions,
+    tensor: TensorOptions,
+    as_csv: bool = flag("Print CSV: seconds and bytes.", "--csv"),
+    as_json: bool = json_flag(),
+) -> None:
     """Say what the cheapest plan costs from each spec FROM to the spec TO after it.
 
     Works on paper, as 'shardspec plan' does, which also shows the steps.
+
+    Examples:
+      shardspec cost "[S0,R]" "[R,S0]" "[S01,R]" "[S10,R]" --mesh 2x4 --shape 4096x4096 --dtype bf16
+      shardspec cost "[S0]" "[R]" --mesh 4x8 --shape 8192 --links ib-ndr-per-gpu,h100-nvswitch --csv
+      shardspec cost --pairs pairs.txt --mesh dp=2,tp=4 --shape 4096x4096 --json
+
+    A line of the file holds two specs with blanks between them; '#' starts a comment. Up to a
+    million pairs are priced at once.
     """
-    specs, file = given.specs, given.pairs
-    if given.as_csv and given.as_json:
+    if as_csv and as_json:
         raise click.UsageError("give --csv or --json, not both")
     if len(specs) % 2:
         raise click.UsageError(f"{shown(specs[-1])} has no partner; give specs in pairs FROM TO")
-    if not specs and file is None:
+    if not specs and pairs is None:
         raise click.UsageError("nothing to price; give specs in pairs FROM TO, or --pairs FILE")
-    mesh, model = given.cluster.build()
-    pairs = chain(_given(specs), () if file is None else _read(file))
-    priced = _price(LayoutConverter(model), pairs, mesh, given.tensor)
-    known_error = errors_text(chain.from_iterable(priced.errors))
-    if given.as_csv:
+    mesh, model = cluster.build()
+    every = chain(_given(specs), () if pairs is None else _read(pairs))
+    costs, order = _price(LayoutConverter(model), every, mesh, tensor)
+    known_error = errors_text(chain.from_iterable(cost.errors for cost in costs))
+    if as_csv:
         output = io.StringIO()
         written = csv.writer(output, lineterminator="\n")
-        written.writerow(_Cost._fields)
-        written.writerows(priced.costs[place] for place in priced.order)
+        written.writerow(_COLUMNS)
+        written.writerows(costs[place].record.values() for place in order)
         click.echo(output.getvalue(), nl=False)
-    elif given.as_json:
-        records = [cost._asdict() for cost in priced.costs]
+    elif as_json:
         answer = {
             "mesh": list(mesh.shape),
-            "shape": list(given.tensor.shape),
-            "dtype": given.tensor.dtype,
+            "shape": list(tensor.shape),
+            "dtype": tensor.dtype,
             "link_model": model.link_model,
             "links": [link.as_dict() for link in model.links],
             "known_error": known_error,
-            "pairs": [records[place] for place in priced.order],
+            "pairs": [costs[place].record for place in order],
         }
         say(json.dumps(answer))
     else:
-        titles = ["from", "to", "steps", "receives", "time", "peak"]
-        header, rule, *lines = table_text(titles, priced.rows, numbers_from=2).split("\n")
+        titles, rows = ["from", "to", "steps", "receives", "time", "peak"], [c.row for c in costs]
+        header, rule, *lines = table_text(titles, rows, numbers_from=2).split("\n")
         links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
-        say("\n".join([header, rule, *(lines[place] for place in priced.order)]))
+        say("\n".join([header, rule, *(lines[place] for place in order)]))
         say(f"per device; {model.link_model} model; {links}\nknown error: {known_error}")
 
 
@@ -302,11 +278,14 @@ def _lines(file: str) -> Iterator[str]:
 
 def _price(
     converter: LayoutConverter, pairs: Iterable[_Pair], mesh: DeviceMesh, tensor: TensorOptions
-) -> _Priced:
-    """Read each spec once and plan each pair once: many pairs are few different ones."""
+) -> tuple[list[_Cost], list[int]]:
+    """Return what different pairs cost, and for each pair its place among these.
+
+    Each spec is read once and each pair planned once: many pairs are few different ones.
+    """
     layouts: dict[str, Layout] = {}
     places: dict[tuple[Layout, Layout], int] = {}
-    priced = _Priced([], [], [], [])
+    costs, order = list[_Cost](), list[int]()
     for source, target, place in pairs:
         try:
             for text in (source, target):
@@ -315,22 +294,24 @@ def _price(
             ends = layouts[source], layouts[target]
             if ends not in places:
                 places[ends] = len(places)
-                _add(priced, converter.plan(*ends))
+                costs.append(_cost(converter.plan(*ends)))
         except SpecSyntaxError as error:
             problem = f"{place}: {error.problem}"
             raise SpecSyntaxError(problem, error.text, error.position) from None
         except ShardSpecError as error:
             # Of the same exit code, whichever error it is: wrong usage.
             raise LayoutError(f"{place}: {error}") from error
-        priced.order.append(places[ends])
-    return priced
+        order.append(places[ends])
+    return costs, order
 
 
-def _add(priced: _Priced, plan: ConversionPlan) -> None:
-    seconds, received, peak = plan.cost_seconds, plan.bytes_received, plan.peak_bytes
+def _cost(plan: ConversionPlan) -> _Cost:
     ends = str(plan.source.spec), str(plan.target.spec)
-    priced.costs.append(_Cost(*ends, seconds, received, peak))
+    seconds, received, peak = plan.cost_seconds, plan.bytes_received, plan.peak_bytes
     labels = (str(layout.labelled_spec) for layout in (plan.source, plan.target))
     sizes = bytes_text(received), seconds_text(seconds), bytes_text(peak)
-    priced.rows.append([*labels, str(len(plan.steps)), *sizes])
-    priced.errors.append(plan.errors)
+    return _Cost(
+        dict(zip(_COLUMNS, (*ends, seconds, received, peak), strict=True)),
+        [*labels, str(len(plan.steps)), *sizes],
+        plan.errors,
+    )

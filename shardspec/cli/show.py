@@ -5,19 +5,17 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import MeshShape, parse_shape
+from shardspec.cli.arguments import SIZES, MeshShape
 from shardspec.cli.options import (
     TensorOptions,
     argument,
     command,
-    group,
     ids_option,
     json_flag,
     mesh_option,
@@ -38,36 +36,31 @@ __all__ = ["convert_command", "show_command"]
 _MOST_DEVICES: Final = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Show:
-    spec: str = argument("SPEC")
-    mesh: MeshShape = mesh_option(required=True)
-    ids: tuple[int, ...] | None = ids_option()
-    tensor: TensorOptions = group(TensorOptions)
-    output: Path | None = output_option("Write a picture instead: FILE ends in .svg or .html.")
-    overwrite: bool = overwrite_flag()
-
-
-@command(
-    "show",
-    _Show,
-    """\
-  shardspec show "[S01,R]" --mesh 2x2 --shape 4x4
-  shardspec show "[S(tp),S(dp)]" --mesh dp=2,tp=4 --shape 1001x64 -o layout.svg
-  shardspec show "[S0,S1,S2]" --mesh 2x2x2 --shape 4x4x5 -o layout.html""",
-)
-def show_command(given: _Show) -> None:
+@command
+def show_command(
+    *,
+    spec: str = argument("SPEC"),
+    mesh: MeshShape = mesh_option(),
+    ids: tuple[int, ...] | None = ids_option(),
+    tensor: TensorOptions,
+    output: Path | None = output_option("Write a picture instead: FILE ends in .svg or .html."),
+    overwrite: bool = overwrite_flag(),
+) -> None:
     """Show which devices hold which part of a tensor that is cut as SPEC.
 
     In the terminal every box has a colour of its own; where the output is piped it is plain.
+
+    Examples:
+      shardspec show "[S01,R]" --mesh 2x2 --shape 4x4
+      shardspec show "[S(tp),S(dp)]" --mesh dp=2,tp=4 --shape 1001x64 -o layout.svg
+      shardspec show "[S0,S1,S2]" --mesh 2x2x2 --shape 4x4x5 -o layout.html
     """
-    devices, output = prod(given.mesh[0]), given.output
+    devices = prod(mesh[0])
     if devices > _MOST_DEVICES:
         raise click.UsageError(
             f"a mesh of {devices} devices is too large to draw; up to {_MOST_DEVICES} can be"
         )
-    mesh, tensor = plain_mesh(given.mesh, given.ids), given.tensor
-    layout = Layout(mesh, given.spec, tensor.shape, tensor.dtype)
+    layout = Layout(plain_mesh(mesh, ids), spec, tensor.shape, tensor.dtype)
     if output is None:
         click.echo(layout.drawing().text(_paint()))
         _say_if_too_wide(layout.picture())
@@ -76,7 +69,7 @@ def show_command(given: _Show) -> None:
         raise click.UsageError(f"{path_text(output)}: give a file that ends in .svg or .html")
     drawing = layout.drawing()
     drawn = drawing.svg() if output.suffix == ".svg" else drawing.html()
-    write_file(output, drawn, overwrite=given.overwrite)
+    write_file(output, drawn, overwrite=overwrite)
     say(f"{path_text(output)}: {layout.title}")
 
 
@@ -137,51 +130,44 @@ def _languages() -> dict[str, _Words]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Convert:
-    spec: str = argument("SPEC")
-    mesh: MeshShape = mesh_option(required=True)
+@command
+def convert_command(
+    *,
+    spec: str = argument("SPEC"),
+    mesh: MeshShape = mesh_option(),
     to: str | None = option(
-        None,
+        click.Choice(["torch", "jax", "shardy", "oneflow", "colossal"]),
         "Whose words; all of them if left out.",
-        type=click.Choice(["torch", "jax", "shardy", "oneflow", "colossal"]),
-    )
+    ),
     shape: tuple[int, ...] | None = option(
-        "SIZES",
-        "Sizes of the tensor, 4096x4096, to find out whether they can be cut so.",
-        parse=parse_shape,
-    )
-    as_json: bool = json_flag()
-
-
-@command(
-    "convert",
-    _Convert,
-    """\
-  shardspec convert "[S10,R]" --mesh x=2,y=2
-  shardspec convert "[S(x),R|P(y)]" --mesh x=2,y=2 --to jax
-  shardspec convert "[S01,R]" --mesh x=2,y=4 --to jax --shape 4096x4096""",
-)
-def convert_command(given: _Convert) -> None:
+        SIZES, "Sizes of the tensor, 4096x4096, to find out whether they can be cut so."
+    ),
+    as_json: bool = json_flag(),
+) -> None:
     """Say the spec SPEC in the words of other libraries.
 
     Where a library has no word for a part of it, this says so; nothing is approximated.
+
+    Examples:
+      shardspec convert "[S10,R]" --mesh x=2,y=2
+      shardspec convert "[S(x),R|P(y)]" --mesh x=2,y=2 --to jax
+      shardspec convert "[S01,R]" --mesh x=2,y=4 --to jax --shape 4096x4096
     """
-    mesh, languages = plain_mesh(given.mesh), _languages()
-    if given.shape is not None:
-        Layout(mesh, given.spec, given.shape, "float32")  # the spec must fit the tensor
-    if given.to is not None:
-        text = languages[given.to](given.spec, mesh, given.shape)
-        say(json.dumps({given.to: text}) if given.as_json else text)
+    devices, languages = plain_mesh(mesh), _languages()
+    if shape is not None:
+        Layout(devices, spec, shape, "float32")  # the spec must fit the tensor
+    if to is not None:
+        text = languages[to](spec, devices, shape)
+        say(json.dumps({to: text}) if as_json else text)
         return
     said: dict[str, str | None] = {}
     refused = {}
     for name, words in languages.items():
         try:
-            said[name] = words(given.spec, mesh, given.shape)
+            said[name] = words(spec, devices, shape)
         except LossyConversionError as error:
             said[name], refused[name] = None, str(error)
-    if given.as_json:
+    if as_json:
         say(json.dumps({**said, "refused": refused}))
         return
     for name, found in said.items():

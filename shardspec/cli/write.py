@@ -18,25 +18,25 @@ from shardspec.checkpoint.convert import (
 )
 from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.write import WriteReport
-from shardspec.cli.arguments import MeshShape, parse_bytes
+from shardspec.cli.arguments import MESH, Kind, MeshShape, parse_bytes
 from shardspec.cli.checkpoint_options import (
+    CHECKPOINT,
+    OTHER,
     ChoiceOptions,
     MapOptions,
     RuleOptions,
     SourceOptions,
-    checkpoint_argument,
-    checkpoint_option,
 )
 from shardspec.cli.options import (
     Declared,
+    argument,
     command,
     flag,
-    group,
     json_flag,
-    mesh_option,
     option,
     overwrite_flag,
     plain_mesh,
+    unless,
 )
 from shardspec.cli.output import path_text, progress_bar, say
 from shardspec.text import bytes_text, counted, rate_text, seconds_text, shown
@@ -58,21 +58,15 @@ class _HowToWrite:
         "Refuse a cast that turns numbers into infinity, 0 or NaN; else they are counted."
     )
     overwrite: bool = overwrite_flag()
-    verify: bool = flag(
-        "Do not compare bytes with the digests that were saved, nor read OUT again.",
-        "--no-verify",
-        value=False,
+    verify: bool = unless(
+        "Do not compare bytes with the digests that were saved, nor read OUT again."
     )
-    reread: bool = flag(
-        "Compare bytes with the digests that were saved, but do not read OUT again.",
-        "--no-reread",
-        value=False,
+    reread: bool = unless(
+        "Compare bytes with the digests that were saved, but do not read OUT again."
     )
     dry_run: bool = flag("Check what describes CKPT, say what would be done, and stop.")
-    sidecars: bool = flag(
-        "Leave behind what lies beside the weights, such as config.json and a tokenizer.",
-        "--no-sidecars",
-        value=False,
+    sidecars: bool = unless(
+        "Leave behind what lies beside the weights, such as config.json and a tokenizer."
     )
 
 
@@ -80,10 +74,10 @@ class _HowToWrite:
 class _Options:
     """What `merge` and `reshard` have in common, but for the target."""
 
-    map: MapOptions = group(MapOptions)
-    source: SourceOptions = group(SourceOptions)
-    choice: ChoiceOptions = group(ChoiceOptions)
-    how: _HowToWrite = group(_HowToWrite)
+    map: MapOptions
+    source: SourceOptions
+    choice: ChoiceOptions
+    how: _HowToWrite
     as_json: bool = json_flag("Print what was written as JSON.")
     quiet: bool = flag("Print nothing but errors.")
 
@@ -142,110 +136,92 @@ def _size(text: str) -> int:
     return size
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Merge:
-    checkpoint: Path = checkpoint_argument()
+@command
+def merge_command(
+    *,
+    checkpoint: Path = argument(CHECKPOINT),
     output: str = _output_option(
         "The file to write; a directory for the formats huggingface and dcp."
-    )
+    ),
     to: MergedFormat | None = option(
-        None,
+        click.Choice(MERGED_FORMATS),
         "The format of OUT: one safetensors file (default), safetensors files with an index "
         "(default with --max-shard-size, or if OUT ends in /), a file for torch.load (default if "
         "OUT ends in .pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
-        type=click.Choice(MERGED_FORMATS),
-    )
+    ),
     max_shard_size: int | None = option(
-        "SIZE", "Most bytes of tensors in a file, as 5GB or 500MiB.", parse=_size
-    )
-    metadata: bool = flag(
-        "Leave out what safetensors files say in their metadata.", "--no-metadata", value=False
-    )
-    options: _Options = group(_Options)
-
-
-@command(
-    "merge",
-    _Merge,
-    """\
-  shardspec merge ckpt -o model.safetensors
-  shardspec merge ckpt -o model.safetensors --dtype bf16 --exclude 'optim.*'
-  shardspec merge ckpt -o model --max-shard-size 5GB --threads 2
-  shardspec merge ckpt -o model.pt
-  shardspec merge ckpt -o model.safetensors --force --json
-  torchrun --nproc_per_node 4 -m shardspec merge ckpt -o model.safetensors""",
-)
-def merge_command(given: _Merge) -> None:
+        Kind("SIZE", _size), "Most bytes of tensors in a file, as 5GB or 500MiB."
+    ),
+    metadata: bool = unless("Leave out what safetensors files say in their metadata."),
+    options: _Options,
+) -> None:
     """Write the whole tensors of the checkpoint CKPT into one file, or files of a limited size.
 
     CKPT may be of any format that can be read. Checks first that what describes it agrees with its
     files, that the boxes of every tensor tile it and that boxes stored twice agree; finishes
     pending reductions. OUT appears when it is complete and was read again.
+
+    Examples:
+      shardspec merge ckpt -o model.safetensors
+      shardspec merge ckpt -o model.safetensors --dtype bf16 --exclude 'optim.*'
+      shardspec merge ckpt -o model --max-shard-size 5GB --threads 2
+      shardspec merge ckpt -o model.pt
+      shardspec merge ckpt -o model.safetensors --force --json
+      torchrun --nproc_per_node 4 -m shardspec merge ckpt -o model.safetensors
     """
-    out, limit, options = given.output, given.max_shard_size, given.options
-    suffix = "" if out.endswith("/") else PurePath(out).suffix.lower()
-    if given.to is None and limit is None and suffix not in _KNOWN_SUFFIXES:
+    limit = max_shard_size
+    suffix = "" if output.endswith("/") else PurePath(output).suffix.lower()
+    if to is None and limit is None and suffix not in _KNOWN_SUFFIXES:
         raise click.UsageError(
-            f"{shown(out)}: no format is known whose files end in {shown(suffix)}; give --to "
+            f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
             f"({', '.join(MERGED_FORMATS)}), or a name that ends in .safetensors or .pt"
         )
 
     def convert(**more: Declared) -> WriteReport:
-        (source,) = options.source.open(given.checkpoint, quiet=options.quiet)
-        return merge(
-            source, out, format=given.to, max_shard_bytes=limit, metadata=given.metadata, **more
-        )
+        (source,) = options.source.open(checkpoint, quiet=options.quiet)
+        return merge(source, output, format=to, max_shard_bytes=limit, metadata=metadata, **more)
 
     _write("merge", options, convert)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reshard:
-    checkpoint: Path = checkpoint_argument()
-    output: str = _output_option("The directory to write.")
-    mesh: MeshShape | None = mesh_option(
-        "Devices to cut for, outermost axis first: 2x4, or with names dp=2,tp=4."
-    )
-    rules: RuleOptions = group(RuleOptions)
-    like: Path | None = checkpoint_option(
-        "Cut as this checkpoint is, which says its mesh and specs."
-    )
+@command
+def reshard_command(
+    *,
+    checkpoint: Path = argument(CHECKPOINT),
+    output: str = _output_option("The directory to write."),
+    mesh: MeshShape | None = option(
+        MESH, "Devices to cut for, outermost axis first: 2x4, or with names dp=2,tp=4."
+    ),
+    rules: RuleOptions,
+    like: Path | None = option(OTHER, "Cut as this checkpoint is, which says its mesh and specs."),
     to: ReshardedFormat = option(
-        None,
+        click.Choice(RESHARDED_FORMATS),
         "The format of OUT: shardspec's own, that of torch.distributed.checkpoint, or of a run of "
         "DeepSpeed's ZeRO its Universal Checkpoint, for any number of ranks.",
-        type=click.Choice(RESHARDED_FORMATS),
         default="shardspec",
         show_default=True,
-    )
-    options: _Options = group(_Options)
-
-
-@command(
-    "reshard",
-    _Reshard,
-    """\
-  shardspec reshard ckpt -o cut --mesh 4x2 --rules rules.toml
-  shardspec reshard model.safetensors -o cut --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
-  shardspec reshard ckpt -o cut --like other_ckpt
-  shardspec reshard ckpt -o cut --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes config.json
-  shardspec reshard zero_run -o universal --to deepspeed-universal
-
-\b
-A file of rules has a line for each pattern of names:
-  "*.up.weight" = "[S1,R]"
-  "*.down.weight" = "[R,S1]"
-What no rule matches is kept whole on every device.""",
-)
-def reshard_command(given: _Reshard) -> None:
+    ),
+    options: _Options,
+) -> None:
     """Write the checkpoint CKPT as the ranks of another mesh would have saved it.
 
     CKPT may be of any format that can be read; pending reductions are finished. OUT appears when it
     is complete and was read again.
+
+    Examples:
+      shardspec reshard ckpt -o cut --mesh 4x2 --rules rules.toml
+      shardspec reshard model.safetensors -o cut --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
+      shardspec reshard ckpt -o cut --like other_ckpt
+      shardspec reshard ckpt -o cut --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
+      shardspec reshard zero_run -o universal --to deepspeed-universal
+
+    A file of rules has a line for each pattern of names:
+      "*.up.weight" = "[S1,R]"
+      "*.down.weight" = "[R,S1]"
+    What no rule matches is kept whole on every device.
     """
-    mesh, like, options = given.mesh, given.like, given.options
-    cuts = given.rules.rules is not None or bool(given.rules.rule)
-    universal = given.to == "deepspeed-universal"
+    cuts = rules.rules is not None or bool(rules.rule)
+    universal = to == "deepspeed-universal"
     if universal and (mesh is not None or like is not None or cuts):
         raise click.UsageError(
             "a Universal Checkpoint is for any number of ranks; leave out --mesh, --rules, --rule "
@@ -255,21 +231,21 @@ def reshard_command(given: _Reshard) -> None:
         raise click.UsageError("give either --mesh, with rules, or --like")
     if like is not None and cuts:
         raise click.UsageError("--like says how to cut; leave out --rules and --rule")
-    rules = given.rules.read()
+    specs = rules.read()
 
     def convert(**more: Declared) -> WriteReport:
-        paths = [given.checkpoint] if like is None else [given.checkpoint, like]
+        paths = [checkpoint] if like is None else [checkpoint, like]
         source, *others = options.source.open(*paths, quiet=options.quiet)
         return reshard(
             source,
-            given.output,
+            output,
             device_mesh=None if mesh is None else plain_mesh(mesh),
-            rules=None if mesh is None else rules,
+            rules=None if mesh is None else specs,
             like=others[0] if others else None,
-            format=given.to,
+            format=to,
             **more,
         )
 
     _write("reshard", options, convert)
-    if mesh is not None and not rules and not options.quiet:
+    if mesh is not None and not specs and not options.quiet:
         say("note: no rules were given, so every tensor is whole on every device", err=True)

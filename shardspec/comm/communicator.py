@@ -35,54 +35,27 @@ class Communicator(Protocol):
     def run(
         self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
     ) -> dict[int, "torch.Tensor"]:
-        """Carry out one step.
+        """Carry out one step, between the boxes that each device of the mesh holds.
 
-        Parameters
-        ----------
-        step
-            What moves along which axes.
-        shards
-            The shard of every addressable device, shaped as its box before the step; only read.
-        before, after
-            Which box each device of the mesh holds before and after the step.
-
-        Returns
-        -------
-        dict
-            The shard of every addressable device after the step: new contiguous tensors that share
-            no memory with `shards`.
+        `shards` has those of all addressable devices, shaped as their boxes before the step, and
+        is only read. What they hold after it is returned: new contiguous tensors that share no
+        memory with `shards`.
         """
 
     def on(self, mesh: DeviceMesh) -> "Communicator":
         """Return the communicator of the same kind for another mesh."""
 
     def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
-        """Enter a conversion, in which steps are run.
+        """Enter a conversion, in which steps are run; yields the kind of device of all shards.
 
-        Parameters
-        ----------
-        content
-            What is to be done: `shardspec.comm.agreement.description` of it.
-        device
-            The kind of device that this process's shards are on; empty where it holds none.
-
-        Returns
-        -------
-        context manager
-            Of the kind of device that all shards are on, found from those who hold some.
-
-        Raises
-        ------
-        CommunicatorError
-            On every process, if one says something else, naming it and the difference, or if one
-            does not come; and if another thread is in a conversion on this mesh.
+        `content` is the `shardspec.comm.agreement.description` of what is to be done, `device` the
+        kind of device that this process's shards are on, empty where it holds none. It is a
+        `CommunicatorError` on every process if one says something else, or does not come; and if
+        another thread is in a conversion on this mesh.
         """
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Return one small picklable value per device of the mesh, in its order; also a barrier.
 
-        Parameters
-        ----------
-        values
-            The value of every addressable device.
+        `values` has those of all addressable devices.
         """

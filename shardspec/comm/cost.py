@@ -51,11 +51,7 @@ from shardspec.comm.curves import (
     whole,
 )
 from shardspec.comm.presets import DEFAULT_LINK, DEFAULT_PRESET, link_preset, preset_copy_s
-from shardspec.comm.steps import (
-    Exchange,
-    Permute,
-    Step,
-)
+from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
 from shardspec.mesh import DeviceMesh, LinkModel
 
@@ -121,13 +117,7 @@ class CostModel:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> "CostModel":
-        """Return the model of a mesh's own links, or of `DEFAULT_LINK` where it has none.
-
-        Examples
-        --------
-        >>> CostModel.of_mesh(DeviceMesh(range(2), (2,))).links[0].name
-        'assumed h100-nvswitch'
-        """
+        """Return the model of a mesh's own links, or of `DEFAULT_LINK` where it has none."""
         if mesh.mesh_alpha is None or mesh.mesh_beta is None:
             # On a shared bus it is another machine, of which no memory is assumed.
             copy_s = preset_copy_s([DEFAULT_PRESET]) if mesh.link_model == "ring" else 0.0
@@ -201,15 +191,7 @@ class CostModel:
         return min(fixed + num_bytes * per_byte for fixed, per_byte in self.lines(step))
 
     def lines(self, step: Step) -> tuple[Line, ...]:
-        """Return lines over the bytes of the largest shard; the lowest is the step's price.
-
-        Examples
-        --------
-        >>> from shardspec.comm.steps import AllGather
-        >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
-        >>> model.lines(AllGather(0, (1,))) == ((3 * 1e-6, 3 * 1e-12),)
-        True
-        """
+        """Return lines over the bytes of the largest shard; the lowest is the step's price."""
         assert not isinstance(step, Permute | Exchange), "priced by the layouts on both sides"
         kind, axes = kind_of(step), self._long(step.axes)
         if kind is None or not axes:
@@ -227,13 +209,7 @@ class CostModel:
         return self.lines(step)[-1]
 
     def error(self, step: Step, num_bytes: int) -> Band | None:
-        """Return how far the price of a step is off, None where nothing like it was measured.
-
-        Parameters
-        ----------
-        step, num_bytes
-            As for `step_seconds`; no slice.
-        """
+        """Return how far the price of a step is off, None where nothing like it was measured."""
         kind = kind_of(step)
         curve = None if kind is None else self._curve(kind, self._long(step.axes))
         if curve is None:
@@ -256,17 +232,9 @@ class CostModel:
         )
 
     def links_text(self, labels: Sequence[str]) -> str:
-        """Say what the links are, axes with the same link together.
+        """Say what the links of axes with these names are, axes with the same link together.
 
-        Parameters
-        ----------
-        labels
-            The name of every axis.
-
-        Examples
-        --------
-        >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-5, 2e-11)))
-        >>> model.links_text(["dp", "tp"])
+        >>> CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-5, 2e-11))).links_text(["dp", "tp"])
         'axes dp,tp given: 10 µs, 50 GB/s'
         """
         axes_of: dict[str, list[str]] = {}
@@ -293,13 +261,6 @@ class CostModel:
 
         Where all-to-alls of two devices were measured it is their line for large buffers, of which
         each device sends half and receives as much.
-
-        Examples
-        --------
-        >>> model = CostModel.from_presets(DeviceMesh(range(8), (8,)), ["h100-nvswitch"])
-        >>> fixed, per_byte = model.pair(0)
-        >>> f"{fixed * 1e6:.1f} µs, {1e-9 / per_byte:.0f} GB/s"
-        '13.5 µs, 261 GB/s'
         """
         link = self.links[axis]
         for curve in link.curves if self.link_model == "ring" else ():
@@ -320,21 +281,16 @@ class CostModel:
         Those with a slower link than an axis that cuts the source: to cross them as well would
         slow a transfer down.
 
-        Examples
-        --------
         >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
         >>> model.apart([1]), model.apart([0])
         ((0,), ())
         """
-        least = [min(costs) for costs in zip(*map(self._link, self._long(cut)), strict=True)]
-        return tuple(
-            axis
-            for axis in self._long(range(len(self.links)) if least else ())
-            if any(map(gt, self._link(axis), least))
-        )
-
-    def _link(self, axis: int) -> tuple[float, float]:
-        return self.slowest([axis])
+        links = [self.slowest([axis]) for axis in range(len(self.links))]
+        least = [
+            min(costs) for costs in zip(*(links[axis] for axis in self._long(cut)), strict=True)
+        ]
+        axes = self._long(range(len(links)) if least else ())
+        return tuple(axis for axis in axes if any(map(gt, links[axis], least)))
 
     def on(self, axes: Sequence[int]) -> "CostModel":
         """Return the model of the mesh that has some of the axes; all others have one device."""

@@ -12,9 +12,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from shardspec.comm.agreement import NOTE_BYTES, Note, Unanswered
+from shardspec.comm.agreement import NOTE_BYTES, Link, Note, Unanswered
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.links import Link
 from shardspec.comm.messages import Messages
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
@@ -47,11 +46,7 @@ class Channel:
         """Tell some ranks a note, and return theirs; all of them call this at once.
 
         Messages have to be on `device`; where there are links, `timeout_s` is how long to wait.
-
-        Raises
-        ------
-        Unanswered
-            If a rank has gone, or does not come in time.
+        `Unanswered` says that a rank has gone, or has not come in time.
         """
         self.numbers[mine.ids] += 1
         packed, deadline = mine.pack(), time.monotonic() + timeout_s

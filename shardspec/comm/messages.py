@@ -3,17 +3,14 @@
 Both ends of a message cut a box into the same chunks. Where a part of a tensor is not contiguous
 its chunks pass through buffers, and only so many bytes of these are under way at once. So a step
 needs little memory besides the shards, and a chunk is copied while the cache still holds it.
-
-Collectives take tensors in which the parts of all ranks lie one behind the other, equally long, in
-the order of the ranks. NCCL has algorithms for all-gather, reduce-scatter and all-reduce that its
-sends and receives do not reach. On the CPU they are not used: gloo's carry no tag, so what two
-threads convert at once would be mixed up.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,12 +24,15 @@ from shardspec.errors import CommunicatorError
 
 __all__ = [
     "STAGED_BYTES",
+    "Addressed",
+    "Boxes",
     "Collectives",
+    "Exchange",
     "Messages",
+    "Rounds",
     "Transport",
-    "all_reduce",
-    "copy_own_part",
     "has_collective",
+    "start_messages",
 ]
 
 STAGED_BYTES: Final = 16 << 20
@@ -58,170 +58,14 @@ Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
 Boxes: TypeAlias = list[tuple[int, Box]]
 """Pairs of peer and box."""
+Exchange: TypeAlias = Callable[["Rounds", Boxes, list[tuple[int, Box, torch.Tensor]]], None]
+"""Sends boxes of the shard to peers, and fills tensors with boxes of theirs."""
 
 
-class Transport(Protocol):
-    """Moves the boxes of one step between the shards of different processes.
-
-    Results do not depend on the transport, bit for bit. `CommunicatorError` says that a peer has
-    gone, or does not come within the timeout of the process group.
-    """
-
-    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
-        """Put the boxes that this device gets side by side, and serve those that others get.
-
-        The shard, of any strides, is only read. The result is to be filled; where the shard is a
-        part of it, it is in place.
-        """
-
-    def reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
-    ) -> None:
-        """Combine the addends of all members, of the box held after; see `move`.
-
-        The result may lie in the shard, in the place of this device's own addend.
-        """
-
-
-def all_reduce(
-    transport: Transport, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
-) -> torch.Tensor:
-    """Return the reduction of all members' shards, of any dtype and operation.
-
-    Every member reduces a part, then all share the parts: as many bytes as on a ring.
-    """
-    step, me, members = schedule.step, schedule.device, schedule.members
-    if len(members) == 1 or shard.numel() == 0:
-        return combine([shard], op)
-    if shard.is_contiguous():
-        flat = shard.view(-1)
-        result = empty_hugepages(flat, flat.shape)
-    else:
-        # The parts are then reduced in place: nobody else reads the part that this rank reduces.
-        result = flat = shard.clone(memory_format=torch.contiguous_format).view(-1)
-    everything = ((0, flat.numel()),)
-    parts = {
-        peer: (split_interval(0, flat.numel(), len(members), at),)
-        for at, peer in enumerate(members)
-    }
-    filled = {peer: part for peer, part in parts.items() if part[0][0] < part[0][1]}
-    mine = parts[me]
-    addends = tuple(Incoming(peer, mine, everything) for peer in members) if me in filled else ()
-    sent = tuple((peer, part) for peer, part in filled.items() if peer != me)
-    reduced = result[slice(*mine[0])]
-    with checked(step, result if result is not flat else result[:0]):
-        reducing = TransferSchedule(step, me, members, everything, mine, sent, addends)
-        transport.reduce(reducing, flat, reduced, op)
-        readers = tuple((peer, mine) for peer in members if peer != me) if me in filled else ()
-        coming = tuple(Incoming(peer, part, part) for peer, part in filled.items())
-        sharing = TransferSchedule(step, me, members, mine, everything, readers, coming)
-        transport.move(sharing, reduced, result)
-    return result.view(shard.shape)
-
-
-def copy_own_part(schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
-    """Copy what a device holds and keeps to its place."""
-    for part in schedule.incoming:
-        if part.peer == schedule.device:
-            place = result[slices_within(part.box, schedule.after)]
-            kept = shard[slices_within(part.box, schedule.before)]
-            if place.data_ptr() != kept.data_ptr():
-                place.copy_(kept)
-
-
-class Messages:
-    """Moves boxes by `torch.distributed.isend` and `irecv`; a `Transport`.
-
-    Parameters
-    ----------
-    tag
-        An even number, and the one after it is taken too: what two threads send at once differs by
-        it. NCCL has no tags, so there one thread sends at a time.
-    """
-
-    def __init__(self, tag: int) -> None:
-        self._tag = tag
-
-    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
-        """Fill the result with what comes in, and send what others want; see `Transport`."""
-        copy_own_part(schedule, shard, result)
-        rounds = _Rounds(schedule, shard)
-        incoming = [(p.peer, p.box) for p in schedule.incoming if p.peer != schedule.device]
-        for sends, receives in rounds.boxes(incoming):
-            places = [result[slices_within(box, schedule.after)] for _, box in receives]
-            arriving = [p if p.is_contiguous() else rounds.buffer(p) for p in places]
-            addressed = [(peer, t) for (peer, _), t in zip(receives, arriving, strict=True)]
-            self._exchange_chunks(schedule, shard, rounds, sends, addressed)
-            for place, tensor in zip(places, arriving, strict=True):
-                if place is not tensor:
-                    place.copy_(tensor)
-
-    def reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
-    ) -> None:
-        """Fill the result with what the addends of all members come to; see `Transport`."""
-        me, rounds = schedule.device, _Rounds(schedule, shard)
-        shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        # This device's own addend is among those that come in, so it counts where it is alone too.
-        for sends, parts in rounds.boxes([(part.peer, part.box) for part in schedule.incoming]):
-            boxes = [box for _, box in parts][:1]  # of every member the same
-            own = [shard[slices_within(box, schedule.before)] for box in boxes]
-            addends = {peer: rounds.buffer(own[0]) for peer, _ in parts if peer != me or shares}
-            arriving = [(peer, addend) for peer, addend in addends.items() if peer != me]
-            self._exchange_chunks(schedule, shard, rounds, sends, arriving)
-            for box, addend in zip(boxes, own, strict=True):
-                # The result may take the place of this device's addend, maybe not the first.
-                addends[me] = addends[me].copy_(addend) if shares else addend
-                place = result[slices_within(box, schedule.after)]
-                combine_into(place, [addends[peer] for peer, _ in parts], op)
-
-    def _exchange_chunks(
-        self,
-        schedule: TransferSchedule,
-        shard: torch.Tensor,
-        rounds: "_Rounds",
-        sends: Boxes,
-        arriving: Addressed,
-    ) -> None:
-        """Send some boxes of the shard, and receive what arrives at once."""
-        leaving = []
-        for peer, box in sends:
-            part = shard[slices_within(box, schedule.before)]
-            leaving.append(
-                (peer, part if part.is_contiguous() else rounds.buffer(part).copy_(part))
-            )
-        try:
-            for work in _start(leaving, arriving, self._tag + 1):
-                work.wait()
-        except RuntimeError as error:  # DistBackendError and the other errors of torch are such
-            raise _failed(schedule, error) from error
-
-    def exchange(self, content: bytes, lengths: Mapping[int, int], device: str) -> dict[int, bytes]:
-        """Send bytes to some ranks, and return so many of each; all of them call this at once.
-
-        Raises
-        ------
-        Unanswered
-            If one has gone, or does not come within the timeout of the process group.
-        """
-        mine = torch.empty(0, dtype=torch.uint8, device=device)
-        if content:
-            mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-        records = {peer: mine.new_zeros(length) for peer, length in lengths.items()}
-        try:
-            for work in _start([(peer, mine) for peer in lengths], [*records.items()], self._tag):
-                work.wait()
-        except RuntimeError as error:
-            silent = [peer for peer, record in records.items() if not record.any()]
-            raise Unanswered(silent or lengths, _cause(error)) from error
-        return {peer: record.cpu().numpy().tobytes() for peer, record in records.items()}
-
-
-class _Rounds:
+class Rounds:
     """Chunks, one for each box in a round, and the memory that all rounds pass through."""
 
-    def __init__(self, schedule: TransferSchedule, shard: torch.Tensor) -> None:
-        round_bytes = _ROUND_BYTES.get(shard.device.type, _ROUND_BYTES_ELSEWHERE)
+    def __init__(self, schedule: TransferSchedule, shard: torch.Tensor, round_bytes: int) -> None:
         share = max(round_bytes // max(1, len(schedule.members) - 1), _LEAST_BYTES)
         self._outgoing, self._most = schedule.outgoing, share // shard.element_size()
         boxes = [box for _, box in schedule.outgoing] + [part.box for part in schedule.incoming]
@@ -248,7 +92,175 @@ class _Rounds:
         return self._memory[start : self._used].view(like.shape)
 
 
-def _start(sends: Addressed, receives: Addressed, tag: int) -> list[dist.Work]:
+class Transport(ABC):
+    """Moves the boxes of one step between the shards of different processes.
+
+    Results do not depend on the transport, bit for bit. `CommunicatorError` says that a peer has
+    gone, or does not come within the timeout of the process group.
+    """
+
+    fills_any: bool = False
+    """Whether tensors that are not contiguous can be filled."""
+
+    @abstractmethod
+    def session(
+        self, schedule: TransferSchedule, shard: torch.Tensor
+    ) -> AbstractContextManager[Exchange]:
+        """Enter a step, in which boxes are exchanged in rounds."""
+
+    @abstractmethod
+    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
+        """Return how much all peers together are sent in one round, or send."""
+
+    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
+        """Put the boxes that this device gets side by side, and serve those that others get.
+
+        The shard, of any strides, is only read. The result is to be filled; where the shard is a
+        part of it, it is in place.
+        """
+        rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=True))
+        with self.session(schedule, shard) as exchange:
+            for part in schedule.incoming:
+                if part.peer == schedule.device:
+                    place = result[slices_within(part.box, schedule.after)]
+                    kept = shard[slices_within(part.box, schedule.before)]
+                    if place.data_ptr() != kept.data_ptr():
+                        place.copy_(kept)
+            incoming = [(p.peer, p.box) for p in schedule.incoming if p.peer != schedule.device]
+            for sends, receives in rounds.boxes(incoming):
+                places = [result[slices_within(box, schedule.after)] for _, box in receives]
+                arriving = [
+                    place if self.fills_any or place.is_contiguous() else rounds.buffer(place)
+                    for place in places
+                ]
+                pairs = zip(receives, arriving, strict=True)
+                exchange(rounds, sends, [(peer, box, tensor) for (peer, box), tensor in pairs])
+                for place, tensor in zip(places, arriving, strict=True):
+                    if place is not tensor:
+                        place.copy_(tensor)
+
+    def reduce(
+        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
+    ) -> None:
+        """Combine the addends of all members, of the box held after; see `move`.
+
+        The result may lie in the shard, in the place of this device's own addend.
+        """
+        me, shares = schedule.device, _storage(result) == _storage(shard)
+        rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=False))
+        # This device's own addend is among those that come in, so it counts where it is alone too.
+        incoming = [(part.peer, part.box) for part in schedule.incoming]
+        with self.session(schedule, shard) as exchange:
+            for sends, parts in rounds.boxes(incoming):
+                boxes = [box for _, box in parts][:1]  # of every member the same
+                own = [shard[slices_within(box, schedule.before)] for box in boxes]
+                addends = {peer: rounds.buffer(own[0]) for peer, _ in parts if peer != me or shares}
+                arriving = [(peer, box, addends[peer]) for peer, box in parts if peer != me]
+                exchange(rounds, sends, arriving)
+                for box, addend in zip(boxes, own, strict=True):
+                    # The result may take the place of this device's addend, maybe not the first.
+                    addends[me] = addends[me].copy_(addend) if shares else addend
+                    place = result[slices_within(box, schedule.after)]
+                    combine_into(place, [addends[peer] for peer, _ in parts], op)
+
+    def all_reduce(
+        self, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
+    ) -> torch.Tensor:
+        """Return the reduction of all members' shards, of any dtype and operation.
+
+        Every member reduces a part, then all share the parts: as many bytes as on a ring.
+        """
+        step, me, members = schedule.step, schedule.device, schedule.members
+        if len(members) == 1 or shard.numel() == 0:
+            return combine([shard], op)
+        if shard.is_contiguous():
+            flat = shard.view(-1)
+            result = empty_hugepages(flat, flat.shape)
+        else:
+            # The parts are reduced in place: nobody else reads the part that this rank reduces.
+            result = flat = shard.clone(memory_format=torch.contiguous_format).view(-1)
+        whole = ((0, flat.numel()),)
+        parts = {
+            peer: (split_interval(0, flat.numel(), len(members), at),)
+            for at, peer in enumerate(members)
+        }
+        filled = {peer: part for peer, part in parts.items() if part[0][0] < part[0][1]}
+        mine, others = parts[me], [peer for peer in members if peer != me]
+        sent = tuple((peer, filled[peer]) for peer in others if peer in filled)
+        own = me in filled
+        addends = tuple(Incoming(peer, mine, whole) for peer in members) if own else ()
+        readers = tuple((peer, mine) for peer in others) if own else ()
+        coming = tuple(Incoming(peer, part, part) for peer, part in filled.items())
+        reduced = result[slice(*mine[0])]
+        with checked(step, result if result is not flat else result[:0]):
+            reducing = TransferSchedule(step, me, members, whole, mine, sent, addends)
+            self.reduce(reducing, flat, reduced, op)
+            sharing = TransferSchedule(step, me, members, mine, whole, readers, coming)
+            self.move(sharing, reduced, result)
+        return result.view(shard.shape)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Messages(Transport):
+    """Moves boxes by `torch.distributed.isend` and `irecv`.
+
+    `tag` is an even number, and the one after it is taken too: what two threads send at once
+    differs by it. NCCL has no tags, so there one thread sends at a time.
+    """
+
+    def __init__(self, tag: int) -> None:
+        self._tag = tag
+
+    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
+        """Return how much all peers together are sent in one round, or send."""
+        del moves
+        return _ROUND_BYTES.get(shard.device.type, _ROUND_BYTES_ELSEWHERE)
+
+    @contextmanager
+    def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
+        """Enter a step, in which boxes are exchanged in rounds."""
+        tag = self._tag + 1
+
+        def exchange(
+            rounds: Rounds, sends: Boxes, arriving: list[tuple[int, Box, torch.Tensor]]
+        ) -> None:
+            leaving = []
+            for peer, box in sends:
+                part = shard[slices_within(box, schedule.before)]
+                copied = part if part.is_contiguous() else rounds.buffer(part).copy_(part)
+                leaving.append((peer, copied))
+            try:
+                for work in start_messages(leaving, [(p, t) for p, _, t in arriving], tag):
+                    work.wait()
+            except RuntimeError as error:  # DistBackendError and the other errors of torch
+                raise _failed(schedule, error) from error
+
+        yield exchange
+
+    def exchange(self, content: bytes, lengths: Mapping[int, int], device: str) -> dict[int, bytes]:
+        """Send bytes to some ranks, and return so many of each; all of them call this at once.
+
+        `Unanswered` says that one has gone, or has not come within the timeout of the process
+        group.
+        """
+        mine = torch.empty(0, dtype=torch.uint8, device=device)
+        if content:
+            mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+        records = {peer: mine.new_zeros(length) for peer, length in lengths.items()}
+        sends = [(peer, mine) for peer in lengths]
+        try:
+            for work in start_messages(sends, [*records.items()], self._tag):
+                work.wait()
+        except RuntimeError as error:
+            silent = [peer for peer, record in records.items() if not record.any()]
+            raise Unanswered(silent or lengths, _cause(error)) from error
+        return {peer: record.cpu().numpy().tobytes() for peer, record in records.items()}
+
+
+def start_messages(sends: Addressed, receives: Addressed, tag: int) -> list[dist.Work]:
     """Post contiguous tensors as bytes, so that every dtype travels; empty ones do not."""
     ops = [dist.P2POp(dist.irecv, _as_bytes(t), peer, tag=tag) for peer, t in receives if t.numel()]
     ops += [dist.P2POp(dist.isend, _as_bytes(t), peer, tag=tag) for peer, t in sends if t.numel()]
@@ -277,12 +289,12 @@ def _cause(error: RuntimeError) -> str:
 
 
 class Collectives:
-    """Moves boxes by all-gather and reduce-scatter, in steps that have one; a `Transport`.
+    """Moves boxes of CUDA tensors by NCCL's collectives, in steps that have one.
 
-    Parameters
-    ----------
-    group
-        The members of the schedules, ranks ascending.
+    They take tensors in which the parts of all ranks lie one behind the other, equally long, in the
+    order of the ranks; NCCL has algorithms for these that its sends and receives do not reach. On
+    the CPU they are not used: gloo's carry no tag, so what two threads convert at once would be
+    mixed up. The ranks of `group` are the members of the schedules, ascending.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -318,20 +330,7 @@ class Collectives:
 
 
 def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
-    """Say whether a collective of the backend does a step; all members say the same.
-
-    Examples
-    --------
-    >>> from shardspec.comm.routes import schedule_for
-    >>> from shardspec.layout.layout import Layout
-    >>> from shardspec.mesh import DeviceMesh
-    >>> for shape in ((6, 5), (7, 5)):
-    ...     rows = Layout(DeviceMesh(range(2), (2,)), "[S0,R]", shape, "float32")
-    ...     full, step = rows.with_spec("[R,R]"), AllGather(0, (0,))
-    ...     has_collective(schedule_for(step, rows.mesh, 1, rows.box, full.box), torch.float32)
-    True
-    False
-    """
+    """Say whether a collective of the backend does a step; all members say the same."""
     match schedule.step:
         case AllGather():
             coming = {part.peer: part.box for part in schedule.incoming}

@@ -1,220 +1,285 @@
-"""Boxes read straight out of the memory of peers on the same host.
+"""Memory of peers on the same host, read without their help: `process_vm_readv` (Linux, man 2).
 
-A device tells those that want something of it where its shard lies; they read what they want into
-its place and say so. Nothing is taken for granted: processes compare kernel and namespaces, and try
-whether they can read each other.
+A device tells those that want something of it where that lies; they read it into its place and say
+so. Nothing is taken for granted: processes compare kernel and namespaces (`agreement.Address`), and
+try whether they can read each other. Whoever may trace a process may read it: one of the same user,
+unless Yama or a container's filter says no.
 """
 
+import ctypes
 import errno
+import os
 import pickle
 import time
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from functools import lru_cache
+from math import prod
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from shardspec.boxes import Box, box_shape, box_size, slices_within
-from shardspec.comm.agreement import ranks_text
-from shardspec.comm.links import Link
-from shardspec.comm.messages import copy_own_part
-from shardspec.comm.process_memory import (
-    MOST_BYTES,
-    MOST_RUNS,
-    Addresses,
-    Region,
-    read,
-    read_vectors,
-)
-from shardspec.comm.results import combine_into
-from shardspec.comm.routes import Incoming, TransferSchedule, chunks
-from shardspec.comm.steps import ReduceOp, Step
+from shardspec.boxes import Box, box_shape, slices_within
+from shardspec.comm.agreement import Address, Link, ranks_text
+from shardspec.comm.messages import Boxes, Exchange, Rounds, Transport
+from shardspec.comm.routes import TransferSchedule
 from shardspec.errors import CommunicatorError
 
-__all__ = ["BUFFER_BYTES", "PeerMemory"]
+__all__ = ["BUFFER_BYTES", "MOST_BYTES", "Arrays", "PeerMemory", "Region", "read", "readable"]
 
 BUFFER_BYTES: Final = 1 << 20
-"""The most that lies in a buffer at once. Of addends it is how much is combined at once: about what
-a core's own cache holds; less costs more in calls than it saves."""
+"""The most that lies in a buffer at once, and of addends half of what is combined at once: about
+what a core's own cache holds; less costs more in calls than it saves."""
+MOST_BYTES: Final = 64 << 20
+"""Bytes of an array in one call; the kernel stops at 2 GiB."""
+_MOST_RUNS: Final = 1024
+"""IOV_MAX: runs of bytes in one call."""
 _RUN_BYTES: Final = 6 << 10
 """Fetching a run of bytes by itself costs as much time as reading so many in passing: 0.4 µs."""
 _FEW_RUNS: Final = 128
 """Of an array: so many are read with those of other arrays in one call."""
-_MOST_PREPARED: Final = 4
-"""Exchanges whose reads are kept for the next time."""
+_DTYPES: Final = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128)
+_BY_WIDTH: Final = {dtype.itemsize: dtype for dtype in _DTYPES}
 
-_Regions: TypeAlias = Mapping[int, Sequence[Region]]
-"""By peer."""
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class _Reads:
-    """How arrays of a peer are read: those with few gaps with one call for many."""
+class Region:
+    """Where an array lies in the memory of a process; strides in bytes."""
 
-    runs: list[tuple[Addresses, Addresses]]
-    """For each call, addresses and lengths here and there."""
-    single: list[tuple[Region, int]]
-    """Where the others lie, and their numbers."""
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Region":
+        """Return where a tensor lies."""
+        item = tensor.element_size()
+        strides = tuple(stride * item for stride in tensor.stride())
+        return cls(tensor.data_ptr(), tuple(tensor.shape), strides, item)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the array, which is in this process and outlives the tensor, as whole numbers."""
+        memory = (ctypes.c_char * self.span).from_address(self.address)
+        steps = [stride // self.item_bytes for stride in self.strides]
+        flat = torch.frombuffer(memory, dtype=_BY_WIDTH[self.item_bytes])
+        return flat.as_strided(self.shape, steps)
+
+    def moved(self, num_bytes: int) -> "Region":
+        """Return the array that lies so many bytes behind."""
+        return Region(self.address + num_bytes, self.shape, self.strides, self.item_bytes)
+
+    def part(self, index: tuple[slice, ...]) -> "Region":
+        """Return where a part of the array lies."""
+        offset = sum(part.start * step for part, step in zip(index, self.strides, strict=True))
+        shape = tuple(part.stop - part.start for part in index)
+        return Region(self.address + offset, shape, self.strides, self.item_bytes)
+
+    def halves(self) -> Iterator[tuple[slice, ...]]:
+        """Yield two parts of an array of several elements, cut where it reaches farthest."""
+        dims = [dim for dim, size in enumerate(self.shape) if size > 1]
+        widest = max(dims, key=lambda dim: self.strides[dim] * self.shape[dim])
+        middle = self.shape[widest] // 2
+        whole = tuple(slice(0, size) for size in self.shape)
+        for half in (slice(0, middle), slice(middle, self.shape[widest])):
+            yield (*whole[:widest], half, *whole[widest + 1 :])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.item_bytes
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to behind the last one, gaps included."""
+        reach = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return reach + self.item_bytes if prod(self.shape) else 0
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes that lie next to each other before the first gap."""
+        run = self.item_bytes
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != run:
+                break
+            run *= size
+        return run
+
+    def runs(self, run: int) -> Ints:
+        """Return the address of every run of so many bytes, in the order of the elements."""
+        starts: Ints = np.full(1, self.address, dtype=np.int64)
+        inner, dims = self.item_bytes, list(zip(self.shape, self.strides, strict=True))
+        # Dims that lie within one stretch count as one; what is left of a stretch is cut into runs.
+        while dims and (dims[-1][0] == 1 or dims[-1][1] == inner):
+            inner *= dims.pop()[0]
+        for size, stride in [*dims, (inner // run, run)]:
+            if size > 1:
+                starts = np.add.outer(starts, np.arange(size, dtype=np.int64) * stride).ravel()
+        return starts
 
 
-class _Exchange:
-    """An exchange that may come again: tables that peers read, and how theirs were read last."""
+def read(pid: int, source: Region, target: Region) -> None:
+    """Copy an array of another process to one here, of the same shape and element size.
 
-    __slots__ = ("places", "reads", "tables")
-
-    def __init__(self, outgoing: _Regions, incoming: _Regions) -> None:
-        self.tables = {
-            peer: np.array([n for one in regions for n in (one.address, *one.strides)], np.uint64)
-            for peer, regions in outgoing.items()
-        }
-        self.places = incoming
-        self.reads: dict[int, tuple[torch.Tensor, _Reads]] = {}
-
-
-class PeerMemory:
-    """Moves boxes between processes that all can read each other; a `Transport`.
-
-    Parameters
-    ----------
-    links
-        To the other processes, by rank.
-    timeout_s
-        How long to wait for one of them.
+    `OSError` says that the process has gone, may not be read, or has no such memory.
     """
+    if source.num_bytes > MOST_BYTES:
+        for half in source.halves():
+            read(pid, source.part(half), target.part(half))
+        return
+    run = min(source.run_bytes, target.run_bytes)
+    ours, theirs = (_rows(region.runs(run), run) for region in (target, source))
+    _read_rows(pid, ours, theirs)
 
-    def __init__(self, links: Mapping[int, Link], timeout_s: float) -> None:
-        self._links, self._timeout_s = links, timeout_s
-        self._prepared: OrderedDict[Hashable, _Exchange] = OrderedDict()
+
+def _rows(addresses: Ints, length: int) -> Ints:
+    """Return what the kernel takes: a row of address and length for each run."""
+    rows: Ints = np.full((addresses.size, 2), length, dtype=np.int64)
+    rows[:, 0] = addresses.ravel()
+    return rows
+
+
+def _read_rows(pid: int, ours: Ints, theirs: Ints) -> None:
+    no_flags = ctypes.c_ulong(0)
+    for first in range(0, len(ours), _MOST_RUNS):
+        some = ours[first:][:_MOST_RUNS], theirs[first:][:_MOST_RUNS]
+        here, there = (ctypes.c_void_p(rows.ctypes.data) for rows in some)
+        count = ctypes.c_ulong(len(some[0]))
+        got = _libc().process_vm_readv(pid, here, count, there, count, no_flags)
+        if got != int(some[0][:, 1].sum()):
+            code = ctypes.get_errno() if got < 0 else errno.EFAULT
+            raise OSError(code, os.strerror(code))
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    return libc
+
+
+def readable(addresses: Mapping[int, Address]) -> frozenset[int]:
+    """Return which of some processes can be read, by reading what each says to have somewhere."""
+    found = set()
+    for peer, other in addresses.items():
+        got, size = ctypes.create_string_buffer(len(other.content)), (len(other.content),)
+        target = Region(ctypes.addressof(got), size, (1,), 1)
+        with suppress(OSError):
+            read(other.pid, Region(other.probe, size, (1,), 1), target)
+            if got.raw == other.content:
+                found.add(peer)
+    return frozenset(found)
+
+
+class Arrays(NamedTuple):
+    """Arrays of one shape at a peer, and as many here: addresses count from the bases."""
+
+    source: Region
+    target: Region
+    source_bases: Ints
+    target_bases: Ints
+
+
+class PeerMemory(Transport):
+    """Moves boxes between processes that all can read each other, waiting for each `timeout_s`."""
+
+    fills_any = True
+
+    def __init__(self, rank: int, links: Mapping[int, Link], timeout_s: float) -> None:
+        self._rank, self._links, self._timeout_s = rank, links, timeout_s
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
-    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
-        """Fill the result with what comes in, and let others read; see `Transport`."""
-        with self._serving(schedule, shard) as deadline:
-            copy_own_part(schedule, shard, result)
-            for peer, parts in _by_peer(schedule).items():
-                there = self._receive(schedule.step, parts[0], shard, deadline)
-                for part in parts:
-                    place = result[slices_within(part.box, schedule.after)]
-                    self._fetch(peer, there.part(slices_within(part.box, part.source)), place)
-                self._release(str(schedule.step), peer)
-
-    def reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
-    ) -> None:
-        """Fill the result with what the addends of all members come to; see `Transport`."""
-        shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        with self._serving(schedule, shard) as deadline:
-            there = {
-                peer: self._receive(schedule.step, parts[0], shard, deadline)
-                for peer, parts in _by_peer(schedule).items()
-            }
-            most = max(1, min(box_size(schedule.after), BUFFER_BYTES // shard.element_size()))
-            buffer, copy = shard.new_empty(most), shard.new_empty(most if shares else 0)
-            for box in chunks(schedule.after, most):
-                place = result[slices_within(box, schedule.after)]
-                own = shard[slices_within(box, schedule.before)]
-                if shares:  # the result takes its place, and it may not be the first
-                    own = copy[: own.numel()].view(own.shape).copy_(own)
-                into = buffer[: place.numel()].view(place.shape)
-                combine_into(place, self._addends(schedule, there, box, own, place, into), op)
-            for peer in there:
-                self._release(str(schedule.step), peer)
-
-    def _addends(
-        self,
-        schedule: TransferSchedule,
-        there: Mapping[int, Region],
-        box: Box,
-        own: torch.Tensor,
-        place: torch.Tensor,
-        buffer: torch.Tensor,
-    ) -> Iterator[torch.Tensor]:
-        """Yield every member's addend of a box in their order: the first in its place."""
-        for at, part in enumerate(schedule.incoming):
-            if part.peer == schedule.device:
-                yield own
-            else:
-                into = buffer if at else place
-                source = there[part.peer].part(slices_within(box, part.source))
-                self._fetch(part.peer, source, into)
-                yield into
-
-    def exchange(
-        self,
-        name: str,
-        key: Hashable,
-        arrays: Callable[[], tuple[_Regions, _Regions]],
-        tensor_of: Callable[[int, int], torch.Tensor],
-    ) -> None:
-        """Fill arrays here with arrays of peers; both ends list them in the same order.
-
-        Parameters
-        ----------
-        name
-            What is done, the same on all ranks.
-        key
-            What tells the arrays from others: as long as it is the same, they lie where they lay.
-        arrays
-            Returns by peer what it reads here, and what here is filled by what it has.
-        tensor_of
-            Given a peer and the number of an array, returns that as a tensor.
-        """
-        if (name, key) not in self._prepared:
-            while len(self._prepared) >= _MOST_PREPARED:
-                self._prepared.popitem(last=False)
-            self._prepared[name, key] = _Exchange(*arrays())
-        known = self._prepared[name, key]
-        self._prepared.move_to_end((name, key))
-        where = {
-            peer: pickle.dumps((table.ctypes.data, len(table)))
-            for peer, table in known.tables.items()
-        }
-        peers = sorted({*where, *known.places})
-        with self._offering(name, where, peers) as deadline:
-            for peer, places in known.places.items():
-                address, length = pickle.loads(self._expect(_ready(name), peer, deadline))
-                if length != sum(1 + len(place.strides) for place in places):
-                    raise CommunicatorError(f"rank {peer} has other pieces for this rank")
-                told = torch.empty(length, dtype=torch.int64)
-                self._fetch(peer, Region(address, (length,), (8,), 8), told)
-                before, reads = known.reads.get(peer, (None, None))
-                if reads is None or before is None or not torch.equal(told, before):
-                    reads = _reads(told.tolist(), places)
-                    known.reads[peer] = told, reads
-                try:
-                    for here, there in reads.runs:
-                        read_vectors(self._links[peer].pid, here, there)
-                except OSError as error:
-                    raise _unread(peer, error) from error
-                for source, number in reads.single:
-                    self._fetch(peer, source, tensor_of(peer, number))
-                self._release(name, peer)
-
-    def _serving(
-        self, schedule: TransferSchedule, shard: torch.Tensor
-    ) -> AbstractContextManager[float]:
-        """Let others read the shard until they say that they have; yields when to give up."""
-        region = _region(shard)
-        where = pickle.dumps((region.address, region.shape, region.strides, region.item_bytes))
-        readers = {peer: where for peer, _ in schedule.outgoing}
-        return self._offering(str(schedule.step), readers, sorted(schedule.peers))
+    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
+        """Return all of what moves, which needs no buffers, and little of addends."""
+        return shard.element_size() << 48 if moves else 2 * BUFFER_BYTES
 
     @contextmanager
-    def _offering(
-        self, name: str, where: Mapping[int, bytes], peers: Sequence[int]
+    def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
+        """Enter a step: let others read the shard, until they have."""
+        name, readers = str(schedule.step), {peer for peer, _ in schedule.outgoing}
+        sources = {p.peer: p.source for p in schedule.incoming if p.peer != schedule.device}
+        with self._serving(name, Region.of(shard), readers, schedule.peers) as deadline:
+            there: dict[int, Region] = {}
+
+            def exchange(
+                _: Rounds, __: Boxes, arriving: list[tuple[int, Box, torch.Tensor]]
+            ) -> None:
+                for peer, box, place in arriving:
+                    if peer not in there:
+                        due = box_shape(sources[peer]), shard.element_size()
+                        there[peer] = self._receive(name, peer, due, deadline)
+                    part = there[peer].part(slices_within(box, sources[peer]))
+                    self._fetch(peer, part, place)
+
+            yield exchange
+            for peer in there:
+                self._release(name, peer)
+
+    def fill(
+        self,
+        name: str,
+        mine: Ints,
+        readers: set[int],
+        holders: set[int],
+        arrays: Callable[[int, Ints], Iterable[Arrays]],
+    ) -> None:
+        """Fill many arrays here with arrays of holders, this process among them perhaps.
+
+        `mine` is a table for those who read here; given a holder and its table, of the same shape,
+        `arrays` returns what it has for this process.
+        """
+        where, here = Region.of(torch.from_numpy(mine)), self._rank
+        readers, others = readers - {here}, (readers | holders) - {here}
+        with self._serving(name, where, readers, others) as deadline:
+            # Every device starts with another peer.
+            for peer in sorted(holders, key=lambda peer: (peer < here, peer)):
+                table, pid = mine, os.getpid()
+                if peer != here:
+                    there = self._receive(name, peer, (mine.shape, mine.itemsize), deadline)
+                    table, pid = np.empty_like(mine), self._links[peer].pid
+                    self._fetch(peer, there, torch.from_numpy(table))
+                self._fill_from(peer, pid, arrays(peer, table))
+                if peer != here:
+                    self._release(name, peer)
+
+    def _fill_from(self, peer: int, pid: int, found: Iterable[Arrays]) -> None:
+        """Read arrays with few gaps all together, the others one by one."""
+        nothing: Ints = np.zeros((0, 2), dtype=np.int64)
+        ours, theirs = [nothing], [nothing]
+        for source, target, source_bases, target_bases in found:
+            run, size = min(source.run_bytes, target.run_bytes), source.num_bytes
+            if size <= min(BUFFER_BYTES, _FEW_RUNS * run):
+                theirs.append(_rows(np.add.outer(source_bases, source.runs(run)), run))
+                ours.append(_rows(np.add.outer(target_bases, target.runs(run)), run))
+                continue
+            for there, here in zip(source_bases.tolist(), target_bases.tolist(), strict=True):
+                place = target.moved(here).tensor()
+                if peer == self._rank:
+                    place.copy_(source.moved(there).tensor())
+                else:
+                    self._fetch(peer, source.moved(there), place)
+        with _naming(peer):
+            _read_rows(pid, np.concatenate(ours), np.concatenate(theirs))
+
+    @contextmanager
+    def _serving(
+        self, name: str, where: Region, readers: Iterable[int], peers: Iterable[int]
     ) -> Iterator[float]:
-        """Tell readers where to read, and wait until they have; yields when to give up."""
+        """Let some peers read an array until they say that they have; yields when to give up."""
         deadline = time.monotonic() + self._timeout_s
+        told = pickle.dumps((where.address, where.shape, where.strides, where.item_bytes))
         try:
-            for peer, told in where.items():
-                self._links[peer].send(_ready(name) + told)
+            for peer in readers:
+                self._links[peer].send(_start(b"R", name) + told)
             yield deadline
-            for peer in where:
-                self._expect(_done(name), peer, deadline)
+            for peer in readers:
+                self._expect(_start(b"D", name), peer, deadline)
         except BaseException as error:
             ended = [peer for peer in peers if self._links[peer].has_ended()]
             for link in self._links.values():
@@ -233,14 +298,15 @@ class PeerMemory:
             raise CommunicatorError(f"rank {peer} carries out another step")
         return message[len(start) :]
 
-    def _receive(self, step: Step, part: Incoming, shard: torch.Tensor, deadline: float) -> Region:
-        """Return where a peer's shard lies, once it is ready."""
-        there = Region(*pickle.loads(self._expect(_ready(str(step)), part.peer, deadline)))
-        expected = (box_shape(part.source), shard.element_size())
-        if (there.shape, there.item_bytes) != expected:
+    def _receive(
+        self, name: str, peer: int, due: tuple[tuple[int, ...], int], deadline: float
+    ) -> Region:
+        """Return where a peer's array lies, of the shape and bytes an element due, once ready."""
+        there = Region(*pickle.loads(self._expect(_start(b"R", name), peer, deadline)))
+        if (there.shape, there.item_bytes) != due:
             raise CommunicatorError(
-                f"rank {part.peer} holds a shard of shape {there.shape} and {there.item_bytes} "
-                f"bytes an element where {expected[0]} and {expected[1]} are expected"
+                f"rank {peer} holds a shard of shape {there.shape} and {there.item_bytes} "
+                f"bytes an element where {due[0]} and {due[1]} are expected"
             )
         return there
 
@@ -250,13 +316,13 @@ class PeerMemory:
         # that has not hung up is right.
         if self._links[peer].has_ended():
             raise CommunicatorError(f"rank {peer} has ended or given up this step")
-        self._links[peer].send(_done(name))
+        self._links[peer].send(_start(b"D", name))
 
     def _fetch(self, peer: int, source: Region, place: torch.Tensor) -> None:
         """Read runs of bytes one by one, or, where they are short, whole stretches with gaps."""
-        pid, target = self._links[peer].pid, _region(place)
+        pid, target = self._links[peer].pid, Region.of(place)
         runs = source.num_bytes // min(source.run_bytes, target.run_bytes)
-        try:
+        with _naming(peer):
             if runs == 1 or source.span >= runs * _RUN_BYTES:
                 read(pid, source, target)
             elif source.span > BUFFER_BYTES and place.numel() > 1:
@@ -264,81 +330,21 @@ class PeerMemory:
                     self._fetch(peer, source.part(half), place[half])
             else:
                 buffer = self._buffer[: source.span]
-                read(pid, Region(source.address, (source.span,), (1,), 1), _region(buffer))
+                read(pid, Region(source.address, (source.span,), (1,), 1), Region.of(buffer))
                 steps = [stride // source.item_bytes for stride in source.strides]
                 place.copy_(buffer.view(place.dtype).as_strided(source.shape, steps))
-        except OSError as error:
-            raise _unread(peer, error) from error
 
 
-def _by_peer(schedule: TransferSchedule) -> dict[int, list[Incoming]]:
-    """Sort what comes in by peer; every device starts with another peer."""
-    order = {peer: at for at, peer in enumerate(schedule.members)}
-    own = order.get(schedule.device, 0)
-    found: dict[int, list[Incoming]] = {}
-    for part in sorted(schedule.incoming, key=lambda p: (order[p.peer] - own) % len(order)):
-        if part.peer != schedule.device:
-            found.setdefault(part.peer, []).append(part)
-    return found
+def _start(kind: bytes, name: str) -> bytes:
+    """Return how a message starts: that of a step something may be read (R), or has been (D)."""
+    return kind + zlib.crc32(name.encode()).to_bytes(4, "little")
 
 
-def _region(tensor: torch.Tensor) -> Region:
-    item = tensor.element_size()
-    strides = tuple(stride * item for stride in tensor.stride())
-    return Region(tensor.data_ptr(), tuple(tensor.shape), strides, item)
-
-
-def _reads(told: Sequence[int], places: Sequence[Region]) -> _Reads:
-    """Return how to read arrays of a peer, which has told address and strides of each."""
-    found = _Reads([], [])
-    ours: list[int] = []
-    theirs: list[int] = []
-    lengths: list[int] = []
-    at = waiting = 0
-
-    def end_call() -> None:
-        if ours:
-            here, there = (np.array([at, lengths], dtype=np.uint64).T for at in (ours, theirs))
-            found.runs.append((np.ascontiguousarray(here), np.ascontiguousarray(there)))
-        for values in (ours, theirs, lengths):
-            values.clear()
-
-    for number, place in enumerate(places):
-        dims = len(place.shape)
-        strides = tuple(told[at + 1 : at + 1 + dims])
-        source = Region(told[at], place.shape, strides, place.item_bytes)
-        at += 1 + dims
-        run, size = min(source.run_bytes, place.run_bytes), place.num_bytes
-        count = size // run
-        if count > _FEW_RUNS or size > BUFFER_BYTES:
-            found.single.append((source, number))
-            continue
-        if len(ours) + count > MOST_RUNS or waiting + size > MOST_BYTES:
-            end_call()
-            waiting = 0
-        if count == 1:
-            ours.append(place.address)
-            theirs.append(source.address)
-            lengths.append(size)
-        else:
-            ours += place.runs(run).tolist()
-            theirs += source.runs(run).tolist()
-            lengths += [run] * count
-        waiting += size
-    end_call()
-    return found
-
-
-def _ready(name: str) -> bytes:
-    """Return how the message starts that something may be read in a step."""
-    return b"R" + zlib.crc32(name.encode()).to_bytes(4, "little")
-
-
-def _done(name: str) -> bytes:
-    """Return the message that it has been read."""
-    return b"D" + zlib.crc32(name.encode()).to_bytes(4, "little")
-
-
-def _unread(peer: int, error: OSError) -> CommunicatorError:
-    why = "it has ended" if error.errno == errno.ESRCH else error.strerror
-    return CommunicatorError(f"the memory of rank {peer} cannot be read: {why}")
+@contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    """Say whose memory it is that cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        why = "it has ended" if error.errno == errno.ESRCH else error.strerror
+        raise CommunicatorError(f"the memory of rank {peer} cannot be read: {why}") from error

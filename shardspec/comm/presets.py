@@ -1,26 +1,26 @@
 """Named links of known hardware, each with where its numbers come from and how far they hold.
 
-The numbers are published ones, read on `READ_ON`, or fitted to published ones; none was measured by
-this project. A preset is a starting point: links measured on the machines themselves are better.
+The numbers, in ``presets.json``, are published ones, or fitted to published ones; none was measured
+by this project. A preset is a starting point: links measured on the machines themselves are better.
 
-Of machines whose collectives were published, curves fitted to them are in
-`shardspec.comm.curves`; these price the collectives. Latency, rate and start price what has no
-curve: exchange, and steps on more devices than were measured.
+Of machines whose collectives were published, curves fitted to them price the collectives. Latency,
+rate and start price what has no curve: exchange, and steps on more devices than were measured.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
-from shardspec.comm.curves import Curve, Link, curves_of
+from shardspec.comm.curves import Band, Curve, Link
 from shardspec.errors import MeshError
 
 __all__ = [
     "DEFAULT_LINK",
     "DEFAULT_PRESET",
     "PRESETS",
-    "READ_ON",
     "Basis",
     "Confidence",
     "LinkPreset",
@@ -31,31 +31,10 @@ __all__ = [
 Basis: TypeAlias = Literal["measured", "spec", "scaled", "arithmetic"]
 Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
 
-READ_ON: Final = "2026-11-20"
-"""When the sources were read."""
-
-_MIB: Final = 2**20
-_GIB: Final = 2**30
-
-_NCCL: Final = "latency: NCCL 2.30, src/graph/tuning.cc, Simple protocol"
-_BOOK: Final = "ML Engineering Open Book, network/benchmarks (2026-08-22)"
-_TABLES: Final = "ai-dynamo/aiconfigurator (095f58a)"
-_SCALING: Final = "How To Scale Your Model, TPU and sharding chapters"
-_TORUS: Final = (
-    "where their ends are joined; halve the rate elsewhere. All-to-all over n devices takes about "
-    "n/4 times as long as is priced"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class LinkPreset:
-    """A link of known hardware, and what is known about its numbers.
-
-    Examples
-    --------
-    >>> str(PRESETS["ib-ndr-per-gpu"].link(4))
-    'ib-ndr-per-gpu: 22.4 µs, 48 GB/s'
-    """
+    """A link of known hardware, and what is known about its numbers."""
 
     name: str
     """What it is called."""
@@ -81,19 +60,15 @@ class LinkPreset:
     """Time to start a step, in microseconds."""
     port: Literal["device", "node"] | None = None
     """Of links between nodes: whether each device has a port or a node's devices share one."""
-    read_on: str = READ_ON
+    read_on: str = "2026-11-20"
     """When the source was read, as year-month-day."""
     memory_gb_per_s: float | None = None
     """Rate of the devices' memory in 10^9 bytes a second, read or written; None if not known."""
+    curves: tuple[Curve, ...] = ()
+    """What collectives take on such links, where that was published."""
 
     def link(self, devices: int | None = None) -> Link:
-        """Return the link, its name saying so where an axis of `devices` is beyond the preset.
-
-        Examples
-        --------
-        >>> str(PRESETS["h100-nvswitch"].link(16))
-        'h100-nvswitch beyond its 8 devices: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s'
-        """
+        """Return the link, its name saying so where an axis of `devices` is beyond the preset."""
         most = self.devices[1]
         beyond = most is not None and devices is not None and devices > most
         name = f"{self.name} beyond its {most} devices" if beyond else self.name
@@ -105,11 +80,6 @@ class LinkPreset:
             self.curves,
             self.port,
         )
-
-    @property
-    def curves(self) -> tuple[Curve, ...]:
-        """What collectives take on such links, where that was published."""
-        return curves_of(self.name)
 
     def as_dict(self) -> dict[str, object]:
         """Return the record as plain values, ready for JSON; sizes and numbers of devices as lists.
@@ -125,24 +95,12 @@ class LinkPreset:
 
 
 def link_preset(name: str, devices: int | None = None) -> Link:
-    """Return the link of a preset.
-
-    Parameters
-    ----------
-    name
-        One of `PRESETS`.
-    devices
-        Devices along the axis; the link's name says so where the preset is not for as many.
-
-    Raises
-    ------
-    MeshError
-        If there is no such preset; the message names those there are.
+    """Return the link of one of `PRESETS`, for an axis of so many devices; else `MeshError`.
 
     Examples
     --------
-    >>> str(link_preset("b200-nvswitch"))
-    'b200-nvswitch: curves of 2, 4, 8 devices, else 27.5 µs, 322 GB/s'
+    >>> str(link_preset("h100-nvswitch", 16))
+    'h100-nvswitch beyond its 8 devices: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s'
     """
     if name not in PRESETS:
         raise MeshError(f"no link preset {name!r}; known: {', '.join(PRESETS)}")
@@ -150,14 +108,9 @@ def link_preset(name: str, devices: int | None = None) -> Link:
 
 
 def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
-    """Return the seconds in which a device of some presets copies a byte, once read, once written.
+    """Return the seconds in which the slowest of some presets copies a byte: one read, one write.
 
-    Parameters
-    ----------
-    names
-        Of presets; the slowest memory counts.
-    required
-        Whether it is an error if none of them has a rate; else 0 is returned.
+    Where no rate of memory is known it is a `MeshError`, or 0 if none is required.
 
     Examples
     --------
@@ -177,149 +130,32 @@ def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
     )
 
 
-def _nvswitch(
-    name: str,
-    gb_per_s: float,
-    start_us: float,
-    memory_gb_per_s: float,
-    versions: str,
-    scope: str = "node",
-    most: int = 8,
-) -> LinkPreset:
-    return LinkPreset(
-        name,
-        scope,
-        (2, most),
-        gb_per_s,
-        0.0,
-        "measured",
-        "high",
-        f"curves of collectives fitted to nccl-tests, {versions}, {_TABLES}; start and rate: such "
-        "that sending never costs less than the all-gather or all-to-all that sends as much; "
-        "memory: the vendor's data sheet",
-        f"collectives on {_devices(name)} devices of a node, and permutes, as all-to-alls of two; "
-        "start and rate price exchange, of which nothing was published",
-        (512, 512 * _MIB),
-        start_us,
-        memory_gb_per_s=memory_gb_per_s,
-    )
+def _curve(row: Sequence[str], sizes: tuple[int, int]) -> Curve:
+    """Read a row of the curves in ``presets.json``, which says what its columns are."""
+    _, kind, devices, *numbers = row
+    values = list(map(float, numbers[:4]))
+    lines = tuple((values[at] / 1e6, values[at + 1] / 1e12) for at in (0, 2))
+    bands = [
+        None if text == "-" else Band(*(float(part) / 100 for part in text.split(",")))
+        for text in numbers[4:]
+    ]
+    return Curve(kind, int(devices), lines, sizes, (bands[0], bands[1]), (bands[2], bands[3]))
 
 
-def _devices(name: str) -> str:
-    numbers = sorted({curve.devices for curve in curves_of(name)})
-    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+def _presets() -> dict[str, LinkPreset]:
+    data = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+    rows = [row.split() for row in data["curves"]]
+    found: dict[str, LinkPreset] = {}
+    for record in data["presets"]:
+        plain: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in record.items()
+        }
+        curves = tuple(_curve(row, plain["sizes"]) for row in rows if row[0] == plain["name"])
+        found[plain["name"]] = LinkPreset(**plain, curves=curves)
+    return found
 
 
-def _network(
-    name: str,
-    gb_per_s: float,
-    basis: Basis,
-    source: str,
-    valid_for: str,
-    *,
-    latency_us: float = 14.0,
-    port: Literal["device", "node"] = "device",
-    sizes: tuple[int, int] | None = None,
-) -> LinkPreset:
-    owner = "each device has" if port == "device" else "all devices of a node share"
-    return LinkPreset(
-        name,
-        "cross-node",
-        (2, None),
-        gb_per_s,
-        latency_us,
-        basis,
-        "medium",
-        source,
-        f"axes that join nodes, where {owner} one port; {valid_for}",
-        sizes,
-        8.4,
-        port,
-    )
-
-
-def _torus(name: str, gb_per_s: float, joined: str) -> LinkPreset:
-    return LinkPreset(
-        name,
-        "torus axis",
-        (2, None),
-        gb_per_s,
-        1.0,
-        "spec",
-        "medium",
-        _SCALING,
-        f"{joined} {_TORUS}",
-    )
-
-
-_ALL: Final = (
-    _nvswitch("a100-nvswitch", 144, 40, 2039, "NCCL 2.27.3"),
-    _nvswitch("h100-nvswitch", 249, 23, 3350, "NCCL 2.27.3"),
-    _nvswitch("h200-nvswitch", 251, 22, 4800, "NCCL 2.26.2"),
-    _nvswitch("b200-nvswitch", 322, 27.5, 8000, "NCCL 2.27.3"),
-    _nvswitch("gb200-nvl72", 340, 20, 8000, "NCCL 2.23", "rack", 72),
-    _network(
-        "ib-hdr-per-gpu",
-        24,
-        "arithmetic",
-        f"96 % of 200 Gb/s as in NCCL's NET_BW; line rate: {_BOOK}; {_NCCL}",
-        "a rate of the wire, seen less by programs",
-    ),
-    _network(
-        "ib-ndr-per-gpu",
-        48,
-        "arithmetic",
-        f"96 % of 400 Gb/s as in NCCL's NET_BW; line rate: {_BOOK}; {_NCCL}",
-        "collectives over 2 nodes of 8 H100 come within 6 % of this rate, one pair of devices "
-        "alone reaches 36 GB/s",
-    ),
-    _network(
-        "ib-ndr-per-node",
-        48,
-        "arithmetic",
-        f"as ib-ndr-per-gpu, {_BOOK}; {_NCCL}",
-        "a rate of the wire",
-        port="node",
-    ),
-    _network(
-        "efa-v4-per-gpu",
-        47,
-        "measured",
-        f"all-reduce over 4 nodes of 8 B200 as one ring, {_BOOK}; latency fitted to the same",
-        "one cluster; the rate is that from 4 GiB on, and at 256 MiB the price is a quarter low",
-        latency_us=57.0,
-        sizes=(_MIB, 16 * _GIB),
-    ),
-    _torus("tpu-v4", 90, "axes of a multiple of 4 devices"),
-    _torus("tpu-v5e", 90, "axes of 16 devices"),
-    _torus("tpu-v5p", 180, "axes of a multiple of 4 devices"),
-    _torus("tpu-v6e", 180, "axes of 16 devices"),
-    LinkPreset(
-        "pcie5-x16",
-        "node",
-        (2, 8),
-        40,
-        5.7,
-        "measured",
-        "low",
-        f"a vendor's blog (docs.alayanew.com, 2026-05-06); {_NCCL}",
-        "nodes of 8 H100 PCIe, for which 35 to 45 GB/s are reported",
-        start_us=8.4,
-    ),
-    LinkPreset(
-        "unit",
-        "any",
-        (1, None),
-        1,
-        0.0,
-        "arithmetic",
-        "exact",
-        "by definition",
-        "ranking by bytes alone, and tests; no hardware",
-    ),
-)
-
-PRESETS: Final[Mapping[str, LinkPreset]] = MappingProxyType({p.name: p for p in _ALL})
+PRESETS: Final[Mapping[str, LinkPreset]] = MappingProxyType(_presets())
 """Every preset by its name."""
 
 DEFAULT_PRESET: Final = "h100-nvswitch"

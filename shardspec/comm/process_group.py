@@ -23,6 +23,8 @@ from shardspec.boxes import box_shape
 from shardspec.comm.agreement import (
     NOTE_ROOM,
     ORDER_RULE,
+    Address,
+    Listener,
     Note,
     Unanswered,
     check_agreement,
@@ -30,10 +32,8 @@ from shardspec.comm.agreement import (
 )
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.job import Channel, check_members, current_job
-from shardspec.comm.links import Listener
-from shardspec.comm.messages import Collectives, Messages, all_reduce, has_collective
-from shardspec.comm.peer_memory import PeerMemory
-from shardspec.comm.process_memory import readable
+from shardspec.comm.messages import Collectives, Messages, has_collective
+from shardspec.comm.peer_memory import PeerMemory, readable
 from shardspec.comm.results import checked, empty_hugepages
 from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
 from shardspec.comm.simulated import SimulatedCommunicator
@@ -88,6 +88,7 @@ class ProcessGroupCommunicator:
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
         self._note_device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
         self._timeout_s = _timeout_s() if self._note_device == "cpu" else 0.0
+        self._joins = self._note_device == "cpu" and bool(self._peers)
         self._may_read_peers = reads_peers
         self._joined: dict[Channel, PeerMemory | None] = {}
         name = f"{mesh.ids} {mesh.shape}".encode()
@@ -171,13 +172,12 @@ class ProcessGroupCommunicator:
         with self._own_channel(home.type) as channel:
             if f"{home.type}:gloo" in dist.get_backend_config():
                 shard = shard.cpu()  # gloo sends and reads memory of the host alone
-            self._join(channel)  # whatever the step: here all ranks of the mesh are together
+            if self._joins and channel not in self._joined:
+                self._gather(channel, None)  # whatever the step: all ranks of the mesh are here
             schedule = schedule_for(step, self._mesh, self._rank, before, after)
             transport = self._transport(channel, schedule, shard)
             if isinstance(step, AllReduce):
-                if isinstance(transport, Collectives):
-                    return {self._rank: transport.all_reduce(schedule, shard, step.op)}
-                return {self._rank: all_reduce(transport, schedule, shard, step.op).to(home)}
+                return {self._rank: transport.all_reduce(schedule, shard, step.op).to(home)}
             result = empty_hugepages(shard, box_shape(schedule.after))
             with checked(step, result):
                 if isinstance(step, ReduceScatter):
@@ -190,7 +190,7 @@ class ProcessGroupCommunicator:
         self, channel: Channel, schedule: TransferSchedule, shard: torch.Tensor
     ) -> PeerMemory | Messages | Collectives:
         if shard.device.type == "cpu":
-            return self._joined[channel] or Messages(channel.tag)
+            return self._joined.get(channel) or Messages(channel.tag)
         group = self._job.group(schedule.members)
         if group and has_collective(schedule, shard.dtype):
             return Collectives(group)
@@ -215,7 +215,6 @@ class ProcessGroupCommunicator:
                     f"{ranks_text(error.peers)} did not say what to convert: {error.why}; rank "
                     f"{self._rank} {mine}; {ORDER_RULE}"
                 ) from error.__cause__
-            self._join(channel)
             yield agreed
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
@@ -245,8 +244,27 @@ class ProcessGroupCommunicator:
     def _exchange_notes(
         self, channel: Channel, kind: str, content: bytes, device: str
     ) -> tuple[str, dict[int, Note]]:
-        """Tell all ranks of the mesh a note; return where shards are, and all notes by rank."""
-        mine = Note(kind, self._ids, channel.numbers[self._ids], device, len(content), content)
+        """Tell all ranks of the mesh a note; return where shards are, and all notes by rank.
+
+        When they do so for the first time, processes of one host find each other.
+        """
+        if channel in self._joined or not self._joins:
+            return self._tell(channel, kind, content, device)
+        with Listener(is_read=self._may_read_peers) as listener:
+            agreed, notes = self._tell(channel, kind, content, device, listener.address)
+            self._joined[channel] = self._join(channel, listener, notes)
+        return agreed, notes
+
+    def _tell(
+        self,
+        channel: Channel,
+        kind: str,
+        content: bytes,
+        device: str,
+        address: Address | None = None,
+    ) -> tuple[str, dict[int, Note]]:
+        number = channel.numbers[self._ids]
+        mine = Note(kind, self._ids, number, device, len(content), content, address)
         notes = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
         notes[self._rank] = mine
         try:
@@ -271,41 +289,32 @@ class ProcessGroupCommunicator:
         found[self._rank] = mine
         return {peer: found[peer] for peer in self._mesh.ids}
 
-    def _join(self, channel: Channel) -> None:
-        """Link the ranks of the mesh if they share a host; every rank of it is here."""
-        if channel in self._joined:
-            return
-        memory = None
-        if self._peers and self._note_device == "cpu":
-            with Listener(is_read=self._may_read_peers) as listener:
-                near = self._gather(channel, listener.address)
-                host = near.pop(self._rank).host
-                if host and all(address.host == host for address in near.values()):
-                    new = {peer: at for peer, at in near.items() if peer not in channel.links}
-                    deadline = time.monotonic() + self._timeout_s
-                    channel.links |= listener.connect(self._rank, new, deadline)
-                    channel.linked.add(self._ids)
-                    reads_all = len(readable(near)) == len(near)
-                    # Only after this may the content go that others have looked for.
-                    if all(self._gather(channel, reads_all).values()):
-                        links = {peer: channel.links[peer] for peer in near}
-                        memory = PeerMemory(links, self._timeout_s)
-        self._joined[channel] = memory
+    def _join(
+        self, channel: Channel, listener: Listener, notes: Mapping[int, Note]
+    ) -> PeerMemory | None:
+        """Link the ranks of the mesh if they share a host; return how they read each other."""
+        near = {peer: note.address for peer, note in notes.items() if note.address is not None}
+        host = near.pop(self._rank).host
+        if not host or any(peer not in near or near[peer].host != host for peer in self._peers):
+            return None
+        new = {peer: at for peer, at in near.items() if peer not in channel.links}
+        deadline = time.monotonic() + self._timeout_s
+        channel.links |= listener.connect(self._rank, new, deadline)
+        channel.linked.add(self._ids)
+        reads_all = b"yes" if len(readable(near)) == len(near) else b"no"
+        # Only after this may the content go that others have looked for.
+        _, told = self._tell(channel, "value", reads_all, "")
+        if any(note.content != b"yes" for note in told.values()):
+            return None
+        links = {peer: channel.links[peer] for peer in near}
+        return PeerMemory(self._rank, links, self._timeout_s)
 
 
 def communicator_of(mesh: DeviceMesh) -> Communicator:
     """Return the running job's communicator of a mesh, or a simulated one where there is no job.
 
-    Raises
-    ------
-    CommunicatorError
-        If this is a process of a job that has not initialised `torch.distributed`: simulating the
-        whole mesh in every rank would look right and be wasteful.
-
-    Examples
-    --------
-    >>> communicator_of(DeviceMesh(range(4), (2, 2))).addressable
-    (0, 1, 2, 3)
+    In a process of a job that has not initialised `torch.distributed` it is a `CommunicatorError`:
+    simulating the whole mesh in every rank would look right and be wasteful.
     """
     if dist.is_initialized():
         return ProcessGroupCommunicator.of(mesh)

@@ -4,10 +4,10 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Final, assert_never
+from typing import Final
 
 import torch
 
@@ -20,8 +20,15 @@ _LARGE_BYTES: Final = 4 << 20
 """From here on large pages save time: at least one fits in, wherever the tensor starts."""
 _WIDER: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Sums of many short floats are kept in a wider type and rounded once."""
-_KEPT_BYTES: Final = 1 << 12
-"""To make noise takes longer than to look at it; of short tensors it is kept."""
+_COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+_PERIOD: Final = 4093
+"""After so many bytes noise comes again; a prime, so that no shape has it."""
 _WINDOW_BYTES: Final = 4
 """What is compared with the filling at once: one byte would often be equal by chance."""
 
@@ -52,7 +59,7 @@ def checked(what: object, result: torch.Tensor) -> Iterator[None]:
         yield
         return
     flat = result.view(-1).view(torch.uint8)
-    noise = (_kept_noise if len(flat) <= _KEPT_BYTES else _noise)(len(flat)).to(flat.device)
+    noise = _noise().repeat(len(flat) // _PERIOD + 1)[: len(flat)].to(flat.device)
     flat.copy_(noise)
     yield
     left, width = flat == noise, max(_WINDOW_BYTES, result.element_size())
@@ -83,7 +90,7 @@ def combine_into(result: torch.Tensor, addends: Iterable[torch.Tensor], op: Redu
     for addend in addends:
         count += 1
         if count > 1:
-            _add(total, addend, op)
+            _COMBINE[op](total, addend, out=total)
         elif total.data_ptr() != addend.data_ptr():
             total.copy_(addend)
     assert count, "a reduction has addends"
@@ -93,24 +100,10 @@ def combine_into(result: torch.Tensor, addends: Iterable[torch.Tensor], op: Redu
         result.copy_(total)
 
 
-def _add(total: torch.Tensor, addend: torch.Tensor, op: ReduceOp) -> None:
-    match op:
-        case "sum" | "avg":
-            total += addend
-        case "prod":
-            total *= addend
-        case "min" | "max":
-            (torch.minimum if op == "min" else torch.maximum)(total, addend, out=total)
-        case _:
-            assert_never(op)
-
-
-def _noise(length: int) -> torch.Tensor:
-    seeded = torch.Generator().manual_seed(length)
-    return torch.randint(1, 256, (length,), generator=seeded, dtype=torch.uint8)
-
-
-_kept_noise = lru_cache(maxsize=256)(_noise)
+@lru_cache(maxsize=1)
+def _noise() -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(0)
+    return torch.randint(1, 256, (_PERIOD,), generator=seeded, dtype=torch.uint8)
 
 
 @lru_cache(maxsize=1)

@@ -6,17 +6,16 @@ pending, the boxes of the members are the same and the parts are combined; other
 disjoint and are put side by side. Exchange and permute move between all devices of the mesh.
 """
 
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from operator import ne
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
+from shardspec.copies import overlaps
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
@@ -71,42 +70,21 @@ def exchange_routes(
     Of the nearest holders of a piece the one sends that has sent least so far; then the first one.
     Where that leaves one with much more than its share, its last piece is divided. The ids before
     and after may differ. Moves come by receiver in the order of `after`, every element once.
-
-    Examples
-    --------
-    >>> halves, thirds = {0: ((0, 3),), 1: ((3, 6),)}, {0: ((0, 2),), 1: ((2, 6),)}
-    >>> for move in exchange_routes(halves, thirds, lambda a, b: a != b):
-    ...     print(move.src, move.dst, move.box)
-    0 0 ((0, 2),)
-    0 1 ((2, 3),)
-    1 1 ((3, 6),)
     """
     holders: dict[Box, list[int]] = defaultdict(list)
     for device, box in before.items():
         if box_size(box):
             holders[box].append(device)
-    # The boxes before form a grid: per dim all are cut at the same places. So the pieces of a box
-    # are found by bisection, dim by dim.
-    sides = [sorted(set(intervals)) for intervals in zip(*holders, strict=True)]
-    starts = [[lo for lo, _ in side] for side in sides]
-    ends = [[hi for _, hi in side] for side in sides]
+    have = sorted(holders)
+    met = dict(overlaps(have, sorted({box for box in after.values() if box_size(box)})))
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     of_replicas: dict[tuple[int, ...], list[int]] = defaultdict(list)
     moves: list[Transfer] = []
     for device, target in after.items():
-        if not box_size(target):
-            continue
         own = before.get(device)
-        overlapping = [
-            side[bisect_right(end, lo) : bisect_left(start, hi)]
-            for side, start, end, (lo, hi) in zip(sides, starts, ends, target, strict=True)
-        ]
-        shared = [
-            [(max(cut_lo, lo), min(cut_hi, hi)) for cut_lo, cut_hi in side]
-            for side, (lo, hi) in zip(overlapping, target, strict=True)
-        ]
-        for cell, piece in zip(product(*overlapping), product(*shared), strict=True):
+        for number, piece in met.get(target, ()):
+            cell = have[number]
             holder = device
             if cell != own:
                 near = _nearest(holders[cell], device, distance)
@@ -194,11 +172,6 @@ def chunks(box: Box, most: int) -> Iterator[Box]:
 
     Together they are the box, and both ends of a message cut it alike. Each is as long as the
     bound allows, full rows where rows fit; an empty box has none.
-
-    Examples
-    --------
-    >>> list(chunks(((4, 6), (0, 5)), 3))
-    [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]
     """
     assert most > 0, "a chunk holds something"
     size = box_size(box)
@@ -220,16 +193,7 @@ def chunks(box: Box, most: int) -> Iterator[Box]:
 
 
 class Transfers:
-    """What each device of a mesh sends and receives in one step, its own part included.
-
-    Examples
-    --------
-    >>> from shardspec.comm.steps import AllGather
-    >>> from shardspec.layout.layout import Layout
-    >>> rows = Layout(DeviceMesh(range(2), (2,)), "[S0]", (5,), "int8")
-    >>> Transfers(AllGather(0, (0,)), rows.mesh, rows.box, rows.with_spec("[R]").box).incoming(0)
-    [(0, ((0, 3),)), (1, ((3, 5),))]
-    """
+    """What each device of a mesh sends and receives in one step, its own part included."""
 
     def __init__(self, step: Step, mesh: DeviceMesh, before: BoxOf, after: BoxOf) -> None:
         self._step, self._mesh, self._before, self._after = step, mesh, before, after

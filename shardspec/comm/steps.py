@@ -124,19 +124,7 @@ Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce | Per
 
 
 def backward(step: Step) -> Step | None:
-    """Return the step that carries a gradient back, or None where it stays in place.
-
-    See Also
-    --------
-    shardspec.comm.steps : the convention about gradients, and the table of backwards.
-
-    Examples
-    --------
-    >>> backward(AllGather(0, (1,)))
-    Slice(dim=0, axes=(1,))
-    >>> backward(AllReduce((1,), "sum")) is None
-    True
-    """
+    """Return the step that carries a gradient back, or None where it stays in place."""
     match step:
         case Slice(dim, axes) | ReduceScatter(dim, axes, _):
             return AllGather(dim, axes)

@@ -84,14 +84,8 @@ def from_torch(torch_mesh: TorchMesh) -> DeviceMesh:
 
     Where torch's mesh was made by `to_torch`, that is the mesh it was made of, with its links.
     The groups that torch has made for it are used from then on, none is made again; so where the
-    mesh has all ranks of the job, every rank calls this at the same point of the program.
-
-    Raises
-    ------
-    CommunicatorError
-        If `torch.distributed` is not initialised.
-    MeshError
-        If torch's mesh belongs to another job, or its ids descend along an axis; see `to_torch`.
+    mesh has all ranks of the job, every rank calls this at the same point of the program. It is a
+    `MeshError` if torch's mesh belongs to another job, or its ids descend along an axis.
     """
     running = dist.is_initialized()
     if running and torch_mesh in current_job().meshes:
@@ -124,15 +118,8 @@ def to_torch(mesh: DeviceMesh, device_type: str = "cpu") -> TorchMesh:
     torch's mesh of that, so that modules may be sharded over several slices. What is missing is
     made, by every rank of the job at the same point of the program: the ranks outside the mesh
     too. torch's mesh has no links. It asks for names where there are several axes; axes without
-    names are called ``axis_0``, ``axis_1`` and so on there.
-
-    Raises
-    ------
-    CommunicatorError
-        If `torch.distributed` is not initialised, or the mesh has ids that the job lacks.
-    MeshError
-        If the ids descend along an axis. torch numbers the ranks of a group upwards, and would mix
-        up the shards of such a mesh.
+    names are called ``axis_0``, ``axis_1`` and so on there. Where ids descend along an axis it is
+    a `MeshError`: torch numbers the ranks of a group upwards, and would mix up shards.
     """
     check_members(mesh)
     job = current_job()
@@ -146,15 +133,7 @@ def to_torch(mesh: DeviceMesh, device_type: str = "cpu") -> TorchMesh:
 
 
 def slice_of(mesh: DeviceMesh, axis_names: str | tuple[str, ...]) -> DeviceMesh:
-    """Return the part of a mesh along the named axes, in this order, that the calling rank is in.
-
-    Raises
-    ------
-    AxisError
-        If the mesh has no axis of that name.
-    CommunicatorError
-        If `torch.distributed` is not initialised, or the calling rank is not in the mesh.
-    """
+    """Return the part of a mesh along named axes, in this order, that the calling rank is in."""
     names = (axis_names,) if isinstance(axis_names, str) else axis_names
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise AxisError(f"mesh[{axis_names!r}]: slice a mesh by axis names, as in mesh['tp']")
@@ -165,15 +144,7 @@ def slice_of(mesh: DeviceMesh, axis_names: str | tuple[str, ...]) -> DeviceMesh:
 
 
 def group_of(mesh: DeviceMesh, axis: Axis | None = None) -> dist.ProcessGroup:
-    """Return the calling rank's process group along an axis, which may be left out if it is alone.
-
-    Raises
-    ------
-    AxisError
-        If the mesh has no such axis, or several and none is named.
-    CommunicatorError
-        If `torch.distributed` is not initialised, or the calling rank is not in the mesh.
-    """
+    """Return the calling rank's process group along an axis, which need not be named if alone."""
     if axis is None and mesh.ndim > 1:
         raise AxisError(
             f"mesh {mesh} has {mesh.ndim} axes; name one, as in get_group({mesh.axis_label(0)!r})"

@@ -20,10 +20,8 @@ _MOST_SPECS: Final = 20_000
 def to_chunks(layout: Layout) -> dict[int, Chunk]:
     """Return the chunk of every device.
 
-    Raises
-    ------
-    LossyConversionError
-        If a reduction is pending: a chunk is a part of a tensor, not an addend.
+    Raises `LossyConversionError` if a reduction is pending: a chunk is a part of a tensor, not an
+    addend.
 
     Examples
     --------
@@ -48,13 +46,9 @@ def from_chunks(
     Of several specs that say the same of this tensor, that with the fewest sharded dims is taken,
     then the first in the order of the transition graph. Offsets of an empty chunk mean nothing.
 
-    Raises
-    ------
-    LayoutError
-        If a device of the mesh has no chunk or another one is named, or the mesh has so many axes
-        that its specs cannot all be tried.
-    LossyConversionError
-        If no spec shards the tensor so.
+    Raises `LayoutError` if a device of the mesh has no chunk or another one is named, or the mesh
+    has so many axes that its specs cannot all be tried; `LossyConversionError` if no spec shards
+    the tensor so.
 
     Examples
     --------

@@ -6,7 +6,7 @@ sizes that do not divide, and knows one pending reduction, the sum (``unreduced`
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,25 +31,6 @@ Entry: TypeAlias = str | tuple[str, ...] | None
 """What stands in a PartitionSpec for one dim."""
 
 
-class _Device(Protocol):
-    """A device of JAX."""
-
-    @property
-    def id(self) -> int: ...
-
-
-class _NamedSharding(Protocol):
-    """JAX's NamedSharding."""
-
-    @property
-    def mesh(self) -> Any: ...  # noqa: ANN401  # JAX declares a mesh or one without devices
-    @property
-    def spec(self) -> "_PartitionSpec": ...
-
-
-D = TypeVar("D", bound=_Device)
-
-
 @runtime_checkable
 class _PartitionSpec(Protocol):
     """JAX's PartitionSpec; it lists its entries by itself only where nothing is unreduced."""
@@ -70,13 +51,8 @@ def to_partition_spec(
     ``PartitionSpec(*entries, unreduced=set(unreduced))`` makes it. Whether JAX takes the tensor's
     sizes is looked at where these are given.
 
-    Raises
-    ------
-    LossyConversionError
-        If the axes have no names, another reduction than a sum is pending, or a size does not
-        divide.
-    AxisError
-        If the mesh lacks an axis of the spec.
+    Raises `LossyConversionError` if the axes have no names, another reduction than a sum is
+    pending, or a size does not divide; `AxisError` if the mesh lacks an axis of the spec.
 
     Examples
     --------
@@ -118,12 +94,8 @@ def from_partition_spec(
     JAX leaves out dims at the end that are replicated. `unreduced` are axes over which a sum is
     pending, where these are not part of `partition_spec`.
 
-    Raises
-    ------
-    LayoutError
-        If there are more entries than dims.
-    LossyConversionError
-        If an entry leaves a dim to the compiler, or something is said of gradients (``reduced``).
+    Raises `LayoutError` if there are more entries than dims; `LossyConversionError` if an entry
+    leaves a dim to the compiler, or something is said of gradients (``reduced``).
 
     Examples
     --------
@@ -158,7 +130,10 @@ def from_partition_spec(
     return ShardingSpec(dims, by_dim, partial=partial)
 
 
-def from_named_sharding(sharding: _NamedSharding, dims: int) -> tuple[DeviceMesh, ShardingSpec]:
+def from_named_sharding(
+    sharding: Any,  # noqa: ANN401  # JAX is not there, and declares a mesh without devices
+    dims: int,
+) -> tuple[DeviceMesh, ShardingSpec]:
     """Return the mesh and the spec that a NamedSharding of JAX describes; ids are JAX's own.
 
     Raises as `from_partition_spec` does, and `MeshError` if an axis has a name that is no
@@ -171,16 +146,13 @@ def from_named_sharding(sharding: _NamedSharding, dims: int) -> tuple[DeviceMesh
     return mesh, resolve_axes(from_partition_spec(sharding.spec, dims), mesh)
 
 
-def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[D]) -> tuple[NDArray[Any], tuple[str, ...]]:
+def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[Any]) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return the array of devices and the names that JAX's Mesh is made of.
 
     ``jax.sharding.Mesh(*to_jax_mesh(mesh, jax.devices()))`` makes it. Of the devices, in any order,
     those whose ids the mesh has are taken.
 
-    Raises
-    ------
-    LossyConversionError
-        If the axes have no names, or a device is missing.
+    Raises `LossyConversionError` if the axes have no names, or a device is missing.
     """
     by_id = {device.id: device for device in devices}
     missing = [id_ for id_ in mesh.ids if id_ not in by_id]

@@ -39,12 +39,8 @@ def shardy_text(spec: SpecLike, mesh: DeviceMesh) -> str:
 
     Axes without names are called ``axis_0`` and so on, as in `shardy_mesh_text`.
 
-    Raises
-    ------
-    LossyConversionError
-        If another reduction than a sum is pending.
-    AxisError
-        If the mesh lacks an axis of the spec.
+    Raises `LossyConversionError` if another reduction than a sum is pending; `AxisError` if the
+    mesh lacks an axis of the spec.
 
     Examples
     --------
@@ -87,13 +83,8 @@ def _shardy_axis(mesh: DeviceMesh, axis: int) -> str:
 def sbp_text(spec: SpecLike, mesh: DeviceMesh) -> str:
     """Write a spec as an SBP signature of OneFlow: per mesh axis ``S(dim)``, ``B`` or ``P``.
 
-    Raises
-    ------
-    LossyConversionError
-        If the axes of a dim are in another order than from left to right, or another reduction
-        than a sum is pending.
-    AxisError
-        If the mesh lacks an axis of the spec.
+    Raises `LossyConversionError` if the axes of a dim are in another order than from left to right,
+    or another reduction than a sum is pending; `AxisError` if the mesh lacks an axis of the spec.
 
     Examples
     --------
@@ -122,12 +113,8 @@ def sbp_text(spec: SpecLike, mesh: DeviceMesh) -> str:
 def to_colossal(spec: SpecLike, mesh: DeviceMesh) -> dict[int, list[int]]:
     """Return Colossal-AI's ``dim_partition_dict``, from dim to the mesh axes that shard it.
 
-    Raises
-    ------
-    LossyConversionError
-        If a dim is sharded otherwise than as R, S0, S1 or S01, or a reduction is pending.
-    AxisError
-        If the mesh lacks an axis of the spec.
+    Raises `LossyConversionError` if a dim is sharded otherwise than as R, S0, S1 or S01, or a
+    reduction is pending; `AxisError` if the mesh lacks an axis of the spec.
 
     Examples
     --------

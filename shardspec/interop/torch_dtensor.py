@@ -34,14 +34,9 @@ __all__ = ["in_our_words", "is_strided", "layout_of", "local_of", "torch_dtensor
 def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
     """Return the layout of a torch DTensor; its mesh is made of torch's where it is not given.
 
-    Raises
-    ------
-    LossyConversionError
-        If a placement has no counterpart in a spec.
-    LayoutError
-        If no order of the axes has the split factors of the placements.
-    MeshError
-        If torch's mesh belongs to another job; see `shardspec.comm.torch_mesh.from_torch`.
+    Raises `LossyConversionError` if a placement has no counterpart in a spec; `LayoutError` if no
+    order of the axes has the split factors of the placements; `MeshError` if torch's mesh belongs
+    to another job; see `shardspec.comm.torch_mesh.from_torch`.
     """
     found = from_torch(tensor.device_mesh) if mesh is None else mesh
     if found.shape != tuple(tensor.device_mesh.shape):
@@ -95,14 +90,9 @@ def torch_dtensor(
     A rank outside the mesh gives an empty tensor. Where torch's mesh is not given, it is found or
     made by the layout's.
 
-    Raises
-    ------
-    CommunicatorError
-        If `torch.distributed` is not initialised.
-    MeshError
-        If torch has no such mesh; see `shardspec.comm.torch_mesh.to_torch`.
-    LossyConversionError
-        If torch refuses pending reductions as they are mixed.
+    Raises `CommunicatorError` if `torch.distributed` is not initialised; `MeshError` if torch has
+    no such mesh; see `shardspec.comm.torch_mesh.to_torch`; `LossyConversionError` if torch refuses
+    pending reductions as they are mixed.
     """
     mesh = layout.mesh
     if torch_mesh is None:

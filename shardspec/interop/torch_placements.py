@@ -83,14 +83,10 @@ def from_placements(
     the axes that split it, the major one first, where torch keeps the order beside the placements
     (``DTensorSpec.shard_order``).
 
-    Raises
-    ------
-    LayoutError
-        If the number of placements is not that of the axes, a dim does not exist, or no order of
-        the axes has these split factors.
-    LossyConversionError
-        If a placement is of another kind: a masked or scaled partial, or one that has no name. Also
-        if several axes shard parts of one dim.
+    Raises `LayoutError` if the number of placements is not that of the axes, a dim does not exist,
+    or no order of the axes has these split factors; `LossyConversionError` if a placement is of
+    another kind: a masked or scaled partial, or one that has no name. Also if several axes shard
+    parts of one dim.
 
     Examples
     --------

@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
-from math import prod
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final
 
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Line, copies
-from shardspec.comm.steps import AllReduce, ReduceOp, Slice, Step
-from shardspec.dtypes import item_bytes
+from shardspec.comm.steps import ReduceOp, Slice, Step
 from shardspec.errors import LayoutError
 from shardspec.layout.alternatives import cheapest_plans
 from shardspec.layout.cross import Move, exchange_to, path_between_meshes
@@ -31,15 +29,13 @@ from shardspec.layout.pricing import (
     exchange_between,
     pair_prices,
     permute_between,
-    prices_of,
+    prices_to_search,
 )
 from shardspec.layout.search import cheapest_path, least_peaks, shortest_walk
 from shardspec.layout.table import CostTable, cost_table, pair_costs
 from shardspec.mesh import DeviceMesh
 
 __all__ = ["LayoutConverter"]
-
-T = TypeVar("T")
 
 _MOST_EDGES: Final = 100_000
 """Steps that one search through a large graph looks at, in about a second."""
@@ -275,18 +271,17 @@ def _cheapest_plan(
 ) -> ConversionPlan:
     if not (source.spec.is_plain and target.spec.is_plain):
         return _plan_by_exchange(source, target, (model, None), max_bytes)
-    start, goal = state_of(source.spec), state_of(target.spec)
-    states = count_states(source.mesh.ndim, source.spec.dims, len(start[1]))
+    states = count_states(source.mesh.ndim, source.spec.dims, len(source.spec.partials))
     if states <= MAX_STATES:
-        path = _path_by_matrix(source, start, goal, model, max_bytes)
+        moves = _moves_by_matrix(source, target, model, max_bytes)
     elif max_bytes is not None:
         raise LayoutError(
             f"max_bytes is not searched for among {states} layouts (mesh {source.mesh}, "
             f"{source.spec.dims} dims), only among up to {MAX_STATES}; leave it out"
         )
     else:
-        path = _path_by_graph(source, start, goal, model)
-    return ConversionPlan.of_moves(source, _moves(source, _with_slices_joined(path)), model)
+        moves = _moves_by_graph(source, target, model)
+    return ConversionPlan.of_moves(source, _with_slices_joined(moves), model)
 
 
 @lru_cache(maxsize=1024)
@@ -300,8 +295,8 @@ def _plan_between_meshes(
         plan = _cheapest_plan(start, end, models[0], max_bytes)
         return list(zip(plan.steps, plan.layouts[1:], strict=True))
 
-    path = path_between_meshes(source, target, models, max_bytes, on_one_mesh)
-    return ConversionPlan.of_moves(source, _with_slices_joined(path), *models)
+    moves = path_between_meshes(source, target, models, max_bytes, on_one_mesh)
+    return ConversionPlan.of_moves(source, _with_slices_joined(moves), *models)
 
 
 def _plan_by_exchange(
@@ -316,54 +311,40 @@ def _plan_by_exchange(
         moves.append((exchange_to(source, target, *models), target))
     plan = ConversionPlan.of_moves(source, moves, *models)
     if max_bytes is not None and plan.peak_bytes > max_bytes:
-        raise _too_large(source, target.spec, max_bytes, plan.peak_bytes)
+        raise _too_large(source, target, max_bytes, plan.peak_bytes)
     return plan
 
 
-def _too_large(source: Layout, target: object, max_bytes: int, least: float) -> LayoutError:
+def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> LayoutError:
     return LayoutError(
-        f"no plan from {source.spec} to {target} holds at most {max_bytes} bytes on every device; "
-        f"the least that one needs is {int(least)}"
+        f"no plan from {source.spec} to {target.spec} holds at most {max_bytes} bytes on every "
+        f"device; the least that one needs is {int(least)}"
     )
 
 
-_Path: TypeAlias = list[tuple[Step, State]]
-
-
-def _moves(source: Layout, path: _Path) -> list[Move]:
-    return [(step, source.with_spec(spec_of(state))) for step, state in path]
-
-
-def _path_by_matrix(
-    source: Layout, start: State, goal: State, model: CostModel, max_bytes: int | None
-) -> _Path:
+def _moves_by_matrix(
+    source: Layout, target: Layout, model: CostModel, max_bytes: int | None
+) -> list[Move]:
     """Search where the prices of all moves fit into a matrix."""
-    prices = prices_of(source, model)
-    if max_bytes is not None:
-        prices = prices.with_slices_joined()
-    if not prices.routed and not start[1] and start != goal:
-        prices = prices.with_pair(source, goal[0])
-    index, states, move = prices.space.index, prices.space.states, prices.cheapest()
-    if max_bytes is None:
-        walk = shortest_walk(move, index[start], index[goal])
-        assert walk is not None, "without a bound there is always a way"
-    else:
-        allowed, live = prices.within(max_bytes)
-        walk = shortest_walk(allowed, index[start], index[goal])
-        if walk is None:
-            least = least_peaks(move, live, index[start])[index[goal]]
-            raise _too_large(source, spec_of(goal), max_bytes, least)
-    return [(prices.step(a, b), states[b]) for a, b in pairwise(walk)]
+    prices, move = prices_to_search(source, model, max_bytes, target)
+    start, goal = (prices.space.index[state_of(layout.spec)] for layout in (source, target))
+    walk = shortest_walk(move, start, goal)
+    if walk is None:
+        assert max_bytes is not None, "without a bound there is always a way"
+        least = least_peaks(prices.cheapest(), prices.live_bytes, start)[goal]
+        raise _too_large(source, target, max_bytes, least)
+    return [(prices.step(*ends), prices.layout(source, ends[1])) for ends in pairwise(walk)]
 
 
-def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) -> _Path:
+def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Move]:
     """Search where there are too many states for a matrix.
 
     To keep the search short, axes that neither end uses stay unused; of many dims those that stay
     whole at both ends do, but for the longest; and after `_MOST_EDGES` steps the best of what needs
     no search is taken: finish reductions, then one permute or exchange, or gather and cut.
     """
-    sure, bound = _without_search(source, start, goal, model)
+    sure = ConversionPlan.of_moves(source, _moves_without_search(source, target, model), model)
+    start, goal = state_of(source.spec), state_of(target.spec)
     axes = sorted({int(axis) for axis in source.spec.axes} | {a for cut in goal[0] for a in cut})
     dims = [dim for dim, cuts in enumerate(zip(start[0], goal[0], strict=True)) if any(cuts)]
     whole = [dim for dim in range(len(goal[0])) if dim not in dims]
@@ -373,13 +354,7 @@ def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) 
 
     @cache
     def held(cuts: Cuts) -> int:
-        """Return the bytes of the largest shard."""
-        sides = []
-        for side, cut in zip(source.global_shape, cuts, strict=True):
-            for axis in cut:
-                side = -(-side // source.mesh.shape[axis])
-            sides.append(side)
-        return prod(sides) * item_bytes(source.dtype)
+        return source.with_spec(spec_of((cuts, ()))).max_local_bytes
 
     # Steps of one kind along the same axes cost the same, in whatever order these arrive.
     known: dict[tuple[type[Step], frozenset[int], int], tuple[Line, ...]] = {}
@@ -391,46 +366,34 @@ def _path_by_graph(source: Layout, start: State, goal: State, model: CostModel) 
         num_bytes = held(state[0])
         return min(fixed + num_bytes * per_byte for fixed, per_byte in known[key]) + TIE_SECONDS
 
-    return cheapest_path(space, start, goal, price, bound, _MOST_EDGES) or sure
+    bound = sure.cost_seconds + TIE_SECONDS * len(sure.steps)
+    found = cheapest_path(space, start, goal, price, bound, _MOST_EDGES)
+    if not found:
+        return list(zip(sure.steps, sure.layouts[1:], strict=True))
+    return [(step, source.with_spec(spec_of(state))) for step, state in found]
 
 
-def _without_search(
-    source: Layout, start: State, goal: State, model: CostModel
-) -> tuple[_Path, float]:
-    """Return a path that needs no search, and its seconds."""
-    if start == goal:
-        return [], 0.0
-    path = [
-        (step, state_of(after.spec)) for step, after in naive_moves(source, spec_of(goal), model)
-    ]
-    if start[1] and not goal[1]:
-        finished = [move for move in path if isinstance(move[0], AllReduce)]
-        rest = source.with_spec(spec_of(finished[-1][1]))
-        path = finished + _straight(rest, goal, model)
-    elif not start[1]:
-        path = _straight(source, goal, model)
-    plan = ConversionPlan.of_moves(source, _moves(source, path), model)
-    return path, plan.cost_seconds + TIE_SECONDS * len(path)
-
-
-def _straight(source: Layout, goal: State, model: CostModel) -> _Path:
-    """Return one permute or exchange to the goal, or nothing where that is the source."""
-    start = state_of(source.spec)
-    if start == goal:
-        return []
-    permute, exchange = pair_prices(source, goal[0], model)
+def _moves_without_search(source: Layout, target: Layout, model: CostModel) -> list[Move]:
+    moves = list(finishing_moves(source, target.spec))
+    here = moves[-1][1] if moves else source
+    if here == target:
+        return moves
+    if here.spec.partials:
+        return list(naive_moves(source, target.spec, model))
+    start, goal = state_of(here.spec)[0], state_of(target.spec)[0]
+    permute, exchange = pair_prices(here, goal, model)
     if permute <= exchange:
-        return [(permute_between(start[0], goal[0]), goal)]
-    return [(exchange_between(start[0], goal[0], model), goal)]
+        return [*moves, (permute_between(start, goal), target)]
+    return [*moves, (exchange_between(start, goal, model), target)]
 
 
-def _with_slices_joined(path: list[tuple[Step, T]]) -> list[tuple[Step, T]]:
+def _with_slices_joined(moves: Sequence[Move]) -> list[Move]:
     """Make one slice of several that follow each other on one dim."""
-    joined: list[tuple[Step, T]] = []
-    for step, state in path:
+    joined: list[Move] = []
+    for step, layout in moves:
         last = joined[-1][0] if joined else None
         if isinstance(step, Slice) and isinstance(last, Slice) and step.dim == last.dim:
-            joined[-1] = (Slice(step.dim, last.axes + step.axes), state)
+            joined[-1] = (Slice(step.dim, last.axes + step.axes), layout)
         else:
-            joined.append((step, state))
+            joined.append((step, layout))
     return joined

@@ -9,7 +9,7 @@ no pair that is left can be cheaper.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -29,14 +29,13 @@ from shardspec.layout.graph import (
     MAX_STATES,
     Cuts,
     Floats,
-    Ints,
     count_states,
     spec_of,
     state_of,
 )
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.layout.pricing import TIE_SECONDS, prices_of
-from shardspec.layout.routed import Geometry, geometry_of
+from shardspec.layout.pricing import TIE_SECONDS, prices_to_search
+from shardspec.layout.routed import geometry_of, shared
 from shardspec.layout.search import distances, least_peaks, shortest_walk
 from shardspec.mesh import DeviceMesh, LinkModel
 
@@ -124,11 +123,13 @@ def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     Nothing is pending; the model is that of the `common_mesh` of both.
     """
     mesh, item = _checked_mesh(before, after), item_bytes(before.dtype)
-    ends = [
-        (LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes())
-        for cell in cells_of(before, after)
-    ]
-    return sum(_boxes_seconds(*boxes, mesh, model, item) for boxes in ends)
+    return sum(_boxes_seconds(*ends, mesh, model, item) for ends in _boxes_of(before, after))
+
+
+def _boxes_of(before: Layout, after: Layout) -> Iterator[tuple[dict[int, Box], dict[int, Box]]]:
+    """Yield what devices hold of each part of a tensor, before and after."""
+    for cell in cells_of(before, after):
+        yield LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes()
 
 
 def _checked_mesh(before: Layout, after: Layout) -> DeviceMesh:
@@ -212,8 +213,7 @@ def received_bytes(before: Layout, after: Layout) -> int:
     """Return the bytes that the busiest device of the target's mesh lacks."""
     _checked_mesh(before, after)
     lacking: dict[int, int] = dict.fromkeys(after.mesh.ids, 0)
-    for cell in cells_of(before, after):
-        held, wanted = LayoutCell(before, cell).boxes(), LayoutCell(after, cell).boxes()
+    for held, wanted in _boxes_of(before, after):
         for device, box in wanted.items():
             lacking[device] += missing(box, held.get(device))
     return max(lacking.values()) * item_bytes(before.dtype)
@@ -313,25 +313,22 @@ def _side(
     start = state_of(end.spec)
     if count_states(end.mesh.ndim, end.spec.dims, len(start[1])) > MAX_STATES:
         return _end_alone(end, on_one_mesh, leaving=leaving)
-    prices = prices_of(end, model)
-    if max_bytes is not None:
-        prices = prices.with_slices_joined()
-    move, states = prices.cheapest(), prices.space.states
+    prices, move = prices_to_search(end, model, max_bytes)
     place, reached = prices.space.index[start], prices.space.nothing_pending
     peak = np.zeros(len(move))
     if max_bytes is not None:
-        allowed, live = prices.within(max_bytes)
-        peak = least_peaks(move if leaving else move.T, live, place)
-        move = allowed
+        every = prices.cheapest()
+        peak = least_peaks(every if leaving else every.T, prices.live_bytes, place)
     seconds = distances(move if leaving else move.T, place)
 
     def walk(index: int) -> Sequence[Move]:
         ends = (place, int(reached[index])) if leaving else (int(reached[index]), place)
         found = shortest_walk(move, *ends)
         assert found is not None, "the distance is finite"
-        return [(prices.step(a, b), end.with_spec(spec_of(states[b]))) for a, b in pairwise(found)]
+        return [(prices.step(a, b), prices.layout(end, b)) for a, b in pairwise(found)]
 
-    return _Side(end, [states[i][0] for i in reached], seconds[reached], peak[reached], walk)
+    cuts = [prices.space.states[i][0] for i in reached]
+    return _Side(end, cuts, seconds[reached], peak[reached], walk)
 
 
 def _end_alone(
@@ -420,8 +417,8 @@ def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
     at_a, at_b = np.array(both, dtype=np.int64).reshape(-1, 2).T
     sides = [
         (
-            _intervals(a, [cuts[dim] for cuts in here.cuts], size),
-            _intervals(b, [cuts[dim] for cuts in there.cuts], size),
+            a.intervals([cuts[dim] for cuts in here.cuts], size),
+            b.intervals([cuts[dim] for cuts in there.cuts], size),
         )
         for dim, size in enumerate(here.layout.global_shape)
     ]
@@ -433,9 +430,7 @@ def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
     for row in range(len(here.cuts)):
         kept = np.ones((len(there.cuts), len(both)))
         for (lo_a, hi_a), (lo_b, hi_b) in sides:
-            lo = np.maximum(lo_a[row, at_a], lo_b[:, at_b])
-            hi = np.minimum(hi_a[row, at_a], hi_b[:, at_b])
-            kept *= np.maximum(hi - lo, 0)
+            kept *= shared((lo_a[row, at_a], hi_a[row, at_a]), (lo_b[:, at_b], hi_b[:, at_b]))
         lacking = wanted.copy()
         lacking[:, at_b] -= kept
         amount[row] = lacking.sum(axis=1) if on_bus else lacking.max(axis=1)
@@ -443,12 +438,3 @@ def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
     beta = min(link.seconds_per_byte for link in model.links)
     least: Floats = (amount > 0) * alpha + amount * item_bytes(here.layout.dtype) * beta
     return least
-
-
-def _intervals(geometry: Geometry, lists: list[tuple[int, ...]], size: int) -> tuple[Ints, Ints]:
-    """Return per list of axes where each device's part of a dim begins and ends."""
-    known = {axes: geometry.intervals(axes, size) for axes in set(lists)}
-    return (
-        np.stack([known[axes][0] for axes in lists]),
-        np.stack([known[axes][1] for axes in lists]),
-    )

@@ -155,7 +155,7 @@ def _column_and_place(state: State) -> tuple[int, int, State]:
 
 
 def _text(step: Step, mesh: DeviceMesh) -> str:
-    return f"{step_text(step)} over {','.join(mesh.axis_label(axis) for axis in step.axes)}"
+    return f"{step_text(step)} over {','.join(mesh.axis_labels(step.axes))}"
 
 
 def _path(plan: ConversionPlan) -> tuple[DrawnEdge, ...]:

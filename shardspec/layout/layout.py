@@ -1,19 +1,19 @@
 """A layout: mesh, spec, global shape and dtype, and from them the box of every device."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size, split_interval
-from shardspec.device_ids import whole_number
+from shardspec.device_ids import whole_numbers
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.text import shown
+from shardspec.text import counted, shown
 
 __all__ = ["Layout", "LayoutCell", "SpecLike", "cells_of", "resolve_axes"]
 
@@ -23,19 +23,7 @@ MAX_ELEMENTS: Final = 2**63 - 1
 
 
 def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
-    """Return the spec with every axis as a number of `mesh`.
-
-    Raises
-    ------
-    AxisError
-        If the mesh lacks an axis, or a name and a number mean the same one.
-
-    Examples
-    --------
-    >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
-    >>> str(resolve_axes(ShardingSpec.parse("[S(tp),R|P(dp)]"), mesh))
-    '[S1,R|P0]'
-    """
+    """Return the spec with every axis as a number of `mesh`; `AxisError` if the mesh lacks one."""
     axes = spec.axes
     if all(isinstance(axis, int) and 0 <= axis < mesh.ndim for axis in axes):
         return spec
@@ -100,9 +88,8 @@ class Layout:
                 f"a {type(mesh).__name__} is no mesh; give a DeviceMesh (of torch's mesh: "
                 "DeviceMesh.from_torch)"
             )
-        sizes = list(global_shape) if isinstance(global_shape, Iterable) else [None]
-        shape = tuple(size for size in map(whole_number, sizes) if size is not None)
-        if len(shape) != len(sizes):
+        shape = whole_numbers(global_shape)
+        if shape is None:
             raise LayoutError(
                 f"global shape {shown(global_shape)}: give a sequence of whole numbers"
             )
@@ -115,8 +102,8 @@ class Layout:
             )
         if resolved.dims != len(shape):
             raise LayoutError(
-                f"spec {spec} is for {_dims(resolved.dims)}, but the tensor of shape {shape} has "
-                f"{_dims(len(shape))}"
+                f"spec {spec} is for {counted(resolved.dims, 'dim')}, but the tensor of shape "
+                f"{shape} has {counted(len(shape), 'dim')}"
             )
         for dim, (size, cut) in enumerate(zip(shape, resolved.dim_specs, strict=True)):
             _check_parts(spec, dim, cut, size, prod(mesh.shape[int(axis)] for axis in cut.axes))
@@ -363,14 +350,7 @@ class LayoutCell:
 
 
 def cells_of(*layouts: Layout) -> tuple[Box, ...]:
-    """Cut a tensor so that every device holds one box of each cell, in all of some layouts.
-
-    Examples
-    --------
-    >>> mesh = DeviceMesh(range(2), (2,))
-    >>> cells_of(Layout(mesh, "[S0{4,2}]", (6,), "int8"), Layout(mesh, "[S0]", (6,), "int8"))
-    (((0, 4),), ((4, 6),))
-    """
+    """Cut a tensor so that every device holds one box of each cell, in all of some layouts."""
     sides = []
     for dim, size in enumerate(layouts[0].global_shape):
         bounds = {0, size}
@@ -379,10 +359,6 @@ def cells_of(*layouts: Layout) -> tuple[Box, ...]:
             bounds.update(ends)
         sides.append(list(pairwise(sorted(bounds))) or [(0, 0)])
     return tuple(product(*sides))
-
-
-def _dims(count: int) -> str:
-    return f"{count} {'dim' if count == 1 else 'dims'}"
 
 
 def _check_reducible(op: str, dtype: str) -> None:

@@ -36,7 +36,6 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.pricing import pair_prices
 from shardspec.layout.routed import ALL_DEVICES
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, seconds_text, table_text
 
 __all__ = [
@@ -296,7 +295,7 @@ def _plan_text(plan: ConversionPlan) -> str:
         [
             [
                 step_text(step),
-                ",".join(before.mesh.axis_label(axis) for axis in step.axes),
+                ",".join(before.mesh.axis_labels(step.axes)),
                 str(after.labelled_spec),
                 bytes_text(received),
                 seconds_text(seconds),
@@ -314,27 +313,21 @@ def _plan_text(plan: ConversionPlan) -> str:
         ],
         numbers_from=3,
     )
-    links = f"{plan.model.link_model} model; {plan.model.links_text(_labels(source.mesh))}"
+    links = f"{plan.model.link_model} model; {plan.model.links_text(source.mesh.axis_labels())}"
     if plan.target_model is not None:
         there = plan.target_model
-        links += f"; then {there.link_model} model; {there.links_text(_labels(target.mesh))}"
+        links += f"; then {there.link_model} model; {there.links_text(target.mesh.axis_labels())}"
     return f"{title}\n{table}\nper device; {links}\nknown error: {plan.known_error}"
-
-
-def _labels(mesh: DeviceMesh) -> list[str]:
-    return [mesh.axis_label(axis) for axis in range(mesh.ndim)]
 
 
 def route_text(plan: ConversionPlan) -> str:
     """Return the steps of a plan in a line: 'reduce-scatter tp, all-gather (dp,tp)'."""
-    steps = (_short_text(step, before.mesh) for step, before, _ in plan.moves)
-    return ", ".join(steps) or "nothing to do"
-
-
-def _short_text(step: Step, mesh: DeviceMesh) -> str:
-    labels = [mesh.axis_label(axis) for axis in step.axes]
-    axes = labels[0] if len(labels) == 1 else f"({','.join(labels)})"
-    return f"{step_text(step).split()[0]} {axes}" if labels else step_text(step)
+    each = []
+    for step, before, _ in plan.moves:
+        labels = before.mesh.axis_labels(step.axes)
+        axes = labels[0] if len(labels) == 1 else f"({','.join(labels)})"
+        each.append(f"{step_text(step).split()[0]} {axes}" if labels else step_text(step))
+    return ", ".join(each) or "nothing to do"
 
 
 def plans_table(plans: Sequence[ConversionPlan], names: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from shardspec.layout.graph import (
     count_states,
     is_symmetric,
     space_of,
+    spec_of,
     state_of,
 )
 from shardspec.layout.layout import Layout
@@ -37,6 +38,7 @@ __all__ = [
     "pair_prices",
     "permute_between",
     "prices_of",
+    "prices_to_search",
 ]
 
 TIE_SECONDS: Final = 1e-12
@@ -81,10 +83,9 @@ class Prices:
     def with_pair(self, source: Layout, goal: Cuts) -> "Prices":
         """Return the prices with permute and exchange between two states added."""
         ends = self.space.index[state_of(source.spec)], self.space.index[goal, ()]
-        both = self.permute.copy(), self.exchange.copy()
-        for matrix, seconds in zip(both, pair_prices(source, goal, self.model), strict=True):
-            matrix[ends] = seconds
-        return replace(self, permute=both[0], exchange=both[1])
+        permute, exchange = self.permute.copy(), self.exchange.copy()
+        permute[ends], exchange[ends] = pair_prices(source, goal, self.model)
+        return replace(self, permute=permute, exchange=exchange)
 
     def with_slices_joined(self) -> "Prices":
         """Return the prices with a slice by several axes of one dim as one move.
@@ -102,10 +103,14 @@ class Prices:
                     collective[source, target] = 0.0
         return replace(self, space=replace(self.space, steps=steps), collective=collective)
 
-    def within(self, max_bytes: int) -> tuple[Floats, Floats]:
-        """Return `cheapest` without moves that hold more bytes; and what every move holds."""
-        live = self.local_bytes[:, None] + self.local_bytes
-        return np.where(live <= max_bytes, self.cheapest(), np.inf), live
+    @property
+    def live_bytes(self) -> Floats:
+        """Bytes that the fullest device holds during the move between every two states."""
+        return self.local_bytes[:, None] + self.local_bytes
+
+    def layout(self, tensor: Layout, state: int) -> Layout:
+        """Return the layout of a tensor in a state."""
+        return tensor.with_spec(spec_of(self.space.states[state]))
 
     def step(self, source: int, target: int) -> Step:
         """Return the cheapest single move between two states; a collective where it is as cheap."""
@@ -160,6 +165,25 @@ def prices_of(tensor: Layout, model: CostModel, most_work: float = _MOST_WORK) -
     return make(
         tensor.mesh.shape, pending, tensor.global_shape, item_bytes(tensor.dtype), model, most_work
     )
+
+
+def prices_to_search(
+    source: Layout, model: CostModel, max_bytes: int | None, target: Layout | None = None
+) -> tuple[Prices, Floats]:
+    """Return prices, and the moves of a search with a bound on what a device holds, or without.
+
+    Where there are too many pairs of specs to price permute and exchange, those straight from the
+    source to the target are.
+    """
+    prices = prices_of(source, model)
+    if max_bytes is not None:
+        prices = prices.with_slices_joined()
+    if target and not prices.routed and not source.spec.partials and source != target:
+        prices = prices.with_pair(source, state_of(target.spec)[0])
+    move = prices.cheapest()
+    if max_bytes is not None:
+        move[prices.live_bytes > max_bytes] = np.inf
+    return prices, move
 
 
 def _prices(

@@ -22,9 +22,11 @@ import numpy.typing as npt
 from shardspec.comm.cost import CostModel
 from shardspec.layout.graph import Floats, Ints
 
-__all__ = ["ALL_DEVICES", "Geometry", "Lines", "Overlaps", "geometry_of", "routed_lines"]
+__all__ = ["ALL_DEVICES", "Lines", "Overlaps", "geometry_of", "routed_lines", "shared"]
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
+Sides: TypeAlias = tuple[Ints, Ints]
+"""Where parts of a dim begin, and where they end."""
 
 ALL_DEVICES: Final = 512
 """Up to so many devices every one is priced; on larger meshes those at the corners stand for
@@ -101,15 +103,19 @@ class Geometry:
     differ: Ints
     """(rows, devices): bit ``i`` is set where two devices differ on axis ``i``."""
 
-    def intervals(self, axes: Sequence[int], size: int) -> tuple[Ints, Ints]:
-        """Return where each device's part of a dim begins and ends."""
-        lo = np.zeros(len(self.coordinates), dtype=np.int64)
-        hi = np.full_like(lo, size)
-        for axis in axes:
-            block = -(-(hi - lo) // self.mesh_shape[axis])
-            start = np.minimum(lo + self.coordinates[:, axis] * block, hi)
-            lo, hi = start, start + np.minimum(block, hi - start)
-        return lo, hi
+    def intervals(self, lists: Sequence[tuple[int, ...]], size: int) -> Sides:
+        """Return (lists, devices): where each device's part of a dim begins, and where it ends."""
+        known: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
+        for axes in set(lists):
+            lo = np.zeros(len(self.coordinates), dtype=np.int64)
+            hi = np.full_like(lo, size)
+            for axis in axes:
+                block = -(-(hi - lo) // self.mesh_shape[axis])
+                start = np.minimum(lo + self.coordinates[:, axis] * block, hi)
+                lo, hi = start, start + np.minimum(block, hi - start)
+            known[axes] = lo, hi
+        starts, ends = zip(*(known[axes] for axes in lists), strict=True)
+        return np.stack(starts), np.stack(ends)
 
     def by_bits(self, model: CostModel) -> tuple[Floats, Floats]:
         """Return what a pair takes and pays a byte, by the bits of the axes between them."""
@@ -119,6 +125,13 @@ class Geometry:
             for table, cost in zip((alpha, beta), link, strict=True):
                 np.maximum(table[:half], cost, out=table[half : 2 * half])
         return alpha, beta
+
+
+def shared(a: Sides, b: Sides) -> Ints:
+    """Return how long the intervals are that parts of a dim share."""
+    lengths: Ints = np.minimum(a[1], b[1])
+    lengths = lengths - np.maximum(a[0], b[0])
+    return np.maximum(lengths, 0, out=lengths)
 
 
 def geometry_of(mesh_shape: tuple[int, ...]) -> Geometry:
@@ -158,8 +171,7 @@ class Overlaps:
     """
 
     def __init__(self, geometry: Geometry, lists: Sequence[tuple[int, ...]], size: int) -> None:
-        bounds = [geometry.intervals(axes, size) for axes in lists]
-        self._lo, self._hi = (np.stack(ends) for ends in zip(*bounds, strict=True))
+        self._lo, self._hi = geometry.intervals(lists, size)
         self._geometry, self._lists = geometry, list(lists)
         self._sums: dict[int, tuple[Floats, Floats]] = {}
         self.largest: Floats = (self._hi - self._lo).max(axis=1).astype(np.float64)
@@ -194,9 +206,8 @@ class Overlaps:
             others -= self._geometry.coordinates[rows, axis] * stride
         steps = np.indices(sizes).reshape(len(sizes), prod(sizes)).T @ np.array(strides, dtype=int)
         peers = others[:, None] + steps
-        lengths = np.minimum(self._hi[:, rows, None], self._hi[place][peers])
-        lengths -= np.maximum(self._lo[:, rows, None], self._lo[place][peers])
-        np.maximum(lengths, 0, out=lengths)
+        own = self._lo[:, rows, None], self._hi[:, rows, None]
+        lengths = shared(own, (self._lo[place][peers], self._hi[place][peers]))
         return lengths.sum(axis=-1).astype(np.float64), (lengths > 0).sum(axis=-1).astype(float)
 
     def same(self, a: Ints, b: Ints, some: slice) -> Bools:

@@ -13,7 +13,7 @@ from shardspec.device_ids import whole_number
 from shardspec.errors import AxisError, LossyConversionError, SpecSyntaxError
 from shardspec.layout.grammar import parse_spec
 from shardspec.mesh import Axis
-from shardspec.text import shown
+from shardspec.text import counted, shown
 
 __all__ = ["DimSpec", "Part", "Partial", "ShardingSpec"]
 
@@ -68,13 +68,7 @@ def _check_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a dim that is cut by itself.
-
-    Examples
-    --------
-    >>> str(Part(4096)), str(Part(1024, 2))
-    ('4096', '1024/2')
-    """
+    """A piece of a dim that is cut by itself, written `4096` or `1024/2`."""
 
     size: int
     """How long it is."""
@@ -255,8 +249,8 @@ class ShardingSpec:
                 )
             if not 0 <= dim < dims:
                 raise AxisError(
-                    f"dim_partition_dict names dim {dim}, but the tensor has {dims} "
-                    f"{'dim' if dims == 1 else 'dims'}, numbered from 0"
+                    f"dim_partition_dict names dim {dim}, but the tensor has "
+                    f"{counted(dims, 'dim')}, numbered from 0"
                 )
         dim_specs = tuple(_dim_spec(dim, cuts.get(dim, ())) for dim in range(dims))
         pending = tuple(

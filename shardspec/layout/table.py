@@ -31,7 +31,7 @@ from shardspec.layout.graph import (
 )
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.pricing import TIE_SECONDS, Prices, alike_axes, prices_of
-from shardspec.layout.routed import geometry_of
+from shardspec.layout.routed import geometry_of, shared
 from shardspec.layout.search import all_distances
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
@@ -66,33 +66,24 @@ _BY_LAYOUT: Final = {"labels", "seconds", "bytes_received", "peak_bytes", "local
 class CostTable:
     """What the cheapest plan between every two layouts of one tensor costs.
 
-    Attributes
-    ----------
-    labels
-        The specs in canonical notation; axes by number. They label rows and columns alike.
-    seconds : array (layouts, layouts)
-        Row: source. Column: target. inf where there is no plan: to what is pending and is not so
-        at the source.
-    mesh_shape, global_shape, dtype
-        What the table is for.
-    bytes_received, peak_bytes : arrays (layouts, layouts)
-        Bytes that the busiest device receives in a cheapest plan, and the most that a device holds
-        at once; -1 where there is no plan.
-    local_bytes : array (layouts)
-        Bytes of the largest shard.
-    axis_names
-        Of the mesh; specs may be asked for by these.
+    In the arrays (layouts, layouts) a row is a source and a column a target.
     """
 
     labels: tuple[str, ...]
+    """The specs in canonical notation; axes by number. They label rows and columns alike."""
     seconds: npt.NDArray[np.float64]
+    """inf where there is no plan: to what is pending and is not so at the source."""
     mesh_shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     dtype: str
     bytes_received: npt.NDArray[np.int64]
+    """By the busiest device in a cheapest plan; -1 where there is no plan."""
     peak_bytes: npt.NDArray[np.int64]
+    """The most that a device holds at once; -1 where there is no plan."""
     local_bytes: npt.NDArray[np.int64]
+    """Per layout the bytes of the largest shard."""
     axis_names: tuple[str, ...] | None = None
+    """Of the mesh; specs may be asked for by these."""
     _places: dict[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -100,23 +91,11 @@ class CostTable:
         object.__setattr__(self, "_places", places)
 
     def cost(self, source: SpecLike, target: SpecLike) -> float:
-        """Return the seconds from one spec to another.
-
-        Raises
-        ------
-        LayoutError
-            If a spec is not in the table.
-        """
+        """Return the seconds from one spec to another; `LayoutError` if one is not in the table."""
         return float(self.seconds[self.index(source), self.index(target)])
 
     def index(self, spec: SpecLike) -> int:
-        """Return the row and column of a spec, axes by number or by name.
-
-        Raises
-        ------
-        LayoutError
-            If the spec is not in the table.
-        """
+        """Return the row and column of a spec, axes by number or by name; raises as `cost`."""
         place = self._places.get(spec) if isinstance(spec, str) else None
         if place is None:
             mesh = DeviceMesh(
@@ -140,41 +119,24 @@ class CostTable:
         """Write the table as a compressed numpy archive; the name should end in ``.npz``.
 
         It appears under its name when it is complete, and replaces what was there.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be written.
         """
+        kinds = {"U": np.str_, "f": np.float64, "i": np.int64}
+        arrays: dict[str, Any] = {}
+        for name, (kind, _) in _ARRAYS.items():
+            value = getattr(self, name)
+            arrays[name] = np.array(() if value is None else value, kinds[kind])
         goal = Path(path)
         unfinished = goal.with_name(f".{goal.name}.{token_hex(4)}.tmp")
         try:
             with open(unfinished, "xb") as file:
-                np.savez_compressed(
-                    file,
-                    labels=np.array(self.labels),
-                    seconds=self.seconds,
-                    bytes_received=self.bytes_received,
-                    peak_bytes=self.peak_bytes,
-                    local_bytes=self.local_bytes,
-                    axis_names=np.array(self.axis_names or (), dtype=np.str_),
-                    mesh_shape=np.array(self.mesh_shape, dtype=np.int64),
-                    global_shape=np.array(self.global_shape, dtype=np.int64),
-                    dtype=np.array(self.dtype),
-                )
+                np.savez_compressed(file, **arrays)
             unfinished.replace(goal)
         finally:
             unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "CostTable":
-        """Read a table that `save` wrote.
-
-        Raises
-        ------
-        LayoutError
-            If the file cannot be read or is not such a table.
-        """
+        """Read a table that `save` wrote; `LayoutError` if the file is not such a table."""
         try:
             return cls(*_contents(path))
         except Exception as error:  # numpy and zipfile raise a dozen kinds, each for a damage
@@ -321,10 +283,7 @@ class _Moved:
         # A collective is taken where it is as cheap.
         self._wholes[prices.collective > (move - TIE_SECONDS) * (1 + 1e-12)] = 0
         geometry = geometry_of(mesh_shape)
-        self._bounds = [
-            np.stack([geometry.intervals(axes, size) for axes in space.lists], axis=1)
-            for size in whole.global_shape
-        ]
+        self._sides = [geometry.intervals(space.lists, size) for size in whole.global_shape]
         self._item = item_bytes(whole.dtype)
 
     def bytes(self, source: Ints, target: Ints) -> Ints:
@@ -338,9 +297,9 @@ class _Moved:
 
     def _lacking(self, source: Ints, target: Ints) -> Ints:
         kept = wanted = np.ones((len(source), 1), dtype=np.int64)
-        for dim, (lo, hi) in enumerate(self._bounds):
+        for dim, (lo, hi) in enumerate(self._sides):
             a, b = self._lists[source, dim], self._lists[target, dim]
-            kept = kept * np.maximum(np.minimum(hi[a], hi[b]) - np.maximum(lo[a], lo[b]), 0)
+            kept = kept * shared((lo[a], hi[a]), (lo[b], hi[b]))
             wanted = wanted * (hi[b] - lo[b])
         lacking = np.max(wanted - kept, axis=-1, initial=0)
         return np.asarray(lacking * self._item, dtype=np.int64)

@@ -1,9 +1,8 @@
 """Timing the steps of a job's own communicator along every mesh axis."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import combinations
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
 from math import isqrt, prod
 from statistics import median
 from typing import Final
@@ -43,24 +42,16 @@ def measure(
     many steps and sizes are done, and how many there are.
     """
     mesh = communicator.mesh
-    tasks = list(_tasks(mesh, sizes))
-    results = []
-    for number, (kind, axes, num_bytes) in enumerate(tasks):
-        before, after = _layouts(mesh, kind, axes, num_bytes)
-        measured = _time(communicator, kind, axes, before, after, repeats, device)
-        results.append(replace(measured, num_bytes=before.max_local_bytes))
-        if progress is not None:
-            progress(number + 1, len(tasks))
-    return tuple(results)
-
-
-def _tasks(mesh: DeviceMesh, sizes: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...], int]]:
     several = [axis for axis in range(mesh.ndim) if mesh.shape[axis] > 1]
     groups = (g for count in range(len(several)) for g in combinations(several, count + 1))
-    for axes in groups:
-        for kind in KINDS:
-            for num_bytes in sizes:
-                yield kind, axes, num_bytes
+    tasks = list(product(groups, KINDS, sizes))
+    results = []
+    for axes, kind, num_bytes in tasks:
+        layouts = _layouts(mesh, kind, axes, num_bytes)
+        results.append(_time(communicator, kind, axes, layouts, repeats, device))
+        if progress is not None:
+            progress(len(results), len(tasks))
+    return tuple(results)
 
 
 def _layouts(
@@ -72,9 +63,8 @@ def _layouts(
     whole = elements * n if kind in ("all-gather", "all-to-all") else elements
     columns = max(1, isqrt(whole) // n) * n
     rows = max(1, round(whole / columns / n)) * n
-    rest = ShardingSpec(2)
+    rest, pending = ShardingSpec(2), ShardingSpec(2, partial=dict.fromkeys(axes, "sum"))
     cut, across = ShardingSpec(2, {0: list(axes)}), ShardingSpec(2, {1: list(axes)})
-    pending = ShardingSpec(2, partial=dict.fromkeys(axes, "sum"))
     specs = {
         "all-gather": (cut, rest),
         "reduce-scatter": (pending, cut),
@@ -89,12 +79,11 @@ def _time(
     communicator: Communicator,
     kind: str,
     axes: tuple[int, ...],
-    before: Layout,
-    after: Layout,
+    layouts: tuple[Layout, Layout],
     repeats: int,
     device: torch.device,
 ) -> Measurement:
-    step = step_of(kind, axes)
+    step, (before, after) = step_of(kind, axes), layouts
     shards = {
         id_: torch.ones(before.local_shape(id_), device=device) for id_ in communicator.addressable
     }

@@ -203,14 +203,12 @@ def _read(path: Path) -> Profile:
             "or update"
         )
     shape = field(root, "mesh_shape", as_sizes, path, "")
-    if not shape or min(shape) < 1 or prod(shape) > _MOST_DEVICES:
+    if not 0 < prod(shape) <= _MOST_DEVICES:
         raise ProfileError(f"{path}: mesh_shape {list(shape)} is no mesh")
     axis_names = None
     if root.get("axis_names") is not None:
         names = field(root, "axis_names", as_list, path, "")
         axis_names = tuple(as_text(name, path, "axis_names") for name in names)
-        if len(axis_names) != len(shape):
-            raise ProfileError(f"{path}: {len(axis_names)} axis names for {len(shape)} axes")
     try:
         DeviceMesh(range(prod(shape)), shape, axis_names=axis_names)
     except MeshError as error:
@@ -224,18 +222,15 @@ def _read(path: Path) -> Profile:
         shape, axis_names, measurements, {k: as_text(v, path, k) for k, v in facts.items()}
     )
     # The fits follow from the measurements, so a file whose fits do not is not to be trusted.
-    stated = member(root, "link_model", path, "link_model")
-    if stated != profile.link_model:
-        raise ProfileError(
-            f"{path}: says that the model {stated!r:.60} fits best, but its measurements say "
-            f"{profile.link_model!r}; the file was changed, measure again"
-        )
     fits = field(root, "fits", as_object, path, "")
-    for name, fit in profile._fits().items():
-        if not _alike(field(fits, name, as_object, path, "fits"), fit):
+    for key, said, due in (
+        ("link_model", root.get("link_model"), profile.link_model),
+        *((f"fits.{name}", fits.get(name), fit) for name, fit in profile._fits().items()),
+    ):
+        if not _alike(said, due):
             raise ProfileError(
-                f"{path}: fits.{name} does not follow from the measurements; the file was changed, "
-                "measure again"
+                f"{path}: {key} is {said!r:.60}, which does not follow from the measurements; by "
+                f"these it is {due!r:.60}. The file was changed, measure again"
             )
     return profile
 

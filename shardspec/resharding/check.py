@@ -6,6 +6,7 @@ from itertools import combinations
 from math import prod
 from typing import TypeAlias
 
+from shardspec.errors import LayoutError
 from shardspec.resharding.maps import Equation, NameMap, Shape
 from shardspec.resharding.views import TensorView
 
@@ -24,6 +25,12 @@ class MapReport:
 
     def __bool__(self) -> bool:
         return not self.problems
+
+    def require_total(self) -> None:
+        """Raise LayoutError, which tells the first problem, unless the map is total."""
+        if self.problems:
+            rest = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+            raise LayoutError(f"the map is not total: {self.problems[0]}{rest}")
 
 
 def check_map(map_: NameMap, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> MapReport:

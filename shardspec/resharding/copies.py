@@ -20,9 +20,18 @@ from shardspec.mesh import DeviceMesh
 from shardspec.resharding.maps import NameMap
 from shardspec.resharding.stages import Hosts, Stage, crossing_once, hosts_of, kind_of
 from shardspec.resharding.views import View
-from shardspec.text import bytes_text, counted, seconds_text, table_text
+from shardspec.text import bytes_text, counted, seconds_text, shown, table_text
 
-__all__ = ["MAX_BYTES", "MAX_PEERS", "StateCopies", "StoredLayout", "TensorMove", "Tie"]
+__all__ = [
+    "MAX_BYTES",
+    "MAX_PEERS",
+    "StateCopies",
+    "StoredLayout",
+    "TensorMove",
+    "Tie",
+    "flat_state",
+    "is_plain",
+]
 
 MAX_BYTES: Final = 256 << 20
 """What buckets of a device hold by default: so much for sending and so much for receiving."""
@@ -104,7 +113,7 @@ class StateCopies:
     """
 
     moves: tuple[TensorMove, ...]
-    """The tensors, in the order in which they travel."""
+    """The tensors; those of one pair of layouts travel together."""
     max_bytes: int = MAX_BYTES
     """Bound of the bytes in buckets for sending, and for receiving, on each device."""
     ties: tuple[Tie, ...] = ()
@@ -324,3 +333,35 @@ def _facts(layout: Layout) -> tuple[object, ...]:
     mesh = layout.mesh
     links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model
     return mesh.ids, mesh.shape, links, str(layout.spec), stored, layout.global_shape, layout.dtype
+
+
+def flat_state(state: Mapping[str, object]) -> dict[str, object]:
+    """Return a state dict without its nesting, the keys of inner ones behind those of outer ones.
+
+    Raises LayoutError if two values get one name.
+
+    Examples
+    --------
+    >>> flat_state({"step": 3, "state": {"w": {"lr": 0.1}}})
+    {'step': 3, 'state.w.lr': 0.1}
+    """
+    if not any(isinstance(value, Mapping) for value in state.values()):
+        return dict(state)
+    found: dict[str, object] = {}
+    for key, value in state.items():
+        inner = flat_state(value) if isinstance(value, Mapping) else {"": value}
+        for name, leaf in inner.items():
+            dotted = f"{key}.{name}" if name else str(key)
+            if dotted in found:
+                raise LayoutError(
+                    f"two values of the state dict would both be {shown(dotted)}; rename a key"
+                )
+            found[dotted] = leaf
+    return found
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a number, a text, or a list or tuple of such."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, bool | int | float | complex | str | bytes | None)

@@ -1,28 +1,32 @@
-"""The shards of one device, and how it packs, sends, reads and unpacks parts of them."""
+"""The shards of one device: whether they are as a plan says, and parts of them copied."""
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import pairwise
 from typing import Final, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box
-from shardspec.comm.peer_memory import PeerMemory
-from shardspec.comm.process_memory import Region as MemoryRegion
+from shardspec.boxes import box_shape
+from shardspec.comm.messages import Addressed, start_messages
+from shardspec.comm.peer_memory import Arrays, Ints, PeerMemory
+from shardspec.comm.peer_memory import Region as MemoryRegion
 from shardspec.dtensor import DTensor
+from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.resharding.copies import StateCopies
 from shardspec.resharding.schedule import (
-    Messages,
+    Message,
+    Part,
     Piece,
-    Region,
     Schedule,
-    Streams,
+    Wanted,
     Wave,
     message_bytes,
+    reads_for,
     region_of,
     schedule_for,
 )
@@ -33,24 +37,18 @@ __all__ = ["DeviceShards"]
 _TAG: Final = 0x5EED0000
 """Of the messages, so that those of single conversions are not taken for them."""
 
-Transfer: TypeAlias = tuple[dist.Work, Callable[[], None]]
-"""A message on its way, and what is done when it has come or gone."""
 Shards: TypeAlias = dict[int, torch.Tensor]
 """Shards of one device by the tensor's place in the plan."""
-
-
-def _finish(works: list[Transfer]) -> None:
-    """Wait for messages in their order, and let go of each as soon as it is unpacked."""
-    works.reverse()
-    while works:
-        work, then = works.pop()
-        work.wait()
-        then()
-        del work, then
+Finish: TypeAlias = Callable[[], None]
+"""Waits for the messages of a wave, and unpacks them."""
 
 
 class DeviceShards:
-    """The shards of one device, and what it does with them."""
+    """The shards of one device, and what it does with them.
+
+    `problems` says how they are not as the plan says. Where the device is `alone` in its process,
+    plain tensors are taken for its shards.
+    """
 
     def __init__(
         self,
@@ -61,105 +59,75 @@ class DeviceShards:
         *,
         alone: bool,
     ) -> None:
-        self.plan, self.device = plan, device
+        self.plan, self.device, self._alone = plan, device, alone
         self.problems: list[str] = []
         self.source: Shards = {}
         self.target: Shards = {}
-        self._schedule: Schedule = schedule_for(plan, device)
-        self._due: dict[Layout, tuple[tuple[int, ...], torch.dtype]] = {}
-        # What crosses in the first stage may be cast there; then it is as in the result.
-        wire = [_torch_dtype(move.wire_dtype) for move in plan.moves]
-        self._wire = (wire, [_torch_dtype(move.target.dtype) for move in plan.moves])
+        self.tied: list[tuple[int, torch.Tensor]] = []
+        """Shards to be filled with what has come to a place in the plan."""
         self._free: list[torch.Tensor] = []
         """Buckets that hold no message."""
-        self._alone = alone
         # Of threads that reshard at once, each has other meshes.
         self._tag = _TAG + zlib.crc32(repr(plan.devices).encode()) % 0xFFFF
-        names = {move.source_name for move in plan.moves}
-        names |= {tie.source_name for tie in plan.ties} | {name for name, _ in plan.values}
         taken: dict[tuple[bool, str], torch.Tensor | None] = {}
+        due: dict[Layout, tuple[tuple[int, ...], torch.dtype]] = {}
+
+        def take(name: str, layout: Layout, values: Mapping[str, object], filled: bool) -> None:
+            if layout not in due:
+                due[layout] = layout.local_shape(device), _torch_dtype(layout.dtype)
+            taken[filled, name] = self._checked(name, layout, *due[layout], values, filled=filled)
+
         for place, move in enumerate(plan.moves):
-            if device in move.source.mesh:
-                self._take(taken, False, place, move.source_name, move.source, state)
-            if out is not None and device in move.target.mesh:
-                self._take(taken, True, place, move.target_name, move.target, out)
-        self.tied: list[tuple[int, torch.Tensor]] = []
+            for filled, name, layout, values in (
+                (False, move.source_name, move.source, state),
+                (True, move.target_name, move.target, out),
+            ):
+                if values is not None and device in layout.mesh:
+                    if (filled, name) not in taken:
+                        take(name, layout, values, filled)
+                    if (shard := taken[filled, name]) is not None:
+                        (self.target if filled else self.source)[place] = shard
         for tie in plan.ties:
             layout = plan.moves[tie.first].target
             if out is not None and device in layout.mesh:
-                shard = self._checked(tie.target_name, layout, out, filled=True)
-                if shard is not None:
+                take(tie.target_name, layout, out, True)
+                if (shard := taken[True, tie.target_name]) is not None:
                     self.tied.append((tie.first, shard))
-        if alone and (unknown := sorted(set(state) - names)):
+        names = {move.source_name for move in plan.moves}
+        names |= {tie.source_name for tie in plan.ties} | {name for name, _ in plan.values}
+        if alone and (unknown := sorted(state.keys() - names)):
             self.problems.append(
                 f"the state dict has {shown(unknown[0])}, of which the plan knows nothing; leave "
                 "it out, or make the plan with it"
             )
-        memory = {
-            shard.untyped_storage().data_ptr() for shard in self.source.values() if shard.numel()
-        }
-        for place, shard in self.target.items():
-            if shard.numel() and shard.untyped_storage().data_ptr() in memory:
-                self.problems.append(
-                    f"out[{plan.moves[place].target_name!r}] shares memory with the source; give "
-                    "tensors of its own"
-                )
-        if pair := self._sharing():
-            self.problems.append(
-                f"out[{pair[0]!r}] and out[{pair[1]!r}] share memory; give each a tensor of its own"
-            )
-
-    def _sharing(self) -> tuple[str, str] | None:
-        """Return two results that would be written to the same place, if there are such."""
-        places = {
-            self.plan.moves[place].target_name: (shard.data_ptr(), shard.nbytes)
-            for place, shard in self.target.items()
-            if shard.numel() and shard.is_contiguous()
-        }
-        ordered = sorted((start, start + size, name) for name, (start, size) in places.items())
-        for (_, end, name), (start, _, other) in pairwise(ordered):
-            if start < end:
-                return name, other
-        return None
-
-    def _take(
-        self,
-        taken: dict[tuple[bool, str], torch.Tensor | None],
-        into_target: bool,
-        place: int,
-        name: str,
-        layout: Layout,
-        state: Mapping[str, object],
-    ) -> None:
-        """Find the shard of a tensor, once, and whether it is as the plan says."""
-        key = (into_target, name)
-        if key not in taken:
-            taken[key] = self._checked(name, layout, state, filled=into_target)
-        shard = taken[key]
-        if shard is not None:
-            (self.target if into_target else self.source)[place] = shard
+        self._check_memory()
 
     def _checked(
-        self, name: str, layout: Layout, state: Mapping[str, object], *, filled: bool
+        self,
+        name: str,
+        layout: Layout,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        values: Mapping[str, object],
+        *,
+        filled: bool,
     ) -> torch.Tensor | None:
-        if name not in state:
+        """Find the shard of a tensor, and whether it is as the plan says."""
+        if name not in values:
             self.problems.append(f"tensor {name!r} is missing from the state dict")
             return None
-        shard = _shard_of(state[name], self.device, alone=self._alone)
+        shard = _shard_of(values[name], self.device, alone=self._alone)
         if shard is None:
             self.problems.append(
-                f"{name!r} is a {type(state[name]).__name__}; give a DTensor of shardspec or of "
+                f"{name!r} is a {type(values[name]).__name__}; give a DTensor of shardspec or of "
                 "torch, or the shard of this rank as a tensor"
             )
             return None
-        if layout not in self._due:
-            self._due[layout] = layout.local_shape(self.device), _torch_dtype(layout.dtype)
-        wanted, due = self._due[layout]
-        if shard.shape != wanted or shard.dtype != due:
-            dtype = str(shard.dtype).removeprefix("torch.")
+        if shard.shape != shape or shard.dtype != dtype:
             self.problems.append(
                 f"the shard of {name!r} on device {self.device} is {tuple(shard.shape)} of "
-                f"{dtype}; under {layout} it is {wanted} of {layout.dtype}"
+                f"{str(shard.dtype).removeprefix('torch.')}; under {layout} it is {shape} of "
+                f"{layout.dtype}"
             )
             return None
         if not (shard.is_conj() or shard.is_neg()):
@@ -172,23 +140,35 @@ class DeviceShards:
             return None
         return shard.resolve_conj().resolve_neg()
 
-    @property
-    def waves(self) -> list[Wave]:
-        """The waves of messages that the device takes part in, in order."""
-        return self._schedule.waves
-
-    def sending(self, wave: Wave) -> Messages:
-        """Return what is sent in a wave, by peer."""
-        return self._schedule.sends.get(wave, {})
-
-    def receiving(self, wave: Wave) -> Messages:
-        """Return what is received in a wave, by peer."""
-        return self._schedule.receives.get(wave, {})
+    def _check_memory(self) -> None:
+        """Results may share memory neither with the source nor with each other."""
+        memory = {
+            shard.untyped_storage().data_ptr() for shard in self.source.values() if shard.numel()
+        }
+        spans: dict[str, tuple[int, int]] = {}
+        for place, shard in self.target.items():
+            if not shard.numel():
+                continue
+            name = self.plan.moves[place].target_name
+            if shard.untyped_storage().data_ptr() in memory:
+                self.problems.append(
+                    f"out[{name!r}] shares memory with the source; give tensors of its own"
+                )
+            if shard.is_contiguous():
+                start = shard.data_ptr()
+                spans[name] = start, start + shard.nbytes
+        ordered = sorted((*span, name) for name, span in spans.items())
+        for (_, end, name), (start, _, other) in pairwise(ordered):
+            if start < end:
+                self.problems.append(
+                    f"out[{name!r}] and out[{other!r}] share memory; give each a tensor of its own"
+                )
+                break
 
     def allocate(self) -> None:
         """Make the results that were not given, and clear those that have padding."""
         for place, shard in self.target.items():
-            if self.plan.moves[place].target_name in self.plan.padded:
+            if self.plan.padded and self.plan.moves[place].target_name in self.plan.padded:
                 shard.zero_()
         where = next(iter(self.source.values())).device if self.source else _default_device()
         made: dict[str, torch.Tensor] = {}
@@ -196,164 +176,155 @@ class DeviceShards:
             if place not in self.target and self.device in move.target.mesh:
                 name = move.target_name
                 if name not in made:
-                    dtype = getattr(torch, move.target.dtype)
                     shape = move.target.local_shape(self.device)
                     # Zeros: what no tensor of the source fills is padding.
+                    dtype = _torch_dtype(move.target.dtype)
                     made[name] = torch.zeros(shape, dtype=dtype, device=where)
                 self.target[place] = made[name]
 
+    @property
+    def schedule(self) -> Schedule:
+        """The messages of the device."""
+        return schedule_for(self.plan, self.device)
+
     def keep(self) -> None:
         """Copy what the device has already."""
-        for kept in self._schedule.kept:
-            source = self._part(self.source, kept.move, kept.box, kept.source)
-            self._part(self.target, kept.move, kept.box, kept.target).copy_(source)
+        for kept in self.schedule.kept:
+            parts = (self._parts(shards, kept) for shards in (self.source, self.target))
+            for here, there in zip(*parts, strict=True):
+                there.copy_(here)
 
-    def pack(self, wave: Wave, pieces: Sequence[Piece]) -> torch.Tensor:
+    def pack(self, wave: Wave, message: Message) -> torch.Tensor:
         """Return a message with some boxes: of the source, or of what has come in stages before."""
         shards = self.target if wave[0] else self.source
-        bucket = self._bucket(pieces, shards)
-        for piece, seen in zip(pieces, self._seen(wave, bucket, pieces), strict=True):
-            seen.copy_(self._part(shards, piece.move, piece.box, piece.shard))
+        bucket = self._bucket(shards[message[0].places[0]])
+        for seen, part in self._seen(wave, bucket, message, shards):
+            seen.copy_(part)
         return bucket
 
-    def unpack(self, wave: Wave, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
+    def unpack(self, wave: Wave, message: Message, bucket: torch.Tensor) -> None:
         """Copy the boxes of a message to where they belong."""
-        for piece, seen in zip(pieces, self._seen(wave, bucket, pieces), strict=True):
-            self._part(self.target, piece.move, piece.box, piece.shard).copy_(seen)
+        for seen, part in self._seen(wave, bucket, message, self.target):
+            part.copy_(seen)
 
     def exchange_all(self) -> None:
         """Carry the plan out by messages."""
-        works: list[Transfer] = []
-        stage = 0
-        for wave in self.waves:
+        schedule, stage = self.schedule, 0
+        finish: Finish = lambda: None  # noqa: E731
+        for wave in sorted({*schedule.sends, *schedule.receives}):
             if wave[0] > stage:
-                _finish(works)
-                stage = wave[0]
+                finish()
+                stage, finish = wave[0], lambda: None
             # What is received in the wave before is unpacked while this one travels.
-            works, before = self.exchange(wave), works
-            _finish(before)
+            finish, before = self._start(wave), finish
+            before()
         self.keep()
-        _finish(works)
+        finish()
 
-    def read_peers(self, memory: PeerMemory) -> None:
-        """Read what is wanted from where it lies in the memory of its holders."""
-        where = tuple(
-            (shard.data_ptr(), shard.stride())
-            for shards in (self.source, self.target)
-            for shard in shards.values()
-        )
-        for stage, (sends, receives) in enumerate(self._schedule.streams):
-            shards = self.target if stage else self.source
+    def _start(self, wave: Wave) -> Finish:
+        """Start the messages of a wave; return what ends it."""
+        schedule = self.schedule
+        receives = schedule.receives.get(wave, {})
+        buckets: list[torch.Tensor] = []
+        coming: Addressed = []
+        going: Addressed = []
+        for peer, message in receives.items():
+            buckets.append(self._bucket(self.target[message[0].places[0]]))
+            coming.append((peer, buckets[-1][: message_bytes(message)]))
+        for peer, message in schedule.sends.get(wave, {}).items():
+            buckets.append(self.pack(wave, message))
+            going.append((peer, buckets[-1][: message_bytes(message)]))
+        works = start_messages(going, coming, self._tag)
 
-            def place(peer: int, number: int, receives: Streams = receives) -> torch.Tensor:
-                piece = receives[peer][number]
-                return self._part(self.target, piece.move, piece.box, piece.shard)
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            for bucket, message in zip(buckets, receives.values(), strict=False):
+                self.unpack(wave, message, bucket)
+            # Used again and again, as the allocator keeps some of what it gets back.
+            self._free.extend(buckets)
 
-            def arrays(
-                sends: Streams = sends, receives: Streams = receives, shards: Shards = shards
-            ) -> tuple[dict[int, list[MemoryRegion]], dict[int, list[MemoryRegion]]]:
-                return (
-                    {peer: self._in_memory(shards, pieces) for peer, pieces in sends.items()},
-                    {peer: self._in_memory(self.target, p) for peer, p in receives.items()},
-                )
+        return finish
 
-            name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {stage}" if stage else "")
-            memory.exchange(name, where, arrays, place)
-        self.keep()
-
-    def _in_memory(self, shards: Shards, pieces: Sequence[Piece]) -> list[MemoryRegion]:
-        """Return where boxes lie in memory."""
-        starts = {place: shard.data_ptr() for place, shard in shards.items()}
-        found = []
-        for piece in pieces:
-            region = self._region(shards, piece.move, piece.box, piece.shard)
-            width = shards[piece.move].element_size()
-            strides = tuple(stride * width for stride in region.strides)
-            address = starts[piece.move] + region.offset * width
-            found.append(MemoryRegion(address, region.shape, strides, width))
-        return found
-
-    def exchange(self, wave: Wave) -> list[Transfer]:
-        """Start the messages of a wave; return what is to be waited for, and done then."""
-        incoming: dict[int, torch.Tensor] = {}
-        then: list[Callable[[], None]] = []
-        for peer, pieces in self.receiving(wave).items():
-            bucket = self._bucket(pieces, self.target)
-            incoming[peer] = bucket[: message_bytes(pieces)]
-            then.append(partial(self._unpack_and_free, wave, pieces, bucket))
-        if self._on_host():
-            # One by one: what is packed first is on its way while the next is packed.
-            here = [dist.irecv(b, peer, tag=self._tag) for peer, b in incoming.items()]
-            for peer, pieces in self.sending(wave).items():
-                bucket = self.pack(wave, pieces)
-                here.append(dist.isend(bucket[: message_bytes(pieces)], peer, tag=self._tag))
-                then.append(partial(self._free.append, bucket))
-            return [(_checked_work(work), act) for work, act in zip(here, then, strict=True)]
-        ops = [dist.P2POp(dist.irecv, b, peer, tag=self._tag) for peer, b in incoming.items()]
-        for peer, pieces in self.sending(wave).items():
-            bucket = self.pack(wave, pieces)
-            message = bucket[: message_bytes(pieces)]
-            ops.append(dist.P2POp(dist.isend, message, peer, tag=self._tag))
-            then.append(partial(self._free.append, bucket))
-        works = dist.batch_isend_irecv(ops) if ops else []
-        if len(works) == len(ops):
-            return list(zip(works, then, strict=True))
-        # NCCL makes one work of all.
-        return [(work, _all(then if work is works[-1] else [])) for work in works]
-
-    def _on_host(self) -> bool:
-        """Whether messages lie in memory of the host; the same on all ranks of a job."""
-        kinds = {
-            shard.device.type for shards in (self.source, self.target) for shard in shards.values()
-        }
-        config = dist.get_backend_config()
-        return all(kind == "cpu" or f"{kind}:gloo" in config for kind in kinds)
-
-    def _bucket(self, pieces: Sequence[Piece], like: Shards) -> torch.Tensor:
-        where = like[pieces[0].move].device
-        if dist.is_initialized() and f"{where.type}:gloo" in dist.get_backend_config():
-            where = torch.device("cpu")  # gloo sends and reads memory of the host alone
-        # Used again and again, as the allocator keeps some of what it gets back.
+    def _bucket(self, like: torch.Tensor) -> torch.Tensor:
         if self._free:
             return self._free.pop()
-        return torch.empty(self._schedule.largest_message, dtype=torch.uint8, device=where)
-
-    def _unpack_and_free(self, wave: Wave, pieces: Sequence[Piece], bucket: torch.Tensor) -> None:
-        self.unpack(wave, pieces, bucket)
-        self._free.append(bucket)
+        where = like.device
+        if dist.is_initialized() and f"{where.type}:gloo" in dist.get_backend_config():
+            where = torch.device("cpu")  # gloo sends and reads memory of the host alone
+        return torch.empty(self.schedule.largest_message, dtype=torch.uint8, device=where)
 
     def _seen(
-        self, wave: Wave, bucket: torch.Tensor, pieces: Sequence[Piece]
-    ) -> Iterator[torch.Tensor]:
-        """Yield the boxes of a message as parts of it."""
-        typed: dict[torch.dtype, torch.Tensor] = {}
-        for piece in pieces:
-            dtype = self._wire[wave[0]][piece.move]
-            if dtype not in typed:
-                typed[dtype] = bucket.view(dtype)
-            at = piece.message
-            yield typed[dtype].as_strided(at.shape, at.strides, at.offset)
+        self, wave: Wave, bucket: torch.Tensor, message: Message, shards: Shards
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the boxes of a message: as parts of it, and as parts of shards."""
+        for piece in message:
+            move = self.plan.moves[piece.places[0]]
+            # What crosses in the first stage may be cast there; then it is as in the result.
+            dtype = _torch_dtype(move.target.dtype if wave[0] else move.wire_dtype)
+            typed = bucket.view(dtype)
+            shape, width = box_shape(piece.box), dtype.itemsize
+            strides = torch.empty(shape, device="meta").stride()
+            for number, part in enumerate(self._parts(shards, piece)):
+                at = (piece.start + number * piece.step) // width
+                yield typed.as_strided(shape, strides, at), part
 
-    def _part(self, shards: Shards, place: int, box: Box, region: Region) -> torch.Tensor:
-        """Return the part of a shard that a box is."""
-        shard, region = shards[place], self._region(shards, place, box, region)
-        at = shard.storage_offset() + region.offset
-        return shard.as_strided(region.shape, region.strides, at)
+    def _parts(self, shards: Shards, piece: Piece | Part) -> Iterator[torch.Tensor]:
+        """Yield the parts of shards that a box of some tensors is."""
+        known: tuple[int, ...] | None = None
+        move, of_source = self.plan.moves[piece.places[0]], shards is self.source
+        for place in piece.places:
+            shard = shards[place]
+            if shard.stride() != known:
+                known = shard.stride()
+                shape, strides, offset = region_of(
+                    move, piece.box, known, self.device, of_source=of_source
+                )
+            yield shard.as_strided(shape, strides, shard.storage_offset() + offset)
 
-    def _region(self, shards: Shards, place: int, box: Box, region: Region) -> Region:
-        """Return where a box lies in a shard, given where it does if that is contiguous."""
-        shard = shards[place]
-        if shard.is_contiguous():
-            return region
-        of_source = shards is self.source
-        move = self.plan.moves[place]
-        held = (move.source if of_source else move.target).intervals(self.device)
-        return region_of(move, box, shard.stride(), held, of_source=of_source)
+    def read_peers(self, memory: PeerMemory) -> None:
+        """Carry the plan out by reading what is wanted where it lies in the memory of holders."""
+        source, target = (self._table(shards) for shards in (self.source, self.target))
+        for stage in range(len(self.plan.stages)):
+            name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {stage}" if stage else "")
+            readers, holders, wanted = reads_for(self.plan, self.device, stage)
 
+            def arrays(
+                peer: int, table: Ints, stage: int = stage, wanted: Wanted = wanted
+            ) -> Iterator[Arrays]:
+                return self._arrays(stage, wanted.get(peer, []), table, target)
 
-def _checked_work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is part of the job"
-    return work
+            memory.fill(name, target if stage else source, readers, holders, arrays)
+
+    def _table(self, shards: Shards) -> Ints:
+        """Return, by the place in the plan, where shards lie: address, and strides in bytes."""
+        moves = self.plan.moves
+        dims = (len(layout.global_shape) for m in moves for layout in (m.source, m.target))
+        nothing = [0] * (1 + max(dims, default=0))
+        rows = [nothing] * len(moves)
+        for place, shard in shards.items():
+            item = shard.element_size()
+            row = [shard.data_ptr(), *(stride * item for stride in shard.stride())]
+            rows[place] = row + nothing[len(row) :]
+        return np.array(rows, dtype=np.int64).reshape(len(moves), len(nothing))
+
+    def _arrays(self, stage: int, parts: list[Part], theirs: Ints, ours: Ints) -> Iterator[Arrays]:
+        """Yield where boxes lie at their sender, and where they belong here, by both's tables."""
+        for part in parts:
+            move = self.plan.moves[part.places[0]]
+            layouts = (move.target if stage else move.source), move.target
+            tables = [table[np.asarray(part.places)] for table in (theirs, ours)]
+            strides = np.stack([table[:, 1:] for table in tables], axis=1)
+            same = not (strides != strides[0]).any()
+            for row in strides[:1] if same else np.unique(strides, axis=0):
+                alike = slice(None) if same else (strides == row).all(axis=(1, 2))
+                regions = []
+                for side, owner in enumerate((part.sender, self.device)):
+                    steps = row[side, : len(layouts[side].global_shape)].tolist()
+                    of_source = not (side or stage)
+                    shape, steps, at = region_of(move, part.box, steps, owner, of_source=of_source)
+                    regions.append(MemoryRegion(at, shape, steps, item_bytes(layouts[side].dtype)))
+                yield Arrays(regions[0], regions[1], tables[0][alike, 0], tables[1][alike, 0])
 
 
 @cache
@@ -361,14 +332,6 @@ def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
-
-
-def _all(acts: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    def act() -> None:
-        for one in acts:
-            one()
-
-    return act
 
 
 def _default_device() -> torch.device:

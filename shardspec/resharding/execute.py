@@ -18,9 +18,8 @@ from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.dtensor import DTensor
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.copies import StateCopies
+from shardspec.resharding.copies import StateCopies, flat_state
 from shardspec.resharding.device_shards import DeviceShards
-from shardspec.resharding.flat import flat_state
 from shardspec.text import shown
 
 __all__ = ["run_plan"]
@@ -42,11 +41,11 @@ def run_plan(
     for one in held.values():
         one.allocate()
         one.keep()
-    for wave in sorted({wave for one in held.values() for wave in one.waves}):
+    for wave in sorted({wave for one in held.values() for wave in one.schedule.sends}):
         for device, one in held.items():
-            for peer, pieces in one.sending(wave).items():
-                message = one.pack(wave, pieces)
-                held[peer].unpack(wave, held[peer].receiving(wave)[device], message)
+            for peer, message in one.schedule.sends.get(wave, {}).items():
+                bucket = one.pack(wave, message)
+                held[peer].unpack(wave, held[peer].schedule.receives[wave][device], bucket)
     return _results(plan, held, out) | _values_of(plan, state)
 
 

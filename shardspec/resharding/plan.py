@@ -13,15 +13,24 @@ from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.check import check_map
-from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove, Tie
-from shardspec.resharding.flat import flat_state, is_plain
+from shardspec.resharding.copies import (
+    MAX_BYTES,
+    StateCopies,
+    TensorMove,
+    Tie,
+    flat_state,
+    is_plain,
+)
 from shardspec.resharding.maps import NameMap
+from shardspec.resharding.views import View
 from shardspec.text import counted, shown
 
 __all__ = ["ReshardPlan", "plan_reshard", "reshard_state"]
 
 Rules: TypeAlias = Mapping[str, SpecLike]
 """Name pattern to spec; a tensor that no pattern matches is replicated."""
+Target: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
+"""Layouts by name, or DTensors; or a mesh and rules."""
 
 
 class ReshardPlan(StateCopies):
@@ -99,7 +108,7 @@ class ReshardPlan(StateCopies):
 
 def plan_reshard(
     source: Mapping[str, object] | Path | str,
-    target: Mapping[str, object] | tuple[DeviceMesh, Rules],
+    target: Target,
     *,
     names: Mapping[str, str] | NameMap | None = None,
     dtype: object = None,
@@ -170,16 +179,11 @@ def plan_reshard(
             "of new names"
         )
     renamed = _renamed(list(given), names or {})
-    if isinstance(target, tuple):
-        dtypes = {renamed[name]: layout.dtype for name, layout in before.items()}
-        shapes = {renamed[name]: layout.global_shape for name, layout in before.items()}
-        after = _by_rules(shapes, dtypes, *target, dtype)
-    else:
-        after = _layouts(target)
-    due = {renamed[name] for name in before}
+    due = {renamed[name]: (at.global_shape, at.dtype) for name, at in before.items()}
+    after = _targets(target, due, dtype)
     for kind, missing in (
-        ("the target lacks", sorted(due - set(after))),
-        ("the source lacks", sorted(set(after) - due)),
+        ("the target lacks", sorted(due.keys() - after.keys())),
+        ("the source lacks", sorted(after.keys() - due.keys())),
     ):
         if missing:
             rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -270,11 +274,8 @@ def _tied(given: Mapping[str, object], before: Mapping[str, Layout]) -> dict[str
     tied = {}
     for name, layout in before.items():
         memory = None if isinstance(given[name], Layout) else _memory(given[name])
-        if memory is None:
-            continue
-        if (memory, layout) in first:
-            tied[name] = first[memory, layout]
-        first.setdefault((memory, layout), name)
+        if memory is not None and (same := first.setdefault((memory, layout), name)) != name:
+            tied[name] = same
     return tied
 
 
@@ -299,48 +300,41 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     renamed = {name: names.get(name, name) for name in before}
     first: dict[str, str] = {}
     for name, new in renamed.items():
-        if new in first:
+        if (other := first.setdefault(new, name)) != name:
             raise LayoutError(
-                f"names= makes both {first[new]!r} and {name!r} to {new!r}; give each its own name"
+                f"names= makes both {other!r} and {name!r} to {new!r}; give each its own name"
             )
-        first[new] = name
     return renamed
 
 
-def _by_rules(
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, str],
-    mesh: DeviceMesh,
-    rules: Rules,
-    dtype: object,
+def _targets(
+    target: Target, due: Mapping[str, tuple[tuple[int, ...], str]], dtype: object
 ) -> dict[str, Layout]:
-    specs = match_rules(rules, {name: len(shape) for name, shape in shapes.items()})
+    """Return the layouts of the target; by rules for the shapes and dtypes that are due."""
+    if not isinstance(target, tuple):
+        return _layouts(target)
+    mesh, rules = target
+    specs = match_rules(rules, {name: len(shape) for name, (shape, _) in due.items()})
     wanted = None if dtype is None else dtype_name(dtype)
     found = {}
-    for name, shape in shapes.items():
+    for name, (shape, own) in due.items():
         spec = specs.get(name, ShardingSpec(len(shape), {}))
-        cast = wanted is not None and is_floating(dtypes[name])
-        found[name] = Layout(mesh, spec, shape, wanted if cast else dtypes[name])
+        found[name] = Layout(mesh, spec, shape, wanted if wanted and is_floating(own) else own)
     return found
 
 
 def _mapped(
-    before: Mapping[str, Layout],
-    target: Mapping[str, object] | tuple[DeviceMesh, Rules],
-    names: NameMap,
-    dtype: object,
+    before: Mapping[str, Layout], target: Target, names: NameMap, dtype: object
 ) -> list[TensorMove]:
     shapes = {name: layout.global_shape for name, layout in before.items()}
+    due = {}
     if isinstance(target, tuple):
         implied = names.target_shapes(shapes)
-        from_ = {e.target: before[e.source].dtype for e in names.equations(shapes, implied)}
-        after = _by_rules(implied, from_, *target, dtype)
-    else:
-        after = _layouts(target)
+        for e in names.equations(shapes, implied):
+            due[e.target] = implied[e.target], before[e.source].dtype
+    after = _targets(target, due, dtype)
     report = check_map(names, shapes, {name: one.global_shape for name, one in after.items()})
-    if report.problems:
-        rest = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
-        raise LayoutError(f"the map is not total: {report.problems[0]}{rest}")
+    report.require_total()
     moves = []
     for equation in report.equations:
         one, other = before[equation.source], after[equation.target]
@@ -359,12 +353,12 @@ def _plan(
     kept: list[TensorMove] = []
     ties: list[Tie] = []
     targets = Counter(move.target_name for move in moves)
-    first: dict[TensorMove, int] = {}
+    first: dict[tuple[str, Layout, Layout, View | None], int] = {}
     for move in moves:
         source = tied.get(move.source_name, move.source_name)
         # Of a target that several sources fill, each fills a part.
         alone = targets[move.target_name] == 1
-        key = replace(move, source_name=source, target_name="")
+        key = source, move.source, move.target, move.view
         if alone and key in first:
             ties.append(Tie(move.source_name, move.target_name, first[key]))
             continue
@@ -379,19 +373,19 @@ def _plan(
 
 
 def _check(move: TensorMove) -> None:
-    if move.view is None and move.source.global_shape != move.target.global_shape:
+    name, one, other = move.source_name, move.source, move.target
+    if move.view is None and one.global_shape != other.global_shape:
         raise LayoutError(
-            f"{move.source_name!r} is {move.source.global_shape} in the source and "
-            f"{move.target.global_shape} in the target"
+            f"{name!r} is {one.global_shape} in the source and {other.global_shape} in the target"
         )
-    if move.source.dtype != move.target.dtype and not is_cast(move.source.dtype, move.target.dtype):
+    if one.dtype != other.dtype and not is_cast(one.dtype, other.dtype):
         raise LayoutError(
-            f"{move.source_name!r} is {move.source.dtype} in the source and {move.target.dtype} "
-            "in the target; only floating-point dtypes are cast"
+            f"{name!r} is {one.dtype} in the source and {other.dtype} in the target; only "
+            "floating-point dtypes are cast"
         )
-    for layout in (move.source, move.target):
-        if layout.spec.partials:
+    for spec in (one.spec, other.spec):
+        if spec.partials:
             raise LayoutError(
-                f"{move.source_name!r} is laid out as {layout.spec}, with a reduction pending; "
-                f"finish it first, with redistribute({str(layout.spec.without_partial())!r})"
+                f"{name!r} is laid out as {spec}, with a reduction pending; finish it first, with "
+                f"redistribute({str(spec.without_partial())!r})"
             )

@@ -1,285 +1,206 @@
-"""What one device sends, receives and keeps under a plan, message by message."""
+"""What one device sends, receives and keeps under a plan.
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+Tensors that go from the same layout to the same layout are listed together, as they are planned.
+"""
+
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from math import prod
-from operator import mul
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardspec.boxes import Box, box_shape, intersect
+from shardspec.boxes import Box, box_shape, box_size, intersect
 from shardspec.comm.routes import chunks
 from shardspec.layout.layout import Layout
 from shardspec.resharding.copies import MAX_PEERS, StateCopies, TensorMove
-from shardspec.resharding.stages import Stage
 from shardspec.resharding.views import identity_view
 
 __all__ = [
-    "Kept",
-    "Messages",
+    "Message",
+    "Part",
     "Piece",
-    "Region",
     "Schedule",
+    "Wanted",
     "Wave",
     "message_bytes",
+    "reads_for",
     "region_of",
     "schedule_for",
 ]
 
 _ALIGNMENT: Final = 16
-"""Pieces start at multiples of this in a message, so that every dtype can be seen there."""
+"""Boxes start at multiples of this in a message, so that every dtype can be seen there."""
 _MESSAGE_BYTES: Final = 4 << 20
 """Of a message at most: larger ones are no faster, and smaller buckets stay in caches."""
 
 
-class Region(NamedTuple):
-    """Where a box lies in memory, in elements."""
+class Part(NamedTuple):
+    """The same box of some tensors that are laid out alike, and whose it is."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    sender: int
+    receiver: int
+    places: Sequence[int]
+    """Of the tensors in the plan's moves."""
+    box: Box
+    """In coordinates of the global tensor, or of the view where the move has one."""
+    item_bytes: int
 
 
 class Piece(NamedTuple):
-    """A box of one tensor, where it lies in a message, and where in a contiguous shard."""
+    """The same box of some tensors, and where these boxes lie in a message."""
 
-    move: int
-    """The place of the tensor in the plan's moves."""
+    places: Sequence[int]
     box: Box
-    """In coordinates of the global tensor, or of the view where the move has one."""
-    message: Region
-    shard: Region
-    end: int
-    """Byte of the message behind it."""
+    start: int
+    """Byte of the first one."""
+    step: int
+    """Bytes from one to the next."""
 
 
-class Kept(NamedTuple):
-    """A box that a device has already, and where it lies in its contiguous shards."""
-
-    move: int
-    box: Box
-    source: Region
-    target: Region
-
-
+Message: TypeAlias = list[Piece]
+Wanted: TypeAlias = dict[int, list[Part]]
+"""By sender."""
 Wave: TypeAlias = tuple[int, int, int]
 """Which stage of the plan, which peers, by how far they stand behind the sender in the row of
 devices, and which of their messages."""
-Intervals: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
-"""Per dim the indices that a shard holds, ascending."""
-Messages: TypeAlias = dict[int, tuple[Piece, ...]]
-"""By peer, the boxes of its message."""
-Streams: TypeAlias = dict[int, list[Piece]]
-"""By peer, the boxes of all its messages."""
-_Streams: TypeAlias = dict[int, list[tuple[int, int, Box]]]
-"""By peer the tensor, bytes of an element, and box."""
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What one device does. A wave is at most one message to and from each of some peers.
+class Schedule(NamedTuple):
+    """The messages of one device. A wave is at most one to and one from each of some peers.
 
     Every device takes part in waves in ascending order, so none waits in a circle.
     """
 
-    sends: Mapping[Wave, Messages]
+    sends: dict[Wave, dict[int, Message]]
     """Per wave, by peer, what is packed into its message."""
-    receives: Mapping[Wave, Messages]
+    receives: dict[Wave, dict[int, Message]]
     """Per wave, by peer, what is unpacked from its message."""
-    kept: tuple[Kept, ...]
+    kept: list[Part]
     """What the device has already."""
-    largest_message: int = field(init=False)
+    largest_message: int
     """In bytes."""
-    streams: tuple[tuple[Streams, Streams], ...] = field(init=False)
-    """Per stage all that goes to each peer, and all that comes from it, in order."""
-
-    def __post_init__(self) -> None:
-        waves = (*self.sends.values(), *self.receives.values())
-        sizes = (message_bytes(pieces) for messages in waves for pieces in messages.values())
-        object.__setattr__(self, "largest_message", max(sizes, default=0))
-        stages = range(1 + max((wave[0] for wave in self.waves), default=0))
-        streams = tuple((_by_peer(self.sends, s), _by_peer(self.receives, s)) for s in stages)
-        object.__setattr__(self, "streams", streams)
-
-    @property
-    def waves(self) -> list[Wave]:
-        """Those that the device takes part in, in order."""
-        return sorted({*self.sends, *self.receives})
 
 
-def _by_peer(waves: Mapping[Wave, Messages], stage: int) -> Streams:
-    found: Streams = {}
-    for wave in sorted(waves):
-        if wave[0] == stage:
-            for peer, pieces in waves[wave].items():
-                found.setdefault(peer, []).extend(pieces)
-    return found
-
-
-def message_bytes(pieces: Sequence[Piece]) -> int:
+def message_bytes(message: Message) -> int:
     """Return the bytes of a message: whole elements of any dtype."""
-    return -(-pieces[-1].end // _ALIGNMENT) * _ALIGNMENT
+    last = message[-1]
+    return last.start + last.step * len(last.places)
+
+
+def _kept_parts(plan: StateCopies, device: int) -> Iterator[Part]:
+    """Yield what a device has already."""
+    first = plan.stages[0]
+    for places, kind, width in zip(plan.kinds.values(), first.kinds, first.item_bytes, strict=True):
+        for row in np.nonzero(kind.kept_by == device)[0].tolist():
+            boxes = kind.source_boxes[kind.kept_at[row]], kind.target_boxes[kind.kept_to[row]]
+            box = intersect(*boxes)
+            assert box is not None, "what is kept is an overlap"
+            yield Part(device, device, places, box, width)
+
+
+def _parts_of(
+    plan: StateCopies, stage_number: int, device: int, *, sent: bool = True
+) -> Iterator[Part]:
+    """Yield what a device receives in a stage, and, if asked for, what it sends.
+
+    What goes from one device to another comes in the same order on both.
+    """
+    stage = plan.stages[stage_number]
+    senders = stage.senders
+    for places, kind, starts, width in zip(
+        plan.kinds.values(), stage.kinds, senders.starts, stage.item_bytes, strict=True
+    ):
+        concerned = kind.receiver == device
+        if sent and len(kind.at):
+            concerned |= np.array([device in holders for holders in kind.holders])[kind.at]
+        for demand in np.nonzero(concerned)[0].tolist():
+            holders, receiver = kind.holders[kind.at[demand]], int(kind.receiver[demand])
+            box, num_bytes = kind.box(demand), int(kind.elements[demand]) * width
+            shares: dict[tuple[int, Box], Sequence[int]] = {(holders[0], box): places}
+            if len(holders) > 1:
+                split: dict[tuple[int, Box], list[int]] = {}
+                for start, place in enumerate(places):
+                    at = int(starts[demand]) + start * num_bytes
+                    for share in senders.split(holders, box, at, num_bytes):
+                        split.setdefault(share, []).append(place)
+                shares = dict(split)
+            for (sender, share_box), some in shares.items():
+                if receiver == device or sender == device:
+                    yield Part(sender, receiver, some, share_box, width)
+
+
+@lru_cache(maxsize=64)
+def reads_for(plan: StateCopies, device: int, stage: int) -> tuple[set[int], set[int], Wanted]:
+    """Return who may read from a device in a stage, from whom it may read, and what of whom.
+
+    Of those that hold the same, all are named. What a device has already it reads from itself.
+    """
+    readers: set[int] = set()
+    holders = {device}
+    for kind in plan.stages[stage].kinds:
+        if len(kind.at):
+            holding = np.array([device in some for some in kind.holders])[kind.at]
+            readers.update(kind.receiver[holding].tolist())
+            wanted = kind.at[kind.receiver == device]
+            holders.update(*(kind.holders[at] for at in set(wanted.tolist())))
+    found: Wanted = {device: [] if stage else list(_kept_parts(plan, device))}
+    for part in _parts_of(plan, stage, device, sent=False):
+        found.setdefault(part.sender, []).append(part)
+    return readers, holders, found
 
 
 @lru_cache(maxsize=64)
 def schedule_for(plan: StateCopies, device: int) -> Schedule:
-    """Return what a device does under a plan; both ends of a message find the same one."""
-    known = _Shards(plan, device)
-    kept: list[Kept] = []
-    for places, kind in zip(plan.kinds.values(), plan.stages[0].kinds, strict=True):
-        for row in np.nonzero(kind.kept_by == device)[0].tolist():
-            own = intersect(
-                kind.source_boxes[kind.kept_at[row]], kind.target_boxes[kind.kept_to[row]]
-            )
-            assert own is not None, "what is kept is an overlap"
-            regions = known.region(places[0], own, True), known.region(places[0], own, False)
-            kept += [Kept(place, own, *regions) for place in places]
-    sends: dict[Wave, Messages] = {}
-    receives: dict[Wave, Messages] = {}
+    """Return the messages of a device; both ends of one find the same."""
     at = {device: place for place, device in enumerate(plan.devices)}
-    here, count = at[device], len(at)
-    for number, stage in enumerate(plan.stages):
-        outgoing, incoming = _streams(stage, list(plan.kinds.values()), device)
-        behind = {peer: (at[peer] - here) % count for peer in outgoing}
-        sends |= _waves(known, number, outgoing, behind, of_source=number == 0)
-        behind = {peer: (here - at[peer]) % count for peer in incoming}
-        receives |= _waves(known, number, incoming, behind, of_source=False)
-    return Schedule(sends, receives, tuple(sorted(kept)))
+    sends: dict[Wave, dict[int, Message]] = {}
+    receives: dict[Wave, dict[int, Message]] = {}
+    most_bytes = min(plan.bucket_bytes, _MESSAGE_BYTES)
+    for stage in range(len(plan.stages)):
+        streams: dict[tuple[int, int], list[Part]] = {}
+        for part in _parts_of(plan, stage, device):
+            streams.setdefault((part.sender, part.receiver), []).append(part)
+        for (sender, receiver), parts in streams.items():
+            turn = (at[receiver] - at[sender]) % len(at) // MAX_PEERS
+            waves, peer = (sends, receiver) if sender == device else (receives, sender)
+            for number, message in enumerate(_messages(parts, most_bytes)):
+                waves.setdefault((stage, turn, number), {})[peer] = message
+    messages = [m for waves in (sends, receives) for wave in waves.values() for m in wave.values()]
+    largest = max(map(message_bytes, messages), default=0)
+    return Schedule(sends, receives, list(_kept_parts(plan, device)), largest)
 
 
-def _streams(
-    stage: Stage, places: Sequence[Sequence[int]], device: int
-) -> tuple[_Streams, _Streams]:
-    """Return what a device sends to each other one in a stage, and what it receives."""
-    outgoing: _Streams = {}
-    incoming: _Streams = {}
-    senders = stage.senders
-    for kind, starts, width, moves in zip(
-        stage.kinds, senders.starts, stage.item_bytes, places, strict=True
-    ):
-        sending = np.array([device in holders for holders in kind.holders], dtype=bool)
-        concerned = kind.receiver == device
-        if sending.any():
-            concerned |= sending[kind.at]
-        for demand in np.nonzero(concerned)[0].tolist():
-            holders = kind.holders[kind.at[demand]]
-            receiver = int(kind.receiver[demand])
-            box = kind.box(demand)
-            num_bytes = int(kind.elements[demand]) * width
-            start = int(starts[demand])
-            for place in moves:
-                for sender, part in senders.split(holders, box, start, num_bytes):
-                    if sender == device:
-                        outgoing.setdefault(receiver, []).append((place, width, part))
-                    elif receiver == device:
-                        incoming.setdefault(sender, []).append((place, width, part))
-                start += num_bytes
-    return outgoing, incoming
-
-
-class _Part(NamedTuple):
-    """A box that fits into a message, or a part of one that does not."""
-
-    box: Box
-    num_bytes: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """Of its elements in the message."""
-    shard: Region
-
-
-class _Shards:
-    """What is asked again and again of the layouts of one device."""
-
-    def __init__(self, plan: StateCopies, device: int) -> None:
-        self.plan = plan
-        self.most_bytes = min(plan.bucket_bytes, _MESSAGE_BYTES)
-        """Of a message."""
-        self._device = device
-        self._known: dict[Layout, tuple[tuple[int, ...], Intervals]] = {}
-        self._parts: dict[tuple[object, ...], list[_Part]] = {}
-
-    def parts(self, place: int, box: Box, width: int, of_source: bool) -> list[_Part]:
-        """Return the parts of a box, which are those of all tensors that are laid out alike."""
-        move = self.plan.moves[place]
-        key = (of_source, move.source if of_source else move.target, move.view, box, width)
-        if key not in self._parts:
-            found = []
-            for part in chunks(box, max(1, self.most_bytes // width)):
-                shape = box_shape(part)
-                region = self.region(place, part, of_source)
-                found.append(_Part(part, prod(shape) * width, shape, _contiguous(shape), region))
-            self._parts[key] = found
-        return self._parts[key]
-
-    def region(self, place: int, box: Box, of_source: bool) -> Region:
-        """Return where a box lies in the shard of a tensor if that is contiguous."""
-        move = self.plan.moves[place]
-        layout = move.source if of_source else move.target
-        if layout not in self._known:
-            strides = _contiguous(layout.local_shape(self._device))
-            self._known[layout] = strides, layout.intervals(self._device)
-        return region_of(move, box, *self._known[layout], of_source=of_source)
+def _messages(parts: list[Part], most_bytes: int) -> Iterator[Message]:
+    """Divide what goes from one device to another into messages of bounded size."""
+    message: Message = []
+    end = 0
+    for part in parts:
+        for box in chunks(part.box, max(1, most_bytes // part.item_bytes)):
+            step = -(-box_size(box) * part.item_bytes // _ALIGNMENT) * _ALIGNMENT
+            left = part.places
+            while left:
+                fitting = (most_bytes - end) // step
+                if message and not fitting:
+                    yield message
+                    message, end = [], 0
+                    continue
+                fitting = max(1, fitting)  # alone in a message it may need a few bytes more
+                some, left = left[:fitting], left[fitting:]
+                message.append(Piece(some, box, end, step))
+                end += step * len(some)
+    if message:
+        yield message
 
 
 def region_of(
-    move: TensorMove, box: Box, strides: Sequence[int], held: Intervals, *, of_source: bool
-) -> Region:
-    """Return where a box lies in a shard.
+    move: TensorMove, box: Box, strides: Sequence[int], device: int, *, of_source: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return where a box lies in the shard of a device that has these strides.
 
-    Parameters
-    ----------
-    move, box
-        The tensor, and a box of it, or of its view.
-    strides, held
-        Of the shard: steps in memory, and the indices that it holds of each dim.
-    of_source
-        Whether the shard is one of the source.
+    That is its shape, and in the unit of the strides its own strides, and its offset.
     """
+    layout: Layout = move.source if of_source else move.target
     view = move.view or identity_view(move.source.global_shape)
     side = view.source if of_source else view.target
-    offset = side.offset(strides, held, [lo for lo, _ in box])
-    return Region(box_shape(box), side.strides(strides, len(box)), offset)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else ()
-
-
-def _waves(
-    known: _Shards,
-    stage: int,
-    streams: _Streams,
-    behind: Mapping[int, int],
-    *,
-    of_source: bool,
-) -> dict[Wave, Messages]:
-    """Divide streams into messages; `behind` says how far the receiver is behind the sender."""
-    waves: dict[Wave, Messages] = {}
-    for peer, stream in sorted(streams.items()):
-        turn = behind[peer] // MAX_PEERS
-        for number, message in enumerate(_messages(known, sorted(stream), of_source)):
-            waves.setdefault((stage, turn, number), {})[peer] = message
-    return waves
-
-
-def _messages(
-    known: _Shards, stream: list[tuple[int, int, Box]], of_source: bool
-) -> Iterator[tuple[Piece, ...]]:
-    """Divide what goes from one device to another into messages of bounded size."""
-    message: list[Piece] = []
-    end = 0
-    for place, width, box in stream:
-        for part in known.parts(place, box, width, of_source):
-            at = -(-end // _ALIGNMENT) * _ALIGNMENT
-            if message and at + part.num_bytes > known.most_bytes:
-                yield tuple(message)
-                message, at = [], 0
-            end = at + part.num_bytes
-            there = Region(part.shape, part.strides, at // width)
-            message.append(Piece(place, part.box, there, part.shard, end))
-    if message:
-        yield tuple(message)
+    offset = side.offset(strides, layout.intervals(device), [lo for lo, _ in box])
+    return box_shape(box), side.strides(strides, len(box)), offset

@@ -264,17 +264,12 @@ def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
     fast = [link for link in links if link[1] < slowest]
     if not fast:
         return None
-    number: dict[int, int] = {}
-    for mesh in meshes:
+    number = {device: device for mesh in meshes for device in mesh.ids}
+    for mesh in {mesh for _, _, mesh, _ in fast}:
         along = [axis for _, _, other, axis in fast if other == mesh]
-        for device in mesh.ids:
-            group = mesh.group(device, along) if along else (device,)
-            if device != group[0]:
-                continue
-            met = {number[member] for member in group if member in number}
-            new = min(met, default=len(number))
-            number.update((member, new) for member, old in number.items() if old in met)
-            number.update((member, new) for member in group)
+        for group in {mesh.group(device, along) for device in mesh.ids}:
+            met = {number[device] for device in group}
+            number = {device: min(met) if of in met else of for device, of in number.items()}
     names = {old: new for new, old in enumerate(sorted(set(number.values())))}
     if len(names) == 1:
         return None

@@ -150,7 +150,7 @@ def identity_view(shape: Sequence[int]) -> View:
     return View(tuple(shape), side, side)
 
 
-_TOKEN: Final = re.compile(r"\s*(?:([A-Za-z_]\w*)|(\()|(\)))")
+_DIM: Final = re.compile(r"\s*(?:([A-Za-z_]\w*)|\(([\w\s]*)\))\s*")
 _SLICE: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\]:]*)(?:(:)([^\]:]*))?\]\s*")
 _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
     ast.Add: operator.add,
@@ -169,29 +169,20 @@ def parse_view(text: str) -> tuple[tuple[str, ...], ...]:
     (('g', 'q', 'd'), ('c',))
     """
     dims: list[tuple[str, ...]] = []
-    group: list[str] | None = None
     at, end = 0, len(text.rstrip())
     while at < end:
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise SpecSyntaxError(
-                "names of factors and pairs of parentheses are expected", text, at
-            )
-        name, opens, closes = match.groups()
-        if name and group is None:
-            dims.append((name,))
-        elif name and group is not None:
-            group.append(name)
-        elif opens and group is None:
-            group = []
-        elif closes and group is not None:
-            dims.append(tuple(group))
-            group = None
-        else:
-            raise SpecSyntaxError("this parenthesis has no partner", text, match.end() - 1)
+        match = _DIM.match(text, at)
+        names = (match[1] or match[2]).split() if match else []
+        if match is None or any(name[0].isdecimal() for name in names):
+            left = text[at:].lstrip()
+            problem = "names of factors and pairs of parentheses are expected"
+            if left[0] == ")":
+                problem = "this parenthesis has no partner"
+            elif left[0] == "(" and ")" not in left:
+                problem = "a parenthesis is not closed"
+            raise SpecSyntaxError(problem, text, len(text) - len(left))
+        dims.append(tuple(names))
         at = match.end()
-    if group is not None:
-        raise SpecSyntaxError("a parenthesis is not closed", text, end)
     names = [name for factors in dims for name in factors]
     for name in names:
         if names.count(name) > 1:

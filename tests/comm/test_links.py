@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardspec.comm.links import Link, Listener
-from shardspec.comm.process_memory import readable
+from shardspec.comm.agreement import Link, Listener
+from shardspec.comm.peer_memory import readable
 from shardspec.errors import CommunicatorError
 
 

@@ -7,9 +7,9 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
-from shardspec.comm import process_memory
-from shardspec.comm.links import Address
-from shardspec.comm.process_memory import Region, read, readable
+from shardspec.comm import peer_memory
+from shardspec.comm.agreement import Address
+from shardspec.comm.peer_memory import Region, read, readable
 
 
 def region(array: np.ndarray) -> Region:
@@ -50,7 +50,7 @@ def test_scalars_and_repeated_elements():
 
 def test_more_than_one_call_can_read():
     """Runs longer than the most bytes of a call, the last part shorter."""
-    size = 2 * process_memory.MOST_BYTES + 12345
+    size = 2 * peer_memory.MOST_BYTES + 12345
     source = np.arange(2 * size, dtype=np.uint8).reshape(2, size)
     target = np.zeros((2, size + 3), np.uint8)[:, 3:]
     read(os.getpid(), region(source), region(target))

@@ -7,7 +7,7 @@ import torch
 from shardspec import DTensor, Layout
 from shardspec.errors import LayoutError
 from shardspec.operations.refusals import ExplainedRefusals
-from shardspec.shards import index_of
+from tests.conversions import index_of
 from tests.operation_table import TABLE
 
 __all__ = ["Cut", "cut", "the_table"]

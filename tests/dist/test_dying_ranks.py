@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
 from shardspec.boxes import box_shape
-from shardspec.comm import peer_memory, process_memory
+from shardspec.comm import peer_memory
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -259,7 +259,7 @@ def _stopped(rank: int, communicator: Any, *_: Any) -> None:
     before = {0: everything, 1: nothing, 2: nothing}
     after = {0: nothing, 1: everything, 2: nothing}
     shard = torch.ones(box_shape(before[rank]))
-    read = process_memory.read
+    read = peer_memory.read
 
     def late(*given: Any) -> None:
         time.sleep(1.5 * TIMEOUT_S)

@@ -24,7 +24,7 @@ from shardspec.interop.torch_placements import to_shard_order
 from shardspec.layout.graph import TransitionGraph, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.shards import index_of
+from tests.conversions import index_of
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -16,7 +16,7 @@ from shardspec import CostModel, DeviceMesh, Layout, Link, SimulatedCommunicator
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.routes import Transfers
 from shardspec.comm.steps import Exchange
-from shardspec.execution import undo_plan
+from shardspec.execution import run_plan
 from shardspec.layout.cross import common_mesh, exchange_seconds
 from shardspec.layout.graph import state_of
 from shardspec.layout.plan import ConversionPlan, step_seconds
@@ -215,7 +215,7 @@ def test_the_way_back_has_slow_axes_of_its_own():
     whole = torch.arange(36.0).view(6, 6)
     grads = {d: whole[slice(*thirds.box(d)[0])].clone() for d in mesh.ids}
     with trace() as steps:
-        back = undo_plan(plan, SimulatedCommunicator(mesh), grads)
+        back = run_plan(plan, SimulatedCommunicator(mesh), grads, back=True)
     assert plan.steps == (Exchange((0, 1)),)
     assert [record.step for record in steps.records] == [exchange(thirds, halves, model)]
     assert exchange(thirds, halves, model).apart == (0,)

@@ -17,7 +17,7 @@ of stage 3 were swapped cannot be told**; those of stages 1 and 2 say where they
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -28,7 +28,6 @@ from shardspec.boxes import row_major_boxes
 from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
 from shardspec.checkpoint.formats.deepspeed_files import (
     OPTIMIZER,
-    TWO_SAVES,
     ZeroRun,
     read_run,
     tag_directory,
@@ -38,6 +37,7 @@ from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.torch_state import (
     StateTensor,
     TorchState,
+    of_two_saves,
     plain_value,
     whole_tensor,
 )
@@ -46,7 +46,7 @@ from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["add_tied", "beside", "open_deepspeed", "shape_of"]
+__all__ = ["add_tied", "beside", "extras_of", "open_deepspeed", "shape_of"]
 
 _GROUP: Final = re.compile(
     rf"{OPTIMIZER}\.(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d{{1,9}})"
@@ -72,6 +72,8 @@ class _Piece(NamedTuple):
         return self.start + self.tensor.local.shape[0]
 
 
+_ByRank: TypeAlias = dict[tuple[str, int], dict[int, StateTensor]]
+"""By kind and group what each rank has."""
 _Lines: TypeAlias = dict[int, list[_Piece]]
 """Flat tensors that follow on from one another: by group, or with stage 3 by rank."""
 
@@ -97,10 +99,11 @@ def open_deepspeed(directory: Path) -> ListedCatalog:
     place = tag_directory(directory)
     run = read_run(place)
     parameters, needed = _parameters(run)
-    flat = _flat(run, needed)
+    flat_parts, scalar_parts = _kept(run)
+    flat = _lines(run, flat_parts, needed)
     _check_slices(run, parameters, flat[_WEIGHT])
     tensors = beside(run.models, run.stage)
-    scalars = _scalars(run)
+    scalars = _scalars(run, scalar_parts)
     for one in parameters:
         group = one.group
         if run.stage == 3:
@@ -122,7 +125,9 @@ def open_deepspeed(directory: Path) -> ListedCatalog:
                 "holds its elements; save it again with DeepSpeed 0.8 or later"
             )
     paths = [state.path for state in (*run.optimizers, *run.models)]
-    found = ListedCatalog(DEEPSPEED, place, tensors, paths, None, _extras(run))
+    found = ListedCatalog(
+        DEEPSPEED, place, tensors, paths, None, extras_of(run.optimizers[0], model)
+    )
     if place != directory:
         why = f"which {DEEPSPEED_LATEST} names"
         if not directory.joinpath(DEEPSPEED_LATEST).exists():
@@ -170,67 +175,66 @@ def _parameters(run: ZeroRun) -> tuple[list[_Parameter], list[int]]:
     return found, [at] * ranks if run.stage == 3 else needed
 
 
-def _kept(state: TorchState) -> Iterator[tuple[str, int, str, StateTensor]]:
-    """Yield kind, group, name and tensor of what an optimizer's file has of parameters."""
-    for name, tensor in state.tensors.items():
-        if match := _GROUP.fullmatch(name):
-            yield _WEIGHT, int(match[1]), name, tensor
-        elif match := _STATE.fullmatch(name):
-            yield match[2], int(match[1]), name, tensor
-
-
-def _flat(run: ZeroRun, needed: Sequence[int]) -> dict[str, _Lines]:
-    """Return the flat tensors of every kind, of the lengths that they need to have."""
-    stage, ranks = run.stage, len(run.optimizers)
-    kinds: dict[str, dict[tuple[int, int], StateTensor]] = {_WEIGHT: {}}
-    for number, state in enumerate(run.optimizers):
-        for kind, group, name, tensor in _kept(state):
-            shape = tensor.local.shape
-            if kind != _WEIGHT and not shape:
+def _kept(run: ZeroRun) -> tuple[_ByRank, _ByRank]:
+    """Return what the optimizers' files have of parameters: flat tensors, and scalars."""
+    flat: _ByRank = {}
+    scalars: _ByRank = {}
+    for rank, state in enumerate(run.optimizers):
+        for name, tensor in state.tensors.items():
+            match = _GROUP.fullmatch(name) or _STATE.fullmatch(name)
+            if match is None:
                 continue
-            if len(shape) != 1 or tensor.place.strides:
+            kind = match[2] if match.re is _STATE else _WEIGHT
+            shape = tensor.local.shape
+            found = flat if shape or kind == _WEIGHT else scalars
+            if found is flat and (len(shape) != 1 or tensor.place.strides):
                 raise CheckpointError(
                     f"{state.path}: {name} has shape {list(shape)}, but flat tensors are due; the "
                     "file was changed, restore it"
                 )
-            kinds.setdefault(kind, {})[number, group] = tensor
-    weights = kinds[_WEIGHT]
-    groups = sorted({group for _, group in weights})
+            found.setdefault((kind, int(match[1])), {})[rank] = tensor
+    return flat, scalars
+
+
+def _lines(run: ZeroRun, flat: _ByRank, needed: Sequence[int]) -> dict[str, _Lines]:
+    """Return the flat tensors of every kind in order, of the lengths that they need to have."""
+    stage, ranks = run.stage, len(run.optimizers)
+    groups = sorted(group for kind, group in flat if kind == _WEIGHT)
     if groups != list(range(len(groups))) or (stage < 3 and len(groups) != len(needed)):
-        raise CheckpointError(
-            f"{run.optimizers[0].path}: has the flat groups {groups}, but {run.models[0].path} "
-            f"other groups of parameters; {TWO_SAVES}"
-        )
-    flat: dict[str, _Lines] = {kind: {} for kind in kinds}
-    for (kind, tensors), group in product(kinds.items(), groups):
-        if stage < 3 and all((at, group) not in tensors for at in range(ranks)):
+        path, listed = run.optimizers[0].path, list(range(len(needed)))
+        raise of_two_saves(path, "the list of flat groups", groups, run.models[0].path, listed)
+    lines: dict[str, _Lines] = {kind: {} for kind in (_WEIGHT, *(kind for kind, _ in flat))}
+    for kind, group in product(lines, groups):
+        parts = flat.get((kind, group), {})
+        if stage < 3 and not parts:
             # The optimizer keeps nothing of a group that was never updated.
             continue
         # Behind the last parameter of stages 1 and 2 ranks have padding, or leave it out.
         share = -(-needed[group] // (2 * ranks)) * 2 if stage < 3 else 0
-        for number, state in enumerate(run.optimizers):
+        like = flat[_WEIGHT, group].get(0)
+        for rank, state in enumerate(run.optimizers):
             if stage == 3:
-                like = weights.get((0, group))
                 due = {0 if like is None else like.local.shape[0]}
             else:
-                due = {share, min(max(0, needed[group] - number * share), share)}
-            found = tensors.get((number, group))
-            length = 0 if found is None else found.local.shape[0]
-            if found is None or length not in due:
-                what = f"the flat {kind or 'fp32'} tensor of group {group}"
+                due = {share, min(max(0, needed[group] - rank * share), share)}
+            part = parts.get(rank)
+            length = 0 if part is None else part.local.shape[0]
+            if part is None or length not in due:
+                what = f"the flat {kind or 'fp32'} tensor of group {group} has"
                 raise _wrong_length(state.path, what, length, min(due))
-            line = flat[kind].setdefault(number if stage == 3 else group, [])
-            start = number * share if stage < 3 else line[-1].end if line else 0
-            line.append(_Piece(number, state.path, found, start))
-    for line, wanted in zip(flat[_WEIGHT].values(), needed, strict=True):
-        if stage == 3 and line[-1].end != wanted:
-            raise _wrong_length(line[-1].path, "all its flat fp32 tensors", line[-1].end, wanted)
-    return flat
+            line = lines[kind].setdefault(rank if stage == 3 else group, [])
+            start = rank * share if stage < 3 else line[-1].end if line else 0
+            line.append(_Piece(rank, state.path, part, start))
+    for line, wanted in zip(lines[_WEIGHT].values(), needed, strict=True):
+        path, length = line[-1].path, line[-1].end
+        if stage == 3 and length != wanted:
+            raise _wrong_length(path, "all its flat fp32 tensors have", length, wanted)
+    return lines
 
 
 def _wrong_length(path: Path, what: str, length: int, due: int) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {what} together have {length} elements, but {due} are due by param_shapes; it "
+        f"{path}: {what} {length} elements, but {due} are due by param_shapes; it "
         "was padded or cut off, or these are of another save; restore the files of one"
     )
 
@@ -262,36 +266,26 @@ def _check_slices(run: ZeroRun, stated: Sequence[_Parameter], flat: _Lines) -> N
                     )
 
 
-def _scalars(run: ZeroRun) -> dict[int, dict[str, StoredTensor]]:
+def _scalars(run: ZeroRun, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
     """Return what the optimizer keeps of a group, such as its step; all ranks have the same."""
-    boxes: dict[tuple[int, str], list[StoredBox]] = {}
-    values: list[dict[tuple[int, str], tuple[str, bytes]]] = []
-    for rank, state in enumerate(run.optimizers):
-        own = {
-            (group, kind): at for kind, group, _, at in _kept(state) if kind and not at.local.shape
-        }
-        with SourceFile(state.path) as file:
-            values.append(
-                {
-                    key: (at.local.dtype, file.read(at.place.offset, item_bytes(at.local.dtype)))
-                    for key, at in own.items()
-                }
-            )
-        for key, (_, place) in own.items():
-            boxes.setdefault(key, []).append(
-                StoredBox((), (), rank, state.path, place.offset, place.digest)
-            )
-        odd = min(values[0].items() ^ values[-1].items(), default=None)
-        if odd is not None:
-            (group, kind), _ = odd
-            raise CheckpointError(
-                f"{state.path}: has another {kind} of group {group} than "
-                f"{run.optimizers[0].path}; {TWO_SAVES}"
-            )
     found: dict[int, dict[str, StoredTensor]] = {}
-    for (group, kind), copies in boxes.items():
-        dtype, _ = values[0][group, kind]
-        found.setdefault(group, {})[kind] = StoredTensor(kind, (), dtype, None, (), tuple(copies))
+    for (kind, group), parts in scalars.items():
+        dtype = next(iter(parts.values())).local.dtype
+        boxes: list[StoredBox] = []
+        due = None
+        for rank, (path, *_) in enumerate(run.optimizers):
+            value, part = None, parts.get(rank)
+            if part is not None:
+                place = part.place
+                boxes.append(StoredBox((), (), rank, path, place.offset, place.digest))
+                with SourceFile(path) as file:
+                    data = file.read(place.offset, item_bytes(part.local.dtype))
+                value = f"{part.local.dtype} {data.hex()}"
+            due = value if rank == 0 else due
+            if value != due:
+                what = f"the {kind} of group {group}"
+                raise of_two_saves(path, what, value, run.optimizers[0].path, due)
+        found.setdefault(group, {})[kind] = StoredTensor(kind, (), dtype, None, (), tuple(boxes))
     return found
 
 
@@ -372,12 +366,12 @@ def _boxes(
             offset += size * prod(end - start for start, end in box)
 
 
-def _extras(run: ZeroRun) -> Mapping[str, object]:
+def extras_of(*states: TorchState) -> dict[str, object]:
     """Return what is no tensor, and does not describe how tensors lie."""
     left = ("param_shapes", "frozen_param_", "shared_params", "buffer_names", "param_slice_")
     return {
         name: plain_value(value)
-        for state in (run.optimizers[0], run.models[0])
+        for state in states
         for name, value in state.extras.items()
         if not name.removeprefix(f"{OPTIMIZER}.").startswith(left)
     }

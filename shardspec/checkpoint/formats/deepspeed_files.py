@@ -23,12 +23,13 @@ from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.torch_state import (
     TorchState,
     check_no_copies,
+    of_two_saves,
     read_torch_states,
 )
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
 
-__all__ = ["DEEPSPEED_NAMES", "OPTIMIZER", "TWO_SAVES", "ZeroRun", "read_run", "tag_directory"]
+__all__ = ["DEEPSPEED_NAMES", "OPTIMIZER", "ZeroRun", "read_run", "tag_directory"]
 
 DEEPSPEED_NAMES: Final[Names] = {
     f"deepspeed.{name}": record_class(f"deepspeed.{name}")
@@ -44,7 +45,6 @@ OPTIMIZER: Final = "optimizer_state_dict"
 _UNIVERSAL: Final = "make a Universal Checkpoint of it: " + PARTS["DeepSpeed's tensor parallel"][1]
 _PARALLEL: Final = re.compile(r"layer_.*_states\.pt|.*expert_\d.*_states\.pt")
 _MOST_LATEST_BYTES: Final = 4096
-TWO_SAVES: Final = "the files are not of one save, restore those of one"
 
 
 class ZeroRun(NamedTuple):
@@ -162,23 +162,18 @@ def _number(state: TorchState, key: str) -> int | None:
 
 def _check_one_save(run: ZeroRun) -> None:
     """Check that all files say the same of the save."""
-    first = run.models[0]
+    first, model = run.optimizers[0], run.models[0]
     for state, key in (
-        *product(run.optimizers, ("ds_version",)),
         *product(run.models, ("ds_version", "global_steps", "param_shapes")),
+        *product(run.optimizers, ("ds_version",)),
     ):
-        due, said = first.extras.get(key), state.extras.get(key)
-        if due != said:
-            raise CheckpointError(
-                f"{state.path}: its {key} is {said!r:.60}, but {due!r:.60} in {first.path}; "
-                f"{TWO_SAVES}"
-            )
+        due, said = model.extras.get(key), state.extras.get(key)
+        if said != due:
+            raise of_two_saves(state.path, key, said, model.path, due)
     for state in run.optimizers:
-        if _number(state, "zero_stage") != run.stage:
-            raise CheckpointError(
-                f"{state.path}: is of another stage of ZeRO than {run.optimizers[0].path}; "
-                f"{TWO_SAVES}"
-            )
+        stage = _number(state, "zero_stage")
+        if stage != run.stage:
+            raise of_two_saves(state.path, "zero_stage", stage, first.path, run.stage)
     counts = [(state.path, _number(state, "partition_count")) for state in run.optimizers]
     for path, said in (*counts, *((m.path, m.extras.get("dp_world_size")) for m in run.models)):
         if type(said) is int and said != len(run.optimizers):

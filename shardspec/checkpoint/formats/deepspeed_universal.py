@@ -17,14 +17,14 @@ deepspeed/runtime/engine.py, base_optimizer.py and zero/stage3.py.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, ListedCatalog, StoredTensor
-from shardspec.checkpoint.formats.deepspeed import add_tied, beside, shape_of
-from shardspec.checkpoint.formats.deepspeed_files import DEEPSPEED_NAMES, OPTIMIZER, TWO_SAVES
+from shardspec.checkpoint.formats.deepspeed import add_tied, beside, extras_of, shape_of
+from shardspec.checkpoint.formats.deepspeed_files import DEEPSPEED_NAMES, OPTIMIZER
 from shardspec.checkpoint.formats.names import (
     DEEPSPEED,
     DEEPSPEED_MODEL,
@@ -34,31 +34,27 @@ from shardspec.checkpoint.formats.names import (
     UNIVERSAL_LATEST,
     UNIVERSAL_OPTIMIZER,
 )
-from shardspec.checkpoint.formats.torch_target import add_state, tensor_value
+from shardspec.checkpoint.formats.torch_target import state_file, tensor_value
 from shardspec.checkpoint.sidecars import copied_file
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.targets import (
-    Extent,
     OutputFile,
     OutputTensor,
     RawBytes,
     Target,
-    whole_box,
 )
 from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name
 from shardspec.checkpoint.torch_files.torch_state import (
     ARGUMENT_NAMES,
     StateTensor,
-    TorchState,
-    plain_value,
+    of_two_saves,
     read_torch_states,
     whole_tensor,
 )
 from shardspec.checkpoint.torch_files.torch_values import TorchTensor, read_torch, tensor_place
 from shardspec.checkpoint.torch_files.unpickler import Global, Record
 from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
-from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -82,6 +78,7 @@ _HOMES: Final = {
     "device": "torch",
 }
 """Where things are found whose records do not say it."""
+_PLAIN_NAME: Final = re.compile(r"(?!\.\.?\Z)[^/\\\0]+", re.DOTALL)
 _MOST_NAME_BYTES: Final = 255
 _MOST_PARTS: Final = 100_000
 _MOST_DEPTH: Final = 64
@@ -115,7 +112,12 @@ def open_universal(directory: Path) -> ListedCatalog:
                 "…_model_states.pt here; restore what is missing"
             )
     zero = file_inside(directory, "zero", directory)
-    due = _shapes(models)
+    due: dict[str, tuple[int, ...]] = {}
+    for model in models:
+        groups = model.extras.get("param_shapes")
+        for group in groups if isinstance(groups, list) else ():
+            if isinstance(group, dict):
+                due.update(shape_of(model, *one) for one in group.items())
     files, tensors = _tensors(zero, due if flat else {})
     kinds = sorted({kind for name, kind in files if name in due} | {_WEIGHT})
     for name, shape in due.items():
@@ -129,10 +131,8 @@ def open_universal(directory: Path) -> ListedCatalog:
                 continue  # of all elements
             like = stored.shape if like is None else like
             if stored.shape != like:
-                raise CheckpointError(
-                    f"{zero / name}: has shape {list(stored.shape)}, but {like!r:.60} is due by "
-                    f"{first.path.name}; {TWO_SAVES}"
-                )
+                said = f"its shape by {kind}.pt"
+                raise of_two_saves(zero / name, said, stored.shape, first.path.name, like)
     others = beside(models if flat else models[:1], 3 if flat else 2)
     lacking = min(others.keys() - tensors.keys(), default=None)
     if not whole and lacking is not None:
@@ -142,22 +142,8 @@ def open_universal(directory: Path) -> ListedCatalog:
         )
     tensors = others | tensors
     add_tied(first, tensors)
-    left = ("param_shapes", "frozen_param_", "shared_params", "buffer_names")
-    extras = {k: plain_value(v) for k, v in first.extras.items() if not k.startswith(left)}
-    return ListedCatalog(
-        DEEPSPEED_UNIVERSAL, directory, tensors, (*paths, *files.values()), None, extras
-    )
-
-
-def _shapes(models: Sequence[TorchState]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters that are due."""
-    due: dict[str, tuple[int, ...]] = {}
-    for model in models:
-        groups = model.extras.get("param_shapes")
-        for group in groups if isinstance(groups, list) else ():
-            if isinstance(group, dict):
-                due.update(shape_of(model, *one) for one in group.items())
-    return due
+    paths += files.values()
+    return ListedCatalog(DEEPSPEED_UNIVERSAL, directory, tensors, paths, None, extras_of(first))
 
 
 def _tensors(
@@ -210,11 +196,6 @@ def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
         )
     _check_plain(source)
     models = [path for path in source.files if DEEPSPEED_MODEL.fullmatch(path.name)]
-    optimizers = {
-        int(match[1]): path
-        for path in source.files
-        if (match := DEEPSPEED_OPTIMIZER.fullmatch(path.name))
-    }
     stage3 = all(path.name.startswith("zero_pp") for path in models)
     (first,) = read_torch_states(models[:1], DEEPSPEED_NAMES)
     shapes = first.extras["param_shapes"]
@@ -244,14 +225,16 @@ def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
         value: object = tensor_value(shape, dtype, "0")
         if kind != _STEP and not stage3:
             value = ({"cat_dim": 0} if trained else {}) | {"param": value}
-        files.append(_torch_file(_place(source, owner, kind), value, tensor))
+        files.append(state_file(_place(source, owner, kind), value, [tensor]))
     _check_kinds(source, kinds)
     for number, group in enumerate(groups if not stage3 else ()):
         # Some optimizers keep steps as numbers, one for all of a group.
         step = source.extras.get(f"{OPTIMIZER}.base_optimizer_state.state.{number}.{_STEP}")
         if type(step) in (int, float):
-            files += [_torch_file(_place(source, name, _STEP), step) for name in group]
-    files.append(_optimizer_file(optimizers[0], stage3))
+            files += [state_file(_place(source, name, _STEP), step) for name in group]
+    # Those of the optimizers come by rank.
+    optimizer = next(path for path in source.files if DEEPSPEED_OPTIMIZER.fullmatch(path.name))
+    files.append(_optimizer_file(optimizer, stage3))
     files += [copied_file(path, path.name) for path in models]
     files.append(OutputFile(UNIVERSAL_LATEST, 1, (RawBytes(0, b"."),), ()))
     carried = frozenset(source.extras)
@@ -285,12 +268,8 @@ def _check_kinds(source: Catalog, kinds: Mapping[str, set[str]]) -> None:
 def _place(source: Catalog, owner: str, kind: str) -> str:
     """Return the name of a file of a parameter, below the output."""
     place = f"zero/{owner}"
-    if (
-        owner in ("", ".", "..")
-        or place == UNIVERSAL_OPTIMIZER
-        or any(c in owner for c in "/\\\0")
-        or len(os.fsencode(owner)) > _MOST_NAME_BYTES
-    ):
+    plain = _PLAIN_NAME.fullmatch(owner) and place != UNIVERSAL_OPTIMIZER
+    if not plain or len(os.fsencode(owner)) > _MOST_NAME_BYTES:
         raise CheckpointError(
             f"{source.directory}: the parameter {owner!r:.300} would need a directory of that "
             "name, which there cannot be; rename it in the model and save again"
@@ -298,27 +277,10 @@ def _place(source: Catalog, owner: str, kind: str) -> str:
     return f"{place}/{kind}.pt"
 
 
-def _torch_file(
-    name: str,
-    value: object,
-    tensor: OutputTensor | None = None,
-    storages: Sequence[tuple[str, bytes]] = (),
-) -> OutputFile:
-    """Return a file for torch.load: of a value, whose storage 0 may be a tensor to be copied."""
-    plan = ZipPlan()
-    if tensor is None:
-        add_state(plan, value, storages)
-        return OutputFile(name, plan.num_bytes, tuple(plan.pieces()), ())
-    (at,) = add_state(plan, value, [("0", tensor.num_bytes)])
-    extents = (Extent(tensor, whole_box(tensor.shape), at),)
-    return OutputFile(name, plan.num_bytes, tuple(plan.pieces()), extents, plan.late)
-
-
 def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
     with SourceFile(path) as file:
-        rewriter = _Rewriter(file)
-        value = read_torch(file, rewriter.zip, {**ARGUMENT_NAMES, **DEEPSPEED_NAMES})
+        value = read_torch(file, read_torch_zip(file), {**ARGUMENT_NAMES, **DEEPSPEED_NAMES})
         held = value.get(OPTIMIZER) if isinstance(value, dict) else None
         inner = OPTIMIZER if stage3 else "base_optimizer_state"
         base = held.get(inner) if isinstance(held, dict) else None
@@ -335,8 +297,8 @@ def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
         if isinstance(paddings, list):
             kept[_PADDINGS] = [0] * len(paddings)  # parameters that are whole have none
         kept["param_groups"] = base.get("param_groups")
-        written = rewriter.rewritten(kept)
-    return _torch_file(UNIVERSAL_OPTIMIZER, written, storages=rewriter.storages)
+        written, storages = _rewritten(kept, file)
+    return state_file(UNIVERSAL_OPTIMIZER, written, storages=storages)
 
 
 def _scalars(state: object) -> object:
@@ -346,57 +308,56 @@ def _scalars(state: object) -> object:
     return {k: v for k, v in state.items() if not isinstance(v, TorchTensor) or not v.shape}
 
 
-class _Rewriter:
-    """Makes of values that were read from a file of `torch.save` values to be written."""
+def _rewritten(value: object, file: SourceFile) -> tuple[object, list[tuple[str, bytes]]]:
+    """Return what was read from a file of `torch.save` as a value to be written, and storages."""
+    found = read_torch_zip(file)
+    storages: list[tuple[str, bytes]] = []
+    left = _MOST_PARTS
 
-    def __init__(self, file: SourceFile) -> None:
-        self._file = file
-        self._left = _MOST_PARTS
-        self.zip = read_torch_zip(file)
-        self.storages: list[tuple[str, bytes]] = []
-
-    def rewritten(self, value: object, depth: int = 0) -> object:
-        """Return a value to be written; its tensors are read."""
-        self._left -= 1
-        if self._left < 0 or depth > _MOST_DEPTH:
-            raise self._refused("a value of too many or too deeply nested parts")
-
-        def each(values: Sequence[object]) -> list[object]:
-            return [self.rewritten(one, depth + 1) for one in values]
-
-        match value:
-            case TorchTensor(dtype, shape):
-                at = tensor_place(value, self._file, self.zip)
-                if at.strides is not None:
-                    raise self._refused("a tensor that is not contiguous")
-                data = self._file.read(at.offset, prod(shape) * item_bytes(dtype))
-                self.storages.append((str(len(self.storages)), data))
-                return tensor_value(shape, dtype, self.storages[-1][0])
-            case Record(args=(), state=state):
-                return Made(self._named(value), *each([state]))
-            case Record(args=args, state=None):
-                return Call(self._named(value), tuple(each(args)))
-            case Global():
-                return self._named(value)
-            case dict():
-                return dict(zip(value, each([*value.values()]), strict=True))
-            case list():
-                return each(value)
-            case tuple():
-                return tuple(each(value))
-        if value is None or type(value) in (bool, int, float, bytes, str):
-            return value
-        raise self._refused(f"a {type(value).__name__}")
-
-    def _refused(self, what: str) -> CheckpointError:
+    def refused(what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._file.path}: keeps {what} besides the tensors of parameters, which cannot be "
-            f"written again; use {_TOOL}"
+            f"{file.path}: keeps {what} besides the tensors of parameters, which cannot be written "
+            f"again; use {_TOOL}"
         )
 
-    def _named(self, value: Record | Global) -> Name:
+    def named(value: Record | Global) -> Name:
         module, _, name = value.name.rpartition(".")
         module = module or _HOMES.get(name, "")
         if not module:
-            raise self._refused(f"a {name}")
+            raise refused(f"a {name}")
         return Name(module, name)
+
+    def each(values: Iterable[object], depth: int) -> list[object]:
+        nonlocal left
+        parts = list(values)
+        left -= len(parts)
+        if left < 0 or depth > _MOST_DEPTH:
+            raise refused("a value of too many or too deeply nested parts")
+        return [made(part, depth + 1) for part in parts]
+
+    def made(value: object, depth: int) -> object:
+        match value:
+            case TorchTensor(dtype, shape):
+                at = tensor_place(value, file, found)
+                if at.strides is not None:
+                    raise refused("a tensor that is not contiguous")
+                key = str(len(storages))
+                storages.append((key, file.read(at.offset, prod(shape) * item_bytes(dtype))))
+                return tensor_value(shape, dtype, key)
+            case Record(args=(), state=state):
+                return Made(named(value), *each([state], depth))
+            case Record(args=args, state=None):
+                return Call(named(value), tuple(each(args, depth)))
+            case Global():
+                return named(value)
+            case dict():
+                return dict(zip(value, each(value.values(), depth), strict=True))
+            case list():
+                return each(value, depth)
+            case tuple():
+                return tuple(each(value, depth))
+        if value is None or type(value) in (bool, int, float, bytes, str):
+            return value
+        raise refused(f"a {type(value).__name__}")
+
+    return made(value, 0), storages

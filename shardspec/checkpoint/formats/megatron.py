@@ -42,6 +42,7 @@ from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
 from shardspec.checkpoint.torch_files.torch_state import (
     StateTensor,
     TorchState,
+    of_two_saves,
     plain_value,
     read_torch_states,
 )
@@ -249,10 +250,7 @@ def _check_one_save(files: Sequence[_File]) -> None:
     for file, key in product(files, ("iteration", "checkpoint_version")):
         one, other = (f.state.extras.get(key) for f in (first, file))
         if {type(one), type(other)} <= {int, float} and one != other:
-            raise CheckpointError(
-                f"{first.path}: is of {key.replace('_', ' ')} {one}, but {file.path} of {other}; "
-                "the files are not of one save, restore those of one"
-            )
+            raise of_two_saves(file.path, key, other, first.path, one)
 
 
 def _in_order(files: Sequence[_File]) -> bool:
@@ -301,10 +299,7 @@ def _check_layers(place: Path, file: _File, tensors: Mapping[str, StoredTensor])
     }
     alone = len({stack for stack, _ in layers}) == 1
     if due is not None and alone and len(layers) != due:
-        raise CheckpointError(
-            f"{place}: the stages hold {len(layers)} layers in all, but the run had num_layers "
-            f"{due}; the files are not of one save"
-        )
+        raise of_two_saves(file.path, "num_layers", due, f"the stages of {place}", len(layers))
 
 
 def _rules(rules: Mapping[str, object] | Path | str | None, file: _File) -> Rules:
@@ -331,9 +326,8 @@ def _others(files: Sequence[_File]) -> dict[str, object]:
     first = files[0].state.extras
     others: dict[str, object] = {}
     for key, count in counts.items():
-        value = first.get(key)
-        others[key] = plain_value(value.state if isinstance(value, Record) else value)
-        if key not in first:
-            said = f"{count} entries in the files of {len(files)} ranks, not read"
-            others[key] = OpaqueValue(said)
+        said = f"{count} entries in the files of {len(files)} ranks, not read"
+        value = first.get(key, OpaqueValue(said))
+        plain = value.state if isinstance(value, Record) else value
+        others[key] = value if key not in first else plain_value(plain)
     return others

@@ -15,7 +15,7 @@ the copies are compared.
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor
-from shardspec.checkpoint.torch_files.torch_state import StateTensor
+from shardspec.checkpoint.torch_files.torch_state import StateTensor, of_two_saves
+from shardspec.checkpoint.torch_files.torch_values import TorchTensor
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
 from shardspec.input_files import read_input_file
@@ -35,11 +36,13 @@ __all__ = ["Chunk", "CutRule", "Rules", "cut_rules", "merged_tensors", "read_tom
 _AXIS: Final = "tp"
 _MOST_BYTES: Final = 1 << 20
 _MOST_PARTS: Final = 1023
-_LAYER: Final = re.compile(r"((?:.*?\.)?layers\.)(\d{1,6})(\..*)", re.DOTALL)
+_LAYER: Final = re.compile(r"((?:.*?\.)?layers\.)(\d{1,6})(?=\.)()", re.DOTALL)
 _EXPERT: Final = re.compile(
-    r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})((?:\..*)?)",
+    r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})((?:\..*)?\Z)",
     re.DOTALL,
 )
+"""What is numbered: the texts before the number and after it say of which list, with that of layers
+the same for all tensors of a layer."""
 _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
 
 
@@ -91,37 +94,29 @@ def _parsed(rules: Mapping[str, object], stated_by: str) -> dict[str, CutRule]:
 
 def _rule(value: object, what: str) -> CutRule:
     table = value if isinstance(value, Mapping) else {"spec": value}
-    if not {"spec"} <= table.keys() <= {"spec", "parts"}:
-        raise CheckpointError(
-            f"{what} has {', '.join(map(str, table))}; give it a spec, and parts if there are any"
-        )
-    spec, said = table["spec"], table.get("parts", 1)
-    if not isinstance(spec, str | ShardingSpec):
-        raise CheckpointError(
-            f"{what} is {spec!r:.60}, not a spec in quotes; a pattern with dots or stars has to be "
-            "in quotes too"
-        )
-    try:
-        found = ShardingSpec.of(spec)
-    except ShardSpecError as error:
-        # A picture of the place follows the first line.
-        raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from None
-    parts = (1,) * said if type(said) is int and said <= _MOST_PARTS else said
+    spec, parts = table.get("spec"), table.get("parts", 1)
+    if type(parts) is int and parts <= _MOST_PARTS:
+        parts = (1,) * parts
     if (
-        not isinstance(parts, Sequence)
-        or not 0 < len(parts) <= _MOST_PARTS
-        or not all(type(part) is int and part > 0 for part in parts)
+        isinstance(spec, str | ShardingSpec)
+        and table.keys() <= {"spec", "parts"}
+        and isinstance(parts, Sequence)
+        and 0 < len(parts) <= _MOST_PARTS
+        and all(type(part) is int and part > 0 for part in parts)
     ):
-        raise CheckpointError(
-            f"{what} has the parts {said!r:.60}; give their number, or a list of their proportions"
-        )
-    several = len(parts) > 1 and len(found.dim_partition_dict) != 1
-    if several or found.partials or not found.is_plain:
-        raise CheckpointError(
-            f"{what} is {found} in {len(parts)} parts; a tensor has nothing pending, and parts are "
-            "those of the one dim that is cut, given as 'parts'"
-        )
-    return CutRule(found, tuple(parts))
+        try:
+            found = ShardingSpec.of(spec)
+        except ShardSpecError as error:
+            # A picture of the place follows the first line.
+            raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from None
+        cuts_one = len(found.dim_partition_dict) == 1
+        if found.is_plain and not found.partials and (cuts_one or len(parts) == 1):
+            return CutRule(found, tuple(parts))
+    raise CheckpointError(
+        f"{what} is {value!r:.80}; give a spec in quotes, of axes alone and with nothing pending, "
+        "or a table of spec and parts: the number of parts of the one dim that is cut, or a list "
+        "of their proportions. A pattern with dots or stars has to be in quotes too"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,27 +183,23 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
     layers_before: dict[str, int] = {}
     for chunk in chunks:
         _check_names(chunk)
-        layers, experts = _count_layers(chunk), _count_experts(chunk)
+        layers, experts = _count(chunk, _LAYER, "layer"), _count_experts(chunk)
         for local_name in sorted(chunk.tensors[0]):
             name = local_name
-            if match := _LAYER.fullmatch(name):
-                before, number, after = match.groups()
-                name = f"{before}{int(number) + layers_before.get(before, 0)}{after}"
-            if match := _EXPERT.fullmatch(name):
-                before, number, after = match.groups()
-                name = f"{before}{int(number) + chunk.expert_rank * experts}{after}"
+            if match := _LAYER.match(name):
+                number = int(match[2]) + layers_before.get(match[1], 0)
+                name = f"{match[1]}{number}{name[match.end() :]}"
+            if match := _EXPERT.match(name):
+                number = int(match[2]) + chunk.expert_rank * experts
+                name = f"{match[1]}{number}{match[3]}"
             found = _tensor(name, local_name, chunk, rules)
             known = tensors.setdefault(name, found)
             if known is not found:
                 if (known.shape, known.dtype) != (found.shape, found.dtype):
-                    raise CheckpointError(
-                        f"tensor {name!r} is {known.dtype} of shape {list(known.shape)} in one "
-                        f"pipeline stage and {found.dtype} of {list(found.shape)} in another "
-                        f"({chunk.paths[0]}); the files are not of one save"
-                    )
+                    raise _odd(chunk.paths[0], name, found, "an earlier stage", known)
                 tensors[name] = replace(known, boxes=known.boxes + found.boxes)
         if chunk.expert_rank + 1 == chunk.expert_ranks:
-            for before, count in layers.items():
+            for (before, _), count in layers.items():
                 layers_before[before] = layers_before.get(before, 0) + count
     return tensors
 
@@ -224,51 +215,40 @@ def _check_names(chunk: Chunk) -> None:
             )
 
 
-def _count_layers(chunk: Chunk) -> dict[str, int]:
-    """Return how many layers a chunk has of each list of these."""
-    matches = filter(None, map(_LAYER.fullmatch, chunk.tensors[0]))
-    counts = _count(((match[1], int(match[2]), "") for match in matches), chunk.paths[0], "layer")
-    return {before: count for (before, _), count in counts.items()}
+def _count(chunk: Chunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str, str], int]:
+    """Return how many layers or experts a chunk has of each list; all count from 0."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for match in filter(None, map(pattern.match, chunk.tensors[0])):
+        numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for (before, after), found in numbers.items():
+        missing = min(set(range(len(found))) - found, default=None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{chunk.paths[0]}: has no {what} {before}{missing}{after}, but "
+                f"{before}{max(found)}{after}; each file counts its {what}s from 0, so that this "
+                "one was changed, restore it"
+            )
+    return {key: len(found) for key, found in numbers.items()}
 
 
 def _count_experts(chunk: Chunk) -> int:
     """Return how many experts each layer of a chunk has; 0 if they are not to be numbered anew."""
     if chunk.expert_ranks == 1:
         return 0
-    path = chunk.paths[0]
     for name in chunk.tensors[0]:
-        if ".experts." in name and not _EXPERT.fullmatch(name):
+        if ".experts." in name and not _EXPERT.match(name):
             raise CheckpointError(
-                f"{path}: tensor {name!r} is of several experts at once, as the old grouped "
-                "kernels keep them, which is not read of expert parallel runs; save with "
+                f"{chunk.paths[0]}: tensor {name!r} is of several experts at once, as the old "
+                "grouped kernels keep them, which is not read of expert parallel runs; save with "
                 "--ckpt-format torch_dist (megatron.core.dist_checkpointing)"
             )
-    matches = filter(None, map(_EXPERT.fullmatch, chunk.tensors[0]))
-    found = _count(((match[1], int(match[2]), match[3]) for match in matches), path, "expert")
-    counts = set(found.values())
+    counts = set(_count(chunk, _EXPERT, "expert").values())
     if len(counts) > 1:
         raise CheckpointError(
-            f"{path}: has layers with {min(counts)} and with {max(counts)} experts, but all have "
-            "as many; restore the file"
+            f"{chunk.paths[0]}: has layers with {min(counts)} and with {max(counts)} experts, but "
+            "all have as many; restore the file"
         )
     return max(counts, default=0)
-
-
-def _count(
-    numbered: Iterable[tuple[str, int, str]], path: Path, what: str
-) -> dict[tuple[str, str], int]:
-    """Return how many numbers there are between each two texts; they have to count from 0."""
-    numbers: dict[tuple[str, str], set[int]] = {}
-    for before, number, after in numbered:
-        numbers.setdefault((before, after), set()).add(number)
-    for (before, after), found in numbers.items():
-        missing = min(set(range(len(found))) - found, default=None)
-        if missing is not None:
-            raise CheckpointError(
-                f"{path}: has no {what} {before}{missing}{after}, but {before}{max(found)}{after}; "
-                f"each file counts its {what}s from 0, so that this one was changed, restore it"
-            )
-    return {place: len(found) for place, found in numbers.items()}
 
 
 def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTensor:
@@ -277,11 +257,7 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
     first = held[0].local
     for path, other in zip(chunk.paths, held, strict=True):
         if (other.local.dtype, other.local.shape) != (first.dtype, first.shape):
-            raise CheckpointError(
-                f"tensor {local_name!r} is {first.dtype} of shape {list(first.shape)} in "
-                f"{chunk.paths[0]}, but {other.local.dtype} of {list(other.local.shape)} in "
-                f"{path}; the files are not of one save"
-            )
+            raise _odd(path, local_name, other.local, chunk.paths[0], first)
     dims = len(first.shape)
     rule = CutRule(ShardingSpec(dims)) if len(held) == 1 else rules.find(name, chunk.paths[0])
     if rule.spec.dims != dims:
@@ -306,6 +282,17 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
         for box in _boxes(one, cut, rule.parts, rank, chunk)
     ]
     return StoredTensor(name, tuple(shape), first.dtype, spec, (), tuple(boxes))
+
+
+def _odd(
+    path: Path,
+    name: str,
+    found: StoredTensor | TorchTensor,
+    other: Path | str,
+    due: StoredTensor | TorchTensor,
+) -> CheckpointError:
+    said, known = (f"{one.dtype} of shape {list(one.shape)}" for one in (found, due))
+    return of_two_saves(path, f"tensor {name!r}", said, other, known)
 
 
 def _boxes(

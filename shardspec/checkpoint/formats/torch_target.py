@@ -12,7 +12,7 @@ from shardspec.checkpoint.torch_files.pickle_writer import Call, Name, Outside, 
 from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.dtypes import item_bytes
 
-__all__ = ["add_state", "tensor_value", "torch_target"]
+__all__ = ["add_state", "state_file", "tensor_value", "torch_target"]
 
 _STORAGES: Final = {
     "float64": "DoubleStorage",
@@ -87,42 +87,45 @@ def add_state(
     return places
 
 
+def state_file(
+    name: str,
+    value: object,
+    tensors: Sequence[OutputTensor] = (),
+    storages: Sequence[tuple[str, bytes]] = (),
+) -> OutputFile:
+    """Return the file of a value; the storages that it names ``0``, ``1``, ... are tensors'.
+
+    Or they are those of `storages`, of known bytes.
+    """
+    plan = ZipPlan()
+    sizes = [(str(number), tensor.num_bytes) for number, tensor in enumerate(tensors)]
+    places = add_state(plan, value, [*sizes, *storages])
+    extents = tuple(
+        Extent(tensor, whole_box(tensor.shape), place)
+        for tensor, place in zip(tensors, places, strict=True)
+    )
+    trailer = plan.late if tensors else None
+    return OutputFile(name, plan.num_bytes, tuple(plan.pieces()), extents, trailer)
+
+
 def torch_target(
     name: str,
     tensors: Sequence[OutputTensor],
     others: Mapping[str, object],
     same: Mapping[str, str],
 ) -> Target:
-    """Return the output that is one file for torch.load.
+    """Return the output that is one file for torch.load, of tensors and values that go along.
 
-    Parameters
-    ----------
-    name
-        Of the file.
-    tensors
-        What to write.
-    others
-        Values that are no tensors and go along.
-    same
-        Name of a tensor to that of another, listed before it, which shares its storage.
+    `same` has the name of a tensor to that of another, listed before it, which shares its storage.
     """
     state: dict[str, object] = {}
     keys: dict[str, str] = {}
-    stored: list[tuple[OutputTensor, str]] = []
+    stored: list[OutputTensor] = []
     for tensor in tensors:
         first = same.get(tensor.name)
+        keys[tensor.name] = str(len(stored)) if first is None else keys[first]
         if first is None:
-            keys[tensor.name] = str(len(stored))
-            stored.append((tensor, keys[tensor.name]))
-        else:
-            keys[tensor.name] = keys[first]
+            stored.append(tensor)
         state[tensor.name] = tensor_value(tensor.shape, tensor.dtype, keys[tensor.name])
-    plan = ZipPlan()
-    storages = [(key, tensor.num_bytes) for tensor, key in stored]
-    places = add_state(plan, {**state, **others}, storages)
-    slots = tuple(
-        Extent(tensor, whole_box(tensor.shape), place)
-        for (tensor, _), place in zip(stored, places, strict=True)
-    )
-    file = OutputFile(name, plan.num_bytes, tuple(plan.pieces()), slots, plan.late)
+    file = state_file(name, {**state, **others}, stored)
     return Target((file,), directory=False, digested=True)

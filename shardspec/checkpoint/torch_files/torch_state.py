@@ -34,6 +34,7 @@ __all__ = [
     "check_no_copies",
     "contents_of",
     "flatten_state",
+    "of_two_saves",
     "plain_value",
     "read_torch_state",
     "read_torch_states",
@@ -156,6 +157,16 @@ def whole_tensor(name: str, path: Path, found: StateTensor) -> StoredTensor:
     return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
 
 
+def of_two_saves(
+    path: Path, what: str, said: object, other: Path | str, due: object
+) -> CheckpointError:
+    """Return the error that one file says something else than another, or than others together."""
+    return CheckpointError(
+        f"{path}: {what} is {said!s:.60}, but {due!s:.60} in {other}; the files are not of one "
+        "save, restore those of one"
+    )
+
+
 def check_no_copies(states: Iterable[TorchState]) -> None:
     """Check that no rank's file is that of another, by the digests of torch's zips.
 
@@ -267,7 +278,7 @@ def plain_value(value: object) -> object:
     --------
     >>> from shardspec.checkpoint.torch_files.unpickler import mere_name
     >>> plain_value({"lr": (0.1, None), 0: mere_name("torch.float32")})
-    {'lr': (0.1, None), 0: OpaqueValue(text='torch.float32')}
+    {'lr': (0.1, None), 0: <torch.float32>}
     """
     left = _MOST_PLAIN_PARTS
 

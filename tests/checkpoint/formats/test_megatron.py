@@ -150,19 +150,19 @@ def test_rules_of_the_caller(tmp_path):
 @pytest.mark.parametrize(
     ("rules", "problem"),
     [
-        ('"a" = 3', "the rule of 'a' is 3, not a spec in quotes"),
-        ('a.b = "[R]"', "the rule of 'a' has b; give it a spec, and parts if there are any"),
+        ('"a" = 3', "the rule of 'a' is 3; give a spec in quotes"),
+        ('a.b = "[R]"', "the rule of 'a' is {'b': '[R]'}; give a spec in quotes"),
         ('"a" = "[X]"', "the rule of 'a': "),
-        ('"a" = {spec = "[R]", parts = 2}', "the rule of 'a' is [R] in 2 parts; a tensor has"),
+        ('"a" = {spec = "[R]", parts = 2}', "the rule of 'a' is {'spec': '[R]', 'parts': 2}; give"),
         (
             '"a" = {spec = "[S(tp)]", parts = 0}',
-            "the rule of 'a' has the parts 0; give their number",
+            "the rule of 'a' is {'spec': '[S(tp)]', 'parts': 0}; give a spec in quotes",
         ),
         (
             '"a" = {spec = "[S(tp)]", parts = [1, -1]}',
-            "the rule of 'a' has the parts [1, -1]; give",
+            "the rule of 'a' is {'spec': '[S(tp)]', 'parts': [1, -1]}; give a spec in quotes",
         ),
-        ('"a" = "[R|P(tp)]"', "the rule of 'a' is [R|P(tp)] in 1 parts; a tensor has nothing"),
+        ('"a" = "[R|P(tp)]"', "the rule of 'a' is '[R|P(tp)]'; give a spec in quotes"),
         ("a = [", "is no TOML: "),
     ],
 )

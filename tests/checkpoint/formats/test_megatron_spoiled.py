@@ -1,6 +1,7 @@
 """Megatron's checkpoints that lack files, or whose files contradict each other or their places."""
 
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
@@ -121,10 +122,10 @@ def test_all_files_are_those_of_one_rank(ckpt):
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("iteration", 9, "iteration 10, but {} of 9"),
+        ("iteration", 9, "iteration is 9, but 10"),
         # Before 2.0 the rows of q, k and v lie in another order.
-        ("checkpoint_version", 1.0, "checkpoint version 3.0, but {} of 1.0"),
-        ("checkpoint_version", 0, "checkpoint version 3.0, but {} of 0"),
+        ("checkpoint_version", 1.0, "checkpoint_version is 1.0, but 3.0"),
+        ("checkpoint_version", 0, "checkpoint_version is 0, but 3.0"),
     ],
 )
 def test_a_rank_of_another_iteration_or_version(tmp_path, key, value, problem):
@@ -135,8 +136,8 @@ def test_a_rank_of_another_iteration_or_version(tmp_path, key, value, problem):
     ckpt = write(tmp_path / "ckpt", MODEL, 3, SPLITS, spoil=spoil) / "iter_0000010"
     other = f"{ckpt}/mp_rank_02_000/model_optim_rng.pt"
     assert refused(ckpt) == (
-        f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: is of {problem.format(other)}; the files are "
-        "not of one save, restore those of one"
+        f"{other}: {problem} in {ckpt}/mp_rank_00_000/model_optim_rng.pt; the files are not of "
+        "one save, restore those of one"
     )
 
 
@@ -164,13 +165,13 @@ FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
         ),
         (
             lambda m: m.update({FC2: m[FC2].float()}),
-            f"tensor '{FC2}' is bfloat16 of shape [6, 3] in {{0}}, but float32 of [6, 3] in {{1}}; "
-            "the files are not of one save",
+            f"{{1}}: tensor '{FC2}' is float32 of shape [6, 3], but bfloat16 of shape [6, 3] in "
+            "{0}; the files are not of one save, restore those of one",
         ),
         (
             lambda m: m.update({FC2: m[FC2][:, :2].clone()}),
-            f"tensor '{FC2}' is bfloat16 of shape [6, 3] in {{0}}, but bfloat16 of [6, 2] in {{1}};"
-            " the files are not of one save",
+            f"{{1}}: tensor '{FC2}' is bfloat16 of shape [6, 2], but bfloat16 of shape [6, 3] in "
+            "{0}; the files are not of one save, restore those of one",
         ),
         (
             lambda m: m.pop(FC2),
@@ -212,8 +213,8 @@ def test_a_rank_that_contradicts_the_others(tmp_path, change, problem):
         ),
         (
             lambda s: setattr(s["args"], "num_layers", 6),
-            "{ckpt}: the stages hold 5 layers in all, but the run had num_layers 6; the files are "
-            "not of one save",
+            "{0}: num_layers is 6, but 5 in the stages of {ckpt}; the files are not of one save, "
+            "restore those of one",
         ),
         (
             lambda s: setattr(s["args"], "expert_model_parallel_size", 2),
@@ -272,3 +273,46 @@ def test_names_of_directories_that_do_not_fit(ckpt):
     shutil.rmtree(ckpt / "mp_rank_00_000_001")
     (ckpt / "mp_rank_00_000" / "model_optim_rng.pt").unlink()
     assert refused(ckpt) == (f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: is missing; restore it")
+
+
+def of_experts(place, names):
+    """Write two expert parallel ranks that hold tensors of these names."""
+    for rank in range(2):
+        path = place / f"mp_rank_00_{rank:03d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        args = Namespace(
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            expert_model_parallel_size=2,
+            rank=rank,
+        )
+        model = {f"decoder.layers.{name}": torch.tensor([float(rank)]) for name in names}
+        torch.save({"model": model, "args": args}, path)
+    return place
+
+
+FC1 = "mlp.experts.local_experts.{}.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (
+            [f"0.{FC1.format(0)}", f"0.{FC1.format(2)}"],
+            f"has no expert decoder.layers.0.{FC1.format(1)}, but decoder.layers.0.{FC1.format(2)}",
+        ),
+        (
+            [f"0.{FC1.format(0)}", f"0.{FC1.format(1)}", f"1.{FC1.format(0)}"],
+            "has layers with 1 and with 2 experts, but all have as many; restore the file",
+        ),
+        (["0.mlp.experts.weight1"], "is of several experts at once, as the old grouped kernels"),
+    ],
+)
+def test_experts_that_do_not_add_up(tmp_path, names, problem):
+    assert problem in refused(of_experts(tmp_path / "ckpt", names))
+
+
+def test_experts_of_later_ranks_count_on(tmp_path):
+    ckpt = of_experts(tmp_path / "ckpt", [f"0.{FC1.format(at)}" for at in range(2)])
+    due = {f"decoder.layers.0.{FC1.format(at)}": torch.tensor([at // 2 * 1.0]) for at in range(4)}
+    assert_same(read_whole(ckpt), due)

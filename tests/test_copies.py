@@ -1,0 +1,81 @@
+"""The core of all plans: what boxes share, and which holder gives what, against plain loops."""
+
+import random
+from itertools import pairwise, product
+
+import pytest
+
+from shardspec.boxes import box_size, intersect
+from shardspec.copies import Holders, Senders, balanced, overlaps
+
+
+def some_box(random_, shape):
+    starts = [random_.randrange(size) for size in shape]
+    return tuple(
+        (lo, random_.randrange(lo + 1, n + 1)) for lo, n in zip(starts, shape, strict=True)
+    )
+
+
+def test_overlaps_of_grids_and_of_any_boxes():
+    random_ = random.Random(0)
+    for case in range(2000):
+        shape = [random_.randrange(1, 7) for _ in range(random_.randrange(4))]
+        cuts = [sorted({0, n, *random_.choices(range(n + 1), k=2)}) for n in shape]
+        have = list(product(*(list(pairwise(edges)) for edges in cuts)))
+        if case % 2:
+            have = [box for box in have if random_.random() < 0.8] + [some_box(random_, shape)]
+        if case % 3:
+            have += random_.choices(have, k=2)  # held twice
+        random_.shuffle(have)
+        want = sorted(some_box(random_, shape) for _ in range(4))
+        for box, found in overlaps(have, want):
+            shared = {number: intersect(held, box) for number, held in enumerate(have)}
+            assert sorted(found) == [(n, part) for n, part in shared.items() if part is not None]
+
+
+def test_no_division_among_holders_has_a_less_busy_one():
+    """Of all ways to give whole bytes, for a few sets of holders."""
+    cases: list[dict[Holders, int]] = [
+        {(0,): 4, (0, 1): 6},
+        {(0, 1): 4, (1, 2): 4, (2,): 1},
+        {(0, 1): 9, (1, 2): 0, (0, 2): 3},
+        {(0,): 1, (1,): 7, (0, 1, 2): 4},
+    ]
+    for totals in cases:
+        load = dict.fromkeys(range(3), 0.0)
+        for holders, shares in balanced(totals).items():
+            assert sum(shares) == pytest.approx(totals[holders])
+            for one, share in zip(holders, shares, strict=True):
+                load[one] += share
+        least = min(
+            max(sum(chosen[holder] for chosen in way) for holder in range(3))
+            for way in product(*(divisions(*item) for item in totals.items()))
+        )
+        assert max(load.values()) <= least + 0.01
+
+
+def divisions(holders, total):
+    """Return all ways to divide whole bytes among some of three holders."""
+    every = product(*(range(total + 1 if one in holders else 1) for one in range(3)))
+    return [shares for shares in every if sum(shares) == total]
+
+
+def test_every_byte_and_every_element_is_sent_once():
+    random_ = random.Random(1)
+    for _ in range(200):
+        demands = []
+        for _ in range(random_.randrange(1, 6)):
+            holders = tuple(sorted(random_.sample(range(5), random_.randrange(1, 5))))
+            box = some_box(random_, (9, 4))
+            demands.append((holders, box, box_size(box) * 2))
+        senders = Senders([[(holders, size) for holders, _, size in demands]])
+        sent = dict.fromkeys({holders for holders, *_ in demands}, 0)
+        for start, (holders, box, size) in zip(senders.starts[0], demands, strict=True):
+            assert start == sent[holders]
+            sent[holders] += size
+            given = senders.stretches(holders, start, size)
+            assert sum(count for _, count in given) == size
+            parts = senders.split(holders, box, start, size)
+            assert {one for one, _ in parts} <= {one for one, _ in given} <= set(holders)
+            assert sum(box_size(part) for _, part in parts) == box_size(box)
+        assert {holders: ends[-1] for holders, ends in senders.ends.items()} == sent
