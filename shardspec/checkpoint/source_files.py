@@ -9,7 +9,6 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -119,18 +118,17 @@ def prefetch_map(
         while waiting:
             yield answer()
 
+    def take_back(future: "Future[_Found]") -> None:
+        if undo is not None and not future.cancelled() and future.exception() is None:
+            undo(future.result())
+
     try:
         yield answers()
     finally:
         for _, future in waiting:
-            if not future.cancel() and undo is not None:
-                future.add_done_callback(partial(_undo, undo))
+            if not future.cancel():
+                future.add_done_callback(take_back)
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _undo(undo: Callable[[_Found], None], future: "Future[_Found]") -> None:
-    if not future.cancelled() and future.exception() is None:
-        undo(future.result())
 
 
 class FileStretch(NamedTuple):
@@ -156,7 +154,7 @@ class RangePrefetcher:
         from concurrent.futures import ThreadPoolExecutor
 
         self._store = store
-        self._parts = (
+        self._parts: Iterator[FileStretch] = (
             FileStretch(path, start, min(MOST_OF_ONE, first + num_bytes - start))
             for path, first, num_bytes in stretches
             for start in range(first, first + num_bytes, MOST_OF_ONE)
@@ -180,7 +178,7 @@ class RangePrefetcher:
 
     def close(self) -> None:
         """Ask for no more."""
-        self._parts = iter(())  # type: ignore[assignment]
+        self._parts = iter(())
         self._under_way.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -272,13 +270,12 @@ class RangeReader:
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer of bytes from a place in the file."""
-        done, due = 0, offset + len(buffer)
-        while done < len(buffer):
-            start, block = self._block_at(offset + done, due)
-            inside = offset + done - start
-            part = memoryview(block)[inside : inside + len(buffer) - done]
-            buffer[done : done + len(part)] = part
-            done += len(part)
+        at, due = offset, offset + len(buffer)
+        while at < due:
+            start, block = self._block_at(at, due)
+            part = memoryview(block)[at - start : due - start]
+            buffer[at - offset : at - offset + len(part)] = part
+            at += len(part)
 
     def _block_at(self, start: int, due: int) -> tuple[int, bytes]:
         """Return bytes of the file around a place, and where they start."""
@@ -338,8 +335,7 @@ class SourceFile:
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return a stretch of the file; for headers and other small things."""
-        data = bytearray(num_bytes)
-        self.read_into(memoryview(data), offset)
+        self.read_into(memoryview(data := bytearray(num_bytes)), offset)
         return bytes(data)
 
     def close(self) -> None:
@@ -391,13 +387,12 @@ class OpenFiles(KeptOpen[Path, SourceFile]):
     def will_read(
         self, directory: Path, stretches: Iterable[FileStretch], most_bytes: int = AHEAD_BYTES
     ) -> None:
-        """Take note of what will be read, in that order; a store is asked for it so far ahead.
+        """Note, once, what will be read, in that order; a store is asked for it so far ahead.
 
         Nothing is done for files of this machine, nor for stores of which every thread has its own.
         """
         if not (isinstance(directory, RemotePath) and directory.shared_store):
             return
-        self._end_plan()
         self._planned = RangePrefetcher(directory.store, stretches, most_bytes)
         for file in self.held.values():
             if file.remote is not None:
@@ -416,26 +411,26 @@ class OpenFiles(KeptOpen[Path, SourceFile]):
                 reader.keep(_KEPT_BYTES // len(readers))
         return opened
 
-    def _end_plan(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._planned is not None:
             self._planned.close()
-        self._planned = None
-
-    def __exit__(self, *_: object) -> None:
-        self._end_plan()
         super().__exit__()
 
 
 class HeaderFiles:
-    """Short looks into many files, by any number of threads.
+    """Short looks into many files, by any number of threads; files are open for a moment only.
 
-    Files are open for a moment only. Readers of those in stores stay for a while, as asking for the
-    size of a file takes as long as reading of it, and what lies near may be looked at next.
+    Readers of those in stores stay for a while, as asking for the size of a file takes as long as
+    reading of it, and what lies near may be looked at next.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._stored: OrderedDict[Path, tuple[Lock, list[SourceFile]]] = OrderedDict()
+        # There is nothing to close.
+        self._stored = KeptOpen(self._begun, lambda _: None, _HEADERS_AT_ONCE)
+
+    def _begun(self, _: Path) -> tuple[Lock, list[SourceFile]]:
+        return Lock(), []
 
     @contextmanager
     def file(self, path: Path) -> Iterator[SourceFile]:
@@ -445,15 +440,10 @@ class HeaderFiles:
                 yield file
             return
         with self._lock:
-            lock, opened = self._stored.setdefault(path, (Lock(), []))
-            self._stored.move_to_end(path)
-            if len(self._stored) > _HEADERS_AT_ONCE:
-                # There is nothing to close.
-                self._stored.popitem(last=False)
+            lock, opened = self._stored.get(path)
         with lock:
             if not opened:
-                # This asks for its size.
-                file = SourceFile(path)
+                file = SourceFile(path)  # this asks for its size
                 if file.remote is not None:
                     file.remote.keep(0)
                 opened.append(file)

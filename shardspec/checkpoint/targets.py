@@ -210,26 +210,33 @@ def assign_boxes(
     parts_of = lru_cache(None)(replica_holders)
     totals: Counter[Holders] = Counter()
     names = sorted(tensors)
-    holders: list[Holders] = []
+    shared: list[Holders] = []
+    """The holders of every box that has several, and its bytes."""
     sizes = array("q")
     for name in names:
         layout = tensors[name]
         for (box, _), ranks in parts_of(layout).items():
-            holders.append(ranks if spread else ranks[:1])
-            sizes.append(box_size(box) * item_bytes(layout.dtype))
-            totals[holders[-1]] += sizes[-1]
+            num_bytes = box_size(box) * item_bytes(layout.dtype)
+            totals[ranks if spread else ranks[:1]] += num_bytes
+            if len(ranks) > 1 and spread:
+                shared.append(ranks)
+                sizes.append(num_bytes)
     room = {
         ranks: dict(zip(ranks, shares, strict=True)) for ranks, shares in balanced(totals).items()
     }
     # A stable sort: boxes of equal size keep their order, by name and then by holder.
-    chosen = array("q", bytes(8 * len(sizes)))
-    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
-        left = room[holders[at]]
-        chosen[at] = rank = max(left, key=left.__getitem__)
-        left[rank] -= sizes[at]
+    chosen = array("q", bytes(8 * len(shared)))
+    for number in sorted(range(len(shared)), key=lambda number: -sizes[number]):
+        left = room[shared[number]]
+        chosen[number] = rank = max(left, key=left.__getitem__)
+        left[rank] -= sizes[number]
     found = {rank: box_columns() for rank in mesh.ids}
-    choice = iter(chosen)
+    several = iter(chosen)
     for name in names:
-        for part, rank in sorted((part, next(choice)) for part in parts_of(tensors[name])):
+        parts = [
+            (part, next(several) if len(ranks) > 1 and spread else ranks[0])
+            for part, ranks in parts_of(tensors[name]).items()
+        ]
+        for part, rank in sorted(parts):
             found[rank].append(name, part, -1)
     return found
