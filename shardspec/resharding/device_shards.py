@@ -273,12 +273,13 @@ class DeviceShards:
         """Yield the parts of shards that a box of some tensors is."""
         known: tuple[int, ...] | None = None
         move, of_source = self.plan.moves[piece.places[0]], shards is self.source
+        layout = move.source if of_source else move.target
         for place in piece.places:
             shard = shards[place]
             if shard.stride() != known:
                 known = shard.stride()
                 shape, strides, offset = region_of(
-                    move, piece.box, known, self.device, of_source=of_source
+                    layout, move.view, piece.box, known, self.device, of_source=of_source
                 )
             yield shard.as_strided(shape, strides, shard.storage_offset() + offset)
 
@@ -320,10 +321,12 @@ class DeviceShards:
                 alike = slice(None) if same else (strides == row).all(axis=(1, 2))
                 regions = []
                 for side, owner in enumerate((part.sender, self.device)):
-                    steps = row[side, : len(layouts[side].global_shape)].tolist()
-                    of_source = not (side or stage)
-                    shape, steps, at = region_of(move, part.box, steps, owner, of_source=of_source)
-                    regions.append(MemoryRegion(at, shape, steps, item_bytes(layouts[side].dtype)))
+                    layout, of_source = layouts[side], not (side or stage)
+                    steps = tuple(row[side, : len(layout.global_shape)].tolist())
+                    shape, steps, at = region_of(
+                        layout, move.view, part.box, steps, owner, of_source=of_source
+                    )
+                    regions.append(MemoryRegion(at, shape, steps, item_bytes(layout.dtype)))
                 yield Arrays(regions[0], regions[1], tables[0][alike, 0], tables[1][alike, 0])
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from shardspec.boxes import Box, box_shape, box_size, intersect
 from shardspec.comm.routes import chunks
 from shardspec.layout.layout import Layout
-from shardspec.resharding.copies import MAX_PEERS, StateCopies, TensorMove
-from shardspec.resharding.views import identity_view
+from shardspec.resharding.copies import MAX_PEERS, StateCopies
+from shardspec.resharding.views import View, identity_view
 
 __all__ = [
     "Message",
@@ -192,15 +192,21 @@ def _messages(parts: list[Part], most_bytes: int) -> Iterator[Message]:
         yield message
 
 
+@lru_cache(maxsize=4096)
 def region_of(
-    move: TensorMove, box: Box, strides: Sequence[int], device: int, *, of_source: bool
+    layout: Layout,
+    view: View | None,
+    box: Box,
+    strides: tuple[int, ...],
+    device: int,
+    *,
+    of_source: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return where a box lies in the shard of a device that has these strides.
 
     That is its shape, and in the unit of the strides its own strides, and its offset.
     """
-    layout: Layout = move.source if of_source else move.target
-    view = move.view or identity_view(move.source.global_shape)
+    view = view or identity_view(layout.global_shape)
     side = view.source if of_source else view.target
     offset = side.offset(strides, layout.intervals(device), [lo for lo, _ in box])
     return box_shape(box), side.strides(strides, len(box)), offset
