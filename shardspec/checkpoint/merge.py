@@ -264,7 +264,7 @@ def _target(
             named = _ADAPTER if adapter else "model.safetensors"
             return huggingface_target(wanted, limit, {**METADATA, **metadata}, named)
         case "torch":
-            from shardspec.checkpoint.formats.torch_target import torch_target
+            from shardspec.checkpoint.formats.torch_file import torch_target
 
             return torch_target(output.name, wanted, others, tied(source, wanted))
         case "dcp":

@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 from tests.checkpoint.zips import Counted, handmade, read, refused
 
@@ -169,7 +169,7 @@ def test_more_records_than_16_bits_count(path):
     wide(path, [1] * 70_000)
     with SourceFile(path) as file:
         found = read_torch_zip(file)
-        assert len(found.keys) == 70_000
+        assert len(found.directory.places) == 70_000
         assert found.record(file, "69999").num_bytes == 1
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.torch_values import read_torch, tensor_place
-from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
+from shardspec.checkpoint.torch_files.dtensors import read_torch
+from shardspec.checkpoint.torch_files.values import tensor_place
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 
 __all__ = ["Counted", "handmade", "read", "refused"]

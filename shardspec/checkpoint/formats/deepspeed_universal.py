@@ -19,14 +19,18 @@ from shardspec.checkpoint.formats.deepspeed_files import DEEPSPEED_NAMES, ZeroRa
 from shardspec.checkpoint.formats.names import DEEPSPEED_MODEL, DEEPSPEED_UNIVERSAL
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.torch_state import (
+from shardspec.checkpoint.torch_files.state import (
     StateTensor,
     plain_value,
     read_torch_state,
     whole_tensor,
 )
-from shardspec.checkpoint.torch_files.torch_values import TorchTensor, read_torch, tensor_place
-from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
+from shardspec.checkpoint.torch_files.values import (
+    TorchTensor,
+    read_torch_pickle,
+    tensor_place,
+)
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 
 __all__ = ["open_universal"]
@@ -135,7 +139,7 @@ def _read(path: Path) -> StateTensor | None:
     """Return the tensor in a file; None where it has a plain number."""
     with SourceFile(path) as file:
         found = read_torch_zip(file)
-        value = read_torch(file, found, DEEPSPEED_NAMES)
+        value = read_torch_pickle(found.pickle(file), found.what, DEEPSPEED_NAMES)
         if isinstance(value, dict):
             value = value.get("param")
         if isinstance(value, TorchTensor):

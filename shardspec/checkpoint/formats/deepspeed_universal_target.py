@@ -30,7 +30,6 @@ from shardspec.checkpoint.formats.names import (
     UNIVERSAL_LATEST,
     UNIVERSAL_OPTIMIZER,
 )
-from shardspec.checkpoint.formats.torch_target import add_state, tensor_value
 from shardspec.checkpoint.sidecars import copied_file
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.targets import (
@@ -41,12 +40,22 @@ from shardspec.checkpoint.targets import (
     Target,
     whole_box,
 )
-from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name
-from shardspec.checkpoint.torch_files.torch_state import ARGUMENT_NAMES, read_torch_state
-from shardspec.checkpoint.torch_files.torch_values import TorchTensor, read_torch, tensor_place
+from shardspec.checkpoint.torch_files.state import ARGUMENT_NAMES, read_torch_state
 from shardspec.checkpoint.torch_files.unpickler import Global, Record
-from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
-from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
+from shardspec.checkpoint.torch_files.values import (
+    TorchTensor,
+    read_torch_pickle,
+    tensor_place,
+)
+from shardspec.checkpoint.torch_files.writer import (
+    Call,
+    Made,
+    Name,
+    ZipPlan,
+    add_state,
+    tensor_value,
+)
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -214,7 +223,8 @@ def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
     with SourceFile(path) as file:
         rewriter = _Rewriter(file)
-        value = read_torch(file, rewriter.zip, {**ARGUMENT_NAMES, **DEEPSPEED_NAMES})
+        names = {**ARGUMENT_NAMES, **DEEPSPEED_NAMES}
+        value = read_torch_pickle(rewriter.zip.pickle(file), str(path), names)
         held = value.get(OPTIMIZER) if isinstance(value, dict) else None
         inner = OPTIMIZER if stage3 else "base_optimizer_state"
         base = held.get(inner) if isinstance(held, dict) else None

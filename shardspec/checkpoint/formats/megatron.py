@@ -53,8 +53,7 @@ from shardspec.checkpoint.formats.names import (
 )
 from shardspec.checkpoint.source_files import prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
-from shardspec.checkpoint.torch_files.torch_state import (
+from shardspec.checkpoint.torch_files.state import (
     StateTensor,
     TorchState,
     plain_value,
@@ -243,7 +242,7 @@ def _model_keys(files: list[_File]) -> list[str]:
             match = _MODEL.fullmatch(name)
             if match is not None:
                 keys.add(match[1])
-                if isinstance(found.tensor, TorchDTensor):
+                if found.local.placed is not None:
                     raise CheckpointError(
                         f"{file.state.path}: tensor {name!r} is a DTensor, which Megatron does not "
                         "write in this format; save it again with torch.distributed.checkpoint"

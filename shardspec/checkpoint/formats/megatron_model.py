@@ -11,7 +11,7 @@ from typing import Final
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor
 from shardspec.checkpoint.formats.cut_rules import CutRule, find_rule
-from shardspec.checkpoint.torch_files.torch_state import StateTensor
+from shardspec.checkpoint.torch_files.state import StateTensor
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.spec import ShardingSpec

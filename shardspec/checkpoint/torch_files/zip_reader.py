@@ -9,13 +9,13 @@ Source: PKWARE's APPNOTE.TXT 6.3.10, and ``caffe2/serialize/inline_container.cc`
 import io
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.pickle_screen import MOST_PICKLE_BYTES
+from shardspec.checkpoint.torch_files.unpickler import MOST_PICKLE_BYTES
 from shardspec.errors import CheckpointError
 
 __all__ = ["TorchRecord", "TorchZip", "read_torch_zip"]
@@ -48,104 +48,74 @@ class TorchRecord(NamedTuple):
     """Of all its bytes; None where torch was told not to take it."""
 
 
+class _Directory(NamedTuple):
+    """Where records lie, as columns in their order: files may be many, and have many records."""
+
+    places: dict[str, int]
+    """Name without the archive's to its place in the columns."""
+    headers: "array[int]"
+    """Positions in the file of their own headers, and of what follows the last."""
+    sizes: "array[int]"
+
+
 class TorchZip:
-    """What a stretch of a file holds that `torch.save` wrote; made by `read_torch_zip`.
+    """What a stretch of a file holds that `torch.save` wrote; made by `read_torch_zip`."""
 
-    The directory is kept as columns, in the order of the records: a file may have many, and there
-    may be many files.
-    """
-
-    __slots__ = ("_archive", "_end", "crcs", "headers", "places", "sizes", "what")
+    __slots__ = ("_archive", "_crcs", "directory", "what")
 
     def __init__(
-        self, what: str, archive: bytes, infos: Mapping[str, ZipInfo], offset: int, end: int
+        self, what: str, archive: bytes, directory: _Directory, crcs: "array[int]"
     ) -> None:
         self.what = what
         self._archive = archive
-        self._end = offset + end
-        self.places: Mapping[str, int] = {name: at for at, name in enumerate(infos)}
-        """Name without the archive's to its place in the columns."""
-        self.headers = array("Q", [offset + info.header_offset for info in infos.values()])
-        """Positions of their own headers in the file."""
-        self.sizes = array("Q", [info.file_size for info in infos.values()])
-        self.crcs = array("I", [info.CRC for info in infos.values()])
+        self.directory = directory
+        self._crcs = crcs
 
     def share(self, other: "TorchZip") -> bool:
-        """Keep the columns of another file, where they are equal, rather than its own."""
-        if (self.places, self._end) != (other.places, other._end):
-            return False
-        self.places = other.places
-        if (self.headers, self.sizes) != (other.headers, other.sizes):
-            return False
-        self.headers, self.sizes = other.headers, other.sizes
-        return True
+        """Keep the directory of another file rather than an equal one; say whether it is."""
+        if self.directory == other.directory:
+            self.directory = other.directory
+        return self.directory is other.directory
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The key of every storage, in no order."""
-        return tuple(name[5:] for name in self.places if name.startswith("data/"))
+        return tuple(name[5:] for name in self.directory.places if name.startswith("data/"))
 
     def num_bytes(self, key: str) -> int:
         """Return the bytes of a storage, which is known without reading anything."""
-        return self.sizes[self.place(key)]
+        return self.directory.sizes[self._place(f"data/{key}")]
 
-    def place(self, key: str) -> int:
-        """Return the place of a storage in the columns."""
-        return self._place(f"data/{key}")
+    def crc32(self, key: str) -> int | None:
+        """Return the CRC-32 of a storage; None where torch was told not to take it."""
+        place = self._place(f"data/{key}")
+        return self._crcs[place] or (None if self.directory.sizes[place] else 0)
 
     def record(self, file: SourceFile, key: str) -> TorchRecord:
         """Return where a storage lies; its own header is read and compared with the directory."""
-        place, name = self.place(key), f"data/{key}"
-        head = file.read(self.headers[place], _LOCAL.size + len(self._full(name)))
-        start, size, value = self._start(name, head), self.sizes[place], self.crcs[place]
-        return TorchRecord(start, size, value if value or not size else None)
+        name = f"data/{key}"
+        place = self._place(name)
+        head = file.read(self.directory.headers[place], _LOCAL.size + len(self._full(name)))
+        return TorchRecord(self._start(name, head), self.num_bytes(key), self.crc32(key))
 
     def pickle(self, file: SourceFile) -> bytes:
         """Return the bytes of its pickle, compared with their CRC-32."""
-        size = self.sizes[self._place("data.pkl")]
+        size = self.directory.sizes[self._place("data.pkl")]
         if size > MOST_PICKLE_BYTES:
             raise CheckpointError(
                 f"{self.what}: its pickle has {size} bytes, past the limit of {MOST_PICKLE_BYTES}; "
                 "save tensors as tensors, not as lists"
             )
-        return self._small(file, "data.pkl")
+        return self.read(file, "data.pkl")
 
-    def _place(self, name: str) -> int:
-        place = self.places.get(name)
-        if place is None:
-            raise CheckpointError(f"{self.what}: has no record {name!r:.100}; it is damaged")
-        return place
-
-    def _full(self, name: str) -> bytes:
-        return self._archive + b"/" + name.encode("utf-8", "surrogateescape")
-
-    def _limit(self, place: int) -> int:
-        """Return where what follows a record starts."""
-        return self.headers[place + 1] if place + 1 < len(self.headers) else self._end
-
-    def _start(self, name: str, head: bytes) -> int:
-        """Return where the bytes of a record start, given its own header."""
-        signature, flags, method, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
-        place, full = self._place(name), self._full(name)
-        start: int = self.headers[place] + _LOCAL.size + name_bytes + extra_bytes
-        if (
-            signature != b"PK\3\4"
-            or method != ZIP_STORED
-            or flags & _ENCRYPTED
-            or head[_LOCAL.size : _LOCAL.size + name_bytes] != full
-            or start + self.sizes[place] > self._limit(place)
-        ):
-            raise CheckpointError(
-                f"{self.what}: the header of record {full!r} at byte {self.headers[place]} "
-                "contradicts the directory; the file is damaged"
-            )
-        return start
-
-    def _small(self, file: SourceFile, name: str) -> bytes:
-        """Return the bytes of a record; those of a short one in one read with its header."""
+    def read(self, file: SourceFile, name: str) -> bytes:
+        """Return the bytes of a record, compared with their CRC-32; short ones are read at once."""
         place = self._place(name)
-        first, size = self.headers[place], self.sizes[place]
-        ahead = self._limit(place) - first
+        (first, limit), size = (
+            self.directory.headers[place : place + 2],
+            self.directory.sizes[place],
+        )
+        ahead = limit - first
         if ahead > _AT_ONCE_BYTES:
             ahead = _LOCAL.size + len(self._full(name))
         head = file.read(first, ahead)
@@ -153,7 +123,7 @@ class TorchZip:
         data = head[start - first :][:size]
         if len(data) < size:
             data = file.read(start, size)
-        if self.crcs[place] != 0 and crc32(data) != self.crcs[place]:
+        if self._crcs[place] != 0 and crc32(data) != self._crcs[place]:
             raise CheckpointError(
                 f"{self.what}: the bytes of record {self._full(name)!r} are not as saved (CRC-32); "
                 "restore the file or save again"
@@ -162,45 +132,58 @@ class TorchZip:
 
     def check(self, file: SourceFile) -> None:
         """Refuse what is written by torch, but is no state of tensors that can be read here."""
-        if "constants.pkl" in self.places:
+        if "constants.pkl" in self.directory.places:
             raise CheckpointError(
                 f"{self.what}: is a TorchScript program, not a checkpoint; save the state dict of "
                 "the module: torch.save(torch.jit.load(path).state_dict(), new_path)"
             )
-        place = self.places.get("byteorder")
-        if place is None or (self.sizes[place], self.crcs[place]) == _LITTLE:
+        place = self.directory.places.get("byteorder")
+        if place is None or (self.directory.sizes[place], self._crcs[place]) == _LITTLE:
             return
-        order = self._small(file, "byteorder") if self.sizes[place] <= 16 else b"?"
+        order = self.read(file, "byteorder") if self.directory.sizes[place] <= 16 else b"?"
         if order != b"little":
             raise CheckpointError(
                 f"{self.what}: was written on a machine with byte order {order!r}; load it with "
                 "torch.load and save it again on a little-endian one"
             )
 
+    def _place(self, name: str) -> int:
+        place = self.directory.places.get(name)
+        if place is None:
+            raise CheckpointError(f"{self.what}: has no record {name!r:.100}; it is damaged")
+        return place
+
+    def _full(self, name: str) -> bytes:
+        return self._archive + b"/" + name.encode("utf-8", "surrogateescape")
+
+    def _start(self, name: str, head: bytes) -> int:
+        """Return where the bytes of a record start, given its own header."""
+        signature, flags, method, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
+        place, full = self._place(name), self._full(name)
+        first, limit = self.directory.headers[place : place + 2]
+        start: int = first + _LOCAL.size + name_bytes + extra_bytes
+        if (
+            signature != b"PK\3\4"
+            or method != ZIP_STORED
+            or flags & _ENCRYPTED
+            or head[_LOCAL.size : _LOCAL.size + name_bytes] != full
+            or start + self.directory.sizes[place] > limit
+        ):
+            raise CheckpointError(
+                f"{self.what}: the header of record {full!r} at byte {first} contradicts the "
+                "directory; the file is damaged"
+            )
+        return start
+
 
 def read_torch_zip(
     file: SourceFile, offset: int = 0, num_bytes: int | None = None, what: str | None = None
 ) -> TorchZip:
-    """Read the directory of what `torch.save` wrote.
+    """Read the directory of what `torch.save` wrote into a stretch of a file, or into all of it.
 
-    Parameters
-    ----------
-    file
-        The file, open.
-    offset, num_bytes
-        The stretch of it that is the zip; all of it by default.
-    what
-        For errors: what it is; the path by default.
-
-    Raises
-    ------
-    CheckpointError
-        If it is no such zip, is truncated or damaged, contradicts itself, is compressed or
-        encrypted, or has two records that share bytes or a name.
-
-    Notes
-    -----
-    Three small reads (end, pickle, header of the storage) find a single tensor.
+    `what` it is, for errors, is the path unless told. Raises `CheckpointError` if it is no such
+    zip, is truncated or damaged, contradicts itself, is compressed or encrypted, or has two records
+    that share bytes or a name.
     """
     what = str(file.path) if what is None else what
     num_bytes = file.num_bytes - offset if num_bytes is None else num_bytes
@@ -209,7 +192,12 @@ def read_torch_zip(
             f"{what}: bytes {offset} to {offset + num_bytes} are needed, but the file has "
             f"{file.num_bytes}; it was cut short, restore it"
         )
-    tail = _tail(file, offset, num_bytes, _TAIL_BYTES)
+
+    def tail_of(most: int) -> bytes:
+        size = min(most, num_bytes)
+        return file.read(offset + num_bytes - size, size)
+
+    tail = tail_of(_TAIL_BYTES)
     if len(tail) < _END_BYTES or tail[-_END_BYTES:][:4] != b"PK\5\6":
         raise CheckpointError(f"{what}: {_no_zip(file.read(offset, min(num_bytes, 512)))}")
     count, size = struct.unpack_from("<HL", tail, len(tail) - _END_BYTES + 10)
@@ -219,7 +207,7 @@ def read_torch_zip(
             "save in fewer records"
         )
     if size + _ENDS_BYTES > len(tail):
-        tail = _tail(file, offset, num_bytes, size + _ENDS_BYTES)
+        tail = tail_of(size + _ENDS_BYTES)
     try:
         # It counts from the start of what it is given, so that records lie before that.
         with ZipFile(io.BytesIO(tail)) as opened:
@@ -227,9 +215,9 @@ def read_torch_zip(
         is_64 = tail[-_END_BYTES - _LOCATOR_BYTES :].startswith(b"PK\6\7")
         if not infos or count not in (len(infos), 0xFFFF if is_64 else None):
             raise BadZipFile(f"it has {len(infos)} lines, not {count}")
-        found = _checked(what, infos, offset, num_bytes - len(tail), end)
-    except CheckpointError as error:
-        raise CheckpointError(f"{what}: {error}") from None
+        found = _checked(what, infos, end, offset, num_bytes - len(tail))
+    except CheckpointError:
+        raise
     # What zipfile raises for a damaged directory; the second for a version that it does not know.
     except (BadZipFile, NotImplementedError, ValueError, OSError, struct.error) as error:
         raise CheckpointError(
@@ -237,11 +225,6 @@ def read_torch_zip(
         ) from None
     found.check(file)
     return found
-
-
-def _tail(file: SourceFile, offset: int, num_bytes: int, most: int) -> bytes:
-    size = min(most, num_bytes)
-    return file.read(offset + num_bytes - size, size)
 
 
 def _no_zip(head: bytes) -> str:
@@ -257,42 +240,44 @@ def _no_zip(head: bytes) -> str:
     return f"is nothing that torch.save writes (it starts with {starts}); check the file"
 
 
-def _checked(what: str, infos: list[ZipInfo], offset: int, before: int, end: int) -> TorchZip:
-    """Return the columns once no two records share a byte or a name.
+def _checked(what: str, infos: list[ZipInfo], end: int, offset: int, before: int) -> TorchZip:
+    """Return the records, of which no two share a byte or a name.
 
-    What was read starts so many bytes behind the start of the zip.
+    The zip starts at byte `offset` of the file, and what zipfile read `before` bytes further on.
     """
-    for info in infos:
-        info.header_offset += before
-    end += before
     infos.sort(key=lambda info: info.header_offset)
-    limits = [info.header_offset for info in infos[1:]]
+    headers: Sequence[int] = [info.header_offset + before for info in infos]
     archive = _name(infos[0]).partition(b"/")[0]
-    named: dict[str, ZipInfo] = {}
-    for info, limit in zip(infos, (*limits, end), strict=True):
+    places: dict[str, int] = {}
+    for info, start, limit in zip(infos, headers, (*headers[1:], end + before), strict=True):
         name, size = _name(info), info.file_size
+        shown = f"record {name!r:.100}"
         if info.compress_type != ZIP_STORED:
             raise CheckpointError(
-                f"record {name!r:.100} is compressed (method {info.compress_type}), which torch "
-                "never does; unpack it and save it again with torch.save"
+                f"{what}: {shown} is compressed (method {info.compress_type}), which torch never "
+                "does; unpack it and save it again with torch.save"
             )
         if info.compress_size != size or info.flag_bits & _ENCRYPTED or info.volume:
-            raise BadZipFile(f"record {name!r:.100}")
-        if info.header_offset < 0 or info.header_offset + _LOCAL.size + len(name) + size > limit:
-            raise CheckpointError(
-                f"record {name!r:.100} of {size} bytes at byte {info.header_offset} runs into what "
-                f"follows at {limit}; the file is damaged"
+            raise BadZipFile(shown)
+        if start < 0 or start + _LOCAL.size + len(name) + size > limit:
+            raise BadZipFile(
+                f"{shown} of {size} bytes at byte {start} runs into what follows at {limit}"
             )
         folder, _, inner = name.partition(b"/")
         if folder != archive:
-            raise CheckpointError(
-                f"record {name!r:.100} belongs to another archive than {archive!r:.100}; the file "
-                "is damaged"
-            )
+            raise BadZipFile(f"{shown} belongs to another archive than {archive!r:.100}")
         # Back to the same bytes, whatever they are.
-        if named.setdefault(inner.decode("utf-8", "surrogateescape"), info) is not info:
-            raise CheckpointError(f"record {name!r:.100} is there twice; the file is damaged")
-    return TorchZip(what, archive, named, offset, end)
+        key = inner.decode("utf-8", "surrogateescape")
+        if key in places:
+            raise BadZipFile(f"{shown} is there twice")
+        places[key] = len(places)
+    columns = (*headers, end + before)
+    directory = _Directory(
+        places,
+        array("Q", [offset + at for at in columns]),
+        array("Q", [info.file_size for info in infos]),
+    )
+    return TorchZip(what, archive, directory, array("I", [info.CRC for info in infos]))
 
 
 def _name(info: ZipInfo) -> bytes:
