@@ -108,7 +108,8 @@ def read(path, value, rank=None):
         handmade([(b"x/data.pkl", pickled(value)), (b"x/data/0", bytes(24)), (b"x/data/1", ids)])
     )
     with SourceFile(path) as file:
-        return read_torch(file, read_torch_zip(file), rank=rank)
+        found = read_torch_zip(file)
+        return read_torch(found, found.pickle(file), rank=rank)
 
 
 def spec_of(found):

@@ -32,7 +32,7 @@ def path(tmp_path):
 def read(path):
     with SourceFile(path) as file:
         found = read_torch_zip(file)
-        return read_torch(file, found)
+        return read_torch(found, found.pickle(file))
 
 
 def values(path, tensor):

@@ -181,7 +181,7 @@ class DcpCheckpoint(Catalog):
         with SourceFile(path) as file:
             found = read_torch_zip(file, place.offset, place.num_bytes, what)
             try:
-                return plain_value(read_torch(file, found))
+                return plain_value(read_torch(found, found.pickle(file)))
             except UnlistedNameError as error:
                 return OpaqueValue(f"an object that is not read: {error}")
 

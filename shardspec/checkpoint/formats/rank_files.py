@@ -21,7 +21,6 @@ out once.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import islice, pairwise
 from math import prod
 from pathlib import Path
@@ -208,10 +207,9 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
     zips: list[TorchZip] = []
     fitting: set[tuple[int, int]] = set()
     states: list[RankState] = []
-    with prefetch_map(files, _look, ahead, lambda looked: looked[0].close()) as looks:
-        for (path, rank), (file, found, data) in zip(files, looks, strict=True):
-            with file:
-                read, extras = read_contents(file, found, None, rank, screened, data)
+    with prefetch_map([path for path, _ in files], _look, ahead) as looks:
+        for (path, rank), (found, data) in zip(files, looks, strict=True):
+            read, extras = read_contents(found, data, None, rank, screened)
             tensors = _first_of_equal(read, known)
             if not any(found.share(other) for other in zips):
                 zips.append(found)
@@ -224,16 +222,13 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
     return states
 
 
-def _look(of_rank: tuple[Path, int]) -> tuple[SourceFile, TorchZip, bytes]:
-    """Return a file, open, its directory and its pickle."""
-    with ExitStack() as stack:
-        file = stack.enter_context(SourceFile(of_rank[0]))
+def _look(path: Path) -> tuple[TorchZip, bytes]:
+    """Return what is where in a file, and its pickle."""
+    with SourceFile(path) as file:
         if file.remote is not None:
             file.remote.keep(_MOST_KEPT_OF_ONE)
         found = read_torch_zip(file)
-        looked = file, found, found.pickle(file)
-        stack.pop_all()
-    return looked
+        return found, found.pickle(file)
 
 
 def _first_of_equal(
@@ -465,7 +460,8 @@ class RankFilesCheckpoint(Catalog):
         if not all(_fills(group.tensors[name]) for group in self._groups):
             return False
         of_rank = {
-            state.rank: state.found.crc32(state.tensors[name].storage.key) for state in self._states
+            state.rank: state.found.record(f"data/{state.tensors[name].storage.key}").crc32
+            for state in self._states
         }
         noted: dict[ReplicaKey, list[int | None]] = {}
         for part in self.outline(name).boxes:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain, product
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final
 
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, made_by, screen
@@ -38,33 +38,25 @@ _PLAIN: Final = TORCH_NAMES["torch.Tensor"]
 
 
 def read_torch(
-    file: SourceFile,
     found: TorchZip,
+    data: bytes,
     more: Names | None = None,
     rank: int | None = None,
     screened: Callable[[bytes], None] = screen,
-    data: bytes | None = None,
 ) -> object:
     """Read what `torch.save` wrote, with a `TorchTensor` where each tensor or DTensor was.
 
-    `found` is the file's directory, by `read_torch_zip`; `more` are names beyond `TORCH_NAMES` that
-    may stand in it. `rank` wrote it, if that is known: torch up to 2.10 needs it to tell which
-    slice of a mesh a DTensor was on. `data` is the pickle, where it has been read.
+    `data` is its pickle. `more` are names beyond `TORCH_NAMES` that may stand in it. `rank` wrote
+    it, if that is known: torch up to 2.10 needs it to tell which slice of a mesh a DTensor was on.
     """
-    build = _DTensors(file, found, rank).from_type
-    names = {**(more or {}), _FROM_TYPE: made_by(_FROM_TYPE, build)}
-    return read_torch_pickle(data or found.pickle(file), found.what, names, screened)
-
-
-_Axis: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Sizes and strides, in a list of ids, of what make up one axis of a mesh."""
+    names = {**(more or {}), _FROM_TYPE: made_by(_FROM_TYPE, _DTensors(found, rank).from_type)}
+    return read_torch_pickle(data, found.what, names, screened)
 
 
 class _DTensors:
     """Builds the DTensors of one file; a mesh that many of them share is read once."""
 
-    def __init__(self, file: SourceFile, found: TorchZip, rank: int | None) -> None:
-        self._file = file
+    def __init__(self, found: TorchZip, rank: int | None) -> None:
         self._found = found
         self._rank = rank
         self._meshes: dict[Record, tuple[DeviceMesh, int | None]] = {}
@@ -72,10 +64,11 @@ class _DTensors:
 
     def from_type(self, function: object, kind: object, inner: object, state: object) -> object:
         """Build what ``_rebuild_from_type_v2`` would: a DTensor, or a tensor with attributes."""
-        if not (isinstance(function, Global) and isinstance(kind, Global)) or (
-            not isinstance(inner, tuple)
-        ):
-            raise ValueError("it takes two names, arguments and a state")
+        match function, kind, inner:
+            case Global(), Global(), tuple():
+                pass
+            case _:
+                raise ValueError("it takes two names, arguments and a state")
         if function is not _WRAPPER:
             if kind is not _PLAIN:
                 raise ValueError(f"{kind.name} is no tensor")
@@ -146,14 +139,14 @@ class _DTensors:
     def _ids(self, tensor: TorchTensor) -> tuple[int, ...]:
         """Read a small tensor of ids, with all of its storage, which may be that of more."""
         letter = {"int32": "i", "int64": "q"}.get(tensor.dtype)
-        num_bytes = self._found.num_bytes(tensor.storage.key)
-        if letter is None or max(8 * prod(tensor.shape), num_bytes) > 8 * _MOST_DEVICES:
-            raise ValueError(
-                f"a mesh of shape {list(tensor.shape)} and dtype {tensor.dtype} in {num_bytes} "
-                "bytes is none"
-            )
+        name = f"data/{tensor.storage.key}"
+        num_bytes = self._found.record(name).num_bytes
+        most = 0 < prod(tensor.shape) <= _MOST_DEVICES and num_bytes <= 8 * _MOST_DEVICES
+        if letter is None or not most:
+            raise ValueError(f"a mesh of shape {list(tensor.shape)} and dtype {tensor.dtype}")
         check_record(tensor, self._found)
-        data = self._found.read(self._file, f"data/{tensor.storage.key}")
+        with SourceFile(self._found.path) as file:
+            data = self._found.read(file, name)
         # Little endian, as everything that is read.
         ids = struct.unpack(f"<{num_bytes // item_bytes(tensor.dtype)}{letter}", data)
         return tuple(ids[tensor.start + at] for at in _offsets(tensor.shape, tensor.strides))
@@ -191,15 +184,15 @@ def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
     return list(map(sum, product(*([stride * at for at in range(n)] for n, stride in steps))))
 
 
-def _axes(layout: Record) -> list[_Axis]:
-    """Return the axes of a mesh; each may be made of several, and these nested in tuples."""
+def _axes(layout: Record) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return, for each axis of a mesh, sizes and strides in a list of ids; it may have several."""
     axes, shape, stride = map(layout.get, ("axes", "shape", "stride"))
-    parts: list[tuple[object, object]] = [(shape, stride)]
+    parts: list[tuple[object, ...]] = [(shape, stride)]
     if isinstance(axes, tuple):
-        records = [part for part in axes if isinstance(part, Record)]
-        if len(records) < len(axes):
-            raise ValueError("the axes of a mesh are no layouts")
-        parts = [(part.get("shape"), part.get("stride")) for part in records]
+        parts = [
+            (part.get("shape"), part.get("stride")) if isinstance(part, Record) else (None, None)
+            for part in axes
+        ]
     elif isinstance(shape, tuple) and isinstance(stride, tuple):
         parts = list(zip(shape, stride, strict=True))
     found = [(_flat(sizes), _flat(strides)) for sizes, strides in parts]
@@ -224,22 +217,17 @@ def _flat(value: object) -> tuple[int, ...]:
     raise ValueError("the layout of a mesh is too deep")
 
 
-_split: Final = lru_cache(_MOST_NESTED)(Split)
-"""One object for all placements that are alike, which are then compared at once."""
-_WHOLE: Final = Whole()
-
-
 def _placement(value: object) -> Placement:
     if not isinstance(value, Record):
         raise ValueError(f"a placement is a {type(value).__name__}")
     match value.name:
         case "Replicate":
-            return _WHOLE
+            return Whole()
         case "Shard" | "_StridedShard":
             dim = value.get("dim")
             factor = 1 if value.name == "Shard" else value.get("split_factor")
             if isinstance(dim, int) and isinstance(factor, int):
-                return _split(dim, factor)
+                return Split(dim, factor)
         case "Partial" | "_Partial":
             match value.get("reduce_op"):
                 case "sum" | "avg" | "min" | "max" as op:

@@ -36,7 +36,6 @@ __all__ = [
     "StateTensor",
     "TorchState",
     "check_no_copies",
-    "flatten_state",
     "plain_value",
     "read_contents",
     "read_torch_state",
@@ -53,8 +52,7 @@ ARGUMENT_NAMES: Final[Names] = {
     for name in (
         *("argparse.Namespace", "types.SimpleNamespace"),
         *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.Path", "pathlib._local.PosixPath"),
-        *("datetime.datetime", "datetime.timedelta"),
-        *("numpy.ndarray", "numpy.dtype"),
+        *("datetime.datetime", "datetime.timedelta", "numpy.ndarray", "numpy.dtype"),
         *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
         *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
     )
@@ -91,31 +89,30 @@ def read_torch_state(
     """
     with SourceFile(path) as file:
         found = read_torch_zip(file)
-        held, extras = read_contents(file, found, more, rank)
-        tensors = {
-            name: StateTensor(at, tensor_place(at, file, found)) for name, at in held.items()
-        }
+        held, extras = read_contents(found, found.pickle(file), more, rank)
+        places = {name: tensor_place(tensor, file, found) for name, tensor in held.items()}
+    tensors = {name: StateTensor(tensor, places[name]) for name, tensor in held.items()}
     return TorchState(path, tensors, extras)
 
 
 def read_contents(
-    file: SourceFile,
     found: TorchZip,
+    data: bytes,
     more: Names | None = None,
     rank: int | None = None,
     screened: Callable[[bytes], None] = screen,
-    data: bytes | None = None,
 ) -> tuple[dict[str, TorchTensor], dict[str, object]]:
-    """Return the tensors that a file says that it holds, and other entries, by flat names."""
-    value = read_torch(file, found, {**ARGUMENT_NAMES, **(more or {})}, rank, screened, data)
+    """Return the tensors of which a pickle speaks, and other entries, by flat names."""
+    value = read_torch(found, data, {**ARGUMENT_NAMES, **(more or {})}, rank, screened)
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{file.path}: holds a {type(value).__name__}, not a dict of tensors; save a state dict"
+            f"{found.path}: holds a {type(value).__name__}, not a dict of tensors; save a state "
+            "dict"
         )
     tensors: dict[str, TorchTensor] = {}
     others: dict[str, object] = {}
     seen: set[str] = set()
-    for name, part in flatten_state(value, file.path).items():
+    for name, part in _flat_state(value, found.path).items():
         if not isinstance(part, TorchTensor):
             others[name] = part
             continue
@@ -128,15 +125,15 @@ def read_contents(
     return tensors, others
 
 
-def flatten_state(state: Mapping[object, object], path: Path) -> dict[str, object]:
-    """Return every part of nested dicts by its flat name.
+def _flat_state(state: dict[object, object], path: Path) -> dict[str, object]:
+    """Return every part of nested dicts, and of lists that hold tensors, by its flat name.
 
     What is no tree is refused, once going through it takes too long.
     """
-    flat: dict[str, object] = {}
     left = _MOST_PARTS
 
-    def count(depth: int) -> None:
+    def leaves(value: object, depth: int) -> list[tuple[tuple[str, ...], object]]:
+        """Return the parts of a value, each by the keys that lead to it."""
         nonlocal left
         left -= 1
         if left < 0 or depth > _MOST_DEPTH:
@@ -144,39 +141,29 @@ def flatten_state(state: Mapping[object, object], path: Path) -> dict[str, objec
                 f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
                 "end; save a plain state dict"
             )
+        items: Iterable[tuple[object, object]] = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, list | tuple) and not isinstance(value, TorchTensor):
+            items = enumerate(value)
+        found = [
+            ((str(key), *rest), part)
+            for key, inner in items
+            for rest, part in leaves(inner, depth + 1)
+        ]
+        if isinstance(value, dict) or any(isinstance(part, TorchTensor) for _, part in found):
+            return found or [((), value)]
+        return [((), value)]
 
-    def holds_tensors(value: object, depth: int) -> bool:
-        count(depth)
-        if isinstance(value, TorchTensor):
-            return True
-        parts = value.values() if isinstance(value, dict) else value
-        if not isinstance(parts, Iterable) or isinstance(parts, str | bytes):
-            return False
-        return any(holds_tensors(part, depth + 1) for part in parts)
-
-    def add(name: str, value: object, depth: int) -> None:
-        count(depth)
-        parts: Iterable[tuple[object, object]] | None = None
-        if isinstance(value, dict) and (value or not name):
-            parts = value.items()
-        elif (
-            isinstance(value, list | tuple)
-            and not isinstance(value, TorchTensor)
-            and holds_tensors(value, depth)
-        ):
-            parts = enumerate(value)
-        if parts is not None:
-            for key, part in parts:
-                add(f"{name}.{key}" if name else str(key), part, depth + 1)
-        elif name in flat:
+    flat: dict[str, object] = {}
+    for keys, part in leaves(state, 0) if state else ():
+        name = ".".join(keys)
+        if name in flat:
             raise CheckpointError(
                 f"{path}: two entries have the name {name!r} once their dicts are joined with "
                 "dots; rename one of them and save again"
             )
-        else:
-            flat[name] = value
-
-    add("", state, 0)
+        flat[name] = part
     return flat
 
 

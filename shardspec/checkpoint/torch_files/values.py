@@ -124,21 +124,22 @@ def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> TensorPlace:
     """Return where a tensor's bytes lie; the header of its record is read and checked."""
     check_record(tensor, found)
-    record = found.record(file, tensor.storage.key)
+    name = f"data/{tensor.storage.key}"
+    start, record = found.start(file, name), found.record(name)
     size = item_bytes(tensor.dtype)
     strides = None
     if not row_major(tensor.shape, tensor.strides):
         strides = tuple(step * size for step in tensor.strides)
     digest = None
     if record.crc32 is not None and tensor.digested:
-        digest = Digest(record.crc32, record.offset, record.num_bytes)
-    return TensorPlace(record.offset + tensor.start * size, strides, digest)
+        digest = Digest(record.crc32, start, record.num_bytes)
+    return TensorPlace(start + tensor.start * size, strides, digest)
 
 
 def check_record(tensor: TorchTensor, found: TorchZip) -> None:
     """Compare what the pickle says of a tensor with what the directory does; nothing is read."""
     storage = tensor.storage
-    num_bytes = found.num_bytes(storage.key)
+    num_bytes = found.record(f"data/{storage.key}").num_bytes
     if num_bytes != storage.size * item_bytes(storage.dtype):
         raise CheckpointError(
             f"{found.what}: record data/{storage.key:.40} has {num_bytes} bytes, but the "

@@ -10,6 +10,7 @@ import io
 import struct
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
@@ -39,15 +40,6 @@ _OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
 """A pickle of the number 0x1950a86a20f9469cfc6c: what torch wrote before version 1.6."""
 
 
-class TorchRecord(NamedTuple):
-    """A record of the zip: where one storage lies in the file."""
-
-    offset: int
-    num_bytes: int
-    crc32: int | None
-    """Of all its bytes; None where torch was told not to take it."""
-
-
 class _Directory(NamedTuple):
     """Where records lie, as columns in their order: files may be many, and have many records."""
 
@@ -58,15 +50,30 @@ class _Directory(NamedTuple):
     sizes: "array[int]"
 
 
+class TorchRecord(NamedTuple):
+    """What the directory says of a record."""
+
+    full_name: bytes
+    header: int
+    """Position in the file of its own header."""
+    limit: int
+    """Position of what follows it."""
+    num_bytes: int
+    crc32: int | None
+    """Of all its bytes; None where torch was told not to take it."""
+
+
 class TorchZip:
     """What a stretch of a file holds that `torch.save` wrote; made by `read_torch_zip`."""
 
-    __slots__ = ("_archive", "_crcs", "directory", "what")
+    __slots__ = ("_archive", "_crcs", "directory", "path", "what")
 
     def __init__(
-        self, what: str, archive: bytes, directory: _Directory, crcs: "array[int]"
+        self, path: Path, what: str, archive: bytes, directory: _Directory, crcs: "array[int]"
     ) -> None:
+        self.path = path
         self.what = what
+        """What it is, for errors."""
         self._archive = archive
         self.directory = directory
         self._crcs = crcs
@@ -77,30 +84,40 @@ class TorchZip:
             self.directory = other.directory
         return self.directory is other.directory
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The key of every storage, in no order."""
-        return tuple(name[5:] for name in self.directory.places if name.startswith("data/"))
+    def record(self, name: str) -> TorchRecord:
+        """Return what is known of a record, such as ``data/0``, without reading anything."""
+        places, headers, sizes = self.directory
+        place = places.get(name)
+        if place is None:
+            raise CheckpointError(f"{self.what}: has no record {name!r:.100}; it is damaged")
+        value = self._crcs[place] or (None if sizes[place] else 0)
+        full = self._archive + b"/" + name.encode("utf-8", "surrogateescape")
+        return TorchRecord(full, headers[place], headers[place + 1], sizes[place], value)
 
-    def num_bytes(self, key: str) -> int:
-        """Return the bytes of a storage, which is known without reading anything."""
-        return self.directory.sizes[self._place(f"data/{key}")]
+    def start(self, file: SourceFile, name: str) -> int:
+        """Return where the bytes of a record start; its own header is read and checked."""
+        record = self.record(name)
+        head = file.read(record.header, _LOCAL.size + len(record.full_name))
+        return self._start(record, head)
 
-    def crc32(self, key: str) -> int | None:
-        """Return the CRC-32 of a storage; None where torch was told not to take it."""
-        place = self._place(f"data/{key}")
-        return self._crcs[place] or (None if self.directory.sizes[place] else 0)
-
-    def record(self, file: SourceFile, key: str) -> TorchRecord:
-        """Return where a storage lies; its own header is read and compared with the directory."""
-        name = f"data/{key}"
-        place = self._place(name)
-        head = file.read(self.directory.headers[place], _LOCAL.size + len(self._full(name)))
-        return TorchRecord(self._start(name, head), self.num_bytes(key), self.crc32(key))
+    def read(self, file: SourceFile, name: str) -> bytes:
+        """Return the bytes of a record, compared with their CRC-32; short ones are read at once."""
+        record = self.record(name)
+        head = file.read(record.header, min(record.limit - record.header, _AT_ONCE_BYTES))
+        start = self._start(record, head)
+        data = head[start - record.header :][: record.num_bytes]
+        if len(data) < record.num_bytes:
+            data = file.read(start, record.num_bytes)
+        if record.crc32 is not None and crc32(data) != record.crc32:
+            raise CheckpointError(
+                f"{self.what}: the bytes of record {record.full_name!r} are not as saved (CRC-32); "
+                "restore the file or save again"
+            )
+        return data
 
     def pickle(self, file: SourceFile) -> bytes:
-        """Return the bytes of its pickle, compared with their CRC-32."""
-        size = self.directory.sizes[self._place("data.pkl")]
+        """Return the bytes of its pickle."""
+        size = self.record("data.pkl").num_bytes
         if size > MOST_PICKLE_BYTES:
             raise CheckpointError(
                 f"{self.what}: its pickle has {size} bytes, past the limit of {MOST_PICKLE_BYTES}; "
@@ -108,70 +125,20 @@ class TorchZip:
             )
         return self.read(file, "data.pkl")
 
-    def read(self, file: SourceFile, name: str) -> bytes:
-        """Return the bytes of a record, compared with their CRC-32; short ones are read at once."""
-        place = self._place(name)
-        (first, limit), size = (
-            self.directory.headers[place : place + 2],
-            self.directory.sizes[place],
-        )
-        ahead = limit - first
-        if ahead > _AT_ONCE_BYTES:
-            ahead = _LOCAL.size + len(self._full(name))
-        head = file.read(first, ahead)
-        start = self._start(name, head)
-        data = head[start - first :][:size]
-        if len(data) < size:
-            data = file.read(start, size)
-        if self._crcs[place] != 0 and crc32(data) != self._crcs[place]:
-            raise CheckpointError(
-                f"{self.what}: the bytes of record {self._full(name)!r} are not as saved (CRC-32); "
-                "restore the file or save again"
-            )
-        return data
-
-    def check(self, file: SourceFile) -> None:
-        """Refuse what is written by torch, but is no state of tensors that can be read here."""
-        if "constants.pkl" in self.directory.places:
-            raise CheckpointError(
-                f"{self.what}: is a TorchScript program, not a checkpoint; save the state dict of "
-                "the module: torch.save(torch.jit.load(path).state_dict(), new_path)"
-            )
-        place = self.directory.places.get("byteorder")
-        if place is None or (self.directory.sizes[place], self._crcs[place]) == _LITTLE:
-            return
-        order = self.read(file, "byteorder") if self.directory.sizes[place] <= 16 else b"?"
-        if order != b"little":
-            raise CheckpointError(
-                f"{self.what}: was written on a machine with byte order {order!r}; load it with "
-                "torch.load and save it again on a little-endian one"
-            )
-
-    def _place(self, name: str) -> int:
-        place = self.directory.places.get(name)
-        if place is None:
-            raise CheckpointError(f"{self.what}: has no record {name!r:.100}; it is damaged")
-        return place
-
-    def _full(self, name: str) -> bytes:
-        return self._archive + b"/" + name.encode("utf-8", "surrogateescape")
-
-    def _start(self, name: str, head: bytes) -> int:
-        """Return where the bytes of a record start, given its own header."""
+    def _start(self, record: TorchRecord, head: bytes) -> int:
+        """Return where the bytes of a record start, by its own header."""
         signature, flags, method, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
-        place, full = self._place(name), self._full(name)
-        first, limit = self.directory.headers[place : place + 2]
-        start: int = first + _LOCAL.size + name_bytes + extra_bytes
+        start: int = record.header + _LOCAL.size + name_bytes + extra_bytes
         if (
             signature != b"PK\3\4"
             or method != ZIP_STORED
             or flags & _ENCRYPTED
-            or head[_LOCAL.size : _LOCAL.size + name_bytes] != full
-            or start + self.directory.sizes[place] > limit
+            or head[_LOCAL.size : _LOCAL.size + name_bytes] != record.full_name
+            or start + record.num_bytes > record.limit
         ):
             raise CheckpointError(
-                f"{self.what}: the header of record {full!r} at byte {first} contradicts the "
-                "directory; the file is damaged"
+                f"{self.what}: the header of record {record.full_name!r} at byte {record.header} "
+                "contradicts the directory; the file is damaged"
             )
         return start
 
@@ -215,7 +182,8 @@ def read_torch_zip(
         is_64 = tail[-_END_BYTES - _LOCATOR_BYTES :].startswith(b"PK\6\7")
         if not infos or count not in (len(infos), 0xFFFF if is_64 else None):
             raise BadZipFile(f"it has {len(infos)} lines, not {count}")
-        found = _checked(what, infos, end, offset, num_bytes - len(tail))
+        before = num_bytes - len(tail)
+        found = _checked(file.path, what, infos, end, offset, before)
     except CheckpointError:
         raise
     # What zipfile raises for a damaged directory; the second for a version that it does not know.
@@ -223,7 +191,20 @@ def read_torch_zip(
         raise CheckpointError(
             f"{what}: its directory contradicts itself ({error}); the file is damaged"
         ) from None
-    found.check(file)
+    if "constants.pkl" in found.directory.places:
+        raise CheckpointError(
+            f"{what}: is a TorchScript program, not a checkpoint; save the state dict of the "
+            "module: torch.save(torch.jit.load(path).state_dict(), new_path)"
+        )
+    if "byteorder" in found.directory.places:
+        order, noted = b"little", found.record("byteorder")
+        if (noted.num_bytes, noted.crc32) != _LITTLE:
+            order = found.read(file, "byteorder") if noted.num_bytes <= 16 else b"?"
+        if order != b"little":
+            raise CheckpointError(
+                f"{what}: was written on a machine with byte order {order!r}; load it with "
+                "torch.load and save it again on a little-endian one"
+            )
     return found
 
 
@@ -240,7 +221,9 @@ def _no_zip(head: bytes) -> str:
     return f"is nothing that torch.save writes (it starts with {starts}); check the file"
 
 
-def _checked(what: str, infos: list[ZipInfo], end: int, offset: int, before: int) -> TorchZip:
+def _checked(
+    path: Path, what: str, infos: list[ZipInfo], end: int, offset: int, before: int
+) -> TorchZip:
     """Return the records, of which no two share a byte or a name.
 
     The zip starts at byte `offset` of the file, and what zipfile read `before` bytes further on.
@@ -277,7 +260,7 @@ def _checked(what: str, infos: list[ZipInfo], end: int, offset: int, before: int
         array("Q", [offset + at for at in columns]),
         array("Q", [info.file_size for info in infos]),
     )
-    return TorchZip(what, archive, directory, array("I", [info.CRC for info in infos]))
+    return TorchZip(path, what, archive, directory, array("I", [info.CRC for info in infos]))
 
 
 def _name(info: ZipInfo) -> bytes:
