@@ -82,7 +82,6 @@ class _RankFile(NamedTuple):
     """What the name of a file says."""
 
     name: str
-    family: str
     world: int | None
     rank: int
 
@@ -96,15 +95,14 @@ def open_rank_files(directory: Path) -> "RankFilesCheckpoint":
             f"{', '.join(files[0].name for files in families.values())}); name a file of the one "
             "to read instead of the directory"
         )
-    family = _PREFERRED if _PREFERRED in families else next(iter(families))
-    return _open(directory, family, families)
+    return _open(directory, families, _PREFERRED if len(families) > 1 else next(iter(families)))
 
 
 def open_family(path: Path) -> "RankFilesCheckpoint":
     """Read the files of all ranks of the family that one of them belongs to."""
     families = _families(path.parent)
-    family = next(f for f, files in families.items() if path.name in {file.name for file in files})
-    return _open(path.parent, family, families)
+    family = next(f for f, files in families.items() if path.name in (at.name for at in files))
+    return _open(path.parent, families, family)
 
 
 def _families(directory: Path) -> dict[str, list[_RankFile]]:
@@ -112,14 +110,13 @@ def _families(directory: Path) -> dict[str, list[_RankFile]]:
     for name in sorted(path.name for path in directory.iterdir()):
         match = RANK_FILE.fullmatch(name)
         if match is not None and is_rank_file(name):
-            family, world, rank = match[1].rstrip("_.-"), match[2], int(match[3])
-            file = _RankFile(name, family, None if world is None else int(world), rank)
-            families.setdefault(family, []).append(file)
+            file = _RankFile(name, None if match[2] is None else int(match[2]), int(match[3]))
+            families.setdefault(match[1].rstrip("_.-"), []).append(file)
     return families
 
 
 def _open(
-    directory: Path, family: str, families: Mapping[str, list[_RankFile]]
+    directory: Path, families: Mapping[str, list[_RankFile]], family: str
 ) -> "RankFilesCheckpoint":
     files = sorted(families[family], key=lambda file: file.rank)
     worlds = sorted({file.world for file in files if file.world is not None})
@@ -140,7 +137,8 @@ def _open(
         _check_all(directory, files, worlds[0])
     paths = [file_inside(directory, file.name, directory) for file in files]
     states = read_states(zip(paths, (file.rank for file in files), strict=True))
-    placed = [tensor.placed for group in _grouped(states) for tensor in group.tensors.values()]
+    held = {id(state.tensors): state.tensors for state in states}
+    placed = [tensor.placed for tensors in held.values() for tensor in tensors.values()]
     meshes = {id(one.mesh): one.mesh for one in placed if one is not None}
     last = max(files[-1].rank, *(max(mesh.ids) for mesh in meshes.values()), 0)
     _check_all(directory, files, max(last + 1, *worlds, 0))
@@ -188,13 +186,6 @@ class RankState(NamedTuple):
     """Where in the file it lies."""
 
 
-class _Group(NamedTuple):
-    """Ranks that hold the same."""
-
-    tensors: Mapping[str, TorchTensor]
-    states: list[RankState]
-
-
 def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
     """Return what describes the state in files of `torch.save`, each with its rank; not their data.
 
@@ -203,22 +194,21 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
     files = list(files)
     ahead = prefetch_depth(files[0][0], here=_AHEAD) if files else 0
     screened = AlikeScreen()
-    known: dict[Hashable, list[Mapping[str, TorchTensor]]] = {}
-    zips: list[TorchZip] = []
-    fitting: set[tuple[int, int]] = set()
+    distinct: list[Mapping[str, TorchTensor]] = []
     states: list[RankState] = []
     with prefetch_map([path for path, _ in files], _look, ahead) as looks:
         for (path, rank), (found, data) in zip(files, looks, strict=True):
-            read, extras = read_contents(found, data, None, rank, screened)
-            tensors = _first_of_equal(read, known)
-            if not any(found.share(other) for other in zips):
-                zips.append(found)
-            if (id(tensors), id(found.directory)) not in fitting:
-                for tensor in tensors.values():
-                    check_record(tensor, found)
-                fitting.add((id(tensors), id(found.directory)))
+            tensors, extras = read_contents(found, data, None, rank, screened)
+            for tensor in tensors.values():
+                check_record(tensor, found)
+            if tensors not in distinct:
+                distinct.append(tensors)
+            shared = distinct[distinct.index(tensors)]
+            for state in states:
+                if found.share(state.found):
+                    break
             plain = {name: plain_value(one) for name, one in extras.items()}
-            states.append(RankState(path, rank, tensors, plain, found))
+            states.append(RankState(path, rank, shared, plain, found))
     return states
 
 
@@ -231,25 +221,11 @@ def _look(path: Path) -> tuple[TorchZip, bytes]:
         return found, found.pickle(file)
 
 
-def _first_of_equal(
-    tensors: Mapping[str, TorchTensor], known: dict[Hashable, list[Mapping[str, TorchTensor]]]
-) -> Mapping[str, TorchTensor]:
-    held = tensors.values()
-    meshes = frozenset(id(one.placed.mesh) for one in held if one.placed is not None)
-    # What differs in these is not compared one by one.
-    alike = known.setdefault((meshes, len(held), sum(one.storage.size for one in held)), [])
-    for other in alike:
-        if tensors == other:
-            return other
-    alike.append(tensors)
-    return tensors
-
-
-def _grouped(states: Sequence[RankState]) -> list[_Group]:
+def _grouped(states: Sequence[RankState]) -> list[list[RankState]]:
     """Return ranks by what they hold, in the order of the first of each."""
-    groups: dict[int, _Group] = {}
+    groups: dict[int, list[RankState]] = {}
     for state in states:
-        groups.setdefault(id(state.tensors), _Group(state.tensors, [])).states.append(state)
+        groups.setdefault(id(state.tensors), []).append(state)
     return list(groups.values())
 
 
@@ -274,22 +250,24 @@ def _others(states: Sequence[RankState]) -> dict[str, object]:
 # --- the tensors, on which all ranks have to agree, and of which each holds its part
 
 
-def _layouts_of(groups: Sequence[_Group], everywhere: DeviceMesh) -> dict[str, tuple[Layout, ...]]:
+def _layouts_of(
+    groups: Sequence[Sequence[RankState]], everywhere: DeviceMesh
+) -> dict[str, tuple[Layout, ...]]:
     """Return how every tensor is cut, as each group says; a plain one is whole `everywhere`."""
-    first = groups[0]
+    first = groups[0][0]
     for group in groups:
-        for has, lacks in ((first, group), (group, first)):
+        for has, lacks in ((first, group[0]), (group[0], first)):
             lacking = has.tensors.keys() - lacks.tensors.keys()
             if lacking:
                 raise CheckpointError(
-                    f"{lacks.states[0].path}: lacks tensor {min(lacking)!r}, which "
-                    f"{has.states[0].path} holds; the files are not of one save"
+                    f"{lacks.path}: lacks tensor {min(lacking)!r}, which {has.path} holds; the "
+                    "files are not of one save"
                 )
     known: dict[Hashable, Layout] = {}
     right: set[Hashable] = set()
 
-    def layout_of(name: str, group: _Group) -> Layout:
-        tensor, placed, path = group.tensors[name], group.tensors[name].placed, group.states[0].path
+    def layout_of(name: str, group: Sequence[RankState]) -> Layout:
+        tensor, placed = group[0].tensors[name], group[0].tensors[name].placed
         key = placed, tensor.global_shape, tensor.dtype
         if key not in known:
             mesh, spec = everywhere, ShardingSpec(len(tensor.shape), {})
@@ -299,12 +277,12 @@ def _layouts_of(groups: Sequence[_Group], everywhere: DeviceMesh) -> dict[str, t
                     spec = spec_of_placements(placed.placements, placed.shape, mesh.shape, order)
                 known[key] = Layout(mesh, spec, tensor.global_shape, tensor.dtype)
             except ShardSpecError as error:
-                raise CheckpointError(f"{path}: tensor {name!r}: {error}") from None
+                raise CheckpointError(f"{group[0].path}: tensor {name!r}: {error}") from None
         layout = known[key]
         # What all ranks of a group hold of tensors that are cut alike is looked at once.
-        part = key, tensor.shape, id(group.tensors)
+        part = key, tensor.shape, id(group[0].tensors)
         if placed is not None and part not in right:
-            for state in group.states:
+            for state in group:
                 _check_part(state, name, layout)
             right.add(part)
         return layout
@@ -319,8 +297,8 @@ def _layouts_of(groups: Sequence[_Group], everywhere: DeviceMesh) -> dict[str, t
         for layout, group in zip(found, groups, strict=True):
             if layout is not found[0] and shown_of(layout) != shown_of(found[0]):
                 raise CheckpointError(
-                    f"tensor {name!r} is {shown_of(found[0])} in {first.states[0].path}, but "
-                    f"{shown_of(layout)} in {group.states[0].path}; the files are not of one save"
+                    f"tensor {name!r} is {shown_of(found[0])} in {first.path}, but "
+                    f"{shown_of(layout)} in {group[0].path}; the files are not of one save"
                 )
     return layouts
 
@@ -352,7 +330,7 @@ def _on(layout: Layout) -> str:
 
 
 def _spec_on(
-    mesh: DeviceMesh | None, layouts: Sequence[Layout], groups: Sequence[_Group]
+    mesh: DeviceMesh | None, layouts: Sequence[Layout], groups: Sequence[Sequence[RankState]]
 ) -> ShardingSpec | None:
     """Return how a tensor is cut over the mesh of all ranks, though it may lie on a part of it.
 
@@ -378,7 +356,7 @@ def _spec_on(
     held = {
         state.rank: replica_keys(layout, state.rank)
         for layout, group in zip(layouts, groups, strict=True)
-        for state in group.states
+        for state in group
         if state.rank in layout.mesh
     }
     wanted = {rank: replica_keys(over_all, rank) for rank in mesh.ids}
@@ -394,7 +372,7 @@ class RankFilesCheckpoint(Catalog):
         self._states = states
         self._groups = groups = _grouped(states)
         self._group_of = {
-            state.rank: place for place, group in enumerate(groups) for state in group.states
+            state.rank: place for place, group in enumerate(groups) for state in group
         }
         everywhere = DeviceMesh([state.rank for state in states], (len(states),))
         self._layouts = _layouts_of(groups, everywhere)
@@ -450,14 +428,14 @@ class RankFilesCheckpoint(Catalog):
 
     def origin(self, name: str) -> Hashable:
         """Return where in storages the ranks have it."""
-        tensors = [group.tensors[name] for group in self._groups]
+        tensors = [group[0].tensors[name] for group in self._groups]
         return tuple(
             None if 0 in tensor.shape else (tensor.storage.key, tensor.start) for tensor in tensors
         )
 
     def copies_agree(self, name: str) -> bool:
         """Say whether all that hold the same part note the same CRC-32 for it."""
-        if not all(_fills(group.tensors[name]) for group in self._groups):
+        if not all(_fills(group[0].tensors[name]) for group in self._groups):
             return False
         of_rank = {
             state.rank: state.found.record(f"data/{state.tensors[name].storage.key}").crc32

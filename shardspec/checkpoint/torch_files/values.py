@@ -275,12 +275,6 @@ _STORAGES: Final[Mapping[str, str]] = {
     )
 }
 """Names that stand only in references to storages, and what their elements are."""
-_OTHER_STORAGES: Final = "ComplexDouble QUInt8 QInt8 QInt32 QUInt4x2 QUInt2x4"
-_DTYPES: Final = (
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
-    "float8_e8m0fnu float4_e2m1fn_x2 complex32 complex64 complex128 bool int8 int16 int32 int64 "
-    "uint8 uint16 uint32 uint64"
-)
 _BUILTINS: Final = ("builtins", "__builtin__")
 _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "torch._utils._rebuild_tensor": _rebuild,
@@ -299,24 +293,11 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
 }
 _DTENSOR_HOMES: Final = (
     *("torch.distributed.device_mesh", "torch.distributed._mesh_layout"),
-    *("torch.distributed.tensor", "torch.distributed.tensor._api"),
-    *(
-        f"torch.distributed.{home}.{module}"
-        for home in ("tensor", "_tensor")
-        for module in ("placement_types", "_dtensor_spec")
-    ),
-    "torch.distributed._tensor.api",
+    *("torch.distributed.tensor", "torch.distributed.tensor._api", "torch.distributed._tensor.api"),
+    *("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types"),
+    *("torch.distributed.tensor._dtensor_spec", "torch.distributed._tensor._dtensor_spec"),
 )
 """Every path at which a version of torch had parts of DTensors."""
-_KINDS: Final = (
-    (_BUILTINS, "set frozenset bytearray range xrange slice"),
-    (_DTENSOR_HOMES, "DTensor DTensorSpec TensorMeta ShardOrderEntry DeviceMesh _MeshLayout"),
-    (_DTENSOR_HOMES, "_FlatLayout Shard _StridedShard Replicate Partial _Partial"),
-    (("torch",), "device"),
-    (("torch.serialization",), "_get_layout"),
-    (("torch._tensor",), "_rebuild_from_type_v2"),
-    (("torch._utils",), "_rebuild_wrapper_subclass"),
-)
 
 
 def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[tuple[str, str]]:
@@ -324,18 +305,29 @@ def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[tuple
     return ((f"{home}.{name}{suffix}", name) for home in homes for name in names.split())
 
 
+_MERE_NAMES: Final = (
+    *((name, name) for name in (*_STORAGES, "torch.strided", "torch.Tensor")),
+    *_named(("torch",), "ComplexDouble QUInt8 QInt8 QInt32 QUInt4x2 QUInt2x4", "Storage"),
+    *_named(("torch",), "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2"),
+    *_named(("torch",), "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bool"),
+    *_named(("torch",), "complex32 complex64 complex128 int8 int16 int32 int64 uint8 uint16"),
+    *_named(("torch",), "uint32 uint64"),
+    # What a defaultdict may be said to make.
+    *_named(_BUILTINS, "list dict int long float str unicode bool tuple"),
+)
+_RECORDS: Final = (
+    *_named(_BUILTINS, "set frozenset bytearray range xrange slice"),
+    *_named(_DTENSOR_HOMES, "DTensor DTensorSpec TensorMeta ShardOrderEntry DeviceMesh"),
+    *_named(_DTENSOR_HOMES, "_MeshLayout _FlatLayout Shard _StridedShard Replicate Partial"),
+    *_named(_DTENSOR_HOMES, "_Partial"),
+    *_named(("torch",), "device"),
+    *_named(("torch.serialization",), "_get_layout"),
+    *_named(("torch._tensor",), "_rebuild_from_type_v2"),
+    *_named(("torch._utils",), "_rebuild_wrapper_subclass"),
+)
 TORCH_NAMES: Final[Names] = {
-    **{
-        name: mere_name(name)
-        for name, _ in (
-            *((name, "") for name in (*_STORAGES, "torch.strided", "torch.Tensor")),
-            *_named(("torch",), _OTHER_STORAGES, "Storage"),
-            *_named(("torch",), _DTYPES),
-            # What a defaultdict may be said to make.
-            *_named(_BUILTINS, "list dict int long float str unicode bool tuple"),
-        )
-    },
+    **{name: mere_name(name) for name, _ in _MERE_NAMES},
     **{name: made_by(name, function) for name, function in _FUNCTIONS.items()},
-    **{name: record_class(kind) for homes, kinds in _KINDS for name, kind in _named(homes, kinds)},
+    **{name: record_class(kind) for name, kind in _RECORDS},
 }
 """Every name that may stand in what torch writes for tensors, DTensors and plain values."""

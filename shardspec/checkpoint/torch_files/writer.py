@@ -13,7 +13,6 @@ caffe2/serialize/inline_container.cc and third_party/miniz of torch.
 import pickle
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from math import prod
 from typing import Final, NamedTuple
@@ -38,39 +37,34 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """Something that is found by its module and name."""
 
     module: str
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """What a call of something gives."""
 
     function: Name
     args: tuple[object, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(NamedTuple):
     """An object of a class, made without a call, and its state."""
 
     kind: Name
     state: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
+class Outside(NamedTuple):
     """A reference to something outside of the pickle, such as a storage."""
 
     key: tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
+class Pairs(NamedTuple):
     """A dict whose keys Python cannot hash here, or of which no more than an item is held."""
 
     items: Iterable[tuple[object, object]]
@@ -119,21 +113,6 @@ def _put(value: object, out: Callable[[bytes], object], known: dict[object, int]
                 out(b"X" + struct.pack("<I", len(data)) + data)
             out(_numbered(b"q", b"r", len(known)))
             known[value] = len(known)
-        case bytes():
-            # Python writes them so where the protocol has none of its own.
-            text = value.decode("latin-1")
-            _put(Call(Name("_codecs", "encode"), (text, "latin1")), out, known)
-        case tuple() | list():
-            # The mark of a list follows the list; short tuples need none.
-            start, end = (b"](", b"e")
-            if isinstance(value, tuple):
-                start, end = _SHORT_TUPLES.get(len(value), (b"(", b"t"))
-            out(start)
-            for item in value:
-                _put(item, out, known)
-            out(end)
-        case Mapping():
-            _put(Pairs(value.items()), out, known)
         case Pairs(items):
             out(b"}(")
             for key, item in items:
@@ -153,6 +132,21 @@ def _put(value: object, out: Callable[[bytes], object], known: dict[object, int]
         case Outside(key):
             _put(key, out, known)
             out(b"Q")
+        case bytes():
+            # Python writes them so where the protocol has none of its own.
+            text = value.decode("latin-1")
+            _put(Call(Name("_codecs", "encode"), (text, "latin1")), out, known)
+        case tuple() | list():
+            # The mark of a list follows the list; short tuples need none.
+            start, end = (b"](", b"e")
+            if isinstance(value, tuple):
+                start, end = _SHORT_TUPLES.get(len(value), (b"(", b"t"))
+            out(start)
+            for item in value:
+                _put(item, out, known)
+            out(end)
+        case Mapping():
+            _put(Pairs(value.items()), out, known)
         case _:
             raise CheckpointError(
                 f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"
