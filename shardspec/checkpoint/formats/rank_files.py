@@ -15,9 +15,6 @@ order saved with it (FSDP2, tensor parallel, both (``_StridedShard``), HSDP, pen
 tensors have to be whole and alike on all ranks. All ranks must agree on names, shapes, dtypes and
 placements, and every copy is kept, to be compared. torch notes in each mesh which rank saved it,
 so that swapped files are found out; where only plain tensors were saved, nothing depends on it.
-
-Files that say the same of tensors share what is kept of that, and what follows from it is worked
-out once.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -40,12 +37,7 @@ from shardspec.checkpoint.catalog import (
     stored_reductions,
 )
 from shardspec.checkpoint.formats.names import RANK_FILE, RANK_FILES, is_rank_file
-from shardspec.checkpoint.source_files import (
-    HeaderFiles,
-    SourceFile,
-    prefetch_depth,
-    prefetch_map,
-)
+from shardspec.checkpoint.source_files import HeaderFiles, SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.state import plain_value, read_contents
 from shardspec.checkpoint.torch_files.unpickler import AlikeScreen
@@ -69,10 +61,8 @@ __all__ = ["RankFilesCheckpoint", "open_family", "open_rank_files", "read_states
 
 _PREFERRED: Final = "model"
 _SHOWN: Final = 8
-_MOST_KEPT_OF_ONE: Final = 4 << 20
-"""Bytes kept of a file in a store, as there are several at once."""
 _AHEAD: Final = 3
-"""Files of this machine that are opened while one is made sense of."""
+"""Files of this machine that are read while one is made sense of."""
 
 
 # --- the names of files
@@ -187,10 +177,7 @@ class RankState(NamedTuple):
 
 
 def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
-    """Return what describes the state in files of `torch.save`, each with its rank; not their data.
-
-    What is read next is read while what has been read is made sense of.
-    """
+    """Return what describes the state in files of `torch.save`, each with its rank."""
     files = list(files)
     ahead = prefetch_depth(files[0][0], here=_AHEAD) if files else 0
     screened = AlikeScreen()
@@ -201,9 +188,9 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
             tensors, extras = read_contents(found, data, None, rank, screened)
             for tensor in tensors.values():
                 check_record(tensor, found)
-            if tensors not in distinct:
+            shared = next((other for other in distinct if other == tensors), tensors)
+            if shared is tensors:
                 distinct.append(tensors)
-            shared = distinct[distinct.index(tensors)]
             for state in states:
                 if found.share(state.found):
                     break
@@ -215,8 +202,6 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
 def _look(path: Path) -> tuple[TorchZip, bytes]:
     """Return what is where in a file, and its pickle."""
     with SourceFile(path) as file:
-        if file.remote is not None:
-            file.remote.keep(_MOST_KEPT_OF_ONE)
         found = read_torch_zip(file)
         return found, found.pickle(file)
 
@@ -306,12 +291,9 @@ def _layouts_of(
 def _check_part(state: RankState, name: str, layout: Layout) -> None:
     """Make sure that a rank could have saved what its file holds of a DTensor."""
     local, placed = state.tensors[name].shape, state.tensors[name].placed
-    wrote = None
-    if placed is not None and placed.saver is not None:
-        wrote = f"rank {placed.saver}"
-    elif state.rank not in layout.mesh:
-        wrote = f"ranks {shown(list(layout.mesh.ids))}"
-    if wrote is not None:
+    saver = None if placed is None else placed.saver
+    if saver is not None or state.rank not in layout.mesh:
+        wrote = f"ranks {shown(list(layout.mesh.ids))}" if saver is None else f"rank {saver}"
         raise CheckpointError(
             f"{state.path}: tensor {name!r} was saved by {wrote}, not by rank {state.rank} as the "
             "name of the file says; the file belongs elsewhere, restore its name"
@@ -334,9 +316,8 @@ def _spec_on(
 ) -> ShardingSpec | None:
     """Return how a tensor is cut over the mesh of all ranks, though it may lie on a part of it.
 
-    A spec counts axes, so that it says nothing beside another mesh. A plain tensor is whole on all
-    ranks; what lies on a slice, as on the axis ``dp`` of a mesh of ``dp`` and ``tp``, is cut over
-    the axes of the same names. That counts if it gives every rank just the box that it has stored.
+    What lies on a slice, as on the axis ``dp`` of a mesh of ``dp`` and ``tp``, is cut over the axes
+    of the same names. That counts if it gives every rank just the box that it has stored.
     """
     spec, part = layouts[0].spec, layouts[0].mesh
     if mesh is not None and all(layout.mesh == mesh for layout in layouts):
@@ -376,13 +357,14 @@ class RankFilesCheckpoint(Catalog):
         }
         everywhere = DeviceMesh([state.rank for state in states], (len(states),))
         self._layouts = _layouts_of(groups, everywhere)
-        distinct = dict.fromkeys(self._layouts.values())
+        # Plain tensors do not say what mesh there was.
         meshes = (
             layouts[0].mesh
-            for layouts in distinct
+            for layouts in self._layouts.values()
             if all(layout.mesh == layouts[0].mesh is not everywhere for layout in layouts)
         )
         mesh = next((mesh for mesh in meshes if mesh.size == len(states)), None)
+        distinct = set(self._layouts.values())
         self._specs = {layouts: _spec_on(mesh, layouts, groups) for layouts in distinct}
         self._boxes: dict[tuple[Layout, ...], tuple[FileBox, ...]] = {}
         self._glances = HeaderFiles()
@@ -423,8 +405,8 @@ class RankFilesCheckpoint(Catalog):
             at = _place_in(layout, part.rank, part.box, places[part.rank])
             where = part.rank, part.path, at.offset
             boxes.append(StoredBox(part.box, part.addend, *where, at.digest, at.strides))
-        described = outline.shape, outline.dtype, outline.spec, outline.pending
-        return StoredTensor(name, *described, tuple(boxes))
+        told = outline.shape, outline.dtype, outline.spec, outline.pending
+        return StoredTensor(name, *told, tuple(boxes))
 
     def origin(self, name: str) -> Hashable:
         """Return where in storages the ranks have it."""
@@ -435,8 +417,12 @@ class RankFilesCheckpoint(Catalog):
 
     def copies_agree(self, name: str) -> bool:
         """Say whether all that hold the same part note the same CRC-32 for it."""
-        if not all(_fills(group[0].tensors[name]) for group in self._groups):
-            return False
+        for group in self._groups:
+            tensor = group[0].tensors[name]
+            alone = row_major(tensor.shape, tensor.strides) and not tensor.is_part
+            if not alone and 0 not in tensor.shape:
+                # The CRC-32 is of something else than the tensor.
+                return False
         of_rank = {
             state.rank: state.found.record(f"data/{state.tensors[name].storage.key}").crc32
             for state in self._states
@@ -461,13 +447,3 @@ def _place_in(layout: Layout, rank: int, box: Box, local: TensorPlace) -> Tensor
     index = LayoutCell(layout, box).index(rank)
     before = sum(side.start * step for side, step in zip(index, strides, strict=True))
     return local._replace(offset=local.offset + before, strides=strides)
-
-
-def _fills(tensor: TorchTensor) -> bool:
-    """Return whether a tensor is all that lies in its storage, in the order in which it does."""
-    storage = tensor.storage
-    num_bytes = prod(tensor.shape) * item_bytes(tensor.dtype)
-    return 0 in tensor.shape or (
-        num_bytes == storage.size * item_bytes(storage.dtype)
-        and row_major(tensor.shape, tensor.strides)
-    )

@@ -97,7 +97,7 @@ class _DTensors:
         on, saver = self._meshes[mesh]
         order = _shard_order(spec.get("shard_order"))
         placed = Placed(sizes_of(inner[2]), on, tuple(map(_placement, placements)), order, saver)
-        return local._replace(placed=placed)
+        return TorchTensor(*local[:5], placed)
 
     def _mesh(self, mesh: Record) -> DeviceMesh:
         names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names")
@@ -217,17 +217,22 @@ def _flat(value: object) -> tuple[int, ...]:
     raise ValueError("the layout of a mesh is too deep")
 
 
+# One object for all placements that are alike, which are then compared at once.
+_WHOLE: Final = Whole()
+_split: Final = lru_cache(_MOST_NESTED)(Split)
+
+
 def _placement(value: object) -> Placement:
     if not isinstance(value, Record):
         raise ValueError(f"a placement is a {type(value).__name__}")
     match value.name:
         case "Replicate":
-            return Whole()
+            return _WHOLE
         case "Shard" | "_StridedShard":
             dim = value.get("dim")
             factor = 1 if value.name == "Shard" else value.get("split_factor")
             if isinstance(dim, int) and isinstance(factor, int):
-                return Split(dim, factor)
+                return _split(dim, factor)
         case "Partial" | "_Partial":
             match value.get("reduce_op"):
                 case "sum" | "avg" | "min" | "max" as op:

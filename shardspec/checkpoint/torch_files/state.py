@@ -7,7 +7,6 @@ torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,7 +27,6 @@ from shardspec.checkpoint.torch_files.values import (
     tensor_place,
 )
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
-from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 __all__ = [
@@ -116,11 +114,10 @@ def read_contents(
         if not isinstance(part, TorchTensor):
             others[name] = part
             continue
-        storage = part.storage
-        if prod(part.shape) * item_bytes(part.dtype) < storage.size * item_bytes(storage.dtype):
-            if storage.key in seen:
+        if part.is_part:
+            if part.storage.key in seen:
                 part = part._replace(digested=False)
-            seen.add(storage.key)
+            seen.add(part.storage.key)
         tensors[name] = part
     return tensors, others
 
@@ -130,10 +127,10 @@ def _flat_state(state: dict[object, object], path: Path) -> dict[str, object]:
 
     What is no tree is refused, once going through it takes too long.
     """
+    flat: dict[str, object] = {}
     left = _MOST_PARTS
 
-    def leaves(value: object, depth: int) -> list[tuple[tuple[str, ...], object]]:
-        """Return the parts of a value, each by the keys that lead to it."""
+    def count(depth: int) -> None:
         nonlocal left
         left -= 1
         if left < 0 or depth > _MOST_DEPTH:
@@ -141,29 +138,37 @@ def _flat_state(state: dict[object, object], path: Path) -> dict[str, object]:
                 f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
                 "end; save a plain state dict"
             )
-        items: Iterable[tuple[object, object]] = ()
-        if isinstance(value, dict):
-            items = value.items()
-        elif isinstance(value, list | tuple) and not isinstance(value, TorchTensor):
-            items = enumerate(value)
-        found = [
-            ((str(key), *rest), part)
-            for key, inner in items
-            for rest, part in leaves(inner, depth + 1)
-        ]
-        if isinstance(value, dict) or any(isinstance(part, TorchTensor) for _, part in found):
-            return found or [((), value)]
-        return [((), value)]
 
-    flat: dict[str, object] = {}
-    for keys, part in leaves(state, 0) if state else ():
-        name = ".".join(keys)
-        if name in flat:
+    def holds_tensors(value: object, depth: int) -> bool:
+        count(depth)
+        if isinstance(value, TorchTensor):
+            return True
+        parts: Iterable[object] = value if isinstance(value, list | tuple) else ()
+        if isinstance(value, dict):
+            parts = value.values()
+        return any(holds_tensors(part, depth + 1) for part in parts)
+
+    def add(keys: tuple[str, ...], value: object, depth: int) -> None:
+        count(depth)
+        if isinstance(value, dict) and (value or not keys):
+            for key, part in value.items():
+                add((*keys, str(key)), part, depth + 1)
+        elif (
+            isinstance(value, list | tuple)
+            and not isinstance(value, TorchTensor)
+            and holds_tensors(value, depth)
+        ):
+            for place, part in enumerate(value):
+                add((*keys, str(place)), part, depth + 1)
+        elif (name := ".".join(keys)) in flat:
             raise CheckpointError(
                 f"{path}: two entries have the name {name!r} once their dicts are joined with "
                 "dots; rename one of them and save again"
             )
-        flat[name] = part
+        else:
+            flat[name] = value
+
+    add((), state, 0)
     return flat
 
 

@@ -92,6 +92,13 @@ class TorchTensor(NamedTuple):
         """Sizes of the tensor of which this is all or a part."""
         return self.shape if self.placed is None else self.placed.shape
 
+    @property
+    def is_part(self) -> bool:
+        """Whether its storage has more bytes than it."""
+        storage = self.storage
+        num_bytes = prod(self.shape) * item_bytes(self.dtype)
+        return num_bytes < storage.size * item_bytes(storage.dtype)
+
 
 class Complex(str):
     """A complex number, written; its hash cannot be chosen, as that of a number could."""

@@ -10,6 +10,7 @@ import io
 import struct
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
@@ -63,20 +64,17 @@ class TorchRecord(NamedTuple):
     """Of all its bytes; None where torch was told not to take it."""
 
 
+@dataclass(slots=True)
 class TorchZip:
     """What a stretch of a file holds that `torch.save` wrote; made by `read_torch_zip`."""
 
-    __slots__ = ("_archive", "_crcs", "directory", "path", "what")
-
-    def __init__(
-        self, path: Path, what: str, archive: bytes, directory: _Directory, crcs: "array[int]"
-    ) -> None:
-        self.path = path
-        self.what = what
-        """What it is, for errors."""
-        self._archive = archive
-        self.directory = directory
-        self._crcs = crcs
+    path: Path
+    what: str
+    """What it is, for errors."""
+    archive: bytes
+    directory: _Directory
+    crcs: "array[int]"
+    """Of every record; 0 where torch was told not to take it."""
 
     def share(self, other: "TorchZip") -> bool:
         """Keep the directory of another file rather than an equal one; say whether it is."""
@@ -90,8 +88,8 @@ class TorchZip:
         place = places.get(name)
         if place is None:
             raise CheckpointError(f"{self.what}: has no record {name!r:.100}; it is damaged")
-        value = self._crcs[place] or (None if sizes[place] else 0)
-        full = self._archive + b"/" + name.encode("utf-8", "surrogateescape")
+        value = self.crcs[place] or (None if sizes[place] else 0)
+        full = self.archive + b"/" + name.encode("utf-8", "surrogateescape")
         return TorchRecord(full, headers[place], headers[place + 1], sizes[place], value)
 
     def start(self, file: SourceFile, name: str) -> int:
