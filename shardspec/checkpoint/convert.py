@@ -333,7 +333,7 @@ def _merged(
         )
     # One of them is needed, and starting is a tenth of merging a gigabyte.
     if chosen == "torch":
-        from shardspec.checkpoint.formats.torch_target import torch_target
+        from shardspec.checkpoint.formats.torch_file import torch_target
 
         target = torch_target(output.name, wanted, values, tied(source, wanted))
     elif chosen == "dcp":

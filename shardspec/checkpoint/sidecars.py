@@ -13,7 +13,7 @@ from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.strict_json import parse_json
 from shardspec.checkpoint.targets import OutputFile, RawBytes, Target, made_bytes
-from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 
 __all__ = ["add_sidecars", "copied_file"]

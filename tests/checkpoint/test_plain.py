@@ -3,9 +3,9 @@
 import pytest
 
 from shardspec.checkpoint.catalog import OpaqueValue
-from shardspec.checkpoint.torch_files.torch_state import plain_value
-from shardspec.checkpoint.torch_files.torch_values import Complex, TorchStorage, TorchTensor
+from shardspec.checkpoint.torch_files.state import plain_value
 from shardspec.checkpoint.torch_files.unpickler import mere_name, record_class
+from shardspec.checkpoint.torch_files.values import Complex, TorchStorage, TorchTensor
 
 TENSOR = TorchTensor("float32", (2, 3), (3, 1), 0, TorchStorage("0", "float32", 6))
 

@@ -17,7 +17,8 @@ from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.formats.rank_files import read_states
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.torch_state import read_torch_state
+from shardspec.checkpoint.torch_files.state import read_torch_state
+from shardspec.checkpoint.torch_files.values import tensor_place
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.dist.processes import run_ranks
@@ -72,8 +73,8 @@ def told(state):
     """Return what a file says."""
     with SourceFile(state.path) as file:
         tensors = {
-            name: (tensor, state.contents.place(name, file, state.found))
-            for name, tensor in state.contents.tensors.items()
+            name: (tensor, tensor_place(tensor, file, state.found))
+            for name, tensor in state.tensors.items()
         }
     return tensors, state.extras
 
@@ -87,12 +88,12 @@ def test_all_ranks_are_read_as_they_are_alone(saved, form, kinds):
     read = read_states((path, rank) for rank, path in enumerate(paths_of(saved / form)))
     for rank, state in enumerate(read):
         alone = read_torch_state(state.path, rank=rank)
-        tensors = {name: (at.tensor, at.place) for name, at in alone.tensors.items()}
+        tensors = {name: (at.local, at.place) for name, at in alone.tensors.items()}
         assert told(state) == (tensors, alone.extras)
-        assert list(state.contents.tensors) == list(alone.tensors)
-    assert len({id(state.contents) for state in read}) == kinds
+        assert list(state.tensors) == list(alone.tensors)
+    assert len({id(state.tensors) for state in read}) == kinds
     # Directories differ where records have other sizes.
-    directories = {id(state.found.sizes) for state in read}
+    directories = {id(state.found.directory) for state in read}
     assert len(directories) == (2 if form in ("sizes", "uneven") else 1)
 
 
@@ -106,7 +107,7 @@ def outcome(path, *before):
     """Return what reading the file of rank 1 says, or how it is refused; and whether it shares."""
     try:
         *firsts, state = read_states([*before, (path, 1)])
-        return told(state), any(state.contents is first.contents for first in firsts)
+        return told(state), any(state.tensors is first.tensors for first in firsts)
     except CheckpointError as error:
         return str(error), False
 

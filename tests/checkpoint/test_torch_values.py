@@ -8,17 +8,17 @@ import torch
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name, Outside, pickled
-from shardspec.checkpoint.torch_files.torch_values import (
+from shardspec.checkpoint.torch_files.dtensors import read_torch
+from shardspec.checkpoint.torch_files.unpickler import Record
+from shardspec.checkpoint.torch_files.values import (
     TorchStorage,
     TorchTensor,
-    read_torch,
     row_major,
     sizes_of,
     tensor_place,
 )
-from shardspec.checkpoint.torch_files.unpickler import Record
-from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
+from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Outside, pickled
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.test_dcp import DTYPES
 from tests.checkpoint.zips import handmade
@@ -32,7 +32,7 @@ def path(tmp_path):
 def read(path):
     with SourceFile(path) as file:
         found = read_torch_zip(file)
-        return read_torch(file, found)
+        return read_torch(found, found.pickle(file))
 
 
 def values(path, tensor):

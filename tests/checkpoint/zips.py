@@ -1,16 +1,32 @@
 """What the tests of torch's zips share: reading one, making one, and the line that refuses it."""
 
 import struct
+from typing import NamedTuple
 
 import pytest
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.torch_values import read_torch, tensor_place
-from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
+from shardspec.checkpoint.torch_files.dtensors import read_torch
+from shardspec.checkpoint.torch_files.values import tensor_place
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 
-__all__ = ["Counted", "handmade", "read", "refused"]
+__all__ = ["Counted", "handmade", "read", "record", "refused"]
+
+
+class Record(NamedTuple):
+    """Where the bytes of a storage lie."""
+
+    offset: int
+    num_bytes: int
+    crc32: int | None
+
+
+def record(found, file, key):
+    """Return where a storage lies."""
+    said = found.record(f"data/{key}")
+    return Record(found.start(file, f"data/{key}"), said.num_bytes, said.crc32)
 
 
 class Counted(SourceFile):
@@ -30,10 +46,13 @@ def read(path, data, *stretch):
     path.write_bytes(data)
     with SourceFile(path) as file:
         found = read_torch_zip(file, *stretch)
-        state = read_torch(file, found)
+        state = read_torch(found, found.pickle(file))
         assert isinstance(state, dict)
         places = {name: tensor_place(tensor, file, found) for name, tensor in state.items()}
-        sizes = {name: found.num_bytes(tensor.storage.key) for name, tensor in state.items()}
+        sizes = {
+            name: found.record(f"data/{tensor.storage.key}").num_bytes
+            for name, tensor in state.items()
+        }
         for name, place in places.items():
             assert place.digest is None or place.digest.num_bytes == sizes[name]
         return {name: file.read(place.offset, sizes[name]) for name, place in places.items()}

@@ -42,15 +42,15 @@ from shardspec.checkpoint.formats.names import (
 )
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
-from shardspec.checkpoint.torch_files.torch_dtensors import read_dtensors
-from shardspec.checkpoint.torch_files.torch_state import plain_value
-from shardspec.checkpoint.torch_files.torch_values import (
+from shardspec.checkpoint.torch_files.dtensors import read_torch
+from shardspec.checkpoint.torch_files.state import plain_value
+from shardspec.checkpoint.torch_files.unpickler import UnlistedNameError
+from shardspec.checkpoint.torch_files.values import (
     TorchTensor,
     read_torch_pickle,
     tensor_place,
 )
-from shardspec.checkpoint.torch_files.unpickler import UnlistedNameError
-from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
 
@@ -181,7 +181,7 @@ class DcpCheckpoint(Catalog):
         with SourceFile(path) as file:
             found = read_torch_zip(file, place.offset, place.num_bytes, what)
             try:
-                return plain_value(read_dtensors(file, found))
+                return plain_value(read_torch(found, found.pickle(file)))
             except UnlistedNameError as error:
                 return OpaqueValue(f"an object that is not read: {error}")
 

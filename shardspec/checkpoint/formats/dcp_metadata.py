@@ -17,16 +17,17 @@ from shardspec.checkpoint.formats.megatron_core import (
     original_shapes,
 )
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.pickle_screen import MOST_PICKLE_BYTES, RefusedError
-from shardspec.checkpoint.torch_files.torch_values import TORCH_NAMES, sizes_of
 from shardspec.checkpoint.torch_files.unpickler import (
+    MOST_PICKLE_BYTES,
     Global,
     Names,
     Record,
+    RefusedError,
     made_by,
     record_class,
     unpickle,
 )
+from shardspec.checkpoint.torch_files.values import TORCH_NAMES, sizes_of
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
 

@@ -17,7 +17,6 @@ from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint.catalog import StoredObject
 from shardspec.checkpoint.columns import Columns
 from shardspec.checkpoint.formats.names import METADATA_NAME
-from shardspec.checkpoint.formats.torch_target import add_state, tensor_value
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.targets import (
     Extent,
@@ -30,15 +29,17 @@ from shardspec.checkpoint.targets import (
     extent_columns,
     made_bytes,
 )
-from shardspec.checkpoint.torch_files.pickle_writer import (
+from shardspec.checkpoint.torch_files.writer import (
     Call,
     Made,
     Name,
     Pairs,
+    ZipPlan,
+    add_state,
     check_text,
     pickle_into,
+    tensor_value,
 )
-from shardspec.checkpoint.torch_files.zip_writer import ZipPlan
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout

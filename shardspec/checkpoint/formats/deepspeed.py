@@ -34,15 +34,15 @@ from shardspec.checkpoint.formats.deepspeed_files import (
 )
 from shardspec.checkpoint.formats.names import DEEPSPEED, DEEPSPEED_LATEST
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.torch_state import (
+from shardspec.checkpoint.torch_files.state import (
     StateTensor,
     TorchState,
     of_two_saves,
     plain_value,
     whole_tensor,
 )
-from shardspec.checkpoint.torch_files.torch_values import sizes_of
 from shardspec.checkpoint.torch_files.unpickler import Record
+from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

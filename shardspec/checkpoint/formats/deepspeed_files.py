@@ -20,7 +20,7 @@ from shardspec.checkpoint.formats.names import (
 )
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.torch_state import (
+from shardspec.checkpoint.torch_files.state import (
     TorchState,
     check_no_copies,
     of_two_saves,

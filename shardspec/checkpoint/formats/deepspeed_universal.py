@@ -34,27 +34,22 @@ from shardspec.checkpoint.formats.names import (
     UNIVERSAL_LATEST,
     UNIVERSAL_OPTIMIZER,
 )
-from shardspec.checkpoint.formats.torch_target import state_file, tensor_value
+from shardspec.checkpoint.formats.torch_file import state_file
 from shardspec.checkpoint.sidecars import copied_file
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.targets import (
-    OutputFile,
-    OutputTensor,
-    RawBytes,
-    Target,
-)
-from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name
-from shardspec.checkpoint.torch_files.torch_state import (
+from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target
+from shardspec.checkpoint.torch_files.state import (
     ARGUMENT_NAMES,
     StateTensor,
     of_two_saves,
     read_torch_states,
     whole_tensor,
 )
-from shardspec.checkpoint.torch_files.torch_values import TorchTensor, read_torch, tensor_place
 from shardspec.checkpoint.torch_files.unpickler import Global, Record
-from shardspec.checkpoint.torch_files.zip_files import read_torch_zip
+from shardspec.checkpoint.torch_files.values import TorchTensor, read_torch_pickle, tensor_place
+from shardspec.checkpoint.torch_files.writer import Call, Made, Name, tensor_value
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -174,7 +169,7 @@ def _read(path: Path) -> StateTensor | None:
     """Return the tensor in a file; None where it has a plain number."""
     with SourceFile(path) as file:
         found = read_torch_zip(file)
-        value = read_torch(file, found, DEEPSPEED_NAMES)
+        value = read_torch_pickle(found.pickle(file), found.what, DEEPSPEED_NAMES)
         if isinstance(value, dict):
             value = value.get("param")
         if isinstance(value, TorchTensor):
@@ -280,7 +275,8 @@ def _place(source: Catalog, owner: str, kind: str) -> str:
 def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
     with SourceFile(path) as file:
-        value = read_torch(file, read_torch_zip(file), {**ARGUMENT_NAMES, **DEEPSPEED_NAMES})
+        names = {**ARGUMENT_NAMES, **DEEPSPEED_NAMES}
+        value = read_torch_pickle(read_torch_zip(file).pickle(file), str(path), names)
         held = value.get(OPTIMIZER) if isinstance(value, dict) else None
         inner = OPTIMIZER if stage3 else "base_optimizer_state"
         base = held.get(inner) if isinstance(held, dict) else None

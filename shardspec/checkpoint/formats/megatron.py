@@ -38,8 +38,7 @@ from shardspec.checkpoint.formats.tensor_parallel import (
     shipped_rules,
 )
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.torch_dtensors import TorchDTensor
-from shardspec.checkpoint.torch_files.torch_state import (
+from shardspec.checkpoint.torch_files.state import (
     StateTensor,
     TorchState,
     of_two_saves,
@@ -199,7 +198,7 @@ def _model_keys(files: Sequence[_File]) -> list[str]:
         for name, found in file.state.tensors.items():
             if match := _MODEL.fullmatch(name):
                 keys.add(match[1])
-                if isinstance(found.tensor, TorchDTensor):
+                if found.local.placed is not None:
                     raise CheckpointError(
                         f"{file.path}: tensor {name!r} is a DTensor, which Megatron does not write "
                         "in this format; save it again with torch.distributed.checkpoint"

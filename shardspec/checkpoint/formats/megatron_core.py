@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.boxes import Box, box_size, row_major_boxes
-from shardspec.checkpoint.torch_files.torch_values import sizes_of
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class
+from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.errors import CheckpointError
 
 __all__ = [

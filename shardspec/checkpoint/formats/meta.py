@@ -23,7 +23,7 @@ from shardspec.checkpoint.formats.torch_file import open_torch_file
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.strict_json import as_object, parse_json
-from shardspec.checkpoint.torch_files.torch_state import (
+from shardspec.checkpoint.torch_files.state import (
     check_no_copies,
     plain_value,
     read_torch_states,

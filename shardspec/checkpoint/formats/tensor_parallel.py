@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor
-from shardspec.checkpoint.torch_files.torch_state import StateTensor, of_two_saves
-from shardspec.checkpoint.torch_files.torch_values import TorchTensor
+from shardspec.checkpoint.torch_files.state import StateTensor, of_two_saves
+from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
 from shardspec.input_files import read_input_file

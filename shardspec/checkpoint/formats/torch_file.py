@@ -1,11 +1,11 @@
-"""Whole tensors in one file of `torch.save`, or in several that an index lists.
+"""Whole tensors in one file of `torch.save`, or in several that an index lists, and writing one.
 
 ``pytorch_model.bin.index.json`` is read by the rules of ``model.safetensors.index.json``: index and
 files are compared both ways. A file with DTensors is one rank's part, and is read only where the
 part is the whole, as on a mesh of one device.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor
@@ -19,25 +19,27 @@ from shardspec.checkpoint.formats.names import (
 )
 from shardspec.checkpoint.formats.safetensors import by_file, check_listed, check_numbering
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.torch_state import (
+from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Target, whole_box
+from shardspec.checkpoint.torch_files.state import (
     TorchState,
     plain_value,
     read_torch_state,
     whole_tensor,
 )
+from shardspec.checkpoint.torch_files.writer import ZipPlan, add_state, tensor_value
 from shardspec.errors import CheckpointError
 
-__all__ = ["open_bin_directory", "open_bin_index", "open_torch_file"]
+__all__ = [
+    "open_bin_directory",
+    "open_bin_index",
+    "open_torch_file",
+    "state_file",
+    "torch_target",
+]
 
 
 def open_torch_file(path: Path) -> ListedCatalog:
-    """Read what describes the state in one file; not its data.
-
-    Raises
-    ------
-    CheckpointError
-        If it is damaged, names what does not belong in a checkpoint, or holds a part of a tensor.
-    """
+    """Read what describes the state in one file; not its data. Parts of tensors are refused."""
     _check_alone(
         path, part_of_several(path.name, lambda: [at.name for at in path.parent.iterdir()])
     )
@@ -71,13 +73,7 @@ def _part_by_content(state: TorchState) -> str | None:
 
 
 def open_bin_directory(directory: Path) -> ListedCatalog:
-    """Read the index of a directory, or its one ``pytorch_model.bin``, or all numbered files.
-
-    Raises
-    ------
-    CheckpointError
-        As `open_bin_index`; if a number is missing, or two files hold one tensor.
-    """
+    """Read the index of a directory, or its one ``pytorch_model.bin``, or all numbered files."""
     index = directory / BIN_INDEX
     names = sorted(path.name for path in directory.iterdir())
     if index.name in names:
@@ -91,13 +87,7 @@ def open_bin_directory(directory: Path) -> ListedCatalog:
 
 
 def open_bin_index(index: Path) -> ListedCatalog:
-    """Read an index and what describes its files, and check that they agree.
-
-    Raises
-    ------
-    CheckpointError
-        If a file is missing or damaged, or disagrees with the index about what lies where.
-    """
+    """Read an index and what describes its files, and check that they agree."""
     states = []
     for path, names in by_file(index).items():
         states.append(read_torch_state(path))
@@ -123,14 +113,58 @@ def _listed(directory: Path, states: Iterable[TorchState], more: tuple[Path, ...
 
 
 def _whole(state: TorchState) -> Mapping[str, StoredTensor]:
-    tensors = {}
     for name, found in state.tensors.items():
-        shape = found.tensor.shape
-        if found.local.shape != shape:
+        shape, whole = found.local.shape, found.local.global_shape
+        if shape != whole:
             raise CheckpointError(
-                f"{state.path}: holds a part of shape {list(found.local.shape)} of tensor {name!r} "
-                f"of shape {list(shape)}; name the directory with the files of all ranks (files "
-                "named like model_world_size_4_rank_0.pt are found by themselves)"
+                f"{state.path}: holds a part of shape {list(shape)} of tensor {name!r} of shape "
+                f"{list(whole)}; name the directory with the files of all ranks (files named like "
+                "model_world_size_4_rank_0.pt are found by themselves)"
             )
-        tensors[name] = whole_tensor(name, state.path, found)
-    return tensors
+    return {name: whole_tensor(name, state.path, found) for name, found in state.tensors.items()}
+
+
+def state_file(
+    name: str,
+    value: object,
+    tensors: Sequence[OutputTensor] = (),
+    storages: Sequence[tuple[str, bytes]] = (),
+) -> OutputFile:
+    """Return the file of a value; the storages that it names ``0``, ``1``, ... are tensors'.
+
+    Or they are those of `storages`, of known bytes.
+    """
+    plan = ZipPlan()
+    sizes = [(str(number), tensor.num_bytes) for number, tensor in enumerate(tensors)]
+    places = add_state(plan, value, [*sizes, *storages])
+    extents = tuple(
+        Extent(tensor, whole_box(tensor.shape), place)
+        for tensor, place in zip(tensors, places, strict=True)
+    )
+    trailer = plan.late if tensors else None
+    return OutputFile(name, plan.num_bytes, tuple(plan.pieces()), extents, trailer)
+
+
+def torch_target(
+    name: str,
+    tensors: Sequence[OutputTensor],
+    others: Mapping[str, object],
+    same: Mapping[str, str],
+) -> Target:
+    """Return the output that is one file for torch.load, with `others`, which are no tensors.
+
+    `same` is the name of a tensor to that of another, listed before it, whose storage it shares.
+    """
+    keys: dict[str, str] = {}
+    stored: list[OutputTensor] = []
+    for tensor in tensors:
+        first = same.get(tensor.name)
+        keys[tensor.name] = str(len(stored)) if first is None else keys[first]
+        if first is None:
+            stored.append(tensor)
+    state: dict[str, object] = {
+        tensor.name: tensor_value(tensor.shape, tensor.dtype, keys[tensor.name])
+        for tensor in tensors
+    }
+    file = state_file(name, {**state, **others}, stored)
+    return Target((file,), directory=False, digested=True)

@@ -1,28 +1,31 @@
-"""Pickles read by Python's own unpickler, with a list of names and inert classes in their place.
+"""Pickles read by Python's own unpickler, without importing or calling anything that they name.
 
-A pickle is a program: it names functions and classes, which an unpickler imports and calls. Here
-every name is looked up in a list that the format gives. What is not on the list is refused; what is
-on it stands for a class of ours, which keeps its arguments or makes a plain value. The instructions
-are screened before (`pickle_screen`), for the unpickler believes sizes that it is told.
+Every name in a pickle is looked up in a list that the format gives, and stands for an inert class
+of ours: it keeps its arguments, or makes a plain value of them. No instruction can change these
+classes, or what was made of checked arguments: they refuse a state and have no attributes.
 
-No instruction can change one of these classes, or what was made of checked arguments: they refuse
-a state, and have no attributes that could be set.
+The unpickler believes the numbers and lengths that it is told, and hashes keys of any depth. So
+`screen` follows the instructions before, without making anything. They are described in
+Lib/pickletools.py of CPython.
 """
 
 import gc
 import io
 import pickle
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Never, Self, TypeAlias
 
-from shardspec.checkpoint.torch_files.pickle_screen import RefusedError, screen
 from shardspec.errors import CheckpointError
 
 __all__ = [
+    "MOST_PICKLE_BYTES",
+    "AlikeScreen",
     "Global",
     "Names",
     "Record",
+    "RefusedError",
     "StateDict",
     "UnlistedNameError",
     "made_by",
@@ -31,13 +34,164 @@ __all__ = [
     "unpickle",
 ]
 
+MOST_PICKLE_BYTES: Final = 256 << 20
+"""Of some two million chunks of tensors; more would fill the memory."""
+_FREE_BYTES: Final = 48 << 20
+_BYTES_A_BYTE: Final = 20
+"""What a pickle may take of memory for each of its bytes, beyond what is free."""
+_COSTS: Final = {b"}\x8f": 232, b"]t\x85\x86\x87R\x81Q": 72}
+"""About what the values of instructions take of memory; others take some 10 times their bytes."""
+_MOST_MARKS: Final = 10_000
+_MOST_INT_BYTES: Final = 64
+_MOST_KEY_PARTS: Final = 66
+_MOST_ALIKE: Final = 10_000
+"""Tuples as keys, and numbers of more than 64 bits: all may be chosen to have one hash."""
+
+_NUMBER: Final = struct.Struct("<L").unpack_from
+_PUSHES: Final = b"N\x88\x89)]}\x8fG"
+"""Instructions that push a constant or an empty container."""
+_COUNTED: Final = b"X\x8c\x8dCB\x8a\x8b"
+"""Those of texts, bytes and long numbers: how many bytes these have, and the bytes."""
+_ARGUMENT_BYTES: Final = bytearray(256)
+for _codes, _size in ((b"Kqh\x8cC\x8a", 1), (b"M", 2), (b"JrjXB\x8b", 4), (b"G\x8d\x95", 8)):
+    for _code in _codes:
+        _ARGUMENT_BYTES[_code] = _size
+_MOST_KNOWN: Final = 8
+_MOST_KNOWN_BYTES: Final = 8 << 20
+
+
+class RefusedError(Exception):
+    """What is wrong with a pickle; `unpickle` says where."""
+
+
+class _UnlistedError(RefusedError):
+    pass
+
 
 class UnlistedNameError(CheckpointError):
     """A pickle is whole, as far as it was read, but names what the list does not have."""
 
 
-class _UnlistedError(RefusedError):
-    pass
+def screen(data: bytes, fixed: bytearray | None = None) -> None:
+    """Refuse a pickle that takes much time or memory, or uses what no checkpoint needs.
+
+    Of `fixed`, those bytes are set to 0 that may be others and nothing would change. Raises
+    `IndexError` if it ends too early, or takes away what is not there.
+    """
+    if len(data) > MOST_PICKLE_BYTES:
+        raise RefusedError(f"has {len(data)} bytes, past the limit of {MOST_PICKLE_BYTES}")
+    if data[:1] != b"\x80" or not 2 <= data[1] <= 5:
+        raise RefusedError("is no pickle of protocol 2 to 5; it is damaged")
+    # What stands inside of texts and numbers is counted too.
+    cost = sum(each * data.count(code) for codes, each in _COSTS.items() for code in codes)
+    if cost > _FREE_BYTES + _BYTES_A_BYTE * len(data):
+        raise RefusedError(
+            f"makes larger objects than {len(data)} bytes of a real one would; it is made to fill "
+            "the memory"
+        )
+    try:
+        _follow(data, fixed)
+    except (ValueError, struct.error):  # no end of a line, no four bytes
+        raise IndexError from None
+
+
+def _follow(data: bytes, fixed: bytearray | None) -> None:
+    """Follow the instructions; a value is known by how many parts it has, if it is a tuple.
+
+    Where the unpickler itself would stop, what follows does not matter.
+    """
+    stack, memo = bytearray(), bytearray()
+    marks: list[int] = []
+    sizes, number, push, number_it = _ARGUMENT_BYTES, _NUMBER, stack.append, memo.append
+    at, alike = 2, 0
+    while True:
+        code = data[at]
+        size = sizes[code]
+        at += 1 + size
+        if code == 0x94:  # MEMOIZE
+            number_it(stack[-1])
+        elif code in _PUSHES:
+            push(1)
+        elif code == 0x68:  # BINGET
+            push(memo[data[at - 1]])
+        elif code == 0x6A:  # LONG_BINGET
+            push(memo[number(data, at - 4)[0]])
+        elif code in b"KMJ":  # BININT1, BININT2, BININT
+            push(1)
+            if fixed is not None:
+                fixed[at - size : at] = bytes(size)
+        elif code in b"qr":  # BINPUT, LONG_BINPUT
+            place = data[at - 1] if size == 1 else number(data, at - 4)[0]
+            if place > len(memo):
+                # Writers number from 0 without gaps; the unpickler makes room up to the number.
+                raise RefusedError(f"numbers an object {place} after {len(memo)} of them")
+            memo[place : place + 1] = (stack[-1],)
+        elif code in b"t\x85\x86\x87":  # TUPLE, TUPLE1 to TUPLE3
+            first = marks.pop() if code == 0x74 else len(stack) - (code - 0x84)
+            stack[first:] = (min(1 + sum(stack[first:]), 255),)
+        elif code == 0x28:  # MARK
+            marks.append(len(stack))
+            if len(marks) > _MOST_MARKS:
+                raise RefusedError(f"nests more than {_MOST_MARKS} deep")
+        elif code in b"R\x81":  # REDUCE, NEWOBJ: perhaps one of the arguments
+            parts = stack.pop()
+            stack[-1] = parts - 1 or 1
+        elif code in b"su\x90\x91":  # SETITEM, SETITEMS, ADDITEMS, FROZENSET
+            first = len(stack) - 2 if code == 0x73 else marks.pop()
+            keys = stack[first :: 2 if code in b"su" else 1]
+            if keys and max(keys) > 1:
+                alike += len(keys)
+                if max(keys) > _MOST_KEY_PARTS or alike > _MOST_ALIKE:
+                    raise RefusedError("has large or nested tuples, or many of them, as keys")
+            stack[first:] = b"\1" if code == 0x91 else b""
+        elif code in b"ab":  # APPEND, BUILD
+            stack.pop()
+        elif code == 0x65:  # APPENDS
+            del stack[marks.pop() :]
+        elif code in _COUNTED:
+            count = int.from_bytes(data[at - size : at], "little")
+            at += count
+            if fixed is not None and code in b"X\x8c" and at < len(data):
+                fixed[at - count : at] = bytes(count)
+            if code in b"\x8a\x8b" and count > 8:
+                alike += 1
+                if count > _MOST_INT_BYTES or alike > _MOST_ALIKE:
+                    raise RefusedError(f"holds a whole number of {count} bytes; it is damaged")
+            push(1)
+        elif code == 0x63:  # GLOBAL: two lines
+            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
+            push(1)
+        elif code == 0x93:  # STACK_GLOBAL
+            stack[-2:] = b"\1"
+        elif code == 0x51:  # BINPERSID
+            stack[-1] = 1
+        elif code == 0x2E:  # STOP
+            if len(stack) != 1 or marks:
+                raise RefusedError("does not end with one value; it is damaged")
+            return
+        elif code != 0x95:  # FRAME
+            raise RefusedError(
+                f"uses instruction {bytes((code,))!r} at byte {at - 1}, which no checkpoint needs; "
+                "nothing of it was run"
+            )
+
+
+class AlikeScreen:
+    """Screens pickles of which many are alike but for some numbers, as those of ranks are."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[int, int, int]] = []
+        """Of pickles that passed: length, bytes as a number, and 255 for each that must be so."""
+
+    def __call__(self, data: bytes) -> None:
+        """Refuse a pickle, as `screen` does."""
+        value = int.from_bytes(data, "little")
+        if any(len(data) == n and not (value ^ known) & due for n, known, due in self._known):
+            return
+        fixed = bytearray(b"\xff") * len(data)
+        screen(data, fixed)
+        if len(self._known) < _MOST_KNOWN and len(data) < _MOST_KNOWN_BYTES:
+            self._known.append((len(data), value, int.from_bytes(fixed, "little")))
 
 
 class Global(type):
@@ -177,29 +331,11 @@ def unpickle(
     persistent: Callable[[object], object] = _no_storage,
     screened: Callable[[bytes], None] = screen,
 ) -> object:
-    """Return the value that a pickle describes, made of inert parts.
+    """Return the value that a pickle describes, made of what `names` has for its names.
 
-    Parameters
-    ----------
-    data, names
-        The pickle, and the names that may stand in it: `UnlistedNameError` if it has another one.
-    path, what
-        For errors: where it comes from, and what it is (``"metadata"``).
-    persistent
-        Called for every reference to something outside the pickle.
-    screened
-        Refuses what would hurt.
-
-    Examples
-    --------
-    >>> unpickle(pickle.dumps({"a": [1, 2.5]}), {}, Path("x"), "example")
-    {'a': [1, 2.5]}
-    >>> import os
-    >>> unpickle(pickle.dumps(os.getcwd), {}, Path("x"), "example")
-    Traceback (most recent call last):
-    shardspec.checkpoint.torch_files.unpickler.UnlistedNameError: x: the example names \
-posix.getcwd, which does not belong in a checkpoint; nothing of it was run. If you trust its \
-writer, save it again as a state dict of tensors and plain values
+    `path` and `what` say in errors where it comes from and what it is (``"metadata"``). Whatever it
+    refers to outside of itself is asked of `persistent`; `screened` refuses what would hurt.
+    Raises `UnlistedNameError` for a name that is not listed.
     """
     collects = gc.isenabled()
     try:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardspec.checkpoint.torch_files.pickle_writer import Call, Made, Name, Outside, Pairs, pickled
 from shardspec.checkpoint.torch_files.unpickler import unpickle
+from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Outside, Pairs, pickled
 from shardspec.errors import CheckpointError
 
 plain = st.one_of(

@@ -9,7 +9,7 @@ from torch.utils.serialization import config
 
 from shardspec import DeviceMesh, merge
 from shardspec.checkpoint.formats.dcp_target import dcp_target
-from shardspec.checkpoint.formats.torch_target import torch_target
+from shardspec.checkpoint.formats.torch_file import torch_target
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.errors import CheckpointError

@@ -1,17 +1,16 @@
-"""What `torch.save` says of tensors, as plain values: shapes, and which record holds the bytes.
+"""What `torch.save` says of tensors: shapes, placements, and which record holds the bytes.
 
 The names that torch writes for tensors, parameters, storages, dtypes and DTensors are on a list;
 nothing is imported or called. Source: ``torch/_utils.py`` (``_rebuild_*``), ``torch/storage.py``,
 ``torch/serialization.py`` (``persistent_id``), ``torch/distributed/tensor``; torch 2.4 to 2.13.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Final, NamedTuple, Never
 
 from shardspec.checkpoint.catalog import Digest
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.pickle_screen import screen
 from shardspec.checkpoint.torch_files.unpickler import (
     Global,
     Names,
@@ -19,20 +18,23 @@ from shardspec.checkpoint.torch_files.unpickler import (
     made_by,
     mere_name,
     record_class,
+    screen,
     unpickle,
 )
-from shardspec.checkpoint.torch_files.zip_files import TorchZip
+from shardspec.checkpoint.torch_files.zip_reader import TorchZip
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
+from shardspec.layout.placements import Placement
+from shardspec.mesh import DeviceMesh
 
 __all__ = [
     "TORCH_NAMES",
     "Complex",
+    "Placed",
     "TensorPlace",
     "TorchStorage",
     "TorchTensor",
     "check_record",
-    "read_torch",
     "read_torch_pickle",
     "row_major",
     "sizes_of",
@@ -54,17 +56,48 @@ class TorchStorage(NamedTuple):
     """Its elements."""
 
 
+class Placed(NamedTuple):
+    """How a DTensor lies on the ranks."""
+
+    shape: tuple[int, ...]
+    """Sizes of the global tensor."""
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    """One per mesh axis."""
+    shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
+    """Where torch says so: per dim the axes that split it, the major one first."""
+    saver: int | None = None
+    """The rank that saved it, where its mesh says so and it is not the one it was read for."""
+
+
 class TorchTensor(NamedTuple):
     """A tensor: how it looks into a storage. Nothing of its bytes has been read."""
 
     dtype: str
     """torch's name of the element type."""
     shape: tuple[int, ...]
+    """Sizes of what the file holds: of a DTensor the local part."""
     strides: tuple[int, ...]
     """Elements from one to the next along each dim."""
     start: int
     """Elements of the storage before the first."""
     storage: TorchStorage
+    placed: Placed | None = None
+    """None if it is no DTensor."""
+    digested: bool = True
+    """Whether the digest of its storage is judged with it, as with one of those in a storage."""
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Sizes of the tensor of which this is all or a part."""
+        return self.shape if self.placed is None else self.placed.shape
+
+    @property
+    def is_part(self) -> bool:
+        """Whether its storage has more bytes than it."""
+        storage = self.storage
+        num_bytes = prod(self.shape) * item_bytes(self.dtype)
+        return num_bytes < storage.size * item_bytes(storage.dtype)
 
 
 class Complex(str):
@@ -85,13 +118,7 @@ class TensorPlace(NamedTuple):
 
 
 def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Say whether elements lie one after the other; sizes of 1 and empty tensors do not matter.
-
-    Examples
-    --------
-    >>> row_major((2, 1, 3), (3, 9, 1)), row_major((2, 3), (1, 2)), row_major((0, 3), (1, 7))
-    (True, False, True)
-    """
+    """Say whether elements lie one after the other; sizes of 1 and empty tensors do not matter."""
     due = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1:
@@ -104,20 +131,22 @@ def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> TensorPlace:
     """Return where a tensor's bytes lie; the header of its record is read and checked."""
     check_record(tensor, found)
-    record = found.record(file, tensor.storage.key)
+    name = f"data/{tensor.storage.key}"
+    start, record = found.start(file, name), found.record(name)
     size = item_bytes(tensor.dtype)
     strides = None
     if not row_major(tensor.shape, tensor.strides):
         strides = tuple(step * size for step in tensor.strides)
-    value = record.crc32
-    digest = None if value is None else Digest(value, record.offset, record.num_bytes)
-    return TensorPlace(record.offset + tensor.start * size, strides, digest)
+    digest = None
+    if record.crc32 is not None and tensor.digested:
+        digest = Digest(record.crc32, start, record.num_bytes)
+    return TensorPlace(start + tensor.start * size, strides, digest)
 
 
 def check_record(tensor: TorchTensor, found: TorchZip) -> None:
     """Compare what the pickle says of a tensor with what the directory does; nothing is read."""
     storage = tensor.storage
-    num_bytes = found.num_bytes(storage.key)
+    num_bytes = found.record(f"data/{storage.key}").num_bytes
     if num_bytes != storage.size * item_bytes(storage.dtype):
         raise CheckpointError(
             f"{found.what}: record data/{storage.key:.40} has {num_bytes} bytes, but the "
@@ -135,33 +164,17 @@ def check_record(tensor: TorchTensor, found: TorchZip) -> None:
         )
 
 
-def read_torch(file: SourceFile, found: TorchZip, more: Names | None = None) -> object:
-    """Read what `torch.save` wrote, without torch, without running it, and without its tensors.
-
-    A `TorchTensor` stands where each tensor was, a `Record` where each DTensor was.
-
-    Parameters
-    ----------
-    file, found
-        The file, open, and its directory, by `read_torch_zip`.
-    more
-        Names beyond `TORCH_NAMES` that may stand in it, or other meanings of those.
-    """
-    return read_torch_pickle(found.pickle(file), found.what, more)
-
-
 def read_torch_pickle(
     data: bytes,
     what: str,
     more: Names | None = None,
     screened: Callable[[bytes], None] = screen,
 ) -> object:
-    """Read the pickle of what `torch.save` wrote, by `TorchZip.pickle`; as `read_torch`."""
-    names = TORCH_NAMES if more is None else {**TORCH_NAMES, **more}
-    return unpickle(data, names, what, "pickle", _storage, screened)
+    """Read the pickle of what `torch.save` wrote; a `Record` stands where a DTensor was."""
+    return unpickle(data, {**TORCH_NAMES, **(more or {})}, what, "pickle", _storage, screened)
 
 
-# --- what the names on the list make
+# --- what the names on the list make; `made_by` says of which the arguments are wrong
 
 
 def sizes_of(value: object = ()) -> tuple[int, ...]:
@@ -173,15 +186,6 @@ def sizes_of(value: object = ()) -> tuple[int, ...]:
         else:
             return tuple(value)
     raise ValueError("sizes are whole numbers from 0, at most 64 of them")
-
-
-def _dtype_of(value: object) -> str:
-    if not isinstance(value, Global) or not value.name.startswith("torch."):
-        raise ValueError("a dtype is named as torch.…")
-    try:
-        return dtype_name(value.name)
-    except DTypeError as error:
-        raise ValueError(str(error)) from None
 
 
 def _storage(value: object) -> TorchStorage:
@@ -207,7 +211,6 @@ def _rebuild(
     metadata: object = None,
     dtype: str | None = None,
 ) -> TorchTensor:
-    """Make a tensor, as ``_rebuild_tensor`` and its second version would."""
     if not isinstance(storage, TorchStorage):
         raise ValueError("a tensor needs a storage")
     sizes, steps = sizes_of(shape), sizes_of(strides)
@@ -222,7 +225,13 @@ def _rebuild(
 
 def _rebuild_v3(*args: object) -> TorchTensor:
     storage, start, shape, strides, *_, dtype, metadata = (*args, None)[:8]
-    return _rebuild(storage, start, shape, strides, None, None, metadata, _dtype_of(dtype))
+    if not isinstance(dtype, Global) or not dtype.name.startswith("torch."):
+        raise ValueError("a dtype is named as torch.…")
+    try:
+        name = dtype_name(dtype.name)
+    except DTypeError as error:
+        raise ValueError(str(error)) from None
+    return _rebuild(storage, start, shape, strides, None, None, metadata, name)
 
 
 def _first(value: object, *_: object) -> object:
@@ -247,7 +256,7 @@ def _encoded(text: object, encoding: object = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _complex(real: object, imag: object) -> "Complex":
+def _complex(real: object, imag: object) -> Complex:
     if not isinstance(real, float) or not isinstance(imag, float):
         raise ValueError("a complex number is made of two numbers")
     return Complex(str(complex(real, imag)))
@@ -273,31 +282,7 @@ _STORAGES: Final[Mapping[str, str]] = {
     )
 }
 """Names that stand only in references to storages, and what their elements are."""
-
-_HOMES: Final = ("builtins", "__builtin__")
-_NAMED: Final = (
-    *_STORAGES,
-    *("torch.strided", "torch.Tensor"),
-    *(
-        f"torch.{kind}Storage"
-        for kind in ("ComplexDouble", "QUInt8", "QInt8", "QInt32", "QUInt4x2", "QUInt2x4")
-    ),
-    *(
-        f"torch.{dtype}"
-        for dtype in (
-            *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-            *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-            *("complex32", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64"),
-            *("uint8", "uint16", "uint32", "uint64"),
-        )
-    ),
-    # What a defaultdict may be said to make.
-    *(
-        f"{home}.{kind}"
-        for home in _HOMES
-        for kind in ("list", "dict", "int", "long", "float", "str", "unicode", "bool", "tuple")
-    ),
-)
+_BUILTINS: Final = ("builtins", "__builtin__")
 _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "torch._utils._rebuild_tensor": _rebuild,
     "torch._utils._rebuild_tensor_v2": _rebuild,
@@ -311,37 +296,45 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "_codecs.encode": _encoded,
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": _sharded,
     "torch.distributed._shard.sharded_tensor.shard.Shard": _sharded,
-    **{f"{home}.complex": _complex for home in _HOMES},
+    **{f"{home}.complex": _complex for home in _BUILTINS},
 }
 _DTENSOR_HOMES: Final = (
     *("torch.distributed.device_mesh", "torch.distributed._mesh_layout"),
-    *("torch.distributed.tensor", "torch.distributed.tensor._api"),
-    *(
-        f"torch.distributed.{home}.{module}"
-        for home in ("tensor", "_tensor")
-        for module in ("placement_types", "_dtensor_spec")
-    ),
-    "torch.distributed._tensor.api",
+    *("torch.distributed.tensor", "torch.distributed.tensor._api", "torch.distributed._tensor.api"),
+    *("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types"),
+    *("torch.distributed.tensor._dtensor_spec", "torch.distributed._tensor._dtensor_spec"),
 )
 """Every path at which a version of torch had parts of DTensors."""
-_KINDS: Final = (
-    (_HOMES, ("set", "frozenset", "bytearray", "range", "xrange", "slice")),
-    (_DTENSOR_HOMES, ("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "DeviceMesh")),
-    (_DTENSOR_HOMES, ("_MeshLayout", "_FlatLayout", "Shard", "_StridedShard")),
-    (_DTENSOR_HOMES, ("Replicate", "Partial", "_Partial")),
-    (("torch",), ("device",)),
-    (("torch.serialization",), ("_get_layout",)),
-    (("torch._tensor",), ("_rebuild_from_type_v2",)),
-    (("torch._utils",), ("_rebuild_wrapper_subclass",)),
+
+
+def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[tuple[str, str]]:
+    """Yield the full names, and the last parts of them."""
+    return ((f"{home}.{name}{suffix}", name) for home in homes for name in names.split())
+
+
+_MERE_NAMES: Final = (
+    *((name, name) for name in (*_STORAGES, "torch.strided", "torch.Tensor")),
+    *_named(("torch",), "ComplexDouble QUInt8 QInt8 QInt32 QUInt4x2 QUInt2x4", "Storage"),
+    *_named(("torch",), "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2"),
+    *_named(("torch",), "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bool"),
+    *_named(("torch",), "complex32 complex64 complex128 int8 int16 int32 int64 uint8 uint16"),
+    *_named(("torch",), "uint32 uint64"),
+    # What a defaultdict may be said to make.
+    *_named(_BUILTINS, "list dict int long float str unicode bool tuple"),
+)
+_RECORDS: Final = (
+    *_named(_BUILTINS, "set frozenset bytearray range xrange slice"),
+    *_named(_DTENSOR_HOMES, "DTensor DTensorSpec TensorMeta ShardOrderEntry DeviceMesh"),
+    *_named(_DTENSOR_HOMES, "_MeshLayout _FlatLayout Shard _StridedShard Replicate Partial"),
+    *_named(_DTENSOR_HOMES, "_Partial"),
+    *_named(("torch",), "device"),
+    *_named(("torch.serialization",), "_get_layout"),
+    *_named(("torch._tensor",), "_rebuild_from_type_v2"),
+    *_named(("torch._utils",), "_rebuild_wrapper_subclass"),
 )
 TORCH_NAMES: Final[Names] = {
-    **{name: mere_name(name) for name in _NAMED},
+    **{name: mere_name(name) for name, _ in _MERE_NAMES},
     **{name: made_by(name, function) for name, function in _FUNCTIONS.items()},
-    **{
-        f"{home}.{kind.name}": kind
-        for homes, kinds in _KINDS
-        for kind in map(record_class, kinds)
-        for home in homes
-    },
+    **{name: record_class(kind) for name, kind in _RECORDS},
 }
 """Every name that may stand in what torch writes for tensors, DTensors and plain values."""

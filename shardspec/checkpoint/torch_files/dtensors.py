@@ -1,0 +1,258 @@
+"""What `torch.save` wrote, with the DTensors in it: the local tensor, global shape and placements.
+
+How torch keeps the mesh of a DTensor has changed twice: as a tensor of ids, as one layout over a
+list of ids, and as one such layout per axis. All are read. Source: ``device_mesh.py``,
+``_mesh_layout.py`` and ``tensor/_dtensor_spec.py`` of ``torch/distributed``. What raises
+`ValueError` here is told as wrong arguments of a call in the pickle.
+"""
+
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import chain, product
+from math import prod
+from typing import Final
+
+from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, made_by, screen
+from shardspec.checkpoint.torch_files.values import (
+    TORCH_NAMES,
+    Placed,
+    TorchTensor,
+    check_record,
+    read_torch_pickle,
+    sizes_of,
+)
+from shardspec.checkpoint.torch_files.zip_reader import TorchZip
+from shardspec.dtypes import item_bytes
+from shardspec.layout.placements import PartialPlacement, Placement, Split, Whole
+from shardspec.mesh import DeviceMesh
+
+__all__ = ["read_torch"]
+
+_MOST_DEVICES: Final = 1 << 20
+_MOST_NESTED: Final = 256
+_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
+_WRAPPER: Final = TORCH_NAMES["torch._utils._rebuild_wrapper_subclass"]
+_PLAIN: Final = TORCH_NAMES["torch.Tensor"]
+
+
+def read_torch(
+    found: TorchZip,
+    data: bytes,
+    more: Names | None = None,
+    rank: int | None = None,
+    screened: Callable[[bytes], None] = screen,
+) -> object:
+    """Read what `torch.save` wrote, with a `TorchTensor` where each tensor or DTensor was.
+
+    `data` is its pickle. `more` are names beyond `TORCH_NAMES` that may stand in it. `rank` wrote
+    it, if that is known: torch up to 2.10 needs it to tell which slice of a mesh a DTensor was on.
+    """
+    names = {**(more or {}), _FROM_TYPE: made_by(_FROM_TYPE, _DTensors(found, rank).from_type)}
+    return read_torch_pickle(data, found.what, names, screened)
+
+
+class _DTensors:
+    """Builds the DTensors of one file; a mesh that many of them share is read once."""
+
+    def __init__(self, found: TorchZip, rank: int | None) -> None:
+        self._found = found
+        self._rank = rank
+        self._meshes: dict[Record, tuple[DeviceMesh, int | None]] = {}
+        """Every mesh that a DTensor was on, and who saved it, where it says so."""
+
+    def from_type(self, function: object, kind: object, inner: object, state: object) -> object:
+        """Build what ``_rebuild_from_type_v2`` would: a DTensor, or a tensor with attributes."""
+        match function, kind, inner:
+            case Global(), Global(), tuple():
+                pass
+            case _:
+                raise ValueError("it takes two names, arguments and a state")
+        if function is not _WRAPPER:
+            if kind is not _PLAIN:
+                raise ValueError(f"{kind.name} is no tensor")
+            return function(*inner)
+        members: dict[object, object] = {}
+        # Its dict, and its slots beside it where it has some.
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, dict):
+                members.update(part)
+            elif part is not None:
+                raise ValueError("the state of a tensor is no dict")
+        match kind.name, members.get("_spec"), members.get("_local_tensor"):
+            case "DTensor", Record(name="DTensorSpec") as spec, TorchTensor() as local:
+                pass
+            case _:
+                raise ValueError(f"a {kind.name} is no DTensor with a local tensor and a spec")
+        match spec.get("mesh"), spec.get("placements"):
+            case Record(name="DeviceMesh") as mesh, (tuple() | list()) as placements:
+                pass
+            case _:
+                raise ValueError("the spec of a DTensor lacks its mesh or its placements")
+        if mesh not in self._meshes:
+            made = self._mesh(mesh)
+            writer = _writer(mesh, made)
+            self._meshes[mesh] = made, None if writer == self._rank else writer
+        on, saver = self._meshes[mesh]
+        order = _shard_order(spec.get("shard_order"))
+        placed = Placed(sizes_of(inner[2]), on, tuple(map(_placement, placements)), order, saver)
+        return TorchTensor(*local[:5], placed)
+
+    def _mesh(self, mesh: Record) -> DeviceMesh:
+        names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names")
+        axis_names = tuple(names) if isinstance(names, tuple | list) else None
+        if any(not isinstance(name, str) for name in axis_names or ()):
+            raise ValueError("the names of a mesh are no texts")
+        tensor = mesh.get("mesh")
+        if isinstance(tensor, TorchTensor):
+            return _make_mesh(self._ids(tensor), tensor.shape, axis_names)
+        layout, ids, listed = map(mesh.get, ("_layout", "_flatten_rank_map", "_rank_map"))
+        if not isinstance(ids, tuple) and isinstance(listed, TorchTensor):
+            ids = self._ids(listed)
+        if (
+            not isinstance(layout, Record)
+            or not isinstance(ids, tuple)
+            or {*map(type, ids)} != {int}
+        ):
+            raise ValueError("a mesh lacks its ids; its version of torch is not known")
+        axes = _axes(layout)
+        shape = tuple(prod(sizes) for sizes, _ in axes)
+        if not 0 < prod(shape) <= len(ids):
+            raise ValueError(f"a mesh of shape {shape} has {len(ids)} ids")
+        offsets = _offsets(*(tuple(chain(*parts)) for parts in zip(*axes, strict=True)))
+        first = 0
+        if prod(shape) < len(ids):
+            # Which slice of a larger mesh it is: that of the rank that wrote it.
+            rank = self._rank if mesh.get("_rank") is None else mesh.get("_rank")
+            at = _position(mesh.get("_coordinate_on_dim"), shape)
+            if at is None or rank not in ids:
+                raise ValueError(
+                    "a mesh is a slice of a larger one and does not say which; distribute over the "
+                    "whole mesh, or save with torch 2.11 or later"
+                )
+            first = ids.index(rank) - offsets[at]
+        if first + min(offsets) < 0 or first + max(offsets) >= len(ids):
+            raise ValueError(f"a mesh of shape {shape} reaches past its {len(ids)} ids")
+        return _make_mesh(tuple(ids[first + offset] for offset in offsets), shape, axis_names)
+
+    def _ids(self, tensor: TorchTensor) -> tuple[int, ...]:
+        """Read a small tensor of ids, with all of its storage, which may be that of more."""
+        letter = {"int32": "i", "int64": "q"}.get(tensor.dtype)
+        name = f"data/{tensor.storage.key}"
+        num_bytes = self._found.record(name).num_bytes
+        most = 0 < prod(tensor.shape) <= _MOST_DEVICES and num_bytes <= 8 * _MOST_DEVICES
+        if letter is None or not most:
+            raise ValueError(f"a mesh of shape {list(tensor.shape)} and dtype {tensor.dtype}")
+        check_record(tensor, self._found)
+        with SourceFile(self._found.path) as file:
+            data = self._found.read(file, name)
+        # Little endian, as everything that is read.
+        ids = struct.unpack(f"<{num_bytes // item_bytes(tensor.dtype)}{letter}", data)
+        return tuple(ids[tensor.start + at] for at in _offsets(tensor.shape, tensor.strides))
+
+
+@lru_cache(_MOST_NESTED)
+def _make_mesh(
+    ids: tuple[int, ...], shape: tuple[int, ...], axis_names: tuple[str, ...] | None
+) -> DeviceMesh:
+    """Return one mesh for all files that say the same."""
+    return DeviceMesh(ids, shape, axis_names=axis_names)
+
+
+def _writer(mesh: Record, made: DeviceMesh) -> int | None:
+    """Return the rank that saved a mesh, which notes it, or at least its place in the mesh."""
+    rank, at = mesh.get("_rank"), _position(mesh.get("_coordinate_on_dim"), made.shape)
+    return rank if isinstance(rank, int) else None if at is None else made.ids[at]
+
+
+def _position(coordinate: object, shape: tuple[int, ...]) -> int | None:
+    """Return the place of a coordinate in row-major order; None if it is none."""
+    if not isinstance(coordinate, tuple | list) or len(coordinate) != len(shape):
+        return None
+    place = 0
+    for size, step in zip(shape, coordinate, strict=True):
+        if not isinstance(step, int) or not 0 <= step < size:
+            return None
+        place = place * size + step
+    return place
+
+
+def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """Return what every element, in row-major order, adds to the place of the first."""
+    steps = zip(sizes, strides, strict=True)
+    return list(map(sum, product(*([stride * at for at in range(n)] for n, stride in steps))))
+
+
+def _axes(layout: Record) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return, for each axis of a mesh, sizes and strides in a list of ids; it may have several."""
+    axes, shape, stride = map(layout.get, ("axes", "shape", "stride"))
+    parts: list[tuple[object, ...]] = [(shape, stride)]
+    if isinstance(axes, tuple):
+        parts = [
+            (part.get("shape"), part.get("stride")) if isinstance(part, Record) else (None, None)
+            for part in axes
+        ]
+    elif isinstance(shape, tuple) and isinstance(stride, tuple):
+        parts = list(zip(shape, stride, strict=True))
+    found = [(_flat(sizes), _flat(strides)) for sizes, strides in parts]
+    for sizes, strides in found:
+        if len(sizes) != len(strides):
+            raise ValueError(f"an axis of a mesh has sizes {list(sizes)}, strides {list(strides)}")
+    return found
+
+
+def _flat(value: object) -> tuple[int, ...]:
+    """Return the numbers of nested tuples; few of them, however they are nested."""
+    found: list[object] = []
+    todo = [value]
+    for _ in range(_MOST_NESTED):
+        if not todo:
+            return sizes_of(found)
+        part = todo.pop()
+        if isinstance(part, tuple):
+            todo.extend(reversed(part))
+        else:
+            found.append(part)
+    raise ValueError("the layout of a mesh is too deep")
+
+
+# One object for all placements that are alike, which are then compared at once.
+_WHOLE: Final = Whole()
+_split: Final = lru_cache(_MOST_NESTED)(Split)
+
+
+def _placement(value: object) -> Placement:
+    if not isinstance(value, Record):
+        raise ValueError(f"a placement is a {type(value).__name__}")
+    match value.name:
+        case "Replicate":
+            return _WHOLE
+        case "Shard" | "_StridedShard":
+            dim = value.get("dim")
+            factor = 1 if value.name == "Shard" else value.get("split_factor")
+            if isinstance(dim, int) and isinstance(factor, int):
+                return _split(dim, factor)
+        case "Partial" | "_Partial":
+            match value.get("reduce_op"):
+                case "sum" | "avg" | "min" | "max" as op:
+                    return PartialPlacement(op)
+                case "product" | "prod":
+                    return PartialPlacement("prod")
+    raise ValueError(
+        f"placement {value.name} is not known, or not with its members; redistribute to Shard, "
+        "Replicate or Partial of a named operation before saving"
+    )
+
+
+def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    if value is None:
+        return None
+    order = []
+    for entry in value if isinstance(value, tuple | list) else (value,):
+        match entry.args if isinstance(entry, Record) else entry:
+            case int() as dim, tuple() as axes:
+                order.append((dim, sizes_of(axes)))
+            case _:
+                raise ValueError("a shard order is no list of dims and axes")
+    return tuple(order)

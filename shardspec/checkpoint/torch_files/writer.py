@@ -1,0 +1,363 @@
+"""What `torch.save` writes, planned without torch: a pickle, in a zip whose tensors come later.
+
+Python's own pickler imports what it names; this one writes the few instructions that a state dict
+and torch's checkpoint metadata need. In the zip nothing is compressed, and every record starts at a
+multiple of 64 bytes. The CRC-32 of a record is written after it and in the directory at the end: so
+a file of archives can be written from its start on. Every byte between records is where torch has
+it, as torch may work out where they lie and not look
+(`torch.utils.serialization.config.load.calculate_storage_offsets`). Source: Lib/pickletools.py of
+CPython; APPNOTE.TXT of PKWARE, 4.3 to 4.5; torch/serialization.py, torch/_utils.py,
+caffe2/serialize/inline_container.cc and third_party/miniz of torch.
+"""
+
+import pickle
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import BytesIO
+from math import prod
+from typing import Final, NamedTuple
+
+from shardspec.checkpoint.digests import crc32
+from shardspec.checkpoint.targets import RawBytes
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
+
+__all__ = [
+    "Call",
+    "Made",
+    "Name",
+    "Outside",
+    "Pairs",
+    "ZipPlan",
+    "add_state",
+    "check_text",
+    "pickle_into",
+    "pickled",
+    "tensor_value",
+]
+
+
+class Name(NamedTuple):
+    """Something that is found by its module and name."""
+
+    module: str
+    name: str
+
+
+class Call(NamedTuple):
+    """What a call of something gives."""
+
+    function: Name
+    args: tuple[object, ...] = ()
+
+
+class Made(NamedTuple):
+    """An object of a class, made without a call, and its state."""
+
+    kind: Name
+    state: object = None
+
+
+class Outside(NamedTuple):
+    """A reference to something outside of the pickle, such as a storage."""
+
+    key: tuple[object, ...]
+
+
+class Pairs(NamedTuple):
+    """A dict whose keys Python cannot hash here, or of which no more than an item is held."""
+
+    items: Iterable[tuple[object, object]]
+
+
+def pickled(value: object) -> bytes:
+    """Return a value as a pickle of protocol 2, as torch's files have it.
+
+    It is None, a number, text, bytes, a tuple, list or dict of such, or one of the values above;
+    `CheckpointError` if it is something else.
+    """
+    out = BytesIO()
+    pickle_into(value, out.write)
+    return out.getvalue()
+
+
+def pickle_into(value: object, write: Callable[[bytes], object]) -> None:
+    """Write a value piece by piece, as `pickled` does."""
+    write(b"\x80\x02")
+    _put(value, write, {})
+    write(b".")
+
+
+def _put(value: object, out: Callable[[bytes], object], known: dict[object, int]) -> None:
+    """Write a value; texts and names that are `known` are referred to by their numbers."""
+    match value:
+        case None | bool():
+            out(pickle.dumps(value, 2)[2:-1])
+        case int() | float():
+            # A subclass would be written by its name.
+            number = int(value) if isinstance(value, int) else float(value)
+            if isinstance(number, int) and number.bit_length() >= 8 * 255:
+                raise CheckpointError(
+                    "a whole number of more than 255 bytes cannot be carried along"
+                )
+            # What stands between the protocol and the end.
+            out(pickle.dumps(number, 2)[2:-1])
+        case str() | Name():
+            if value in known:
+                out(_numbered(b"h", b"j", known[value]))
+                return
+            if isinstance(value, Name):
+                out(b"c" + _utf8(value.module) + b"\n" + _utf8(value.name) + b"\n")
+            else:
+                data = _utf8(value)
+                out(b"X" + struct.pack("<I", len(data)) + data)
+            out(_numbered(b"q", b"r", len(known)))
+            known[value] = len(known)
+        case Pairs(items):
+            out(b"}(")
+            for key, item in items:
+                _put(key, out, known)
+                _put(item, out, known)
+            out(b"u")
+        case Call(function, args):
+            _put(function, out, known)
+            _put(args, out, known)
+            out(b"R")
+        case Made(kind, state):
+            _put(kind, out, known)
+            out(b")\x81")
+            if state is not None:
+                _put(state, out, known)
+                out(b"b")
+        case Outside(key):
+            _put(key, out, known)
+            out(b"Q")
+        case bytes():
+            # Python writes them so where the protocol has none of its own.
+            text = value.decode("latin-1")
+            _put(Call(Name("_codecs", "encode"), (text, "latin1")), out, known)
+        case tuple() | list():
+            # The mark of a list follows the list; short tuples need none.
+            start, end = (b"](", b"e")
+            if isinstance(value, tuple):
+                start, end = _SHORT_TUPLES.get(len(value), (b"(", b"t"))
+            out(start)
+            for item in value:
+                _put(item, out, known)
+            out(end)
+        case Mapping():
+            _put(Pairs(value.items()), out, known)
+        case _:
+            raise CheckpointError(
+                f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"
+            )
+
+
+_SHORT_TUPLES: Final = {0: (b")", b""), 1: (b"", b"\x85"), 2: (b"", b"\x86"), 3: (b"", b"\x87")}
+
+
+def _numbered(short: bytes, long: bytes, number: int) -> bytes:
+    return short + bytes((number,)) if number < 256 else long + struct.pack("<I", number)
+
+
+def check_text(text: str) -> None:
+    """Raise `CheckpointError` if a text cannot be written."""
+    _utf8(text)
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{text!r:.60} holds {text[error.start]!r}, which UTF-8 cannot express; rename it"
+        ) from None
+
+
+# --- tensors
+
+_STORAGES: Final = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+"""Dtypes that have a storage of their own; the others are kept as bytes."""
+
+
+def tensor_value(shape: Sequence[int], dtype: str, key: str) -> Call:
+    """Return a tensor as torch pickles it, its bytes in the record `data/<key>`."""
+    sizes = tuple(shape)
+    strides = tuple(prod(max(1, n) for n in sizes[dim + 1 :]) for dim in range(len(sizes)))
+    count = prod(sizes)
+    kind = Name("torch", _STORAGES.get(dtype, ""))
+    function, more = "_rebuild_tensor_v2", tuple[Name, ...]()
+    if dtype not in _STORAGES:
+        kind, count = Name("torch.storage", "UntypedStorage"), count * item_bytes(dtype)
+        function, more = "_rebuild_tensor_v3", (Name("torch", dtype),)
+    storage = Outside(("storage", kind, key, "cpu", count))
+    hooks = Call(Name("collections", "OrderedDict"))
+    return Call(Name("torch._utils", function), (storage, 0, sizes, strides, False, hooks, *more))
+
+
+def add_state(
+    plan: "ZipPlan", value: object, storages: Sequence[tuple[str, int | bytes]]
+) -> list[int]:
+    """Add to an empty archive what torch.save writes of a value.
+
+    `storages` are those that the value refers to: the key of each, and its bytes, or their number.
+    Returns where in the file the bytes of each go of which the number was given.
+    """
+    plan.add("data.pkl", pickled(value))
+    plan.add(".format_version", b"1")
+    plan.add(".storage_alignment", b"64")
+    plan.add("byteorder", b"little")
+    places = []
+    for key, stored in storages:
+        if isinstance(stored, bytes):
+            plan.add(f"data/{key}", stored)
+        else:
+            places.append(plan.add_tensor(f"data/{key}", stored))
+    plan.add("version", b"3\n")
+    return places
+
+
+# --- the zip
+
+_ALIGNMENT: Final = 64
+_BIG: Final = 0xFFFFFFFF
+_MANY: Final = 0xFFFF
+_VERSION: Final = 45
+"""Of the standard: the first that has sizes of more than 32 bits."""
+_FOLLOWED: Final = 1 << 3
+"""Flag: size and CRC-32 of a record follow it."""
+_UTF8: Final = 1 << 11
+"""Flag: of names."""
+_END_BYTES: Final = 56 + 20 + 22
+
+
+class _Record(NamedTuple):
+    """A file of the archive; its header's position counts from the start of the archive."""
+
+    name: bytes
+    num_bytes: int
+    header: int
+    crc32: int | None
+    """None if it is a tensor's, known later."""
+
+    @property
+    def flags(self) -> int:
+        """What is special about it."""
+        return _UTF8 | (_FOLLOWED if self.num_bytes else 0)
+
+    def sizes_64(self) -> bytes:
+        """Return, as an extra field, size and position where they do not fit 32 bits."""
+        big = [self.num_bytes, self.num_bytes] if self.num_bytes >= _BIG else []
+        big += [self.header] if self.header >= _BIG else []
+        return struct.pack(f"<HH{len(big)}Q", 1, 8 * len(big), *big) if big else b""
+
+    def before(self) -> bytes:
+        """Return its header, padded so that its bytes are aligned."""
+        extra = self.sizes_64()
+        # torch marks its padding so.
+        room = -(self.header + 30 + len(self.name) + len(extra) + 4) % _ALIGNMENT
+        extra += struct.pack("<2sH", b"FB", room) + b"Z" * room
+        numbers = (_VERSION, self.flags, 0, 0, 0, 0, 0, 0, len(self.name), len(extra))
+        return struct.pack("<4s5H3I2H", b"PK\x03\x04", *numbers) + self.name + extra
+
+    def after(self, value: int) -> bytes:
+        """Return what follows it: its CRC-32 and size; nothing if it is empty."""
+        if not self.num_bytes:
+            return b""
+        sizes = "2Q" if self.sizes_64() else "2I"
+        return struct.pack(f"<4sI{sizes}", b"PK\x07\x08", value, self.num_bytes, self.num_bytes)
+
+    def listed(self, value: int) -> bytes:
+        """Return its entry in the directory."""
+        extra, size = self.sizes_64(), min(self.num_bytes, _BIG)
+        numbers = (_VERSION, _VERSION, self.flags, 0, 0, 0, value, size, size)
+        places = (len(self.name), len(extra), 0, 0, 0, 0, min(self.header, _BIG))
+        head = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *numbers, *places)
+        return head + self.name + extra
+
+
+class ZipPlan:
+    """An archive in the making, which starts at byte `offset` of its file."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self._offset = offset
+        self._at = 0
+        self._records: list[_Record] = []
+        self._tensors: list[_Record] = []
+        # Where it starts and what it is: what is known before the first tensor, after it, ...
+        self._known: list[tuple[int, bytearray]] = [(0, bytearray())]
+
+    def add(self, name: str, data: bytes) -> None:
+        """Add a record of known bytes."""
+        record = self._begin(name, len(data), crc32(data))
+        self._extend(data + record.after(crc32(data)))
+
+    def add_tensor(self, name: str, num_bytes: int) -> int:
+        """Add a record to be filled later; return its position in the file."""
+        record = self._begin(name, num_bytes, None)
+        start = self._at
+        self._tensors.append(record)
+        self._at += num_bytes + len(record.after(0))
+        self._known.append((self._at, bytearray()))
+        return self._offset + start
+
+    def _begin(self, name: str, num_bytes: int, value: int | None) -> _Record:
+        record = _Record(f"archive/{name}".encode(), num_bytes, self._at, value)
+        self._records.append(record)
+        self._extend(record.before())
+        return record
+
+    def _extend(self, data: bytes) -> None:
+        self._known[-1][1].extend(data)
+        self._at += len(data)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the archive."""
+        return self._at + sum(len(record.listed(0)) for record in self._records) + _END_BYTES
+
+    def pieces(self) -> list[RawBytes]:
+        """Return the bytes that are known already: those up to the first tensor."""
+        data = bytes(self._known[0][1])
+        return [RawBytes(self._offset, data if self._tensors else data + self._directory(()))]
+
+    def late(self, crcs: Sequence[int], first: int = 0) -> list[RawBytes]:
+        """Return what follows tensors, given the CRC-32 of each; as `Trailer` says."""
+        pieces = []
+        for number in range(first, len(crcs)):
+            start, known = self._known[number + 1]
+            data = self._tensors[number].after(crcs[number])
+            start -= len(data)
+            data += known
+            if number + 1 == len(self._tensors):
+                data += self._directory(crcs)
+            pieces.append(RawBytes(self._offset + start, data))
+        return pieces
+
+    def _directory(self, crcs: Sequence[int]) -> bytes:
+        """Return the end of the archive: in 64 bits, and what older readers look for."""
+        left = iter(crcs)
+        joined = b"".join(
+            record.listed(next(left) if record.crc32 is None else record.crc32)
+            for record in self._records
+        )
+        count, size, start = len(self._records), len(joined), self._at
+        numbers = (44, _VERSION, _VERSION, 0, 0, count, count, size, start)
+        big = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", *numbers)
+        locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + size, 1)
+        small = (min(count, _MANY), min(count, _MANY), min(size, _BIG), min(start, _BIG))
+        plain = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, *small, 0)
+        return joined + big + locator + plain
