@@ -18,6 +18,7 @@ from shardspec.checkpoint.formats.names import (
     METADATA_NAME,
     UNIVERSAL_LATEST,
     UNIVERSAL_OPTIMIZER,
+    format_of_names,
     is_data_file,
 )
 from shardspec.checkpoint.store import RemotePath, reason
@@ -236,8 +237,6 @@ def check_others(
     CheckpointError
         If there are any; names them.
     """
-    from shardspec.checkpoint.open import format_of_names
-
     inner = {name.split("/")[0] for name in new if "/" in name}
     heads = new - {name for name in new if "/" in name} | inner
     _check_kinds(output, new)

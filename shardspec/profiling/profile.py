@@ -6,18 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isclose, prod
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 from shardspec.checkpoint.commit import write_atomically
-from shardspec.checkpoint.strict_json import (
-    as_list,
-    as_object,
-    as_size,
-    as_sizes,
-    as_text,
-    member,
-    parse_json,
-)
+from shardspec.checkpoint.strict_json import checked, field, parse_json
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import KINDS, Curve, Line
 from shardspec.errors import CheckpointError, MeshError, ProfileError
@@ -220,23 +212,25 @@ def _read(path: Path) -> Profile:
         data = path.read_bytes()
     except OSError as error:
         raise ProfileError(f"{path}: cannot be read: {error.strerror}") from None
-    root = as_object(parse_json(data, path, "profile"), path, "the profile")
+    root = checked(parse_json(data, path, "profile"), dict, path, "the profile")
     if root.get("format") != _FORMAT:
         raise ProfileError(f"{path}: is no profile; 'shardspec profile' makes one")
-    version = as_size(member(root, "version", path, "version"), path, "version")
+    version = field(root, "version", int, path, "")
     if version != _VERSION:
         raise ProfileError(
             f"{path}: is of version {version}, but this reads version {_VERSION}; measure again "
             "or update"
         )
-    shape = tuple(as_sizes(member(root, "mesh_shape", path, "mesh_shape"), path, "mesh_shape"))
+    shape = field(root, "mesh_shape", tuple, path, "")
     if not shape or min(shape) < 1 or prod(shape) > _MOST_DEVICES:
         raise ProfileError(f"{path}: mesh_shape {list(shape)} is no mesh")
     names = root.get("axis_names")
     axis_names = (
         None
         if names is None
-        else tuple(as_text(n, path, "axis_names") for n in as_list(names, path, "axis_names"))
+        else tuple(
+            checked(n, str, path, "axis_names") for n in field(root, "axis_names", list, path, "")
+        )
     )
     if axis_names is not None and len(axis_names) != len(shape):
         raise ProfileError(f"{path}: {len(axis_names)} axis names for {len(shape)} axes")
@@ -244,27 +238,25 @@ def _read(path: Path) -> Profile:
         DeviceMesh(range(prod(shape)), shape, axis_names=axis_names)
     except MeshError as error:
         raise ProfileError(f"{path}: {error}") from None
-    facts = as_object(member(root, "facts", path, "facts"), path, "facts")
+    facts = field(root, "facts", dict, path, "")
     measurements = [
-        _measurement(as_object(item, path, f"measurements[{i}]"), path, f"measurements[{i}]", shape)
-        for i, item in enumerate(
-            as_list(member(root, "measurements", path, "measurements"), path, "measurements")
-        )
+        _measurement(item, path, f"measurements[{i}]", shape)
+        for i, item in enumerate(field(root, "measurements", list, path, ""))
     ]
     profile = make_profile(
-        shape, axis_names, measurements, {k: as_text(v, path, k) for k, v in facts.items()}
+        shape, axis_names, measurements, {k: checked(v, str, path, k) for k, v in facts.items()}
     )
     # The fits follow from the measurements, so a file whose fits do not is not to be trusted.
-    stated = member(root, "link_model", path, "link_model")
+    stated = field(root, "link_model", object, path, "")
     if stated not in get_args(LinkModel) or stated != profile.link_model:
         raise ProfileError(
             f"{path}: says that the model {stated!r} fits best, but its measurements say "
             f"{profile.link_model!r}; the file was changed, measure again"
         )
-    fits = as_object(member(root, "fits", path, "fits"), path, "fits")
+    fits = field(root, "fits", dict, path, "")
     for fit in (profile.ring, profile.shared_bus):
         key = f"fits.{fit.link_model}"
-        record = as_object(member(fits, fit.link_model, path, key), path, key)
+        record = field(fits, fit.link_model, dict, path, "fits")
         if not _alike(record, _fit_record(fit)):
             raise ProfileError(
                 f"{path}: {key} does not follow from the measurements; the file was changed, "
@@ -286,17 +278,16 @@ def _alike(found: object, expected: object) -> bool:
     return found == expected
 
 
-def _measurement(
-    item: dict[str, Any], path: Path, key: str, mesh_shape: tuple[int, ...]
-) -> Measurement:
-    kind = as_text(member(item, "kind", path, f"{key}.kind"), path, f"{key}.kind")
+def _measurement(found: object, path: Path, key: str, mesh_shape: tuple[int, ...]) -> Measurement:
+    item = checked(found, dict, path, key)
+    kind = field(item, "kind", str, path, key)
     if kind not in KINDS:
         raise ProfileError(f"{path}: {key}.kind {kind!r} is none of {', '.join(KINDS)}")
-    axes = tuple(as_sizes(member(item, "axes", path, f"{key}.axes"), path, f"{key}.axes"))
+    axes = field(item, "axes", tuple, path, key)
     if not axes or len(set(axes)) != len(axes) or max(axes) >= len(mesh_shape):
         raise ProfileError(f"{path}: {key}.axes {list(axes)} are no axes of the mesh")
-    num_bytes = as_size(member(item, "num_bytes", path, f"{key}.num_bytes"), path, key)
-    seconds = member(item, "seconds", path, f"{key}.seconds")
+    num_bytes = field(item, "num_bytes", int, path, key)
+    seconds = field(item, "seconds", object, path, key)
     if num_bytes < 1:
         raise ProfileError(f"{path}: {key}.num_bytes is 0, but a step moves something")
     least, most = _SECONDS

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardspec.checkpoint.formats.names import FORMATS
 from shardspec.checkpoint.merge import merge
-from shardspec.checkpoint.open import FORMATS, open_checkpoint, open_checkpoints
+from shardspec.checkpoint.open import open_checkpoint, open_checkpoints
 from shardspec.checkpoint.reshard import reshard
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh

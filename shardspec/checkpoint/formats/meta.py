@@ -17,7 +17,7 @@ from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PAR
 from shardspec.checkpoint.formats.torch_file import open_torch_file
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.strict_json import as_object, parse_json
+from shardspec.checkpoint.strict_json import checked, parse_json
 from shardspec.checkpoint.torch_files.torch_state import (
     check_no_copies,
     plain_value,
@@ -99,7 +99,7 @@ def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object
     """Read what the model is said to be, and compare it with the tensors."""
     with SourceFile(path) as file:
         data = file.read(0, min(file.num_bytes, _MOST_BYTES))
-    params = as_object(parse_json(data, path, META_PARAMS), path, META_PARAMS)
+    params = checked(parse_json(data, path, META_PARAMS), dict, path, META_PARAMS)
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
 
     def rows(name: str, dim: int = 0) -> int | None:
