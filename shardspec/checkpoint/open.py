@@ -42,8 +42,6 @@ _MOST_DIRECTORIES: Final = 256
 """Directories that are looked into: a wrong path may be that of a whole disk."""
 _SHOWN: Final = 3
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
-
-
 _FILE: Final = Format("a single file", "", re.compile("(?!)"), "")
 """What is a checkpoint by itself; who reads it is known once it is opened."""
 

@@ -154,46 +154,47 @@ def open_native(directory: Path) -> NativeCatalog:
 def _boxes_of(
     info: ShardingInfo, paths: Sequence[Path], directory: Path
 ) -> dict[str, tuple[FileBox, ...]]:
-    """Return the boxes of every tensor, file by file; those that its spec gives, and all of them.
+    """Return the boxes of every tensor, file by file, once it is checked that its spec gives them.
 
     Tensors of which the same files hold the same parts have one object.
     """
-    # Many tensors are sharded alike.
-    keys_of = lru_cache(None)(replica_keys)
     box_of = lru_cache(None)(FileBox)
-    found: dict[str, list[FileBox]] = {name: [] for name in info.tensors}
+    held: dict[str, list[FileBox]] = {name: [] for name in info.tensors}
     for file, path in zip(info.files, paths, strict=True):
         for name, box, addend, _ in file.boxes:
-            keys = keys_of(info.tensors[name], file.rank)
-            if (box, addend) not in keys:
-                holds = " and ".join(map(_key_text, keys)) or "nothing"
-                raise CheckpointError(
-                    f"{directory / INFO_NAME}: tensor {name!r}: rank {file.rank} is said to hold "
-                    f"box {_key_text((box, addend))}, but under spec {info.tensors[name].spec} it "
-                    f"holds {holds}; the info contradicts itself"
-                )
-            found[name].append(box_of(box, addend, file.rank, path))
-    shared: dict[tuple[Layout, tuple[int, ...]], tuple[FileBox, ...]] = {}
-    boxes_of = {}
+            held[name].append(box_of(box, addend, file.rank, path))
+    known: dict[tuple[Layout, tuple[int, ...]], tuple[FileBox, ...]] = {}
+    found = {}
     for name, layout in info.tensors.items():
-        boxes = found.pop(name)
+        boxes = held.pop(name)
         alike = layout, tuple(map(id, boxes))
-        if alike not in shared:
-            _check_complete(name, layout, boxes, directory)
-            shared[alike] = tuple(boxes)
-        boxes_of[name] = shared[alike]
-    return boxes_of
+        if alike not in known:
+            _check_boxes(name, layout, boxes, directory)
+            known[alike] = tuple(boxes)
+        found[name] = known[alike]
+    return found
 
 
-def _check_complete(name: str, layout: Layout, boxes: Iterable[FileBox], directory: Path) -> None:
-    held = {(box.box, box.addend) for box in boxes}
-    for key, ranks in replica_holders(layout).items():
-        if key not in held:
-            some = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-            holders = f"rank {some}" if len(ranks) == 1 else f"ranks {some} all"
+def _check_boxes(name: str, layout: Layout, boxes: Sequence[FileBox], directory: Path) -> None:
+    """Check that each box is one that its rank has under the spec, and that none is missing."""
+    holders = replica_holders(layout)
+    held = [(box.box, box.addend) for box in boxes]
+    stored = set(held)
+    for part, box in zip(held, boxes, strict=True):
+        if box.rank not in holders.get(part, ()):
+            own = " and ".join(map(_part_text, replica_keys(layout, box.rank))) or "nothing"
             raise CheckpointError(
-                f"{directory}: tensor {name!r}: no file holds its box {_key_text(key)}, which "
-                f"{holders} held; restore that file or save again"
+                f"{directory / INFO_NAME}: tensor {name!r}: rank {box.rank} is said to hold box "
+                f"{_part_text(part)}, but under spec {layout.spec} it holds {own}; the info "
+                "contradicts itself"
+            )
+    for part, ranks in holders.items():
+        if part not in stored:
+            some = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+            who = f"rank {some}" if len(ranks) == 1 else f"ranks {some} all"
+            raise CheckpointError(
+                f"{directory}: tensor {name!r}: no file holds its box {_part_text(part)}, which "
+                f"{who} held; restore that file or save again"
             )
 
 
@@ -219,8 +220,8 @@ def _read_header(path: Path, file: FileEntry, save: str) -> Header:
     return header
 
 
-def _key_text(key: ReplicaKey) -> str:
-    box, addend = key
+def _part_text(part: ReplicaKey) -> str:
+    box, addend = part
     return f"{box_text(box)} of addend {list(addend)}" if addend else box_text(box)
 
 

@@ -1,14 +1,11 @@
 """Hugging Face's safetensors: whole tensors, spread over files that an index lists, or none lists.
 
 The index is ``model.safetensors.index.json``, ``{"metadata": {"total_size": bytes}, "weight_map":
-{tensor name: file name}}``. It is compared with the headers of the files both ways. `total_size`
-is not: writers count tied tensors once or twice. Files beside those that the index names
-(``consolidated.safetensors``, adapters) are left alone. Files may be links into the ``blobs`` of a
-hub cache, as its ``snapshots`` have them, and into nothing else.
-
-Without an index, all ``*.safetensors`` of the directory make up the checkpoint. No tensor may stand
-in two of them, and where files are numbered ``-00001-of-00003`` all three have to be there. That an
-unnumbered file is missing cannot be told.
+{tensor name: file name}}``. It is compared with the headers of the files both ways, but for
+`total_size`: writers count tied tensors once or twice. Other files beside those that it names are
+left alone. Without an index, all ``*.safetensors`` of the directory make up the checkpoint. No
+tensor may stand in two of them, and where files are numbered ``-00001-of-00003`` all three have to
+be there. That an unnumbered file is missing cannot be told.
 
 Source: ``save_pretrained`` of transformers and ``split_torch_state_dict_into_shards`` of
 huggingface_hub.
@@ -16,7 +13,7 @@ huggingface_hub.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final
 
@@ -176,18 +173,14 @@ def by_file(index: Path) -> dict[Path, set[str]]:
     return found
 
 
-def check_listed(path: Path, held: Collection[str], listed: Set[str], index: Path) -> None:
+def check_listed(path: Path, held: Iterable[str], listed: Set[str], index: Path) -> None:
     """Check that a file holds what its index says."""
-    for name in held:
-        if name not in listed:
-            raise CheckpointError(
-                f"{path}: holds tensor {name!r}, which {index.name} does not list for it; index "
-                "and files are not of one save, restore them"
-            )
-    if len(held) < len(listed):
+    for name in sorted(listed ^ set(held), key=lambda name: (name in listed, name)):
+        problem = f"holds tensor {name!r}, which {index.name} does not list for it"
+        if name in listed:
+            problem = f"lacks tensor {name!r}, which {index.name} lists for it"
         raise CheckpointError(
-            f"{path}: lacks tensor {min(listed - set(held))!r}, which {index.name} lists for it; "
-            "index and files are not of one save, restore them"
+            f"{path}: {problem}; index and files are not of one save, restore them"
         )
 
 

@@ -7,12 +7,11 @@ of the tensors. Source: README of https://github.com/huggingface/safetensors, se
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.catalog import Columns
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.strict_json import JSONStream, checked
 from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
@@ -174,8 +173,7 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     ordered = sorted(slots, key=lambda slot: (_ORDER.index(to_safetensors(slot.dtype)), slot.name))
     # Entry by entry: one table of all would take five times the memory of its text.
     text = bytearray(b"{")
-    sizes = array("q")
-    end = 0
+    ends = array("q", [0])
     try:
         if metadata:
             text += _member(_METADATA, dict(metadata))
@@ -185,13 +183,10 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
                     f"a tensor cannot be named {_METADATA!r}: the safetensors format keeps that "
                     "name for itself; rename the tensor"
                 )
-            sizes.append(prod(slot.shape) * item_bytes(slot.dtype))
-            code, span = to_safetensors(slot.dtype), [end, end + sizes[-1]]
-            end = span[1]
-            if len(text) > 1:
-                text += b","
-            entry = dict(zip(_FIELDS, (code, _shape_of_numbers(slot), span), strict=True))
-            text += _member(slot.name, entry)
+            ends.append(ends[-1] + prod(slot.shape) * item_bytes(slot.dtype))
+            code, shape = to_safetensors(slot.dtype), _shape_of_numbers(slot)
+            entry = dict(zip(_FIELDS, (code, shape, ends[-2:].tolist()), strict=True))
+            text += (b"," if len(text) > 1 else b"") + _member(slot.name, entry)
     except UnicodeEncodeError as error:
         raise CheckpointError(
             f"a tensor name holds {error.object[error.start]!r}, which UTF-8 cannot express; "
@@ -204,14 +199,13 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
             f"the names of {len(ordered)} tensors need a header of {len(text)} bytes, past the "
             f"safetensors format's limit of {_MAX_HEADER_BYTES}; write fewer tensors to a file"
         )
+    start = 8 + len(text)
+    entries = [
+        HeaderEntry(*slot, start + first, end - first)
+        for slot, (first, end) in zip(ordered, pairwise(ends), strict=True)
+    ]
     head = b"".join((len(text).to_bytes(8, "little"), text))
-    starts = array("q", accumulate(sizes, initial=len(head)))
-    file_bytes = starts.pop()
-
-    def listed(slot: TensorSlot, start: int, size: int) -> HeaderEntry:
-        return HeaderEntry(*slot, start, size)
-
-    return head, Header(Columns(listed, ordered, starts, sizes), dict(metadata), file_bytes)
+    return head, Header(tuple(entries), dict(metadata), start + ends[-1])
 
 
 def _shape_of_numbers(slot: TensorSlot) -> list[int]:
