@@ -90,11 +90,10 @@ class StoredBox(FileBox):
 
 @dataclass(frozen=True, slots=True)
 class StoredReduction:
-    """A reduction that is still to be carried out when the tensor is read."""
+    """A reduction that is still to be carried out when the tensor is read, over a mesh axis."""
 
     op: ReduceOp
     addends: int
-    """How many addends there are: the size of the mesh axis."""
 
 
 _Box_co = TypeVar("_Box_co", bound=FileBox, covariant=True)
@@ -134,10 +133,9 @@ class StoredObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpaqueValue:
-    """Stands for a value that was not read, because reading it could run code."""
+    """Stands for a value that was not read, because reading it could run code: says what it is."""
 
     text: str
-    """What it is."""
 
 
 def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
@@ -330,14 +328,6 @@ class Columns(Sequence[_Row]):
     """Rows that are kept by columns, and made when they are asked for: there are very many.
 
     `row` makes one of its values; columns are lists or arrays of equal length.
-
-    Examples
-    --------
-    >>> from array import array
-    >>> rows = Columns(complex, array("d", [1.0]), array("d", [2.0]))
-    >>> rows.append(3.0, 4.0)
-    >>> rows[1], len(rows)
-    ((3+4j), 2)
     """
 
     __slots__ = ("_columns", "_row")
