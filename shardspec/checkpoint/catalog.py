@@ -1,18 +1,25 @@
 """What a checkpoint looks like to those who read it, whatever its format.
 
 A format lists its tensors, and for each the boxes that are stored: which part of the tensor, and
-where its bytes lie. Whoever merges or loads copies bytes between places and needs to know no more,
-so that a new format is one new file that makes these values.
+where its bytes lie. Whoever merges or loads copies bytes between places and needs to know no more.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableSequence,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.store import Snapshot
@@ -23,6 +30,7 @@ from shardspec.mesh import DeviceMesh
 
 __all__ = [
     "Catalog",
+    "Columns",
     "Digest",
     "FileBox",
     "FileMetadata",
@@ -41,6 +49,7 @@ __all__ = [
     "replica_keys",
     "stored_reductions",
     "unsharded_tensor",
+    "whole_box",
 ]
 
 
@@ -65,15 +74,11 @@ class FileBox:
     rank: int
     """Physical id of the device that wrote it."""
     path: Path
-    """The file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox(FileBox):
-    """A part of a tensor of which is known where in the file it lies.
-
-    It is row-major and contiguous unless it says otherwise.
-    """
+    """A part of a tensor of which is known where in the file it lies."""
 
     offset: int
     """Position in the file of its first byte."""
@@ -85,11 +90,10 @@ class StoredBox(FileBox):
 
 @dataclass(frozen=True, slots=True)
 class StoredReduction:
-    """A reduction that is still to be carried out when the tensor is read."""
+    """A reduction that is still to be carried out when the tensor is read, over a mesh axis."""
 
     op: ReduceOp
     addends: int
-    """How many addends there are: the size of the mesh axis."""
 
 
 _Box_co = TypeVar("_Box_co", bound=FileBox, covariant=True)
@@ -110,8 +114,8 @@ class Outline(Generic[_Box_co]):
     pending: tuple[StoredReduction, ...]
     """One entry per axis over which a reduction is pending, in the order of the spec."""
     boxes: tuple[_Box_co, ...]
-    """Every stored box; one box may be stored more than once. It may be one object for tensors of
-    which the same ranks hold the same parts."""
+    """Every stored box, those that are stored more than once too. It may be one object for tensors
+    of which the same ranks hold the same parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +133,9 @@ class StoredObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpaqueValue:
-    """Stands for a value that was not read, because reading it could run code."""
+    """Stands for a value that was not read, because reading it could run code: says what it is."""
 
     text: str
-    """What it is."""
 
     def __repr__(self) -> str:
         return self.text if self.text.startswith("<") else f"<{self.text}>"
@@ -140,9 +143,9 @@ class OpaqueValue:
 
 def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
     """Return the boxes of a tensor without copies: of each part, the one stored first."""
-    first: dict[tuple[tuple[int, ...], Box], _Box] = {}
+    first: dict[ReplicaKey, _Box] = {}
     for stored in tensor.boxes:
-        first.setdefault((stored.addend, stored.box), stored)
+        first.setdefault((stored.box, stored.addend), stored)
     return tuple(first.values())
 
 
@@ -199,18 +202,11 @@ class Catalog(ABC):
         """Return one of the tensors that `names` lists, all of it."""
 
     def outline(self, name: str) -> Outline[FileBox]:
-        """Return what is known of one of the tensors that `names` lists.
-
-        Where the bytes of its boxes lie need not be: looking into every file for each of a million
-        boxes takes minutes, and what is done with a tensor reads there anyway.
-        """
+        """Return what is known of a tensor without a look into the file of each of its boxes."""
         return self.tensor(name)
 
     def origin(self, name: str) -> Hashable:
-        """Return a key that is equal for tensors that lie at the same places.
-
-        It is known without looking into files, as `outline` is.
-        """
+        """Return a key that is equal for tensors that lie at the same places; like `outline`."""
         return frozenset((box.path, box.offset, box.box) for box in self.tensor(name).boxes)
 
     def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # others know
@@ -244,13 +240,7 @@ class ListedCatalog(Catalog):
 
 
 def box_text(box: Box) -> str:
-    """Write a box as the index that selects it.
-
-    Examples
-    --------
-    >>> box_text(((0, 2), (3, 7))), box_text(())
-    ('[0:2, 3:7]', '[]')
-    """
+    """Write a box as the index that selects it, such as ``[0:2, 3:7]``."""
     return f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]"
 
 
@@ -286,8 +276,8 @@ def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=1024)
-def _whole(shape: tuple[int, ...]) -> Box:
-    """Return the box that is all of a tensor: one value for those of one shape."""
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box that is all of a tensor; one object for tensors of one shape."""
     return tuple((0, size) for size in shape)
 
 
@@ -295,7 +285,7 @@ def unsharded_tensor(
     name: str, shape: tuple[int, ...], dtype: str, path: Path, offset: int
 ) -> StoredTensor:
     """Return a tensor that lies whole, row-major, at a place in one file."""
-    boxes = () if 0 in shape else (StoredBox(_whole(shape), (), 0, path, offset),)
+    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), 0, path, offset),)
     return StoredTensor(name, shape, dtype, None, (), boxes)
 
 
@@ -304,15 +294,7 @@ _MOST_BOXES: Final = 1 << 17
 
 
 class LazyTensorCache:
-    """Looks tensors up when they are asked for, and keeps those asked for last; for all threads.
-
-    Examples
-    --------
-    >>> from pathlib import Path
-    >>> tensor = LazyTensorCache(lambda name: unsharded_tensor(name, (2,), "int8", Path("x"), 0))
-    >>> tensor("w") is tensor("w")
-    True
-    """
+    """Looks tensors up when they are asked for, and keeps those asked for last; for all threads."""
 
     def __init__(
         self, look_up: Callable[[str], StoredTensor], most_boxes: int = _MOST_BOXES
@@ -340,3 +322,43 @@ class LazyTensorCache:
             while self._num_boxes > self._most_boxes and len(self._known) > 1:
                 self._num_boxes -= len(self._known.pop(next(iter(self._known))).boxes)
         return first
+
+
+_Row = TypeVar("_Row")
+
+
+class Columns(Sequence[_Row]):
+    """Rows that are kept by columns, and made when they are asked for: there are very many.
+
+    `row` makes one of its values; columns are lists or arrays of equal length.
+    """
+
+    __slots__ = ("_columns", "_row")
+
+    def __init__(self, row: Callable[..., _Row], *columns: MutableSequence[Any]) -> None:
+        self._row = row
+        self._columns = columns
+
+    def append(self, *values: object) -> None:
+        """Add a row."""
+        for column, value in zip(self._columns, values, strict=True):
+            column.append(value)
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    @overload
+    def __getitem__(self, index: int) -> _Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[_Row, ...]: ...
+    def __getitem__(self, index: int | slice) -> _Row | tuple[_Row, ...]:
+        """Return a row, or some."""
+        if isinstance(index, slice):
+            return tuple(map(self._row, *(column[index] for column in self._columns)))
+        return self._row(*[column[index] for column in self._columns])
+
+    def __iter__(self) -> Iterator[_Row]:
+        return map(self._row, *self._columns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)

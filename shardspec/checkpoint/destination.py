@@ -18,6 +18,7 @@ from shardspec.checkpoint.formats.names import (
     METADATA_NAME,
     UNIVERSAL_LATEST,
     UNIVERSAL_OPTIMIZER,
+    format_of_names,
     is_data_file,
 )
 from shardspec.checkpoint.store import RemotePath, reason
@@ -205,8 +206,6 @@ def check_others(
     Files of the names `replaced` go, those of the names `new` are written; `listed` says whether
     the output lists its files.
     """
-    from shardspec.checkpoint.open import format_of_names
-
     inner = {name.split("/")[0] for name in new if "/" in name}
     heads = new - {name for name in new if "/" in name} | inner
     _check_kinds(output, new)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from shardspec.boxes import box_size, chunks
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
-from shardspec.checkpoint.compare import element_index
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.copy_plan import BLOCK_BYTES
 from shardspec.checkpoint.numeric import Bytes, numbers
@@ -19,7 +18,7 @@ from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.select import Choice, Patterns, Renames, select
 from shardspec.checkpoint.source_files import OpenFiles
-from shardspec.checkpoint.tiling import check_tiling
+from shardspec.checkpoint.tiling import check_tiling, element_index
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text

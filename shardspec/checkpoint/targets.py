@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import ReplicaKey, replica_holders
-from shardspec.checkpoint.columns import Columns
+from shardspec.checkpoint.catalog import Columns, ReplicaKey, replica_holders, whole_box
 from shardspec.copies import Holders, balanced
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
@@ -81,12 +80,6 @@ class FileEntry(NamedTuple):
     num_bytes: int
     """Size of the file."""
     boxes: Sequence[BoxEntry]
-
-
-@lru_cache(1024)
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box that is all of a tensor; one object for tensors of one shape."""
-    return tuple((0, size) for size in shape)
 
 
 class OutputTensor(NamedTuple):

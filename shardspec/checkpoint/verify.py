@@ -8,12 +8,11 @@ from typing import Final
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
-from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.digests import Checks, stored_bytes
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
-from shardspec.checkpoint.tiling import check_tiling
+from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

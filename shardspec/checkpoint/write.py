@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.commit import joined_output, real_path, staged_output
-from shardspec.checkpoint.compare import check_replicas
 from shardspec.checkpoint.coordinate import Member, Workers, together
 from shardspec.checkpoint.copy_plan import plan_copies, plan_files
 from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
@@ -24,7 +23,7 @@ from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.targets import OutputTensor, Put, Target
-from shardspec.checkpoint.tiling import MemoizedByBoxes, check_tiling
+from shardspec.checkpoint.tiling import MemoizedByBoxes, check_replicas, check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.commit import write_atomically
-from shardspec.checkpoint.strict_json import (
-    as_list,
-    as_object,
-    as_size,
-    as_sizes,
-    as_text,
-    field,
-    member,
-    parse_json,
-)
+from shardspec.checkpoint.strict_json import checked, field, parse_json
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import KINDS, Curve, Line
 from shardspec.errors import CheckpointError, InputFileError, MeshError, ProfileError
@@ -193,36 +184,36 @@ def _read(path: Path) -> Profile:
     if not os.path.isfile(path):
         raise ProfileError(f"{path}: there is no such file; 'shardspec profile' makes one")
     data = read_input_file(path, _MOST_BYTES)
-    root = as_object(parse_json(data, path, "profile"), path, "the profile")
+    root = checked(parse_json(data, path, "profile"), dict, path, "the profile")
     if root.get("format") != _FORMAT:
         raise ProfileError(f"{path}: is no profile; 'shardspec profile' makes one")
-    version = field(root, "version", as_size, path, "")
+    version = field(root, "version", int, path, "")
     if version != _VERSION:
         raise ProfileError(
             f"{path}: is of version {version}, but this reads version {_VERSION}; measure again "
             "or update"
         )
-    shape = field(root, "mesh_shape", as_sizes, path, "")
+    shape = field(root, "mesh_shape", tuple, path, "")
     if not 0 < prod(shape) <= _MOST_DEVICES:
         raise ProfileError(f"{path}: mesh_shape {list(shape)} is no mesh")
     axis_names = None
     if root.get("axis_names") is not None:
-        names = field(root, "axis_names", as_list, path, "")
-        axis_names = tuple(as_text(name, path, "axis_names") for name in names)
+        names = field(root, "axis_names", list, path, "")
+        axis_names = tuple(checked(name, str, path, "axis_names") for name in names)
     try:
         DeviceMesh(range(prod(shape)), shape, axis_names=axis_names)
     except MeshError as error:
         raise ProfileError(f"{path}: {error}") from None
-    facts = field(root, "facts", as_object, path, "")
+    facts = field(root, "facts", dict, path, "")
     measurements = [
         _measurement(item, path, f"measurements[{number}]", shape)
-        for number, item in enumerate(field(root, "measurements", as_list, path, ""))
+        for number, item in enumerate(field(root, "measurements", list, path, ""))
     ]
     profile = make_profile(
-        shape, axis_names, measurements, {k: as_text(v, path, k) for k, v in facts.items()}
+        shape, axis_names, measurements, {k: checked(v, str, path, k) for k, v in facts.items()}
     )
     # The fits follow from the measurements, so a file whose fits do not is not to be trusted.
-    fits = field(root, "fits", as_object, path, "")
+    fits = field(root, "fits", dict, path, "")
     for key, said, due in (
         ("link_model", root.get("link_model"), profile.link_model),
         *((f"fits.{name}", fits.get(name), fit) for name, fit in profile._fits().items()),
@@ -249,17 +240,17 @@ def _alike(found: object, expected: object) -> bool:
 
 
 def _measurement(value: object, path: Path, key: str, mesh_shape: Sequence[int]) -> Measurement:
-    item = as_object(value, path, key)
-    kind = field(item, "kind", as_text, path, key)
+    item = checked(value, dict, path, key)
+    kind = field(item, "kind", str, path, key)
     if kind not in KINDS:
         raise ProfileError(f"{path}: {key}.kind {kind!r} is none of {', '.join(KINDS)}")
-    axes = field(item, "axes", as_sizes, path, key)
+    axes = field(item, "axes", tuple, path, key)
     if not axes or len(set(axes)) != len(axes) or max(axes) >= len(mesh_shape):
         raise ProfileError(f"{path}: {key}.axes {list(axes)} are no axes of the mesh")
-    num_bytes = field(item, "num_bytes", as_size, path, key)
+    num_bytes = field(item, "num_bytes", int, path, key)
     if num_bytes < 1:
         raise ProfileError(f"{path}: {key}.num_bytes is 0, but a step moves something")
-    seconds = member(item, "seconds", path, f"{key}.seconds")
+    seconds = field(item, "seconds", object, path, key)
     least, most = _SECONDS
     if (
         isinstance(seconds, bool)

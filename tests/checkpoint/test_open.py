@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shardspec.checkpoint.convert import merge, reshard
-from shardspec.checkpoint.open import FORMATS, open_checkpoint, open_checkpoints
+from shardspec.checkpoint.formats.names import FORMATS
+from shardspec.checkpoint.open import open_checkpoint, open_checkpoints
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 from tests.checkpoint.handmade import handmade

@@ -1,39 +1,33 @@
 """Checkpoints of torch in Hugging Face format: safetensors per rank, with offsets of their boxes.
 
 ``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`` lets rank r write
-``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of 1 to n for which it has
-something, n being the number of files of the merged model. Every box is stored once. The note in
-each file (`saved_offsets`) says where a box starts in the whole
-tensor. **Nothing says how large the whole tensor is, nor how many ranks there were.** Source:
-torch/distributed/checkpoint/hf_storage.py and _hf_utils.py, torch 2.8 to 2.13.
-
-So a missing middle shard leaves a hole, which shows, but without the last shards everything looks
-like a smaller model. torch's own tools then write a shortened tensor. Here the extent of the boxes
-counts as the shape only where one of these confirms it:
+``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of 1 to n, the number of files of
+the merged model, for which it has something. Every box is stored once; a note in each file
+(`saved_offsets`) says where it starts in the whole tensor. **Nothing says how large the whole
+tensor is, nor how many ranks there were**, so that without the last shards everything looks like a
+smaller model. Here the extent of the boxes counts as the shape only where one of these confirms it:
 
 - the caller says how many ranks have written files (`ranks`), and as many are there;
 - those of several ranks are there, whose numbers and boxes leave no gap and whose sizes are what
   `torch.chunk` makes for as many ranks or an axis of theirs; the user is told that this was taken
   for enough;
-- whole tensors of the same names, shapes and dtypes lie beside the shards, or above them where the
-  folder is called ``sharded``: what torch's ``enable_consolidation=True`` has written in that save.
+- whole tensors of the same names, shapes and dtypes lie above the shards, whose folder is called
+  ``sharded``: what torch's ``enable_consolidation=True`` has written in that save.
 
 With n above 1, every rank has to have written all n files; only the whole tensors can confirm a
-save where one had nothing to write. A box that is stored twice is a copied file and refused.
-
-What stays undetectable: a wrong `ranks`; files of another save with the same names and boxes (the
-format has no mark of a save); changed bytes (it has no digests).
+save where one had nothing to write. What stays undetectable: a wrong `ranks`; files of another save
+with the same names and boxes; changed bytes (there are no digests). Source:
+torch/distributed/checkpoint/hf_storage.py and _hf_utils.py, torch 2.8 to 2.13.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor, box_text
-from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, find_index, is_data_file
+from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, is_data_file, is_index
 from shardspec.checkpoint.formats.safetensors import (
     open_index_directory,
     open_without_index,
@@ -50,8 +44,7 @@ __all__ = ["open_dcp_hf"]
 _MERGED_ABOVE: Final = "sharded"
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
+class _Shard(NamedTuple):
     """One file, by what its name says."""
 
     path: Path
@@ -66,19 +59,7 @@ class _Shard:
 def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
     """Read the header and the offsets of every shard, and check what the shapes rest on.
 
-    Parameters
-    ----------
-    directory
-        The folder with the shards.
-    ranks
-        How many ranks have written files. All of them do, unless there are fewer tensors than
-        ranks.
-
-    Raises
-    ------
-    CheckpointError
-        If a file is damaged, missing or a copy of another; if files contradict each other; or if
-        nothing confirms that the last shards are there.
+    `ranks` is how many have written files: all, unless there are fewer tensors than ranks.
     """
     names = sorted(path.name for path in directory.iterdir() if is_data_file(path.name))
     shards = [
@@ -88,7 +69,13 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
     ]
     _check_names(directory, shards)
     tensors = _read(shards)
-    whole = _whole_tensors(directory, names)
+    if len(shards) < len(names):
+        raise CheckpointError(
+            f"{directory}: holds shards and other safetensors files; name the file to read, or "
+            "move the shards into a folder of their own, called 'sharded' if the others are the "
+            "same model merged"
+        )
+    whole = _merged_above(directory)
     if whole is not None:
         _compare(tensors, whole)
     if whole is None or ranks is not None:
@@ -131,30 +118,29 @@ def _read(shards: list[_Shard]) -> dict[str, StoredTensor]:
     paths = [shard.path for shard in shards]
     with prefetch_map(paths, _header, prefetch_depth(paths[0])) as headers:
         for shard, (header, offsets) in zip(shards, headers, strict=True):
-            for entry in header.entries:
-                starts = offsets[entry.name]
-                ends = tuple(lo + size for lo, size in zip(starts, entry.shape, strict=True))
-                before, dtype, path = reach.setdefault(entry.name, (ends, entry.dtype, shard.path))
-                if entry.dtype != dtype or len(ends) != len(before):
+            for name, own_dtype, sizes, offset, _ in header.entries:
+                starts = offsets[name]
+                ends = tuple(lo + size for lo, size in zip(starts, sizes, strict=True))
+                before, dtype, path = reach.setdefault(name, (ends, own_dtype, shard.path))
+                if own_dtype != dtype or len(ends) != len(before):
                     raise CheckpointError(
-                        f"tensor {entry.name!r} is {dtype} of {len(before)} dims in {path} and "
-                        f"{entry.dtype} of {len(ends)} in {shard.path}; the files are not of one "
-                        "save"
+                        f"tensor {name!r} is {dtype} of {len(before)} dims in {path} and "
+                        f"{own_dtype} of {len(ends)} in {shard.path}; the files are not of one save"
                     )
-                reach[entry.name] = tuple(map(max, before, ends)), dtype, path
-                found = boxes.setdefault(entry.name, {})
+                reach[name] = tuple(map(max, before, ends)), dtype, path
                 box = tuple(zip(starts, ends, strict=True))
-                if box in found:
+                held = StoredBox(box, (), shard.number - 1, shard.path, offset)
+                first = boxes.setdefault(name, {}).setdefault(box, held)
+                if first is not held:
                     raise CheckpointError(
-                        f"tensor {entry.name!r}: {found[box].path} and {shard.path} both hold its "
-                        f"box {box_text(box)}, which torch stores once; one is a copy, restore the "
+                        f"tensor {name!r}: {first.path} and {shard.path} both hold its box "
+                        f"{box_text(box)}, which torch stores once; one is a copy, restore the "
                         "right file"
                     )
-                found[box] = StoredBox(box, (), shard.number - 1, shard.path, entry.offset)
     tensors = {}
     for name, (shape, dtype, _) in reach.items():
-        held = tuple(box for box in boxes[name].values() if box_size(box.box))
-        tensors[name] = StoredTensor(name, shape, dtype, None, (), held)
+        stored = tuple(box for box in boxes[name].values() if box_size(box.box))
+        tensors[name] = StoredTensor(name, shape, dtype, None, (), stored)
     return tensors
 
 
@@ -170,23 +156,15 @@ def _header(path: Path) -> tuple[Header, Mapping[str, tuple[int, ...]]]:
     return header, offsets
 
 
-def _whole_tensors(directory: Path, names: list[str]) -> Mapping[str, StoredTensor] | None:
-    """Return the merged model that torch has written beside the shards, if it has."""
-    if any(DCP_HF_SHARD.fullmatch(name) is None for name in names):
-        raise CheckpointError(
-            f"{directory}: holds shards and other safetensors files; name the file to read, or "
-            "move the shards into a folder of their own, called 'sharded' if the others are the "
-            "same model merged"
-        )
+def _merged_above(directory: Path) -> Mapping[str, StoredTensor] | None:
+    """Return the merged model that torch has written above the shards, if it has."""
     if directory.resolve().name != _MERGED_ABOVE:
         return None
     above = directory.resolve().parent
-    beside = frozenset(path.name for path in above.iterdir())
-    if find_index(beside):
+    beside = [path.name for path in above.iterdir()]
+    if any(map(is_index, beside)):
         return open_index_directory(above).tensors
-    if any(map(is_data_file, beside)):
-        return open_without_index(above).tensors
-    return None
+    return open_without_index(above).tensors if any(map(is_data_file, beside)) else None
 
 
 def _compare(tensors: Mapping[str, StoredTensor], whole: Mapping[str, StoredTensor]) -> None:

@@ -22,7 +22,7 @@ from shardspec.checkpoint.formats.tensor_parallel import (
 from shardspec.checkpoint.formats.torch_file import open_torch_file
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.strict_json import as_object, parse_json
+from shardspec.checkpoint.strict_json import checked, parse_json
 from shardspec.checkpoint.torch_files.state import (
     check_no_copies,
     plain_value,
@@ -87,7 +87,7 @@ def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object
     """Read what the model is said to be, and compare it with the tensors."""
     with SourceFile(path) as file:
         data = file.read(0, min(file.num_bytes, _MOST_BYTES))
-    params = as_object(parse_json(data, path, META_PARAMS), path, META_PARAMS)
+    params = checked(parse_json(data, path, META_PARAMS), dict, path, META_PARAMS)
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
     heads, width = params.get("n_heads"), rows[_WIDTH]
     due: dict[str, int | None] = {

@@ -1,57 +1,12 @@
 """How the formats of checkpoints are told apart: by the names of what lies in a directory.
 
 This stands apart from the modules that read them, of which only the one that is needed is imported.
+A format is one of those and one line in `FORMATS`.
 """
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Final
-
-__all__ = [
-    "BIN_INDEX",
-    "BIN_NAME",
-    "BIN_NUMBERED",
-    "DCP",
-    "DCP_HF",
-    "DCP_HF_SHARD",
-    "DCP_OF_A_RANK",
-    "DCP_OWN_METADATA",
-    "DEEPSPEED",
-    "DEEPSPEED_LATEST",
-    "DEEPSPEED_MODEL",
-    "DEEPSPEED_OPTIMIZER",
-    "DEEPSPEED_UNIVERSAL",
-    "INDEX_SUFFIX",
-    "INFO_NAME",
-    "MEGATRON",
-    "MEGATRON_FILE",
-    "MEGATRON_ITERATION",
-    "MEGATRON_RANK",
-    "MEGATRON_TRACKER",
-    "META",
-    "METADATA_NAME",
-    "META_FILE",
-    "META_PARAMS",
-    "NATIVE",
-    "PARTS",
-    "RANK_FILE",
-    "RANK_FILES",
-    "RUN_STEP",
-    "SAFETENSORS",
-    "TORCH_FILE",
-    "UNIVERSAL_LATEST",
-    "UNIVERSAL_OPTIMIZER",
-    "find_dcp",
-    "find_deepspeed",
-    "find_index",
-    "find_megatron",
-    "find_universal",
-    "is_data_file",
-    "is_rank_file",
-    "not_read",
-    "part_of_several",
-    "part_text",
-]
+from typing import Final, NamedTuple
 
 NATIVE: Final = "shardspec"
 INFO_NAME: Final = "sharding_info.json"
@@ -72,8 +27,6 @@ MEGATRON_RANK: Final = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}
 MEGATRON_ITERATION: Final = re.compile(r"iter_\d{7,12}|release")
 RUN_STEP: Final = "global_step_"
 """What verl calls the checkpoints of a run, which it lists as Megatron does."""
-_RELEASE: Final = "release"
-"""Too common a word to know a format by."""
 
 DEEPSPEED: Final = "DeepSpeed ZeRO"
 DEEPSPEED_UNIVERSAL: Final = "DeepSpeed Universal Checkpoint"
@@ -86,8 +39,6 @@ DEEPSPEED_OPTIMIZER: Final = re.compile(
 DEEPSPEED_MODEL: Final = re.compile(
     r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt"
 )
-_DEEPSPEED_SCRIPT: Final = "zero_to_fp32.py"
-_DEEPSPEED_TAG: Final = re.compile(r"global_step\d+")
 
 META: Final = "Meta's model parallel"
 META_FILE: Final = re.compile(r"consolidated\.(\d\d)\.pth")
@@ -107,58 +58,138 @@ BIN_NUMBERED: Final = re.compile(r".+-\d{5}-of-\d{5}\.bin", re.DOTALL)
 BIN_INDEX: Final = "pytorch_model.bin.index.json"
 
 
-def find_dcp(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names is torch's, or was to become one."""
-    return METADATA_NAME in names or any(
-        DCP_OF_A_RANK.fullmatch(name) or DCP_OWN_METADATA.fullmatch(name) for name in names
-    )
+def _any_of(*patterns: str | re.Pattern[str]) -> re.Pattern[str]:
+    """Return what matches a name, given as it is, or a pattern."""
+    texts = (re.escape(one) if isinstance(one, str) else one.pattern for one in patterns)
+    return re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
 
 
-def find_megatron(names: frozenset[str]) -> bool:
+class Format(NamedTuple):
+    """A way to write checkpoints that can be read here."""
+
+    name: str
+    """What the user calls it."""
+    known_by: str
+    """What lies in its directories, for errors."""
+    pattern: re.Pattern[str]
+    """Of a name that only directories of this format have in them."""
+    reader: str
+    """Module of `shardspec.checkpoint.formats` and the function in it that reads what describes a
+    checkpoint, not its data. It is called with the directory and what `takes` names."""
+    takes: frozenset[str] = frozenset()
+    """What the caller may add: options of `open_checkpoint`."""
+    in_parts: bool = False
+    """Whether no file of such a name is a checkpoint by itself, so that it means all of it."""
+    nested: bool = False
+    """Whether its files lie in directories below."""
+    beside: str = ""
+    """What has to lie beside it too."""
+
+    def finds(self, names: Iterable[str]) -> bool:
+        """Say whether a directory with entries of these names is one."""
+        there = list(names)
+        return any(map(self.pattern.fullmatch, there)) and self.beside in (*there, "")
+
+
+_MEGATRON: Final = _any_of(MEGATRON_TRACKER, MEGATRON_RANK, re.compile(r"iter_\d{7,12}"))
+# A file of model states that is of all ranks, and alone, may be of a run without ZeRO.
+_DEEPSPEED: Final = _any_of(
+    "zero_to_fp32.py",
+    re.compile(r"global_step\d+"),
+    DEEPSPEED_OPTIMIZER,
+    re.compile(rf"(?!mp_){DEEPSPEED_MODEL.pattern}"),
+)
+_DATA_FILE: Final = re.compile(r"(?!\.).*\.safetensors", re.DOTALL)
+_UNHIDDEN_RANK_FILE: Final = re.compile(rf"(?!\.){RANK_FILE.pattern}", re.DOTALL)
+_INDEX: Final = re.compile(rf".*{re.escape(INDEX_SUFFIX)}", re.DOTALL)
+_RANKS: Final = frozenset(("ranks",))
+_RULES: Final = frozenset(("rules",))
+
+FORMATS: Final = (
+    Format(NATIVE, INFO_NAME, _any_of(INFO_NAME), "native:open_native", in_parts=True),
+    Format(
+        DCP,
+        METADATA_NAME,
+        _any_of(METADATA_NAME, DCP_OF_A_RANK, DCP_OWN_METADATA),
+        "dcp:open_dcp",
+        in_parts=True,
+    ),
+    Format(
+        MEGATRON,
+        "mp_rank_00",
+        _MEGATRON,
+        "megatron:open_megatron",
+        _RANKS | _RULES,
+        in_parts=True,
+        nested=True,
+    ),
+    Format(
+        DCP_HF,
+        "shard-00001-model-….safetensors",
+        DCP_HF_SHARD,
+        "dcp_hf:open_dcp_hf",
+        _RANKS,
+        in_parts=True,
+    ),
+    Format(SAFETENSORS, "an index", _INDEX, "safetensors:open_index_directory"),
+    Format(SAFETENSORS, "*.safetensors", _DATA_FILE, "safetensors:open_without_index"),
+    Format(
+        DEEPSPEED_UNIVERSAL,
+        "zero beside mp_rank_00_model_states.pt",
+        DEEPSPEED_MODEL,
+        "deepspeed_universal:open_universal",
+        nested=True,
+        beside="zero",
+    ),
+    Format(
+        DEEPSPEED,
+        "zero_pp_rank_0_…_states.pt",
+        _DEEPSPEED,
+        "deepspeed:open_deepspeed",
+        in_parts=True,
+        nested=True,
+    ),
+    Format(META, "consolidated.00.pth", META_FILE, "meta:open_meta", _RULES, in_parts=True),
+    Format(RANK_FILES, "…_rank_0.pt", _UNHIDDEN_RANK_FILE, "rank_files:open_rank_files"),
+    Format(
+        TORCH_FILE,
+        BIN_NAME,
+        _any_of(BIN_INDEX, BIN_NAME, BIN_NUMBERED),
+        "torch_file:open_bin_directory",
+    ),
+)
+"""Asked in this order."""
+
+
+def format_of_names(names: Iterable[str]) -> Format | None:
+    """Return the format of a directory with these names; the first that is met counts."""
+    there = list(names)
+    return next((one for one in FORMATS if one.finds(there)), None)
+
+
+def find_megatron(names: Iterable[str]) -> bool:
     """Say whether a directory with these names is one of Megatron, or the one above."""
-    return MEGATRON_TRACKER in names or any(
-        MEGATRON_RANK.fullmatch(name) or (name != _RELEASE and MEGATRON_ITERATION.fullmatch(name))
-        for name in names
-    )
+    return any(map(_MEGATRON.fullmatch, names))
 
 
-def find_deepspeed(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names is that of a tag of DeepSpeed, or the one above.
-
-    What is of all ranks, and alone, may be of a run without ZeRO.
-    """
-    run = _DEEPSPEED_SCRIPT in names or any(map(_DEEPSPEED_TAG.fullmatch, names))
-    return run or any(
-        DEEPSPEED_OPTIMIZER.fullmatch(name)
-        or ((match := DEEPSPEED_MODEL.fullmatch(name)) is not None and match[1] is not None)
-        for name in names
-    )
+def find_deepspeed(names: Iterable[str]) -> bool:
+    """Say whether a directory with these names is that of a tag of DeepSpeed, or the one above."""
+    return any(map(_DEEPSPEED.fullmatch, names))
 
 
-def find_universal(names: frozenset[str]) -> bool:
-    """Say whether a directory with these names is a Universal Checkpoint of DeepSpeed."""
-    return "zero" in names and any(map(DEEPSPEED_MODEL.fullmatch, names))
-
-
-def find_index(names: Iterable[str]) -> bool:
-    """Say whether a directory with these names has an index of safetensors files."""
-    return any(name.endswith(INDEX_SUFFIX) for name in names)
+def is_index(name: str) -> bool:
+    """Say whether a file name is that of an index of safetensors files."""
+    return _INDEX.fullmatch(name) is not None
 
 
 def is_rank_file(name: str) -> bool:
-    """Say whether a file name is that of one rank.
-
-    Examples
-    --------
-    >>> [is_rank_file(name) for name in ("model_world_size_2_rank_0.pt", "rank-1.pt", "frank3.pt")]
-    [True, True, False]
-    """
-    return RANK_FILE.fullmatch(name) is not None and not name.startswith(".")
+    """Say whether a file name is that of one rank, such as ``model_world_size_2_rank_0.pt``."""
+    return _UNHIDDEN_RANK_FILE.fullmatch(name) is not None
 
 
 def is_data_file(name: str) -> bool:
     """Say whether a file name is that of a finished safetensors file."""
-    return name.endswith(".safetensors") and not name.startswith(".")
+    return _DATA_FILE.fullmatch(name) is not None
 
 
 PARTS: Final = {
@@ -227,15 +258,7 @@ _NOT_READ: Final = (
 
 
 def not_read(names: Iterable[str]) -> str | None:
-    """Say what a directory with these names, or a file, is that cannot be read, and what helps.
-
-    Examples
-    --------
-    >>> not_read(["a.nemo"])
-    'is of NeMo, which is not read; use tar -xf FILE, and then the directory in it'
-    >>> not_read(["a.txt"]) is None
-    True
-    """
+    """Say what a directory with these names, or a file, is that cannot be read, and what helps."""
     there = tuple(names)
     for kind, pattern, remedy in _NOT_READ:
         if any(map(pattern.fullmatch, there)):
@@ -244,15 +267,7 @@ def not_read(names: Iterable[str]) -> str | None:
 
 
 def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | None:
-    """Say which of `PARTS` a file is one of, by its name and those beside it; None if of none.
-
-    Examples
-    --------
-    >>> part_of_several("consolidated.00.pth", lambda: ["consolidated.00.pth"]) is None
-    True
-    >>> part_of_several("consolidated.01.pth", lambda: ["consolidated.01.pth"])
-    "Meta's model parallel"
-    """
+    """Say which of `PARTS` a file is one of, by its name and those beside it; None if of none."""
     for kind, (pattern, _) in PARTS.items():
         match = pattern.fullmatch(name)
         if match is not None:

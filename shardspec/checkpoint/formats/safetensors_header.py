@@ -7,15 +7,13 @@ of the tensors. Source: README of https://github.com/huggingface/safetensors, se
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import pairwise
 from math import prod
-from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.columns import Columns
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.strict_json import JSONStream, as_object, as_sizes, as_text
+from shardspec.checkpoint.strict_json import JSONStream, checked
 from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.text import shown
@@ -27,15 +25,13 @@ _MAX_HEADER_BYTES: Final = 100_000_000
 MAX_DIMS: Final = 64
 """Most dims of a tensor, as in numpy and torch."""
 _METADATA: Final = "__metadata__"
-# fmt: off
+_FIELDS: Final = ("dtype", "shape", "data_offsets")
 _ORDER: Final = (
-    "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16",
-    "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL",
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
 )
-# fmt: on
 """Order of the tensors in a file, as safetensors 0.8 writes it: wide dtypes first, so that every
 tensor starts at a multiple of its item size; by name within a dtype."""
-_RANK: Final = {code: place for place, code in enumerate(_ORDER)}
 
 
 class HeaderEntry(NamedTuple):
@@ -80,23 +76,31 @@ def read_header(file: SourceFile) -> Header:
         )
     if file.read(8, min(length, 1)) != b"{":
         raise CheckpointError(f"{path}: the header does not start with '{{'; it is damaged")
-    start = 8 + length
     metadata: dict[str, str] = {}
     entries = []
-
-    # Many tensors have a shape in common.
-    known: dict[tuple[object, ...], _Kind] = {}
+    # Many tensors have a dtype and a shape in common.
+    known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}
     stream = JSONStream(lambda at, n: file.read(8 + at, n), length, path, "header")
     for name in stream.members():
         value = stream.value()
-        if name != _METADATA:
-            entries.append(_entry(name, value, start, path, known))
+        if name == _METADATA:
+            for key, text in checked(value, dict, path, _METADATA).items():
+                metadata[key] = checked(text, str, path, f"{_METADATA}[{shown(key)}]")
             continue
-        for key, text in as_object(value, path, _METADATA).items():
-            metadata[key] = as_text(text, path, f"{_METADATA}[{shown(key)}]")
+        what = f"tensor {shown(name, 200)}"
+        stated, first, size = _stated(value, what, path)
+        if stated not in known:
+            known[stated] = _meant(*stated, what, path)
+        dtype, shape, due = known[stated]
+        if size != due:
+            raise CheckpointError(
+                f"{path}: {what} of shape {list(shape)} and dtype {dtype} takes {due} bytes but "
+                f"its data_offsets span {size}"
+            )
+        entries.append(HeaderEntry(name, dtype, shape, 8 + length + first, size))
     stream.end()
     entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
-    end = start
+    end = 8 + length
     for entry in entries:
         if entry.offset != end:
             raise CheckpointError(
@@ -112,43 +116,26 @@ def read_header(file: SourceFile) -> Header:
     return Header(tuple(entries), metadata, file_bytes)
 
 
-class _Kind(NamedTuple):
-    """What the header says of tensors that are alike."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-
-
-def _entry(
-    name: str, value: object, start: int, path: Path, known: dict[tuple[object, ...], _Kind]
-) -> HeaderEntry:
-    what = f"tensor {shown(name, 200)}"
-    fields = as_object(value, path, what)
-    if fields.keys() != {"dtype", "shape", "data_offsets"}:
+def _stated(value: object, what: str, path: Path) -> tuple[tuple[str, tuple[int, ...]], int, int]:
+    """Return what the header says of a tensor: its dtype and shape, its first byte and its size."""
+    fields = checked(value, dict, path, what)
+    if fields.keys() != set(_FIELDS):
         raise CheckpointError(
             f"{path}: {what} should have dtype, shape and data_offsets but has "
             f"{', '.join(map(shown, list(fields)[:8])) or 'nothing'}"
         )
-    code = as_text(fields["dtype"], path, f"dtype of {what}")
-    stated = as_sizes(fields["shape"], path, f"shape of {what}")
-    kind = known.get((code, stated))
-    if kind is None:
-        kind = known[code, stated] = _kind(code, stated, what, path)
-    first, *rest = as_sizes(fields["data_offsets"], path, f"data_offsets of {what}") or (0,)
-    if len(rest) != 1 or first > rest[0]:
-        raise CheckpointError(
-            f"{path}: data_offsets of {what} are no interval: {fields['data_offsets']}"
-        )
-    if rest[0] - first != kind.num_bytes:
-        raise CheckpointError(
-            f"{path}: {what} of shape {list(kind.shape)} and dtype {kind.dtype} takes "
-            f"{kind.num_bytes} bytes but its data_offsets span {rest[0] - first}"
-        )
-    return HeaderEntry(name, kind.dtype, kind.shape, start + first, kind.num_bytes)
+    code = checked(fields["dtype"], str, path, f"dtype of {what}")
+    shape = checked(fields["shape"], tuple, path, f"shape of {what}")
+    span = checked(fields["data_offsets"], tuple, path, f"data_offsets of {what}")
+    if len(span) != 2 or span[0] > span[1]:
+        raise CheckpointError(f"{path}: data_offsets of {what} are no interval: {list(span)}")
+    return (code, shape), span[0], span[1] - span[0]
 
 
-def _kind(code: str, shape: tuple[int, ...], what: str, path: Path) -> _Kind:
+def _meant(
+    code: str, shape: tuple[int, ...], what: str, path: Path
+) -> tuple[str, tuple[int, ...], int]:
+    """Return torch's name of a dtype, a shape as torch counts it, and its bytes."""
     try:
         dtype = from_safetensors(code)
     except DTypeError as error:
@@ -157,30 +144,15 @@ def _kind(code: str, shape: tuple[int, ...], what: str, path: Path) -> _Kind:
         raise CheckpointError(
             f"{path}: {what} has {len(shape)} dims; at most {MAX_DIMS} make sense"
         )
-    if packed(dtype) > 1:
-        shape = _unpacked(shape, packed(dtype), what, path)
-    return _Kind(dtype, shape, prod(shape) * item_bytes(dtype))
-
-
-def _unpacked(shape: tuple[int, ...], numbers: int, what: str, path: Path) -> tuple[int, ...]:
-    """Return in elements a shape that counts numbers, some of which share a byte."""
-    if not shape or shape[-1] % numbers:
-        raise CheckpointError(
-            f"{path}: {what} of shape {list(shape)} has {numbers} numbers to a byte, so its last "
-            f"dim should be a multiple of {numbers}"
-        )
-    return (*shape[:-1], shape[-1] // numbers)
-
-
-def _packed(slot: "TensorSlot") -> list[int]:
-    """Return the shape that a header states."""
-    numbers = packed(slot.dtype)
-    if numbers > 1 and not slot.shape:
-        raise CheckpointError(
-            f"tensor {slot.name!r} is a scalar of {slot.dtype}, which the safetensors format "
-            "cannot express: it counts the numbers along the last dim; give it the shape [1]"
-        )
-    return [*slot.shape[:-1], slot.shape[-1] * numbers] if slot.shape else []
+    numbers = packed(dtype)
+    if numbers > 1:
+        if not shape or shape[-1] % numbers:
+            raise CheckpointError(
+                f"{path}: {what} of shape {list(shape)} has {numbers} numbers to a byte, so its "
+                f"last dim should be a multiple of {numbers}"
+            )
+        shape = (*shape[:-1], shape[-1] // numbers)
+    return dtype, shape, prod(shape) * item_bytes(dtype)
 
 
 class TensorSlot(NamedTuple):
@@ -197,21 +169,11 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     """Return the first bytes of a file, up to its data, and where each tensor belongs.
 
     The bytes are those that safetensors itself writes for the same tensors.
-
-    Examples
-    --------
-    >>> head, header = encode_header([TensorSlot("w", "float32", (2, 3))], {"format": "pt"})
-    >>> head[8:].decode()
-    '{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
-    >>> header.entries[0].offset, header.file_bytes
-    (96, 120)
     """
-    ordered = sorted(slots, key=attrgetter("name"))
-    ordered.sort(key=lambda slot: _RANK[to_safetensors(slot.dtype)])
+    ordered = sorted(slots, key=lambda slot: (_ORDER.index(to_safetensors(slot.dtype)), slot.name))
     # Entry by entry: one table of all would take five times the memory of its text.
     text = bytearray(b"{")
-    sizes = array("q")
-    end = 0
+    ends = array("q", [0])
     try:
         if metadata:
             text += _member(_METADATA, dict(metadata))
@@ -221,16 +183,10 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
                     f"a tensor cannot be named {_METADATA!r}: the safetensors format keeps that "
                     "name for itself; rename the tensor"
                 )
-            sizes.append(prod(slot.shape) * item_bytes(slot.dtype))
-            entry = {
-                "dtype": to_safetensors(slot.dtype),
-                "shape": _packed(slot),
-                "data_offsets": [end, end + sizes[-1]],
-            }
-            if len(text) > 1:
-                text += b","
-            text += _member(slot.name, entry)
-            end += sizes[-1]
+            ends.append(ends[-1] + prod(slot.shape) * item_bytes(slot.dtype))
+            code, shape = to_safetensors(slot.dtype), _shape_of_numbers(slot)
+            entry = dict(zip(_FIELDS, (code, shape, ends[-2:].tolist()), strict=True))
+            text += (b"," if len(text) > 1 else b"") + _member(slot.name, entry)
     except UnicodeEncodeError as error:
         raise CheckpointError(
             f"a tensor name holds {error.object[error.start]!r}, which UTF-8 cannot express; "
@@ -243,14 +199,24 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
             f"the names of {len(ordered)} tensors need a header of {len(text)} bytes, past the "
             f"safetensors format's limit of {_MAX_HEADER_BYTES}; write fewer tensors to a file"
         )
+    start = 8 + len(text)
+    entries = [
+        HeaderEntry(*slot, start + first, end - first)
+        for slot, (first, end) in zip(ordered, pairwise(ends), strict=True)
+    ]
     head = b"".join((len(text).to_bytes(8, "little"), text))
-    starts = array("q", accumulate(sizes, initial=len(head)))
-    file_bytes = starts.pop()
+    return head, Header(tuple(entries), dict(metadata), start + ends[-1])
 
-    def listed(slot: TensorSlot, start: int, size: int) -> HeaderEntry:
-        return HeaderEntry(*slot, start, size)
 
-    return head, Header(Columns(listed, ordered, starts, sizes), dict(metadata), file_bytes)
+def _shape_of_numbers(slot: TensorSlot) -> list[int]:
+    """Return the shape that a header states."""
+    numbers = packed(slot.dtype)
+    if numbers > 1 and not slot.shape:
+        raise CheckpointError(
+            f"tensor {slot.name!r} is a scalar of {slot.dtype}, which the safetensors format "
+            "cannot express: it counts the numbers along the last dim; give it the shape [1]"
+        )
+    return [*slot.shape[:-1], slot.shape[-1] * numbers] if slot.shape else []
 
 
 def _member(name: str, value: object) -> bytes:

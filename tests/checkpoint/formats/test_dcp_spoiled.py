@@ -180,7 +180,7 @@ def huge_offset(metadata):
 def past_the_end(metadata):
     last = max(metadata.storage_data.values(), key=lambda info: info.offset)
     last.length += 1
-    return "; it was cut short, restore it"
+    return "; it was cut short, restore the right one"
 
 
 def before_the_end(metadata):
@@ -350,7 +350,7 @@ def test_a_file_with_more_than_is_listed(small):
     with path.open("ab") as file:
         file.write(bytes(7))
     assert refused(small.path) == (
-        f"{path}: has {size + 7} bytes, but .metadata lists none after byte {size}; it is of "
+        f"{path}: has {size + 7} bytes, but .metadata lists entries up to byte {size}; it is of "
         "another rank or another save, restore the right one"
     )
     metadata = small.metadata()

@@ -111,7 +111,7 @@ def test_swapped_files_are_found(tmp_path):
         (lambda t: t.update(weight_map=[]), "weight_map should be an object but is []"),
         (
             lambda t: t["weight_map"].update(step=3),
-            'weight_map["step"] should be a string but is 3',
+            "weight_map['step'] should be a string but is 3",
         ),
         (
             lambda t: t["weight_map"].update(step="../x.safetensors"),
