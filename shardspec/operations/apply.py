@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import LayoutError, ShardSpecError
@@ -70,11 +70,8 @@ def apply(
         If there is no job.
     """
     name = getattr(function, "__name__", str(function)).strip("_")
-    leaves: list[object] = [*args, *kwargs.values()]
-    nested = any(isinstance(leaf, tuple | list | dict) for leaf in leaves)
-    if nested:
-        leaves = tree_leaves(leaves)
-    sharded = [leaf for leaf in leaves if isinstance(leaf, kind)]
+    leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
+    sharded: list[T] = [leaf for leaf in leaves if isinstance(leaf, kind)]
     first = sharded[0]
     mesh = _one_mesh(name, sharded)
     if torch.is_grad_enabled() and _writes(function, kwargs):
@@ -90,13 +87,8 @@ def apply(
         if isinstance(leaf, torch.Tensor):
             _check_plain(name, leaf, first, torch_mesh)
 
-    def in_torch(leaf: object) -> object:
-        return known[id(leaf)] if isinstance(leaf, kind) else leaf
-
-    torch_args = tuple(map(in_torch, args))
-    torch_kwargs = {word: in_torch(leaf) for word, leaf in kwargs.items()}
-    if nested:
-        torch_args, torch_kwargs = tree_map(in_torch, (tuple(args), dict(kwargs)))
+    in_torch = [known[id(leaf)] if isinstance(leaf, kind) else leaf for leaf in leaves]
+    torch_args, torch_kwargs = tree_unflatten(in_torch, structure)
     try:
         with ExitStack() as stack:
             _enter_rules(stack, function, torch_args, torch_kwargs, first)
