@@ -4,24 +4,25 @@ import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from threading import Lock
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.copy_plan import BLOCK_BYTES, plan_copies
 from shardspec.checkpoint.digests import crc32, crc32_combine, crc_text
 from shardspec.checkpoint.directories import open_below, reserve
 from shardspec.checkpoint.executor import (
     CopiedTensor,
+    Copy,
     Execution,
+    plan_copies,
     run_in_threads,
     tensor_text,
     wanted_stretches,
 )
-from shardspec.checkpoint.read_boxes import Buffers
-from shardspec.checkpoint.source_files import KeptOpen, OpenFiles
-from shardspec.checkpoint.store import RemotePath, reason
+from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers
+from shardspec.checkpoint.source_files import KeptOpen, OpenFiles, read_fully
+from shardspec.checkpoint.store import RemotePath, system_errors
 from shardspec.checkpoint.targets import OutputFile, Put, RawBytes, Target, Write
 from shardspec.errors import CheckpointError
 
@@ -45,63 +46,50 @@ class Staged(NamedTuple):
     def create(self, name: str, num_bytes: int) -> None:
         """Make a file of a size: a disk that has no room for it shows before any is written."""
         more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
-        with _refusals(self.path, more):
-            fd = self._open(name, os.O_CREAT | os.O_EXCL if self.directory else 0, make=True)
+        with system_errors(self.path, "written", more):
+            fd = self.open(name, os.O_CREAT | os.O_EXCL if self.directory else 0, make=True)
             try:
                 reserve(fd, num_bytes)
             finally:
                 os.close(fd)
 
-    def open(self, name: str) -> int:
-        """Open a file that was made; return its descriptor."""
-        with _refusals(self.path):
-            return self._open(name, 0)
-
-    def _open(self, name: str, flags: int, *, make: bool = False) -> int:
-        if not self.directory:
-            return os.open(self.place, os.O_RDWR | os.O_CLOEXEC)
-        return open_below(self.place, name, os.O_RDWR | flags, make=make)
+    def open(self, name: str, flags: int = 0, *, make: bool = False) -> int:
+        """Open a file, made unless it is there if the flags say so; return its descriptor."""
+        with system_errors(self.path, "written"):
+            if not self.directory:
+                return os.open(self.place, os.O_RDWR | os.O_CLOEXEC)
+            return open_below(self.place, name, os.O_RDWR | flags, make=make)
 
     def fill(self, job: Execution) -> None:
         """Make the copies of this process into files that were created."""
-        rank, size = job.member.rank, job.member.size
         threads = job.options.threads
-        todo = (
+        plan = partial(plan_copies, job.target, job.member.rank, job.member.size)
+        tasks = (
             (tensor, copy)
-            for source, copies, complete in plan_copies(job.target, rank, size)
+            for source, copies, complete in plan()
             for tensor in [CopiedTensor(source, len(copies), complete=complete)]
             for copy in copies
         )
-        lock = Lock()
 
         def opened(number: int) -> int:
             return self.open(job.target.files[number].name)
 
-        def work() -> None:
+        def work(tasks: Iterator[tuple[CopiedTensor, Copy]]) -> None:
             buffers = Buffers()
+            scratch = buffers.scratch if job.reread else None
             with OpenFiles() as files, KeptOpen(opened, os.close, _OPEN_OUTPUTS) as outputs:
                 if threads == 1:
-                    plan = plan_copies(job.target, rank, size)
-                    wanted = ((one.source, copy) for one in plan for copy in one.copies)
+                    wanted = ((one.source, copy) for one in plan() for copy in one.copies)
                     files.will_read(job.source.directory, wanted_stretches(job, wanted))
-                while not job.failed.is_set():
-                    with lock:
-                        task = next(todo, None)
-                    if task is None:
-                        return
-                    tensor, copy = task
-                    crc, fd = 0, outputs.get(copy.file)
-                    for offset, data, known in tensor.filled(job, copy, files, buffers):
-                        scratch = buffers.scratch if job.reread else None
+                for tensor, copy in tasks:
+                    fd = outputs.get(copy.file)
+                    for offset, data, crc in tensor.filled(job, copy, files, buffers):
                         found = write_all(fd, data, offset, self.path, scratch)
-                        if job.reread and found != known:
+                        if job.reread and found != crc:
                             extent = job.target.files[copy.file].extents[copy.extent]
-                            raise _different(self.path, tensor_text(extent), found, known)
-                        crc = int(crc32_combine(crc, known, len(data)))
-                        job.advance(len(data))
-                    job.put_crc(copy, crc)
+                            raise _different(self.path, tensor_text(extent), found, crc)
 
-        run_in_threads(work, threads, job.failed)
+        run_in_threads(work, tasks, threads, job.failed)
 
     def finish(self, job: Execution) -> list[tuple[str, int, int]]:
         """Write what is no tensor's, flush the files, and return their names, bytes and CRC-32."""
@@ -144,17 +132,9 @@ class Staged(NamedTuple):
             os.close(fd)
 
     def _flush(self, fd: int, parts: Iterable[tuple[int, int, int, str]]) -> None:
-        with _refusals(self.path):
+        with system_errors(self.path, "written"):
             os.fsync(fd)
         check_again(lambda room, at: _read_back(fd, room, at, self.path), parts, self.path)
-
-
-@contextmanager
-def _refusals(path: Path, more: str = "") -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {reason(error)}{more}") from None
 
 
 def write_all(
@@ -166,29 +146,22 @@ def write_all(
     cache. Returns the CRC-32 of what is there then.
     """
     done = found = 0
-    while done < len(data):
-        try:
+    with system_errors(path, "written"):
+        while done < len(data):
             count = os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from None
-        if scratch is not None:
-            _read_back(fd, scratch[:count], offset + done, path)
-            found = crc32(scratch[:count], found)
-        done += count
+            if scratch is not None:
+                _read_back(fd, scratch[:count], offset + done, path)
+                found = crc32(scratch[:count], found)
+            done += count
     return found
 
 
 def _read_back(fd: int, room: memoryview, offset: int, path: Path) -> None:
     """Fill memory from a place in a file that was written."""
-    done = 0
-    while done < len(room):
-        try:
-            count = os.preadv(fd, [room[done:] if done else room], offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read again: {reason(error)}") from None
-        if not count:
-            raise CheckpointError(f"{path}: was cut short while it was written; nothing was kept")
-        done += count
+    with system_errors(path, "read again"):
+        missing = read_fully(fd, room, offset)
+    if missing:
+        raise CheckpointError(f"{path}: was cut short while it was written; nothing was kept")
 
 
 def check_again(

@@ -29,6 +29,7 @@ __all__ = [
     "path_exists",
     "reason",
     "store_errors",
+    "system_errors",
 ]
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -274,6 +275,17 @@ def _text(error: Exception) -> str:
 def reason(error: OSError) -> str:
     """Return why the system refused, without its number and file name."""
     return error.strerror or str(error)
+
+
+@contextmanager
+def system_errors(path: Path, done: str, more: str = "") -> Iterator[None]:
+    """Make a `CheckpointError` of what the system refuses; as `store_errors` for this machine."""
+    try:
+        yield
+    except CheckpointError:  # one of an output that exists is an OSError too
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be {done}: {reason(error)}{more}") from None
 
 
 def path_exists(path: Path) -> bool:

@@ -10,15 +10,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from threading import Lock
 from typing import Final
 
-from shardspec.checkpoint.copy_plan import Copy, plan_files
-from shardspec.checkpoint.digests import crc32, crc32_combine
+from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.directories import exists
 from shardspec.checkpoint.executor import (
     CopiedTensor,
+    Copy,
     Execution,
+    plan_files,
     run_in_threads,
     tensor_text,
     wanted_stretches,
@@ -196,19 +196,14 @@ class RemoteStaging:
             name: CopiedTensor(name, count, complete=count == every[name])
             for name, count in counts.items()
         }
-        todo, lock = iter(mine), Lock()
         threads = max(1, min(job.options.threads, len(mine)))
 
-        def work() -> None:
-            while not job.failed.is_set():
-                with lock:
-                    number = next(todo, None)
-                if number is None:
-                    return
+        def work(numbers: Iterator[int]) -> None:
+            for number in numbers:
                 crc = self._upload(job, number, tensors, AHEAD_BYTES // threads)
                 job.put_file(job.target.files[number].name, crc)
 
-        run_in_threads(work, threads, job.failed)
+        run_in_threads(work, mine, threads, job.failed)
 
     def _upload(
         self, job: Execution, number: int, tensors: Mapping[str, CopiedTensor], ahead: int
@@ -237,13 +232,8 @@ class RemoteStaging:
                     write(part.data)
                     at = part.offset + len(part.data)
                     continue
-                crc = 0
-                tensor = tensors[names[part.extent]]
-                for _, data, known in tensor.filled(job, part, files, buffers):
-                    crc = int(crc32_combine(crc, known, len(data)))
+                for _, data, _ in tensors[names[part.extent]].filled(job, part, files, buffers):
                     write(data)
-                    job.advance(len(data))
-                job.put_crc(part, crc)
                 at = part.offset + part.num_bytes
                 follows = file.trailer and file.trailer(crcs[: part.extent + 1], part.extent)
                 for raw in follows or ():

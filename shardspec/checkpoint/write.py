@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.commit import joined_output, real_path, staged_output
 from shardspec.checkpoint.coordinate import Member, Workers, together
-from shardspec.checkpoint.copy_plan import plan_copies, plan_files
 from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
 from shardspec.checkpoint.digests import crc32_combine, crc_text
-from shardspec.checkpoint.executor import Execution, Findings, WriteOptions
+from shardspec.checkpoint.executor import Execution, Findings, WriteOptions, plan_copies, plan_files
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA_NAME
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.output_files import Staged
@@ -236,18 +235,12 @@ def _on_disk(
         return
     job.total += sum(file.other_bytes for file in job.target.files)
 
-    def check() -> None:
-        if directory and job.options.overwrite and _inode(path) != old:
-            raise CheckpointError(
-                f"{path}: another run has replaced it meanwhile; run again to replace that"
-            )
-
     with staged_output(
         path,
         directory=directory,
         overwrite=job.options.overwrite,
         replaced=replaced,
-        check=check,
+        inode=old,
     ) as place:
         staged = Staged(place, path, directory)
         for file in job.target.files:
@@ -256,12 +249,12 @@ def _on_disk(
         yield staged
 
 
-def _inode(path: Path) -> int | None:
-    """Return what tells the directory of a name from one that takes its place."""
+def _inode(path: Path) -> int:
+    """Return what tells the directory of a name from one that takes its place; 0 without one."""
     try:
         return path.stat().st_ino
     except OSError:
-        return None
+        return 0
 
 
 @contextmanager
