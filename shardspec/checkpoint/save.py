@@ -41,9 +41,8 @@ from shardspec.checkpoint.rank_state import (
 )
 from shardspec.checkpoint.sharding_info import ShardingInfo, format_info, read_info
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import RemotePath, as_path, reason, system_errors
+from shardspec.checkpoint.store import RemotePath, as_path, reason, system_errors, upload
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, assign_boxes, stored_shape
-from shardspec.checkpoint.upload import upload
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout

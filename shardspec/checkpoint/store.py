@@ -8,12 +8,13 @@ settings. It is imported when the first URL is given.
 import os
 import re
 import stat
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
+from shardspec.checkpoint.directories import exists
 from shardspec.errors import CheckpointError, ShardSpecError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "reason",
     "store_errors",
     "system_errors",
+    "upload",
 ]
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -37,6 +39,9 @@ _LOCAL_SCHEMES: Final = ("file", "local")
 _SCHEMES_WITHOUT_LISTS: Final = ("http", "https")
 _LONGEST: Final = 300
 """Most characters of what a store says about an error."""
+_PART_BYTES: Final = 8 << 20
+_MOST_PARTS: Final = 9_000
+"""S3 takes 10,000 parts; a file of more than 72 GB comes in larger ones."""
 _IDENTITY_KEYS: Final = (
     *("size", "ETag", "etag", "md5Hash", "checksum", "generation", "VersionId", "version_id"),
     *("LastModified", "last_modified", "mtime", "updated", "created", "mtimeMs"),
@@ -317,6 +322,64 @@ def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
             "put the file itself into the directory"
         )
     return path
+
+
+@contextmanager
+def upload(
+    path: RemotePath, num_bytes: int, *, overwrite: bool
+) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Write a file in a store from its start to its end, by what is yielded.
+
+    It appears at the end of the block, unless anything is raised. `num_bytes` is its size as far as
+    it is known. Raises an `OutputExistsError` in the end if there is such a file and `overwrite` is
+    not set.
+    """
+    from fsspec.transaction import Transaction
+
+    store = path.store
+    part = max(_PART_BYTES, -(-num_bytes // _MOST_PARTS))
+    part += -part % (1 << 20)
+    # One of its own: stores that threads share have one for all files.
+    transaction = Transaction(store)
+    if not store.async_impl:
+        # Some of these look for a transaction only.
+        transaction.start()
+    ended = False
+    try:
+        with _told(path):
+            mode = "wb" if overwrite else "xb"
+            file = store.open(str(path), mode, block_size=part, autocommit=False)
+        transaction.files.append(file)
+
+        def write(data: bytes | memoryview) -> None:
+            with _told(path):
+                file.write(data)
+
+        try:
+            yield write
+        finally:
+            with _told(path):
+                # Sends what is left; in a transaction the file is not there yet.
+                file.close()
+        ended = True
+        with _told(path):
+            transaction.complete(commit=True)
+    except BaseException:
+        if not ended:
+            transaction.complete(commit=False)
+        raise
+    finally:
+        store.invalidate_cache(str(path.parent))
+
+
+@contextmanager
+def _told(path: RemotePath) -> Iterator[None]:
+    """Make one line of what a store raises when it is written to."""
+    with store_errors(path, "written"):
+        try:
+            yield
+        except FileExistsError:
+            raise exists(path) from None
 
 
 class Snapshot(NamedTuple):
