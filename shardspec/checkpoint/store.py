@@ -1,4 +1,4 @@
-"""Files of checkpoints, on this machine or behind URLs: listed, identified and named.
+"""Files of checkpoints, on this machine or behind URLs: listed, identified, named and uploaded.
 
 A URL such as ``s3://bucket/model`` is a `RemotePath`. What lies behind it is reached through
 fsspec, which knows the stores and takes keys and endpoints from the environment or its own
@@ -35,8 +35,6 @@ __all__ = [
 ]
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
-_LOCAL_SCHEMES: Final = ("file", "local")
-_SCHEMES_WITHOUT_LISTS: Final = ("http", "https")
 _LONGEST: Final = 300
 """Most characters of what a store says about an error."""
 _PART_BYTES: Final = 8 << 20
@@ -79,7 +77,7 @@ class RemotePath(PosixPath):
     def store(self) -> "AbstractFileSystem":
         """The file system of fsspec; kept for the next time, by fsspec or for all threads."""
         scheme = self.parts[0].rstrip(":")
-        if scheme in _SCHEMES_WITHOUT_LISTS:
+        if scheme in ("http", "https"):
             raise CheckpointError(f"{self}: a web server does not list its files; download them")
         try:
             from fsspec.core import url_to_fs
@@ -223,7 +221,7 @@ def as_path(place: Path | str) -> Path:
     scheme, mark, rest = place.partition("://")
     if not mark or _SCHEME.fullmatch(scheme) is None:
         return Path(place)
-    return Path(rest) if scheme in _LOCAL_SCHEMES else RemotePath(place)
+    return Path(rest) if scheme in ("file", "local") else RemotePath(place)
 
 
 @lru_cache(maxsize=16)
@@ -250,6 +248,8 @@ def store_errors(path: Path, done: str) -> Iterator[None]:
     except ShardSpecError:
         raise
     except Exception as error:
+        if isinstance(error, FileExistsError) and done == "written":
+            raise exists(path) from None
         # Stores have errors of their packages, or raise these; any other is a fault of ours.
         foreign = type(error).__module__ != "builtins"
         if not foreign and not isinstance(error, OSError | ValueError | NotImplementedError):
@@ -260,7 +260,6 @@ def store_errors(path: Path, done: str) -> Iterator[None]:
 _MEANINGS: Final = (
     (FileNotFoundError, "there is no such file"),
     (PermissionError, "access was denied"),
-    (FileExistsError, "it exists already"),
     (IsADirectoryError, "it is a directory"),
     (NotADirectoryError, "it is no directory"),
 )
@@ -328,11 +327,10 @@ def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
 def upload(
     path: RemotePath, num_bytes: int, *, overwrite: bool
 ) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Write a file in a store from its start to its end, by what is yielded.
+    """Write a file in a store, of this size as far as is known, by what is yielded.
 
-    It appears at the end of the block, unless anything is raised. `num_bytes` is its size as far as
-    it is known. Raises an `OutputExistsError` in the end if there is such a file and `overwrite` is
-    not set.
+    It appears at the end of the block unless anything is raised: an `OutputExistsError` in the end
+    if there is such a file and `overwrite` is not set.
     """
     from fsspec.transaction import Transaction
 
@@ -346,23 +344,23 @@ def upload(
         transaction.start()
     ended = False
     try:
-        with _told(path):
+        with store_errors(path, "written"):
             mode = "wb" if overwrite else "xb"
             file = store.open(str(path), mode, block_size=part, autocommit=False)
-        transaction.files.append(file)
+            transaction.files.append(file)
 
         def write(data: bytes | memoryview) -> None:
-            with _told(path):
+            with store_errors(path, "written"):
                 file.write(data)
 
         try:
             yield write
         finally:
-            with _told(path):
+            with store_errors(path, "written"):
                 # Sends what is left; in a transaction the file is not there yet.
                 file.close()
         ended = True
-        with _told(path):
+        with store_errors(path, "written"):
             transaction.complete(commit=True)
     except BaseException:
         if not ended:
@@ -370,16 +368,6 @@ def upload(
         raise
     finally:
         store.invalidate_cache(str(path.parent))
-
-
-@contextmanager
-def _told(path: RemotePath) -> Iterator[None]:
-    """Make one line of what a store raises when it is written to."""
-    with store_errors(path, "written"):
-        try:
-            yield
-        except FileExistsError:
-            raise exists(path) from None
 
 
 class Snapshot(NamedTuple):
@@ -448,8 +436,7 @@ def _entries(place: Path) -> dict[Path, tuple[FileIdentity, bool]]:
         paths = [place / name for name in os.listdir(place)]
     except NotADirectoryError:
         paths = [place]
-    except OSError:
-        # Who reads it says why it cannot be.
+    except OSError:  # who reads it says why it cannot be
         return {}
     return {path: at for path in paths if (at := _identity(path)) is not None}
 
