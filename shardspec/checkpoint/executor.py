@@ -311,9 +311,10 @@ class CopiedTensor:
                 self._stored = tensor, checks
             tensor, checks = self._stored
         extent = job.target.files[copy.file].extents[copy.extent]
+        casts = is_cast(tensor.dtype, extent.tensor.dtype)
         at, crc = copy.offset, 0
         for _, block, known in read_box(tensor, copy.box, files, buffers, checks):
-            data = _cast(job, tensor, extent, block)
+            data = _cast(job, tensor, extent, block) if casts else block
             # Numbers that were cast may take more memory than a block.
             for part in (data[n : n + BLOCK_BYTES] for n in range(0, len(data), BLOCK_BYTES)):
                 of_part = 0
@@ -337,8 +338,6 @@ class CopiedTensor:
 
 def _cast(job: Execution, tensor: StoredTensor, extent: Extent, block: memoryview) -> memoryview:
     """Return numbers of a tensor in the dtype of an extent."""
-    if not is_cast(tensor.dtype, extent.tensor.dtype):
-        return block
     from shardspec.checkpoint.numeric import cast
 
     room, losses = cast(block, tensor.dtype, extent.tensor.dtype)

@@ -35,7 +35,7 @@ from shardspec.checkpoint.source_files import (
     SourceFile,
     read_fully,
 )
-from shardspec.checkpoint.store import RemotePath, system_errors, upload
+from shardspec.checkpoint.store import RemotePath, reason, system_errors, upload
 from shardspec.checkpoint.targets import OutputFile, Put, RawBytes, Target, Write
 from shardspec.errors import CheckpointError
 
@@ -166,16 +166,20 @@ def write_all(
         while done < len(data):
             count = os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
             if scratch is not None:
-                _read_back(fd, scratch[:count], offset + done, path)
-                found = crc32(scratch[:count], found)
+                back = scratch[:count]
+                _read_back(fd, back, offset + done, path)
+                found = crc32(back, found)
             done += count
     return found
 
 
 def _read_back(fd: int, room: memoryview, offset: int, path: Path) -> None:
     """Fill memory from a place in a file that was written."""
-    with system_errors(path, "read again"):
+    # Called so often that a context manager would show.
+    try:
         missing = read_fully(fd, room, offset)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read again: {reason(error)}") from None
     if missing:
         raise CheckpointError(f"{path}: was cut short while it was written; nothing was kept")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
-from shardspec.checkpoint.store import RemotePath, store_errors, system_errors
+from shardspec.checkpoint.store import RemotePath, reason, store_errors
 from shardspec.errors import CheckpointError
 from shardspec.input_files import open_regular
 
@@ -310,8 +310,11 @@ class SourceFile:
         if self.remote is not None:
             self.remote.read_into(buffer, offset)
             return
-        with system_errors(self.path, "read"):
+        # Called so often that a context manager would show.
+        try:
             missing = read_fully(self._fd, buffer, offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
         if missing:
             end = offset + len(buffer)
             raise _cut_short(self.path, end - missing, end)
