@@ -15,10 +15,10 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box, box_shape, box_size, slices_within, split_interval
+from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within, split_interval
 from shardspec.comm.agreement import Unanswered, ranks_text
 from shardspec.comm.results import checked, combine, combine_into, empty_hugepages
-from shardspec.comm.routes import Incoming, TransferSchedule, chunks
+from shardspec.comm.routes import Incoming, TransferSchedule
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
 from shardspec.errors import CommunicatorError
 

@@ -25,7 +25,6 @@ __all__ = [
     "Transfer",
     "TransferSchedule",
     "Transfers",
-    "chunks",
     "distance_on",
     "exchange_routes",
     "permute_routes",
@@ -165,31 +164,6 @@ def permute_routes(
             unused[box].remove(holder)
             source[device] = holder
     return [Transfer(source[d], d, box) for d, box in after.items() if box_size(box)]
-
-
-def chunks(box: Box, most: int) -> Iterator[Box]:
-    """Yield parts of a box of at most so many elements, in the order of memory.
-
-    Together they are the box, and both ends of a message cut it alike. Each is as long as the
-    bound allows, full rows where rows fit; an empty box has none.
-    """
-    assert most > 0, "a chunk holds something"
-    size = box_size(box)
-    if size == 0:
-        return
-    if size <= most:
-        yield box
-        return
-    dim = next(d for d, (lo, hi) in enumerate(box) if hi - lo > 1)
-    lo, hi = box[dim]
-    row = size // (hi - lo)
-    rows = max(1, most // row)
-    for start in range(lo, hi, rows):
-        part = _rows(box, dim, start, min(start + rows, hi))
-        if row <= most:
-            yield part
-        else:
-            yield from chunks(part, most)
 
 
 class Transfers:
