@@ -8,7 +8,8 @@ A plan is a set of copies (holder, box) -> (holder, box). Holders are devices or
 - ``merge`` and ``reshard`` from files to files (`shardspec.checkpoint.copy_plan`);
 - ``save_sharded`` from devices to files (`shardspec.checkpoint.targets.assign_boxes`);
 - an exchange within one tensor's conversion from devices to devices (`shardspec.comm.routes`),
-  whose senders are the nearest ones, as a message has a price of its own there.
+  whose senders are the nearest ones, and give whole pieces unless these are very uneven, as a
+  message has a price of its own there.
 
 All of them ask the same two questions. `overlaps` tells what of the boxes held is wanted, one
 wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
@@ -23,7 +24,7 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, TypeAlias
 
-from shardspec.boxes import Box, intersect
+from shardspec.boxes import Box, box_shape, intersect
 
 __all__ = ["Holders", "Senders", "balanced", "overlaps"]
 
@@ -31,6 +32,8 @@ Holders: TypeAlias = tuple[int, ...]
 """Numbers of the devices or files that hold the same box."""
 
 _MOST_ROUNDS: Final = 100
+_ENOUGH_ROWS: Final = 64
+"""To divide a box by."""
 _EVEN: Final = 1e-3
 """Of the busiest holder's load: where less than this moves in a round, it is even enough."""
 
@@ -184,9 +187,12 @@ class Senders:
     ) -> list[tuple[int, Box]]:
         """Return who gives a box, by rows where its bytes lie in several stretches."""
         given = self.stretches(holders, start, num_bytes)
-        dim = next((dim for dim, (lo, hi) in enumerate(box) if hi - lo > 1), None)
-        if len(given) == 1 or dim is None:
+        sides = box_shape(box)
+        longest = max(sides, default=1)
+        if len(given) == 1 or longest == 1:
             return [(given[0][0], box)]
+        # Rows of an outer dim lie together in memory.
+        dim = next(d for d, side in enumerate(sides) if side >= min(longest, _ENOUGH_ROWS))
         (lo, hi), done, parts = box[dim], 0, []
         at = lo
         for holder, count in given:

@@ -6,8 +6,8 @@ pending, the boxes of the members are the same and the parts are combined; other
 disjoint and are put side by side. Exchange and permute move between all devices of the mesh.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import ne
@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
-from shardspec.copies import overlaps
+from shardspec.copies import Holders, Senders, overlaps
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
@@ -67,8 +67,9 @@ def exchange_routes(
     """Return what must move so that every device holds its box after.
 
     Of the nearest holders of a piece the one sends that has sent least so far; then the first one.
-    Where that leaves one with much more than its share, its last piece is divided. The ids before
-    and after may differ. Moves come by receiver in the order of `after`, every element once.
+    A message takes time of its own, so pieces are divided only where one would send much more than
+    its share, and than anyone receives. The ids before and after may differ. Moves come by receiver
+    in the order of `after`, every element once.
     """
     holders: dict[Box, list[int]] = defaultdict(list)
     for device, box in before.items():
@@ -76,70 +77,38 @@ def exchange_routes(
             holders[box].append(device)
     have = sorted(holders)
     met = dict(overlaps(have, sorted({box for box in after.values() if box_size(box)})))
-    sent: dict[int, int] = defaultdict(int)
-    received: dict[int, int] = defaultdict(int)
-    of_replicas: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    of_replicas: dict[Holders, list[int]] = defaultdict(list)
     moves: list[Transfer] = []
     for device, target in after.items():
-        own = before.get(device)
         for number, piece in met.get(target, ()):
-            cell = have[number]
             holder = device
-            if cell != own:
-                near = _nearest(holders[cell], device, distance)
-                holder = min(near, key=sent.__getitem__) if len(near) > 1 else near[0]
+            if have[number] != before.get(device):
+                near = _nearest(holders[have[number]], device, distance)
+                holder = min(near, key=sent.__getitem__)
                 sent[holder] += _MESSAGE + box_size(piece)
                 received[device] += _MESSAGE + box_size(piece)
-                if len(near) > 1:
-                    of_replicas[near].append(len(moves))
+                of_replicas[near].append(len(moves))
             moves.append(Transfer(holder, device, piece))
     most = max(received.values(), default=0)
-    divided = {
-        place: parts
-        for near, places in of_replicas.items()
-        for place, parts in _evened(near, {place: moves[place] for place in places}, sent, most)
-    }
+    divided: dict[int, list[Transfer]] = {}
+    for near, places in of_replicas.items():
+        loads = [sent[holder] for holder in near]
+        if max(loads) >= max(most, sum(loads) // len(near)) + 2 * _MESSAGE:
+            places.sort(key=lambda place: near.index(moves[place].src))
+            sizes = [box_size(moves[place].box) for place in places]
+            senders = Senders([[(near, size) for size in sizes]])
+            for place, start, size in zip(places, senders.starts[0], sizes, strict=True):
+                parts = senders.split(near, moves[place].box, start, size)
+                divided[place] = [Transfer(one, moves[place].dst, box) for one, box in parts]
     return [part for place, move in enumerate(moves) for part in divided.get(place, (move,))]
 
 
-def _nearest(holders: Sequence[int], device: int, distance: Distance) -> tuple[int, ...]:
+def _nearest(holders: Sequence[int], device: int, distance: Distance) -> Holders:
     away = [distance(holder, device) for holder in holders]
     least = min(away)
     return tuple(holder for holder, far in zip(holders, away, strict=True) if far == least)
-
-
-def _evened(
-    near: tuple[int, ...], moves: Mapping[int, Transfer], sent: dict[int, int], most: int
-) -> Iterator[tuple[int, list[Transfer]]]:
-    """Yield which pieces are divided so that holders of the same send as much as each other.
-
-    One that sends more than its share, and more than anyone receives, gives rows of its last piece
-    to those that send less. A message takes time of its own, so pieces stay whole where there is
-    little to gain.
-    """
-    level = max(most, (_MESSAGE + sum(sent[holder] for holder in near)) // len(near))
-    last = {move.src: (place, move) for place, move in moves.items()}
-    for holder, (place, move) in last.items():
-        excess = sent[holder] - level
-        if excess < 2 * _MESSAGE:
-            continue
-        dim = max(range(len(move.box)), key=lambda d: move.box[d][1] - move.box[d][0])
-        lo, hi = move.box[dim]
-        row = box_size(move.box) // (hi - lo)
-        parts = []
-        for other in sorted(near, key=sent.__getitem__):
-            room = level - sent[other] - _MESSAGE
-            rows = min(hi - lo - 1, (sent[holder] - level) // row, room // row)
-            if rows > 0:
-                parts.append(Transfer(other, move.dst, _rows(move.box, dim, lo, lo + rows)))
-                sent[other] += _MESSAGE + rows * row
-                sent[holder] -= rows * row
-                lo += rows
-        yield place, [*parts, Transfer(holder, move.dst, _rows(move.box, dim, lo, hi))]
-
-
-def _rows(box: Box, dim: int, lo: int, hi: int) -> Box:
-    return (*box[:dim], (lo, hi), *box[dim + 1 :])
 
 
 def permute_routes(
