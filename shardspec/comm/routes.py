@@ -21,7 +21,7 @@ from shardspec.mesh import DeviceMesh
 __all__ = [
     "BoxOf",
     "Distance",
-    "Incoming",
+    "Parts",
     "Transfer",
     "TransferSchedule",
     "Transfers",
@@ -187,18 +187,6 @@ class Transfers:
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
-    """A box that a device gets."""
-
-    peer: int
-    """Who holds it; the device itself for a part that stays."""
-    box: Box
-    """What, in coordinates of the global tensor."""
-    source: Box
-    """All that the peer holds."""
-
-
-@dataclass(frozen=True, slots=True)
 class TransferSchedule:
     """What one device does in one step."""
 
@@ -207,20 +195,22 @@ class TransferSchedule:
     """Physical id."""
     members: tuple[int, ...]
     """The devices that move data among themselves, in the same order on all of them."""
+    held: BoxOf
+    """What each device holds before the step."""
     before: Box
-    """What the device holds before the step."""
+    """What this one does."""
     after: Box
     """What it holds after the step."""
-    outgoing: tuple[tuple[int, Box], ...]
+    outgoing: Parts
     """Which other device gets which box from it."""
-    incoming: tuple[Incoming, ...]
-    """What it gets from whom, its own part included, in an order that is the same everywhere."""
+    incoming: Parts
+    """Who it gets which box from, its own part included, in an order that is the same everywhere.
+    Both are only read."""
 
     @property
     def peers(self) -> set[int]:
         """The other devices that it sends to or gets something from."""
-        sources = {part.peer for part in self.incoming}
-        return sources.union(peer for peer, _ in self.outgoing) - {self.device}
+        return {peer for peer, _ in [*self.incoming, *self.outgoing]} - {self.device}
 
 
 @lru_cache(maxsize=1024)
@@ -233,12 +223,8 @@ def schedule_for(
     are the same key only if their layouts are the same object, so a miss costs no comparison.
     """
     transfers = Transfers(step, mesh, before, after)
+    members, incoming = transfers.members(device), transfers.incoming(device)
+    outgoing = [(peer, box) for peer, box in transfers.outgoing(device) if peer != device]
     return TransferSchedule(
-        step,
-        device,
-        transfers.members(device),
-        before(device),
-        after(device),
-        tuple((peer, box) for peer, box in transfers.outgoing(device) if peer != device),
-        tuple(Incoming(peer, box, before(peer)) for peer, box in transfers.incoming(device)),
+        step, device, members, before, before(device), after(device), outgoing, incoming
     )
