@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
@@ -26,6 +25,7 @@ import torch
 from shardspec.boxes import Box, box_shape, slices_within
 from shardspec.comm.agreement import Address, Link, ranks_text
 from shardspec.comm.messages import Exchange, Rounds, Transport
+from shardspec.comm.results import libc
 from shardspec.comm.routes import Parts, TransferSchedule
 from shardspec.errors import CommunicatorError
 
@@ -146,22 +146,17 @@ def _rows(addresses: Ints, length: int) -> Ints:
 
 
 def _read_rows(pid: int, ours: Ints, theirs: Ints) -> None:
-    no_flags = ctypes.c_ulong(0)
+    library, no_flags = libc(), ctypes.c_ulong(0)
+    assert library is not None, "elsewhere processes have no addresses"
+    library.process_vm_readv.restype = ctypes.c_ssize_t
     for first in range(0, len(ours), _MOST_RUNS):
         some = ours[first:][:_MOST_RUNS], theirs[first:][:_MOST_RUNS]
         here, there = (ctypes.c_void_p(rows.ctypes.data) for rows in some)
         count = ctypes.c_ulong(len(some[0]))
-        got = _libc().process_vm_readv(pid, here, count, there, count, no_flags)
+        got = library.process_vm_readv(pid, here, count, there, count, no_flags)
         if got != int(some[0][:, 1].sum()):
             code = ctypes.get_errno() if got < 0 else errno.EFAULT
             raise OSError(code, os.strerror(code))
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    return libc
 
 
 def readable(addresses: Mapping[int, Address]) -> frozenset[int]:

@@ -122,17 +122,17 @@ def permute_routes(
     """
     unused: dict[Box, list[int]] = defaultdict(list)
     for device, box in before.items():
-        unused[box].append(device)
-    kept = [device for device, box in after.items() if before[device] == box]
-    for device in kept:
-        unused[before[device]].remove(device)
-    source = {device: device for device in kept}
+        if after[device] != box:
+            unused[box].append(device)
+    moves = []
     for device, box in after.items():
-        if device not in source:
+        holder = device
+        if before[device] != box:
             holder = min(unused[box], key=lambda src: distance(src, device))
             unused[box].remove(holder)
-            source[device] = holder
-    return [Transfer(source[d], d, box) for d, box in after.items() if box_size(box)]
+        if box_size(box):
+            moves.append(Transfer(holder, device, box))
+    return moves
 
 
 class Transfers:
