@@ -80,18 +80,7 @@ class Kind:
 
 
 def kind_of(source: Layout, target: Layout, view: View | None = None) -> Kind:
-    """Intersect the boxes of two layouts of one tensor, or of what a view equates.
-
-    Examples
-    --------
-    >>> from shardspec import DeviceMesh
-    >>> a = Layout(DeviceMesh(range(2), (2,)), "[S0]", (6,), "float32")
-    >>> kind = kind_of(a, Layout(DeviceMesh([2, 1, 5], (3,)), "[S0]", (6,), "float32"))
-    >>> [(kind.holders[s], kind.box(i)) for i, s in enumerate(kind.at.tolist())]
-    [((0,), ((0, 2),)), ((0,), ((2, 3),)), ((1,), ((4, 6),))]
-    >>> kind.receiver.tolist(), kind.kept_by.tolist()
-    ([2, 1, 5], [1])
-    """
+    """Intersect the boxes of two layouts of one tensor, or of what a view equates."""
     view = view or identity_view(source.global_shape)
     axes = len(view.shape)
     have, want = _distinct(source, view.source, axes), _distinct(target, view.target, axes)
@@ -122,13 +111,7 @@ def _distinct(layout: Layout, side: TensorView, axes: int) -> list[tuple[Box, Ho
 
 
 def _disjoint(held: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
-    """Cut boxes wherever one begins or ends: a replicated part may join what is before it.
-
-    Examples
-    --------
-    >>> _disjoint({0: [((0, 2),), ((4, 6),)], 1: [((2, 6),)]})
-    {0: [((0, 2),), ((4, 6),)], 1: [((2, 4),), ((4, 6),)]}
-    """
+    """Cut boxes wherever one begins or ends: a replicated part may join what is before it."""
     every = [box for boxes in held.values() for box in boxes]
     edges = [
         sorted({edge for side in sides for edge in side}) for sides in zip(*every, strict=True)
@@ -186,22 +169,6 @@ class Stage:
                     found[sender, receiver] += part
         return dict(sorted(found.items()))
 
-    @cached_property
-    def sent(self) -> Mapping[int, int]:
-        """Bytes by device that sends."""
-        return self._summed(0)
-
-    @cached_property
-    def received(self) -> Mapping[int, int]:
-        """Bytes by device that receives."""
-        return self._summed(1)
-
-    def _summed(self, end: int) -> Mapping[int, int]:
-        found: Counter[int] = Counter()
-        for pair, num_bytes in self.traffic.items():
-            found[pair[end]] += num_bytes
-        return found
-
     @property
     def most_peers(self) -> int:
         """To how many devices one sends at most, or from how many it receives."""
@@ -241,15 +208,7 @@ class Hosts:
 
 
 def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
-    """Return which devices are joined by faster links than the slowest, if some are and some not.
-
-    Examples
-    --------
-    >>> mesh = DeviceMesh(range(4), (2, 2), mesh_alpha=(1e-5, 1e-6), mesh_beta=(1e-10, 1e-12))
-    >>> found = hosts_of([mesh, DeviceMesh([3, 9], (2,))])
-    >>> dict(found.number), found.inside, found.between
-    ({0: 0, 1: 0, 2: 1, 3: 1, 9: 2}, (1e-06, 1e-12), (1e-05, 1e-10))
-    """
+    """Return which devices are joined by faster links than the slowest; None if all or none are."""
     meshes = list(meshes)
     links = [
         (alpha, beta, mesh, axis)
