@@ -43,8 +43,6 @@ def overlaps(
     No box is empty. Wanted ones come in ascending order of their first rows, as blocks of one box
     do, unless those that are held form a grid, as the boxes of a layout do.
 
-    Examples
-    --------
     >>> list(overlaps([((0, 2),), ((2, 5),)], [((1, 4),), ((4, 6),)]))
     [(((1, 4),), [(0, ((1, 2),)), (1, ((2, 4),))]), (((4, 6),), [(1, ((4, 5),))])]
     """
@@ -91,8 +89,6 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
     the least maximum. Each set of holders in turn is filled up to one level beside what its members
     give for others, until little changes: coordinate descent on a convex function.
 
-    Examples
-    --------
     >>> balanced({(0,): 4, (0, 1): 6})
     {(0,): [4.0], (0, 1): [1.0, 5.0]}
     """
@@ -115,13 +111,7 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
 
 
 def _filled(load: Sequence[float], total: float) -> list[float]:
-    """Return what each gets so that, with its load, all that get something are at one level.
-
-    Examples
-    --------
-    >>> _filled([1.0, 5.0, 3.0], 4.0)
-    [3.0, 0.0, 1.0]
-    """
+    """Return what each gets so that, with its load, all that get something are at one level."""
     level = below = 0.0
     for count, one in enumerate(sorted(load), 1):
         if count > 1 and level < one:
@@ -135,15 +125,9 @@ class Senders:
     """Who gives which bytes, where a box may be cut.
 
     All that is wanted of boxes with the same holders is one sequence of bytes, in the order of
-    demands, and each of the holders gives one stretch of it.
+    demands, and each of the holders gives one stretch of it. Demands come in groups: the holders
+    of what is wanted, and how many bytes.
 
-    Parameters
-    ----------
-    demands
-        In groups, the holders of what is wanted, and how many bytes.
-
-    Examples
-    --------
     >>> senders = Senders([[((0,), 4), ((0, 1), 3), ((0, 1), 3)]])
     >>> senders.stretches((0, 1), 0, 3)
     [(0, 1), (1, 2)]
