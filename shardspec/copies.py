@@ -16,12 +16,13 @@ tells which of several holders gives how much, so that the busiest of all does l
 is kept to in stretches that may cut a box (`Senders`), or by whole boxes, the largest first.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise, product
-from math import prod
+from itertools import accumulate
 from typing import Final, TypeAlias
+
+import numpy as np
 
 from shardspec.boxes import Box, intersect
 
@@ -40,45 +41,17 @@ def overlaps(
 ) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
     """Yield every wanted box, with the numbers of the held ones that it meets and what both share.
 
-    No box is empty. Wanted ones come in ascending order of their first rows, as blocks of one box
-    do, unless those that are held form a grid, as the boxes of a layout do.
-
     >>> list(overlaps([((0, 2),), ((2, 5),)], [((1, 4),), ((4, 6),)]))
     [(((1, 4),), [(0, ((1, 2),)), (1, ((2, 4),))]), (((4, 6),), [(1, ((4, 5),))])]
     """
-    numbers: dict[Box, list[int]] = {}
-    for number, box in enumerate(have):
-        numbers.setdefault(box, []).append(number)
-    sides = [sorted(set(intervals)) for intervals in zip(*numbers, strict=True)]
-    apart = all(a[1] <= b[0] for side in sides for a, b in pairwise(side))
-    if not apart or prod(map(len, sides)) != len(numbers):
-        yield from _swept(have, want)
-        return
-    # Of a grid, what a box meets is found by bisection, dim by dim.
-    edges = [([lo for lo, _ in side], [hi for _, hi in side]) for side in sides]
+    dims = len(have[0]) if have else 0
+    held = np.array(have, dtype=np.int64).reshape(len(have), dims, 2)
+    sides = [(held[:, dim, 0].copy(), held[:, dim, 1].copy()) for dim in range(dims)]
     for box in want:
-        met = [
-            side[bisect_right(ends, lo) : bisect_left(starts, hi)]
-            for side, (starts, ends), (lo, hi) in zip(sides, edges, box, strict=True)
-        ]
-        shared = [
-            [(max(a, lo), min(b, hi)) for a, b in side]
-            for side, (lo, hi) in zip(met, box, strict=True)
-        ]
-        cells = zip(product(*met), product(*shared), strict=True)
-        yield box, [(number, part) for cell, part in cells for number in numbers[cell]]
-
-
-def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Find what boxes share going down the first dim."""
-    waiting = sorted(range(len(have)), key=lambda number: have[number][0][0])
-    waiting.reverse()  # the next one to be met is the last
-    near: list[int] = []
-    for box in want:
-        while waiting and have[waiting[-1]][0][0] < box[0][1]:
-            near.append(waiting.pop())
-        near = [number for number in near if have[number][0][1] > box[0][0]]
-        shared = ((number, intersect(have[number], box)) for number in near)
+        met = np.ones(len(have), np.bool_)
+        for (lo, hi), (lows, highs) in zip(box, sides, strict=False):
+            met &= (lows < hi) & (highs > lo)
+        shared = ((number, intersect(have[number], box)) for number in np.flatnonzero(met).tolist())
         yield box, [(number, part) for number, part in shared if part is not None]
 
 
