@@ -8,12 +8,10 @@ once and are passed on inside. Meshes say it by their links: an axis that is fas
 one joins devices of a host.
 """
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
 from operator import mul
 from typing import TypeAlias
 
@@ -22,7 +20,7 @@ import numpy.typing as npt
 
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.copies import Holders, Senders, overlaps
-from shardspec.layout.layout import Layout
+from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
 
@@ -98,35 +96,16 @@ def kind_of(source: Layout, target: Layout, view: View | None = None) -> Kind:
 
 def _distinct(layout: Layout, side: TensorView, axes: int) -> list[tuple[Box, Holders]]:
     """Return the boxes of the view that are not empty, each with its holders; they are disjoint."""
-    held = {device: layout.local_boxes(device) for device in layout.mesh.ids}
-    if not all(cut.is_plain for cut in layout.spec.dim_specs):
-        held = _disjoint(held)
+    # Cut by parts: a replicated one may join what is before it.
+    cells = [] if layout.spec.is_plain else [LayoutCell(layout, cell) for cell in cells_of(layout)]
     found: dict[Box, list[int]] = {}
-    for device, boxes in held.items():
+    for device in layout.mesh.ids:
+        boxes = [cell.box(device) for cell in cells] or layout.local_boxes(device)
         for box in filter(box_size, boxes):
             found.setdefault(box, []).append(device)
     return [
         (part, tuple(devices)) for box, devices in found.items() for part in side.boxes(box, axes)
     ]
-
-
-def _disjoint(held: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
-    """Cut boxes wherever one begins or ends: a replicated part may join what is before it."""
-    every = [box for boxes in held.values() for box in boxes]
-    edges = [
-        sorted({edge for side in sides for edge in side}) for sides in zip(*every, strict=True)
-    ]
-
-    def cells(box: Box) -> Iterator[Box]:
-        inner = (
-            [lo, *all_[bisect_right(all_, lo) : bisect_left(all_, hi)], hi]
-            for all_, (lo, hi) in zip(edges, box, strict=True)
-        )
-        return product(*map(pairwise, inner))
-
-    return {
-        device: [cell for box in boxes for cell in cells(box)] for device, boxes in held.items()
-    }
 
 
 @dataclass(frozen=True, eq=False)
