@@ -5,7 +5,7 @@ A plan is a set of copies (holder, box) -> (holder, box). Holders are devices or
 - ``plan_reshard`` copies from devices to devices (`shardspec.resharding.stages`);
 - ``load_sharded``, and a plan whose source is a checkpoint, from files to devices
   (`shardspec.checkpoint.load`);
-- ``merge`` and ``reshard`` from files to files (`shardspec.checkpoint.copy_plan`);
+- ``merge`` and ``reshard`` from files to files (`shardspec.checkpoint.executor`);
 - ``save_sharded`` from devices to files (`shardspec.checkpoint.targets.assign_boxes`);
 - an exchange within one tensor's conversion from devices to devices (`shardspec.comm.routes`),
   whose senders are the nearest ones, and give whole pieces unless these are very uneven, as a

@@ -22,12 +22,10 @@ from typing import Final
 from shardspec.checkpoint.directories import (
     DESCRIPTORS,
     DIRECTORY,
-    EXCHANGE,
     NEW_FILE,
-    NO_REPLACE,
     by_descriptor,
     check_named,
-    exists,
+    exchange,
     give_mode,
     give_modes,
     is_same,
@@ -36,14 +34,13 @@ from shardspec.checkpoint.directories import (
     names_below,
     opened,
     remove_tree,
-    rename_file,
-    renameat2,
+    rename,
     reserve,
     stat_of,
     sync,
     unlink_same,
 )
-from shardspec.checkpoint.store import reason
+from shardspec.checkpoint.store import reason, system_errors
 from shardspec.errors import CheckpointError
 
 __all__ = ["joined_output", "real_path", "staged_output", "write_atomically"]
@@ -58,25 +55,23 @@ def staged_output(
     directory: bool,
     overwrite: bool,
     replaced: Collection[str] = (),
-    check: Callable[[], None] | None = None,
+    inode: int | None = None,
 ) -> Iterator[Path]:
     """Make an empty file or directory to fill, and give it the final name when all went well.
 
     Of a directory that is replaced, files that have the name of a new one or are named in
-    `replaced` go; all others are kept, also those that appear meanwhile. `check` is called when
-    everything is written. What to fill is removed if anything is raised: an `OutputExistsError` in
-    the end if something has the name and `overwrite` is not set, a `CheckpointError` if another
-    run is at work on the same output.
+    `replaced` go; all others are kept, also those that appear meanwhile. `inode` is the number of
+    that directory, or 0 if there is none, where it is known. What to fill is removed if anything is
+    raised: an `OutputExistsError` in the end if something has the name and `overwrite` is not set,
+    a `CheckpointError` if another run is at work on the same output, or has replaced it meanwhile.
     """
     with _opened_parent(path) as parent:
-        with _refusals(path):
+        with system_errors(path, "written"):
             stage = _Stage(parent, path, directory)
         try:
             yield stage.place
-            if check is not None:
-                check()
-            with _refusals(path):
-                stage.publish(overwrite, replaced)
+            with system_errors(path, "written"):
+                stage.publish(overwrite, replaced, inode)
         finally:
             stage.close()
 
@@ -121,10 +116,11 @@ def write_atomically(
     """
     name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
     with _opened_parent(path) as parent:
-        with _refusals(path):
+        with system_errors(path, "written"):
             fd = os.open(name, NEW_FILE, 0o600, dir_fd=parent)
         try:
-            with _refusals(path, f" ({num_bytes} bytes are needed); make room or write elsewhere"):
+            more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
+            with system_errors(path, "written", more):
                 reserve(fd, num_bytes)
                 fill(fd)
                 older = stat_of(parent, mode_of or path.name)
@@ -133,7 +129,7 @@ def write_atomically(
                     older = None  # another user may have put it there
                 give_mode(fd, older)
                 os.fsync(fd)
-                rename_file(parent, name, path, fd, overwrite)
+                rename(parent, name, path, fd, overwrite=overwrite)
         finally:
             # By now the file has its name, or an error is on its way that says more.
             unlink_same(parent, name, fd)
@@ -143,24 +139,13 @@ def write_atomically(
 @contextmanager
 def _opened_parent(path: Path) -> Iterator[int]:
     """Open the directory of an output; when all went well, flush its names to the disk."""
-    with _refusals(path):
+    with system_errors(path, "written"):
         parent = os.open(path.parent, DIRECTORY)
     try:
         yield parent
         sync(parent)
     finally:
         os.close(parent)
-
-
-@contextmanager
-def _refusals(path: Path, more: str = "") -> Iterator[None]:
-    """Make errors of ours of what the system refuses."""
-    try:
-        yield
-    except CheckpointError:  # one of an output that exists is an OSError too
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {reason(error)}{more}") from None
 
 
 @contextmanager
@@ -258,22 +243,22 @@ class _Stage:
                         move_others(old, new, made, replaced, late=True)
                 os.rmdir(left, dir_fd=self._parent)
 
-    def publish(self, overwrite: bool, replaced: Collection[str]) -> None:
+    def publish(self, overwrite: bool, replaced: Collection[str], inode: int | None) -> None:
         """Give the output its name."""
         parent, name, final = self._parent, self._name, self._path.name
         old = stat_of(parent, final)
+        if inode is not None and inode != (0 if old is None else old.st_ino):
+            raise CheckpointError(
+                f"{self._path}: another run has replaced it meanwhile; run again to replace that"
+            )
         if not self._directory:
             give_mode(self._fd, old)
-            rename_file(parent, name, self._path, self._fd, overwrite)
+            rename(parent, name, self._path, self._fd, overwrite=overwrite)
             return
         if old is None or not overwrite:
             give_modes(self._fd, None)
-            if not renameat2(parent, name, final, NO_REPLACE, self._path):
-                if os.path.lexists(self._path):
-                    raise exists(self._path)
-                os.rename(name, final, src_dir_fd=parent, dst_dir_fd=parent)
+            rename(parent, name, self._path, self._fd, overwrite=False)
             self._published = True
-            check_named(parent, self._path, self._fd)
             return
         with opened(final, parent) as older:
             known = [at for one in replaced if (at := stat_of(older, one)) is not None]
@@ -284,14 +269,8 @@ class _Stage:
         record = json.dumps([os.fstat(self._fd).st_ino, sorted(made), sorted(replaced)])
         os.pwrite(self._lock, record.encode(), 0)
         os.fsync(self._lock)
-        self._published = renameat2(parent, name, final, EXCHANGE, self._path)
-        old_name = name
-        if not self._published:
-            # Between these two, neither stands under the name; both are complete on the disk.
-            old_name = f"{name}-old"
-            os.rename(final, old_name, src_dir_fd=parent, dst_dir_fd=parent)
-            os.rename(name, final, src_dir_fd=parent, dst_dir_fd=parent)
-            self._published = True
+        old_name = exchange(parent, name, self._path)
+        self._published = True
         check_named(parent, self._path, self._fd)
         self._keep_others(old_name, made, replaced)
 

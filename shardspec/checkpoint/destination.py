@@ -36,12 +36,21 @@ def check_destination(output: Path, source: Catalog, *, directory: bool, overwri
     """
     if "\0" in str(output):
         raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
-    _check_link(output)
+    here = not isinstance(output, RemotePath)
+    # A link of somebody else may lead to any file of this user. Not Path.is_symlink, which raises
+    # where a name is too long.
+    if here and os.path.islink(output):
+        owner = os.lstat(output).st_uid
+        if owner not in (os.geteuid(), 0):
+            raise CheckpointError(
+                f"{output}: is a link that another user has made (user id {owner}); remove it, or "
+                "choose another name"
+            )
     path = _real(output)
     kind = _kind(output, path)
     for file in source.files:
         same = path == _real(file)
-        if not same and kind == "a file" and not isinstance(path, RemotePath):
+        if not same and here and kind == "a file":
             same = not isinstance(file, RemotePath) and path.samefile(file)
         if directory and (same or path in _real(file).parents):
             raise CheckpointError(f"{output}: holds the checkpoint itself; choose another name")
@@ -54,10 +63,18 @@ def check_destination(output: Path, source: Catalog, *, directory: bool, overwri
         raise CheckpointError(f"{output}: is {kind}; name {due} to write")
     if kind is None:
         _check_place(output, path, source)
-    elif not overwrite and not _is_empty(path):
+    elif not overwrite and (here or not path.is_dir() or any(path.iterdir())):
+        # A directory in a store may be an empty mark.
         raise exists(output)
-    if not isinstance(path, RemotePath):
-        _check_parent(output, path.parent)
+    if here and not path.parent.is_dir():
+        raise CheckpointError(
+            f"{output}: its directory {path.parent} does not exist; make it first"
+        )
+    if here and not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+        raise CheckpointError(
+            f"{output}: nothing can be written into {path.parent}, for want of permission or "
+            "because it is read-only; write elsewhere"
+        )
     return path
 
 
@@ -80,35 +97,6 @@ def _kind(output: Path, path: Path) -> str | None:
     if stat.S_ISDIR(mode):
         return "a directory"
     return "a file" if stat.S_ISREG(mode) else "no regular file"
-
-
-def _is_empty(path: Path) -> bool:
-    """Return whether it is a directory in a store of which nothing but its mark is there."""
-    return isinstance(path, RemotePath) and path.is_dir() and not path.entries()
-
-
-def _check_link(output: Path) -> None:
-    """Refuse a link that somebody else has made: it may lead to any file of this user."""
-    # Not Path.is_symlink, which raises where a name is too long.
-    if isinstance(output, RemotePath) or not os.path.islink(output):
-        return
-    owner = os.lstat(output).st_uid
-    if owner not in (os.geteuid(), 0):
-        raise CheckpointError(
-            f"{output}: is a link that another user has made (user id {owner}); remove it, or "
-            "choose another name"
-        )
-
-
-def _check_parent(output: Path, directory: Path) -> None:
-    """Refuse a place where nothing can be made, before anything is read, and in a dry run too."""
-    if not directory.is_dir():
-        raise CheckpointError(f"{output}: its directory {directory} does not exist; make it first")
-    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
-        raise CheckpointError(
-            f"{output}: nothing can be written into {directory}, for want of permission or because "
-            "it is read-only; write elsewhere"
-        )
 
 
 def _check_place(output: Path, path: Path, source: Catalog) -> None:

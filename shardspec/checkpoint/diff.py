@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from shardspec.boxes import box_size, chunks
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor
 from shardspec.checkpoint.coordinate import Progress
-from shardspec.checkpoint.copy_plan import BLOCK_BYTES
 from shardspec.checkpoint.numeric import Bytes, numbers
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.read_boxes import Buffers, read_box_into
+from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, read_box_into
 from shardspec.checkpoint.select import Choice, Patterns, Renames, select
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.tiling import check_tiling, element_index

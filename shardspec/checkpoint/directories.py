@@ -12,20 +12,17 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Final, Self
+from typing import Final
 
-from shardspec.checkpoint.store import reason
 from shardspec.errors import CheckpointError, OutputExistsError
 
 __all__ = [
     "DESCRIPTORS",
     "DIRECTORY",
-    "EXCHANGE",
     "NEW_FILE",
-    "NO_REPLACE",
-    "DirectoryLock",
     "by_descriptor",
     "check_named",
+    "exchange",
     "exists",
     "give_mode",
     "give_modes",
@@ -36,7 +33,7 @@ __all__ = [
     "open_below",
     "opened",
     "remove_tree",
-    "rename_file",
+    "rename",
     "renameat2",
     "reserve",
     "stat_of",
@@ -47,8 +44,8 @@ __all__ = [
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 DESCRIPTORS: Final = Path("/proc/self/fd")
-NO_REPLACE: Final = 1
-EXCHANGE: Final = 2
+_NO_REPLACE: Final = 1
+_EXCHANGE: Final = 2
 
 
 @contextmanager
@@ -81,40 +78,6 @@ def reserve(fd: int, num_bytes: int) -> None:
     if room.f_blocks and room.f_bfree * room.f_frsize < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(fd, num_bytes)
-
-
-class DirectoryLock:
-    """The right to save into a directory, from `acquire` to the end of the block.
-
-    The system gives it back when a process is killed. On a file system without locks everybody
-    has it, and `locked` says so.
-    """
-
-    def __init__(self) -> None:
-        self._fd: int | None = None
-        self.locked = False
-        """Whether no other save is at work in the directory."""
-
-    def acquire(self, directory: Path) -> None:
-        """Lock a directory, unless another save has it."""
-        try:
-            self._fd = os.open(directory, DIRECTORY)
-        except OSError as error:
-            raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from None
-        held = lock(self._fd)
-        if held is False:
-            raise CheckpointError(
-                f"{directory}: another run is saving there; wait for that one, or choose another "
-                "directory"
-            )
-        self.locked = held is True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
 
 
 def lock(fd: int) -> bool | None:
@@ -291,23 +254,34 @@ def move_others(
     move(old, new, "")
 
 
-def rename_file(parent: int, name: str, path: Path, fd: int, overwrite: bool) -> None:
-    """Give a file its final name, and make sure that it is that file which has the name."""
+def rename(parent: int, name: str, path: Path, fd: int, *, overwrite: bool) -> None:
+    """Give a file or directory its final name, and make sure that it is that which has the name."""
     if overwrite:
         os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-    elif not renameat2(parent, name, path.name, NO_REPLACE, path):
+    elif not renameat2(parent, name, path, _NO_REPLACE):
         try:
             # Unlike a rename, this fails where the name was taken by another process meanwhile.
             os.link(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-        except FileExistsError:
-            raise exists(path) from None
         except OSError:
-            # This file system has no hard links; the check at the start has to do.
+            # This file system has no hard links, or it is a directory; a look has to do.
+            if os.path.lexists(path):
+                raise exists(path) from None
             os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
     check_named(parent, path, fd)
 
 
-def renameat2(parent: int, source: str, target: str, flag: int, path: Path) -> bool:
+def exchange(parent: int, name: str, path: Path) -> str:
+    """Put a directory into the place of another; return the name that the other has then."""
+    if renameat2(parent, name, path, _EXCHANGE):
+        return name
+    # Between these two, neither stands under the name; both are complete on the disk.
+    old_name = f"{name}-old"
+    os.rename(path.name, old_name, src_dir_fd=parent, dst_dir_fd=parent)
+    os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+    return old_name
+
+
+def renameat2(parent: int, name: str, path: Path, flag: int) -> bool:
     """Rename by a flag of Linux (renameat2); return whether the file system knows it."""
     if sys.platform != "linux":
         return False
@@ -317,7 +291,7 @@ def renameat2(parent: int, source: str, target: str, flag: int, path: Path) -> b
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return False
-    if call(parent, os.fsencode(source), parent, os.fsencode(target), flag) == 0:
+    if call(parent, os.fsencode(name), parent, os.fsencode(path.name), flag) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):

@@ -8,16 +8,16 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby, islice
 from pathlib import Path
 from threading import Event, Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from shardspec.boxes import Box, box_size, chunks
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
 from shardspec.checkpoint.coordinate import Member, Progress
-from shardspec.checkpoint.copy_plan import BLOCK_BYTES, Copy, stretches
 from shardspec.checkpoint.digests import Checks, crc32, crc32_combine
-from shardspec.checkpoint.read_boxes import Buffers, read_box
+from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, read_box, stretches
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.targets import Extent, Target
 from shardspec.dtypes import is_cast, item_bytes
@@ -35,6 +35,105 @@ __all__ = [
     "tensor_text",
     "wanted_stretches",
 ]
+
+
+_COPY_BYTES: Final = 64 << 20
+"""Most bytes of a copy, so that threads have their shares of a tensor that is larger."""
+_SHARES: Final = 8
+"""Copies that a process has at least, where there is more than a block for each."""
+
+
+_Task = TypeVar("_Task")
+
+
+class Copy(NamedTuple):
+    """Some of a box of a tensor goes to a place in a file."""
+
+    file: int
+    """Number of the file in the target."""
+    extent: int
+    """Number of the extent in the file."""
+    box: Box
+    """What of the extent's box is copied."""
+    offset: int
+    """Position of its first byte in the file."""
+    num_bytes: int
+    """Bytes in the file."""
+
+
+class TensorCopies(NamedTuple):
+    """The copies of one tensor that one process makes."""
+
+    source: str
+    """Name of the tensor in the source."""
+    copies: list[Copy]
+    complete: bool
+    """Whether no other process makes copies of the tensor."""
+
+
+def plan_copies(target: Target, rank: int = 0, size: int = 1) -> Iterator[TensorCopies]:
+    """Yield the copies that fill a target, tensor by tensor, so that each is read once.
+
+    Of several processes, each has as many bytes as the others, in one stretch of the whole plan:
+    a copy is made by the one in whose share its middle lies.
+    """
+
+    def source(code: int) -> str:
+        return target.files[code >> 32].extents[code & 0xFFFFFFFF].tensor.source
+
+    # Numbers take a fraction of the memory that pairs do.
+    places = [
+        place << 32 | number
+        for place, file in enumerate(target.files)
+        for number in range(len(file.extents))
+    ]
+    order: dict[str, int] = {}
+    for code in places:
+        order.setdefault(source(code), len(order))
+    places.sort(key=lambda code: order[source(code)])
+    total = sum(extent.num_bytes for file in target.files for extent in file.extents)
+    most = _COPY_BYTES
+    if size > 1:
+        most = min(_COPY_BYTES, max(BLOCK_BYTES, total // (_SHARES * size)))
+    before = 0
+    for name, codes in groupby(places, source):
+        mine: list[Copy] = []
+        complete = True
+        for code in codes:
+            for copy in _copies_of(target, code >> 32, code & 0xFFFFFFFF, most):
+                if _owner(before, copy.num_bytes, total, size) == rank:
+                    mine.append(copy)
+                else:
+                    complete = False
+                before += copy.num_bytes
+        if mine:
+            yield TensorCopies(name, mine, complete)
+
+
+def plan_files(target: Target, rank: int = 0, size: int = 1) -> list[int]:
+    """Return the numbers of the files that one of several processes writes from start to end."""
+    total, before, mine = sum(file.num_bytes for file in target.files), 0, []
+    for number, file in enumerate(target.files):
+        if _owner(before, file.num_bytes, total, size) == rank:
+            mine.append(number)
+        before += file.num_bytes
+    return mine
+
+
+def _owner(before: int, num_bytes: int, total: int, size: int) -> int:
+    """Return in whose share of all bytes the middle of some lies."""
+    return min(size - 1, (2 * before + num_bytes) * size // (2 * max(1, total)))
+
+
+def _copies_of(target: Target, place: int, number: int, most: int) -> Iterator[Copy]:
+    """Yield the copies that fill an extent, of at most so many bytes."""
+    extent = target.files[place].extents[number]
+    item, offset = item_bytes(extent.tensor.dtype), extent.offset
+    boxes = chunks(extent.box, most // item) if extent.num_bytes > most else (extent.box,)
+    for box in boxes:
+        num_bytes = box_size(box) * item
+        yield Copy(place, number, box, offset, num_bytes)
+        offset += num_bytes
 
 
 class _Cancelled(Exception):
@@ -201,7 +300,10 @@ class CopiedTensor:
     def filled(
         self, job: Execution, copy: Copy, files: OpenFiles, buffers: Buffers
     ) -> Iterator[tuple[int, memoryview, int]]:
-        """Yield what goes into a file: position, bytes, and their CRC-32 (0 if none is taken)."""
+        """Yield what goes into a file: position, bytes, and their CRC-32 (0 if none is taken).
+
+        Each counts as written once the next one is asked for.
+        """
         with self._lock:
             if self._stored is None:
                 tensor = job.source.tensor(self._name)
@@ -209,23 +311,19 @@ class CopiedTensor:
                 self._stored = tensor, checks
             tensor, checks = self._stored
         extent = job.target.files[copy.file].extents[copy.extent]
-        wanted = extent.tensor.dtype
-        casts = is_cast(tensor.dtype, wanted)
-        size, new_size = item_bytes(tensor.dtype), item_bytes(wanted)
-        for offset, data, crc in read_box(tensor, copy.box, files, buffers, checks):
-            if not casts:
-                known = crc32(data) if crc is None and job.digested else crc or 0
-                yield copy.offset + offset, data, known
-                continue
-            from shardspec.checkpoint.numeric import cast
-
-            room, losses = cast(data, tensor.dtype, wanted)
-            job.add_losses(tensor_text(extent), losses)
+        at, crc = copy.offset, 0
+        for _, block, known in read_box(tensor, copy.box, files, buffers, checks):
+            data = _cast(job, tensor, extent, block)
             # Numbers that were cast may take more memory than a block.
-            for at in range(0, len(room), BLOCK_BYTES):
-                part = room[at : at + BLOCK_BYTES]
-                place = copy.offset + offset // size * new_size + at
-                yield place, part, crc32(part) if job.digested else 0
+            for part in (data[n : n + BLOCK_BYTES] for n in range(0, len(data), BLOCK_BYTES)):
+                of_part = 0
+                if job.digested:
+                    of_part = crc32(part) if known is None or data is not block else known
+                yield at, part, of_part
+                crc = int(crc32_combine(crc, of_part, len(part)))
+                at += len(part)
+                job.advance(len(part))
+        job.put_crc(copy, crc)
         with self._lock:
             self._left -= 1
             if self._left:
@@ -235,6 +333,17 @@ class CopiedTensor:
             checks.finish(files)
         elif checks is not None:
             job.put_unjudged(self._name, checks.unjudged(distinct(tensor)))
+
+
+def _cast(job: Execution, tensor: StoredTensor, extent: Extent, block: memoryview) -> memoryview:
+    """Return numbers of a tensor in the dtype of an extent."""
+    if not is_cast(tensor.dtype, extent.tensor.dtype):
+        return block
+    from shardspec.checkpoint.numeric import cast
+
+    room, losses = cast(block, tensor.dtype, extent.tensor.dtype)
+    job.add_losses(tensor_text(extent), losses)
+    return room
 
 
 def tensor_text(extent: Extent) -> str:
@@ -248,17 +357,32 @@ def wanted_stretches(job: Execution, copies: Iterable[tuple[str, Copy]]) -> Iter
         yield from stretches(job.source.tensor(name), copy.box)
 
 
-def run_in_threads(work: Callable[[], None], threads: int, failed: Event) -> None:
-    """Have several threads do a piece of work; the first that fails stops the others."""
+def run_in_threads(
+    work: Callable[[Iterator[_Task]], None], tasks: Iterable[_Task], threads: int, failed: Event
+) -> None:
+    """Have several threads do a piece of work, each for the tasks that it takes of all.
+
+    The first that fails stops the others.
+    """
+    todo, lock = iter(tasks), Lock()
+
+    def taken() -> Iterator[_Task]:
+        while not failed.is_set():
+            with lock:
+                some = list(islice(todo, 1))
+            if not some:
+                return
+            yield some[0]
+
     if threads == 1:
-        work()
+        work(taken())
         return
     # Importing it takes as long as copying 10 MiB.
     from concurrent.futures import ThreadPoolExecutor, wait
 
     def guarded() -> None:
         try:
-            work()
+            work(taken())
         except BaseException:
             failed.set()
             raise

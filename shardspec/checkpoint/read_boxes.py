@@ -8,23 +8,118 @@ with the size of a tensor.
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from math import gcd, prod
+from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from shardspec.boxes import Box, box_shape, box_size, slices_within
-from shardspec.checkpoint.catalog import StoredTensor
-from shardspec.checkpoint.copy_plan import BLOCK_BYTES, Part, cut, in_one, offset_in
+from shardspec.boxes import Box, box_shape, box_size, chunks, intersect, slices_within
+from shardspec.checkpoint.catalog import StoredBox, StoredTensor, distinct
 from shardspec.checkpoint.digests import Checks
-from shardspec.checkpoint.source_files import OpenFiles, SourceFile
+from shardspec.checkpoint.source_files import FileStretch, OpenFiles, SourceFile
+from shardspec.copies import overlaps
 from shardspec.dtypes import item_bytes
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import Bytes
 
-__all__ = ["BlockRead", "Buffers", "read_box", "read_box_into"]
+__all__ = [
+    "BLOCK_BYTES",
+    "BlockRead",
+    "Buffers",
+    "byte_box",
+    "cut",
+    "offset_in",
+    "read_box",
+    "read_box_into",
+    "stretches",
+]
+
+BLOCK_BYTES: Final = 1 << 20
+"""Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
 
 _Seen: TypeAlias = Callable[[int, memoryview], int | None]
 """Told of every stretch that was read: its position in the file, and its bytes."""
+
+
+class Part(NamedTuple):
+    """What a stored box holds of a block."""
+
+    stored: StoredBox
+    box: Box
+    """The stored box in bytes, as `byte_box` gives it."""
+    shared: Box
+    """What is in both, in bytes."""
+
+    @property
+    def start(self) -> int:
+        """Position in the file of its first byte, if the stored box is row-major."""
+        return self.stored.offset + offset_in(self.box, self.shared)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether it lies in its file as one stretch."""
+        return not self.stored.strides and in_one(self.shared, self.box)
+
+
+def byte_box(box: Box, item_bytes: int) -> Box:
+    """Return a box with its last dim in bytes; that of a scalar gets the one dim."""
+    if not box:
+        return ((0, item_bytes),)
+    *outer, (lo, hi) = box
+    return (*outer, (lo * item_bytes, hi * item_bytes))
+
+
+def offset_in(outer: Box, inner: Box) -> int:
+    """Return how many bytes of a row-major box precede the first one of another in it."""
+    offset = 0
+    for (lo, hi), (at, _) in zip(outer, inner, strict=True):
+        offset = offset * (hi - lo) + at - lo
+    return offset
+
+
+def in_one(part: Box, outer: Box) -> bool:
+    """Return whether a part of a row-major box is one stretch of it.
+
+    Examples
+    --------
+    >>> in_one(((1, 3), (0, 4)), ((0, 9), (0, 4))), in_one(((1, 3), (0, 2)), ((0, 9), (0, 4)))
+    (True, False)
+    """
+    whole = True
+    for side, outer_side in zip(reversed(part), reversed(outer), strict=True):
+        if not whole and side[1] - side[0] > 1:
+            return False
+        whole = whole and side == outer_side
+    return True
+
+
+def cut(
+    tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
+) -> Iterator[tuple[Box, list[Part]]]:
+    """Cut a box of a tensor into blocks of at most so many bytes, to be put together in order.
+
+    Yields each block in bytes, and what holds its parts: of all addends of a pending reduction.
+    `most` is a multiple of every item size.
+    """
+    size = item_bytes(tensor.dtype)
+    wanted = byte_box(target, size)
+    stored = [(one, byte_box(one.box, size)) for one in distinct(tensor)]
+    stored = [one for one in stored if intersect(one[1], wanted) is not None]
+    for block, met in overlaps([box for _, box in stored], chunks(wanted, most)):
+        yield block, [Part(*stored[number], shared) for number, shared in met]
+
+
+def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
+    """Return what will be read to put one box of a tensor together, in that order.
+
+    Addends of a pending reduction are left out, and so is what does not lie in a file as one
+    stretch.
+    """
+    if tensor.pending:
+        return
+    for _, parts in cut(tensor, target):
+        for part in parts:
+            if part.contiguous:
+                yield FileStretch(part.stored.path, part.start, box_size(part.shared))
 
 
 class Buffers:
@@ -202,19 +297,9 @@ def _read(
 
 
 def _copy(source: "Bytes", out: "Bytes") -> None:
-    """Copy between arrays of bytes whose last dims are contiguous, in units as wide as they allow.
-
-    numpy moves one item at a time where rows are short, so wider items mean fewer of them.
-    """
+    """Copy between arrays of bytes whose last dims are contiguous, a row of these at a time."""
     import numpy as np
 
-    unit = gcd(
-        8,
-        out.shape[-1],
-        source.__array_interface__["data"][0],
-        out.__array_interface__["data"][0],
-        *source.strides[:-1],
-        *out.strides[:-1],
-    )
-    wide = np.dtype(f"u{unit}")
-    np.copyto(out.view(wide), source.view(wide))
+    width = out.shape[-1]
+    row = np.dtype(f"u{width}" if width in (1, 2, 4, 8) else f"V{width}")
+    np.copyto(out.view(row), source.view(row))

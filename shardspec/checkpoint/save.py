@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from shardspec.boxes import Box
 from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.digests import crc32
-from shardspec.checkpoint.directories import DirectoryLock
+from shardspec.checkpoint.directories import DIRECTORY, lock, opened
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
 from shardspec.checkpoint.formats.safetensors_header import (
@@ -41,9 +41,8 @@ from shardspec.checkpoint.rank_state import (
 )
 from shardspec.checkpoint.sharding_info import ShardingInfo, format_info, read_info
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import RemotePath, as_path, reason
+from shardspec.checkpoint.store import RemotePath, as_path, reason, system_errors, upload
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, assign_boxes, stored_shape
-from shardspec.checkpoint.upload import upload
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
@@ -144,8 +143,9 @@ def save_sharded(
     check_same(what, chosen, replicas)
     if replicas == "equal":
         check_replicas_of_ranks(what, chosen)
-    with DirectoryLock() as turn:
-        agree(chosen, lambda: _claim(path, overwrite, turn) if leader else None)
+    # The system unlocks the directory when a process is killed.
+    with ExitStack() as held:
+        locked = agree(chosen, lambda: leader and _claim(path, overwrite, held))
         # A device without boxes writes no file.
         assigned = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
         boxes = {rank: entries for rank, entries in assigned.items() if entries}
@@ -161,7 +161,7 @@ def save_sharded(
         if leader:
             # Without a lock only what the older info names is known to be of no other save.
             with suppress(OSError):
-                older = os.listdir(path) if turn.locked else older
+                older = os.listdir(path) if locked else older
             _remove(path, _superseded(path, older, keep={file.name for file in info.files}))
 
 
@@ -197,20 +197,28 @@ def _check_free(path: Path) -> None:
 
 
 def _make_directory(path: Path) -> None:
-    try:
-        if not isinstance(path, RemotePath):  # stores make it with the first file
+    if not isinstance(path, RemotePath):  # stores make it with the first file
+        with system_errors(path, "made a directory"):
             path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be made a directory: {reason(error)}") from None
 
 
-def _claim(path: Path, overwrite: bool, turn: DirectoryLock) -> None:
-    """Make the directory and lock it, unless there is a save in it that is to be kept."""
+def _claim(path: Path, overwrite: bool, held: ExitStack) -> bool:
+    """Make the directory and lock it, unless there is a save in it that is to be kept.
+
+    Returns whether no other save is at work there: stores and some file systems have no locks.
+    """
     _make_directory(path)
+    locked: bool | None = None
     if not isinstance(path, RemotePath):
-        turn.acquire(path)
+        with system_errors(path, "read"):
+            locked = lock(held.enter_context(opened(path, flags=DIRECTORY)))
+    if locked is False:
+        raise CheckpointError(
+            f"{path}: another run is saving there; wait for that one, or choose another directory"
+        )
     if not overwrite:
         _check_free(path)
+    return locked is True
 
 
 def _write_shards(

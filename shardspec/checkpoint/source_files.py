@@ -9,12 +9,11 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
-from shardspec.checkpoint.store import RemotePath, reason, store_errors
+from shardspec.checkpoint.store import RemotePath, store_errors, system_errors
 from shardspec.errors import CheckpointError
 from shardspec.input_files import open_regular
 
@@ -34,6 +33,7 @@ __all__ = [
     "SourceFile",
     "prefetch_depth",
     "prefetch_map",
+    "read_fully",
 ]
 
 _Key = TypeVar("_Key")
@@ -72,16 +72,13 @@ def prefetch_depth(place: Path, *, here: int = 0) -> int:
 
 @contextmanager
 def prefetch_map(
-    items: Iterable[_Item],
-    look: Callable[[_Item], _Found],
-    ahead: int,
-    undo: Callable[[_Found], None] | None = None,
+    items: Iterable[_Item], look: Callable[[_Item], _Found], ahead: int
 ) -> Generator[Iterator[_Found], None, None]:
     """Return an iterator over what a call for every item gives, in their order.
 
     So many calls are made `ahead` while the caller has one answer in hand, by as many threads. What
-    a call raises is raised when it is the turn of its item. What was found ahead and had no turn
-    when the block ends is undone; nobody waits for calls that are being made then.
+    a call raises is raised when it is the turn of its item. Nobody waits for calls that are being
+    made when the block ends.
 
     >>> with prefetch_map("abc", str.upper, 2) as found:
     ...     list(found)
@@ -96,38 +93,27 @@ def prefetch_map(
     from concurrent.futures import ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(workers, "shardspec-prefetch")
-    waiting: deque[tuple[_Item, Future[_Found]]] = deque()
+    waiting: deque[tuple[_Item, Future[_Found] | None]] = deque()
 
     def answer() -> _Found:
         item, future = waiting.popleft()
-        return look(item) if future.cancelled() else future.result()
+        return look(item) if future is None else future.result()
 
     def answers() -> Iterator[_Found]:
-        for place, item in enumerate(items):
-            try:
-                waiting.append((item, pool.submit(look, item)))
-            except RuntimeError:
-                # There can be no more threads.
-                pool.shutdown(wait=False, cancel_futures=True)
-                while waiting:
-                    yield answer()
-                yield from map(look, items[place:])
-                return
+        for item in items:
+            future = None
+            # Where there can be no more threads, the caller looks.
+            with suppress(RuntimeError):
+                future = pool.submit(look, item)
+            waiting.append((item, future))
             if len(waiting) > ahead:
                 yield answer()
         while waiting:
             yield answer()
 
-    def take_back(future: "Future[_Found]") -> None:
-        if undo is not None and not future.cancelled() and future.exception() is None:
-            undo(future.result())
-
     try:
         yield answers()
     finally:
-        for _, future in waiting:
-            if not future.cancel():
-                future.add_done_callback(take_back)
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -137,6 +123,10 @@ class FileStretch(NamedTuple):
     path: Path
     start: int
     num_bytes: int
+
+
+_Ranges: TypeAlias = dict[str, list[tuple[int, int, int]]]
+"""First byte, end and place among the answers of the ranges of each file."""
 
 
 class RangePrefetcher:
@@ -161,19 +151,26 @@ class RangePrefetcher:
         )
         self._batch_bytes = max(1, most_bytes // _BATCHES)
         self._pool = ThreadPoolExecutor(_BATCHES, "shardspec-ranges")
-        self._under_way: deque[_Batch] = deque()
+        self._under_way: deque[tuple[_Ranges, Future[list[bytes | BaseException]]]] = deque()
         self._ask()
 
     def find(self, path: Path, start: int) -> tuple[int, bytes] | None:
         """Return the range that holds a byte: where it starts, and its bytes; or None."""
-        for count, batch in enumerate(self._under_way):
-            for first, end, place in batch.ranges.get(str(path), ()):
+        for count, (ranges, answers) in enumerate(self._under_way):
+            for first, end, place in ranges.get(str(path), ()):
                 if first <= start < end:
                     # What was to be read before has been, or will not be.
                     for _ in range(count):
                         self._under_way.popleft()
                     self._ask()
-                    return batch.answer(path, first, end, place)
+                    # Who reads asks for what did not come as it should, and says what is wrong.
+                    data: object = None
+                    with suppress(Exception):
+                        data = answers.result()[place]
+                    if not isinstance(data, bytes) or len(data) < end - first:
+                        return None
+                    _check_kept(data, end - first, path)
+                    return first, data
         return None
 
     def close(self) -> None:
@@ -187,13 +184,11 @@ class RangePrefetcher:
 
         while len(self._under_way) < _BATCHES:
             some: list[FileStretch] = []
-            num_bytes = 0
-            with suppress(CheckpointError):
-                for part in islice(self._parts, _BATCH_STRETCHES):
-                    some.append(part)
-                    num_bytes += part.num_bytes
-                    if num_bytes >= self._batch_bytes:
-                        break
+            left = self._batch_bytes
+            with suppress(CheckpointError, StopIteration):
+                while left > 0 and len(some) < _BATCH_STRETCHES:
+                    some.append(next(self._parts))
+                    left -= some[-1].num_bytes
             if not some:
                 return
             paths, starts, ends = merge_offset_ranges(
@@ -203,32 +198,13 @@ class RangePrefetcher:
                 max_gap=_LEAST_OF_ONE,
                 max_block=MOST_OF_ONE,
             )
-            ranges: dict[str, list[tuple[int, int, int]]] = {}
+            ranges: _Ranges = {}
             for place, (path, start, end) in enumerate(zip(paths, starts, ends, strict=True)):
                 ranges.setdefault(path, []).append((start, end, place))
             # Where there can be no more threads, all is read when it is wanted.
             with suppress(RuntimeError):
                 answers = self._pool.submit(self._store.cat_ranges, paths, starts, ends)
-                self._under_way.append(_Batch(ranges, answers))
-
-
-class _Batch(NamedTuple):
-    """Ranges of files in a store that are asked for together."""
-
-    ranges: dict[str, list[tuple[int, int, int]]]
-    """Of each file, first bytes, ends, and places of ranges among the answers."""
-    answers: "Future[list[bytes | BaseException]]"
-
-    def answer(self, path: Path, start: int, end: int, place: int) -> tuple[int, bytes] | None:
-        """Return where a range starts, and its bytes; None if they did not come as they should."""
-        try:
-            data = self.answers.result()[place]
-        except Exception:  # who reads asks for itself, and says what is wrong
-            return None
-        if not isinstance(data, bytes) or len(data) < end - start:
-            return None
-        _check_kept(data, end - start, path)
-        return start, data
+                self._under_way.append((ranges, answers))
 
 
 def _check_kept(data: bytes, asked: int, path: object) -> None:
@@ -301,6 +277,17 @@ class RangeReader:
         return start, data
 
 
+def read_fully(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill a buffer from a place in a file; return how many bytes were lacking at its end."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
+        if not count:
+            break
+        done += count
+    return len(buffer) - done
+
+
 class SourceFile:
     """A regular file, here or in a store, open for reading; bytes are read where they lie."""
 
@@ -323,15 +310,11 @@ class SourceFile:
         if self.remote is not None:
             self.remote.read_into(buffer, offset)
             return
-        done, end = 0, len(buffer)
-        while done < end:
-            try:
-                count = os.preadv(self._fd, [buffer[done:] if done else buffer], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
-            if count == 0:
-                raise _cut_short(self.path, offset + done, offset + end)
-            done += count
+        with system_errors(self.path, "read"):
+            missing = read_fully(self._fd, buffer, offset)
+        if missing:
+            end = offset + len(buffer)
+            raise _cut_short(self.path, end - missing, end)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return a stretch of the file; for headers and other small things."""

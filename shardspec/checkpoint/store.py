@@ -1,4 +1,4 @@
-"""Files of checkpoints, on this machine or behind URLs: listed, identified and named.
+"""Files of checkpoints, on this machine or behind URLs: listed, identified, named and uploaded.
 
 A URL such as ``s3://bucket/model`` is a `RemotePath`. What lies behind it is reached through
 fsspec, which knows the stores and takes keys and endpoints from the environment or its own
@@ -8,12 +8,13 @@ settings. It is imported when the first URL is given.
 import os
 import re
 import stat
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
+from shardspec.checkpoint.directories import exists
 from shardspec.errors import CheckpointError, ShardSpecError
 
 if TYPE_CHECKING:
@@ -29,13 +30,16 @@ __all__ = [
     "path_exists",
     "reason",
     "store_errors",
+    "system_errors",
+    "upload",
 ]
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
-_LOCAL_SCHEMES: Final = ("file", "local")
-_SCHEMES_WITHOUT_LISTS: Final = ("http", "https")
 _LONGEST: Final = 300
 """Most characters of what a store says about an error."""
+_PART_BYTES: Final = 8 << 20
+_MOST_PARTS: Final = 9_000
+"""S3 takes 10,000 parts; a file of more than 72 GB comes in larger ones."""
 _IDENTITY_KEYS: Final = (
     *("size", "ETag", "etag", "md5Hash", "checksum", "generation", "VersionId", "version_id"),
     *("LastModified", "last_modified", "mtime", "updated", "created", "mtimeMs"),
@@ -73,7 +77,7 @@ class RemotePath(PosixPath):
     def store(self) -> "AbstractFileSystem":
         """The file system of fsspec; kept for the next time, by fsspec or for all threads."""
         scheme = self.parts[0].rstrip(":")
-        if scheme in _SCHEMES_WITHOUT_LISTS:
+        if scheme in ("http", "https"):
             raise CheckpointError(f"{self}: a web server does not list its files; download them")
         try:
             from fsspec.core import url_to_fs
@@ -217,7 +221,7 @@ def as_path(place: Path | str) -> Path:
     scheme, mark, rest = place.partition("://")
     if not mark or _SCHEME.fullmatch(scheme) is None:
         return Path(place)
-    return Path(rest) if scheme in _LOCAL_SCHEMES else RemotePath(place)
+    return Path(rest) if scheme in ("file", "local") else RemotePath(place)
 
 
 @lru_cache(maxsize=16)
@@ -244,6 +248,8 @@ def store_errors(path: Path, done: str) -> Iterator[None]:
     except ShardSpecError:
         raise
     except Exception as error:
+        if isinstance(error, FileExistsError) and done == "written":
+            raise exists(path) from None
         # Stores have errors of their packages, or raise these; any other is a fault of ours.
         foreign = type(error).__module__ != "builtins"
         if not foreign and not isinstance(error, OSError | ValueError | NotImplementedError):
@@ -254,7 +260,6 @@ def store_errors(path: Path, done: str) -> Iterator[None]:
 _MEANINGS: Final = (
     (FileNotFoundError, "there is no such file"),
     (PermissionError, "access was denied"),
-    (FileExistsError, "it exists already"),
     (IsADirectoryError, "it is a directory"),
     (NotADirectoryError, "it is no directory"),
 )
@@ -274,6 +279,17 @@ def _text(error: Exception) -> str:
 def reason(error: OSError) -> str:
     """Return why the system refused, without its number and file name."""
     return error.strerror or str(error)
+
+
+@contextmanager
+def system_errors(path: Path, done: str, more: str = "") -> Iterator[None]:
+    """Make a `CheckpointError` of what the system refuses; as `store_errors` for this machine."""
+    try:
+        yield
+    except CheckpointError:  # one of an output that exists is an OSError too
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be {done}: {reason(error)}{more}") from None
 
 
 def path_exists(path: Path) -> bool:
@@ -305,6 +321,53 @@ def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
             "put the file itself into the directory"
         )
     return path
+
+
+@contextmanager
+def upload(
+    path: RemotePath, num_bytes: int, *, overwrite: bool
+) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Write a file in a store, of this size as far as is known, by what is yielded.
+
+    It appears at the end of the block unless anything is raised: an `OutputExistsError` in the end
+    if there is such a file and `overwrite` is not set.
+    """
+    from fsspec.transaction import Transaction
+
+    store = path.store
+    part = max(_PART_BYTES, -(-num_bytes // _MOST_PARTS))
+    part += -part % (1 << 20)
+    # One of its own: stores that threads share have one for all files.
+    transaction = Transaction(store)
+    if not store.async_impl:
+        # Some of these look for a transaction only.
+        transaction.start()
+    ended = False
+    try:
+        with store_errors(path, "written"):
+            mode = "wb" if overwrite else "xb"
+            file = store.open(str(path), mode, block_size=part, autocommit=False)
+            transaction.files.append(file)
+
+        def write(data: bytes | memoryview) -> None:
+            with store_errors(path, "written"):
+                file.write(data)
+
+        try:
+            yield write
+        finally:
+            with store_errors(path, "written"):
+                # Sends what is left; in a transaction the file is not there yet.
+                file.close()
+        ended = True
+        with store_errors(path, "written"):
+            transaction.complete(commit=True)
+    except BaseException:
+        if not ended:
+            transaction.complete(commit=False)
+        raise
+    finally:
+        store.invalidate_cache(str(path.parent))
 
 
 class Snapshot(NamedTuple):
@@ -373,8 +436,7 @@ def _entries(place: Path) -> dict[Path, tuple[FileIdentity, bool]]:
         paths = [place / name for name in os.listdir(place)]
     except NotADirectoryError:
         paths = [place]
-    except OSError:
-        # Who reads it says why it cannot be.
+    except OSError:  # who reads it says why it cannot be
         return {}
     return {path: at for path in paths if (at := _identity(path)) is not None}
 

@@ -15,8 +15,7 @@ from shardspec.checkpoint.catalog import (
     box_text,
     whole_box,
 )
-from shardspec.checkpoint.copy_plan import BLOCK_BYTES
-from shardspec.checkpoint.read_boxes import Buffers, read_box_into
+from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, read_box_into
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.commit import joined_output, real_path, staged_output
 from shardspec.checkpoint.coordinate import Member, Workers, together
-from shardspec.checkpoint.copy_plan import plan_copies, plan_files
 from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
 from shardspec.checkpoint.digests import crc32_combine, crc_text
-from shardspec.checkpoint.executor import Execution, Findings, WriteOptions
+from shardspec.checkpoint.executor import Execution, Findings, WriteOptions, plan_copies, plan_files
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA_NAME
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.output_files import Staged
+from shardspec.checkpoint.output_files import RemoteStaging, Staged, Written
 from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
@@ -29,14 +28,11 @@ from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
-    from shardspec.checkpoint.upload import RemoteStaging
 
 __all__ = ["LayOut", "WriteOptions", "WriteReport", "write_checkpoint"]
 
 LayOut: TypeAlias = Callable[[Catalog, str], tuple[Sequence[OutputTensor], Target]]
 """Selects tensors of a catalog and lays out the files for them, given a word to name them by."""
-_Written: TypeAlias = list[tuple[str, int, int]]
-"""Name, bytes and CRC-32 of every file, the one that makes the output count last."""
 
 _LISTS: Final = {
     "shardspec": INFO_NAME,
@@ -198,7 +194,7 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 def _write_files(
     job: Execution, workers: Workers, replaced: frozenset[str], old: int | None
-) -> _Written:
+) -> Written:
     """Write all files; return what the first process has written in the end."""
     if isinstance(job.path, RemotePath):
         begun: AbstractContextManager[Staged | RemoteStaging] = _in_store(job, workers, replaced)
@@ -236,18 +232,12 @@ def _on_disk(
         return
     job.total += sum(file.other_bytes for file in job.target.files)
 
-    def check() -> None:
-        if directory and job.options.overwrite and _inode(path) != old:
-            raise CheckpointError(
-                f"{path}: another run has replaced it meanwhile; run again to replace that"
-            )
-
     with staged_output(
         path,
         directory=directory,
         overwrite=job.options.overwrite,
         replaced=replaced,
-        check=check,
+        inode=old,
     ) as place:
         staged = Staged(place, path, directory)
         for file in job.target.files:
@@ -256,22 +246,19 @@ def _on_disk(
         yield staged
 
 
-def _inode(path: Path) -> int | None:
-    """Return what tells the directory of a name from one that takes its place."""
+def _inode(path: Path) -> int:
+    """Return what tells the directory of a name from one that takes its place; 0 without one."""
     try:
         return path.stat().st_ino
     except OSError:
-        return None
+        return 0
 
 
 @contextmanager
 def _in_store(
     job: Execution, workers: Workers, replaced: frozenset[str]
-) -> "Iterator[RemoteStaging]":
+) -> Iterator[RemoteStaging]:
     """Find out what is there; of what was uploaded, nothing stays if all fails."""
-    # Few outputs go to a store.
-    from shardspec.checkpoint.upload import RemoteStaging
-
     path, target = job.path, job.target
     assert isinstance(path, RemotePath), "others are on a disk"
     rank, overwrite = job.member.rank, job.options.overwrite

@@ -241,8 +241,7 @@ def test_no_link_is_followed_on_the_way_to_a_file(tmp_path):
 
 
 def test_without_exchanging_names(tmp_path, monkeypatch):
-    for module in (commit, directories):
-        monkeypatch.setattr(module, "renameat2", lambda *_: False)
+    monkeypatch.setattr(directories, "renameat2", lambda *_: False)
     test_only_what_is_replaced_goes_from_a_directory(tmp_path)
     for directory in (False, True):
         here = tmp_path / f"more-{directory}"

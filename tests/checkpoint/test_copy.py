@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 
 from shardspec.boxes import slices_within
 from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
-from shardspec.checkpoint.copy_plan import byte_box, cut, offset_in
 from shardspec.checkpoint.digests import Checks
-from shardspec.checkpoint.read_boxes import Buffers, read_box, read_box_into
+from shardspec.checkpoint.read_boxes import (
+    Buffers,
+    byte_box,
+    cut,
+    offset_in,
+    read_box,
+    read_box_into,
+)
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.errors import CheckpointError
 

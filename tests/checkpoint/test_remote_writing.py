@@ -18,7 +18,7 @@ from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sh
 from shardspec.checkpoint.convert import MERGED_FORMATS, MergedFormat
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.store import RemotePath
-from shardspec.checkpoint.upload import upload as uploaded
+from shardspec.checkpoint.store import upload as uploaded
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole, refused

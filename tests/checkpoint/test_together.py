@@ -20,7 +20,7 @@ from shardspec import DeviceMesh, DTensor, merge, reshard, save_sharded
 from shardspec.checkpoint import coordinate
 from shardspec.checkpoint.commit import staged_output
 from shardspec.checkpoint.coordinate import Member
-from shardspec.checkpoint.copy_plan import plan_copies
+from shardspec.checkpoint.executor import plan_copies
 from shardspec.checkpoint.formats.safetensors import huggingface_target
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.targets import OutputTensor
