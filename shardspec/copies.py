@@ -14,7 +14,8 @@ A plan is a set of copies (holder, box) -> (holder, box). Holders are devices or
 All of them ask the same two questions. `overlaps` tells what of the boxes held is wanted, one
 wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
 tells which of several holders gives how much, so that the busiest of all does least; what it says
-is kept to in stretches that may cut a box (`Senders`), or by whole boxes, the largest first.
+is kept to in stretches that may cut a box (`Senders`). Boxes that stay whole, as in files, go to
+who has the least so far: shares that are rounded to boxes for each set of holders alone add up.
 """
 
 from bisect import bisect_left, bisect_right
