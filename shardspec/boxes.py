@@ -49,8 +49,6 @@ def chunks(box: Box, most: int) -> Iterator[Box]:
 
     Each is as long as the bound allows, full rows where rows fit; an empty box has none.
 
-    Examples
-    --------
     >>> list(chunks(((4, 6), (0, 5)), 3))
     [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]
     """

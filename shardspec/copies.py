@@ -8,12 +8,14 @@ A plan is a set of copies (holder, box) -> (holder, box). Holders are devices or
 - ``merge`` and ``reshard`` from files to files (`shardspec.checkpoint.executor`);
 - ``save_sharded`` from devices to files (`shardspec.checkpoint.targets.assign_boxes`);
 - an exchange within one tensor's conversion from devices to devices (`shardspec.comm.routes`),
-  whose senders are the nearest ones, as a message has a price of its own there.
+  whose senders are the nearest ones, and give whole pieces unless these are very uneven, as a
+  message has a price of its own there.
 
 All of them ask the same two questions. `overlaps` tells what of the boxes held is wanted, one
 wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
 tells which of several holders gives how much, so that the busiest of all does least; what it says
-is kept to in stretches that may cut a box (`Senders`), or by whole boxes, the largest first.
+is kept to in stretches that may cut a box (`Senders`). Boxes that stay whole, as in files, go to
+who has the least so far: shares that are rounded to boxes for each set of holders alone add up.
 """
 
 from bisect import bisect_left, bisect_right
@@ -23,7 +25,7 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, TypeAlias
 
-from shardspec.boxes import Box, intersect
+from shardspec.boxes import Box, box_shape, intersect
 
 __all__ = ["Holders", "Senders", "balanced", "overlaps"]
 
@@ -31,6 +33,8 @@ Holders: TypeAlias = tuple[int, ...]
 """Numbers of the devices or files that hold the same box."""
 
 _MOST_ROUNDS: Final = 100
+_ENOUGH_ROWS: Final = 64
+"""To divide a box by."""
 _EVEN: Final = 1e-3
 """Of the busiest holder's load: where less than this moves in a round, it is even enough."""
 
@@ -184,9 +188,12 @@ class Senders:
     ) -> list[tuple[int, Box]]:
         """Return who gives a box, by rows where its bytes lie in several stretches."""
         given = self.stretches(holders, start, num_bytes)
-        dim = next((dim for dim, (lo, hi) in enumerate(box) if hi - lo > 1), None)
-        if len(given) == 1 or dim is None:
+        sides = box_shape(box)
+        longest = max(sides, default=1)
+        if len(given) == 1 or longest == 1:
             return [(given[0][0], box)]
+        # Rows of an outer dim lie together in memory.
+        dim = next(d for d, side in enumerate(sides) if side >= min(longest, _ENOUGH_ROWS))
         (lo, hi), done, parts = box[dim], 0, []
         at = lo
         for holder, count in given:

@@ -1,8 +1,8 @@
 """Device ids as they are given: tensors, arrays or nested sequences, read into plain tuples."""
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol, TypeAlias, cast
 
 from shardspec.errors import MeshError
@@ -88,16 +88,6 @@ def check_ids(ids: Sequence[int]) -> None:
     """Raise `MeshError` if an id is negative or repeats."""
     if ids and min(ids) < 0:
         raise MeshError(f"device id {min(ids)} is negative; ids are global rank numbers from 0")
-    if all(map(operator.eq, ids, count())):
-        return
     if len(set(ids)) != len(ids):
-        repeated = next(iter(_repeats(ids)))
+        ((repeated, _),) = Counter(ids).most_common(1)
         raise MeshError(f"device id {repeated} appears more than once; every id must be distinct")
-
-
-def _repeats(ids: Sequence[int]) -> Iterator[int]:
-    seen: set[int] = set()
-    for id_ in ids:
-        if id_ in seen:
-            yield id_
-        seen.add(id_)

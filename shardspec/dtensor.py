@@ -14,11 +14,12 @@ import torch
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError, LayoutError
-from shardspec.execution import agree_on, run_plan
-from shardspec.gradients import (
+from shardspec.execution import (
+    agree_on,
     check_differentiable,
     convert,
     first_of_copies,
+    run_plan,
     with_gradient_reduced,
 )
 from shardspec.layout.converter import LayoutConverter

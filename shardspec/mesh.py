@@ -7,6 +7,7 @@ owns no process group, so that planning needs no job, no GPU and no rank.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, product
 from operator import eq
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
@@ -172,8 +173,14 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Made anew: the kept hash is of this process only, since each salts its text hashes.
-        values = (self.axis_names, self.mesh_alpha, self.mesh_beta, self.link_model)
-        return _remake, (self.ids, self.shape, *values)
+        made = partial(
+            DeviceMesh,
+            mesh_alpha=self.mesh_alpha,
+            mesh_beta=self.mesh_beta,
+            axis_names=self.axis_names,
+            link_model=self.link_model,
+        )
+        return made, (self.ids, self.shape)
 
     def __str__(self) -> str:
         if self.axis_names is None:
@@ -395,19 +402,6 @@ class DeviceMesh:
         if len(set(numbers)) != len(numbers):
             raise AxisError(f"axes {numbers} name one axis twice; name each once")
         return numbers
-
-
-def _remake(
-    ids: tuple[int, ...],
-    shape: tuple[int, ...],
-    names: tuple[str, ...] | None,
-    alpha: tuple[float, ...] | None,
-    beta: tuple[float, ...] | None,
-    link_model: LinkModel,
-) -> DeviceMesh:
-    return DeviceMesh(
-        ids, shape, mesh_alpha=alpha, mesh_beta=beta, axis_names=names, link_model=link_model
-    )
 
 
 def _per_axis(what: str, given: object, shape: tuple[int, ...], example: str) -> tuple[Any, ...]:

@@ -79,3 +79,14 @@ def test_every_byte_and_every_element_is_sent_once():
             assert {one for one, _ in parts} <= {one for one, _ in given} <= set(holders)
             assert sum(box_size(part) for _, part in parts) == box_size(box)
         assert {holders: ends[-1] for holders, ends in senders.ends.items()} == sent
+
+
+def test_a_box_of_few_rows_is_divided_along_a_longer_dim():
+    senders = Senders([[((0, 1, 2), 3 * 100)]])
+    assert senders.split((0, 1, 2), ((5, 7), (0, 150)), 0, 300) == [
+        (0, ((5, 7), (0, 50))),
+        (1, ((5, 7), (50, 100))),
+        (2, ((5, 7), (100, 150))),
+    ]
+    many = senders.split((0, 1, 2), ((0, 75), (0, 4)), 0, 300)
+    assert many == [(rank, ((25 * rank, 25 * rank + 25), (0, 4))) for rank in range(3)]

@@ -23,14 +23,20 @@ from shardspec.checkpoint.rank_state import (
     world_mesh,
 )
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into, stretches
-from shardspec.checkpoint.select import Choice, Patterns, Renames, plain, select
+from shardspec.checkpoint.select import (
+    Choice,
+    Patterns,
+    Renames,
+    layouts_by_rules,
+    plain,
+    select,
+)
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError
-from shardspec.layout.layout import Layout, LayoutCell, SpecLike
-from shardspec.layout.rules import match_rules
+from shardspec.layout.layout import Layout, LayoutCell, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed_argument
@@ -143,7 +149,11 @@ def load_sharded(
         values = plain(_saved(source)[0], choice)
         # Names that contradict each other are refused before anything is read.
         _nested(source, dict.fromkeys(old), old, values)
-        return old, _layouts(source, old, target, by_rules), values
+        as_saved = partial(_as_saved, source.mesh, target, bool(by_rules))
+        layouts = layouts_by_rules(
+            target, by_rules, wanted, lambda tensor: as_saved(source.outline(tensor.source))
+        )
+        return old, layouts, values
 
     old, layouts, values = agree(chosen, selected)
     loaded = agree(chosen, lambda: _read(source, old, layouts, chosen))
@@ -227,42 +237,20 @@ def _check_into(name: str, layout: Layout, tensor: Outline[FileBox]) -> None:
             f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
             f"checkpoint has {list(tensor.shape)} {tensor.dtype}; make them alike"
         )
-    _check_finished(name, layout, "redistribute it first")
-
-
-def _check_finished(name: str, layout: Layout, remedy: str) -> None:
     if layout.spec.partials:
         raise LayoutError(
             f"tensor {name!r}: spec {layout.spec} has pending reductions, but a loaded tensor has "
-            f"none; {remedy}"
+            "none; redistribute it first"
         )
 
 
-def _layouts(
-    source: Catalog,
-    names: Mapping[str, str],
-    mesh: DeviceMesh,
-    rules: Mapping[str, SpecLike],
-) -> dict[str, Layout]:
-    """Return the layout wanted for every tensor."""
-    tensors = {name: source.outline(old) for name, old in names.items()}
-    specs = dict(match_rules(rules, {name: len(tensor.shape) for name, tensor in tensors.items()}))
-    layouts = {}
-    for name, tensor in tensors.items():
-        spec = specs.get(name)
-        if spec is None and rules and (tensor.spec is None or source.mesh is None):
-            spec = ShardingSpec(len(tensor.shape), {})
-        if spec is None:
-            layouts[name] = _as_saved(tensor, source.mesh, mesh)
-        else:
-            layouts[name] = Layout(mesh, spec, tensor.shape, tensor.dtype)
-            _check_finished(name, layouts[name], "leave them out")
-    return layouts
-
-
-def _as_saved(tensor: Outline[FileBox], saved: DeviceMesh | None, mesh: DeviceMesh) -> Layout:
-    """Return the layout with the cuts that were saved."""
+def _as_saved(
+    saved: DeviceMesh | None, mesh: DeviceMesh, replicated: bool, tensor: Outline[FileBox]
+) -> ShardingSpec:
+    """Return the cuts that were saved, for another mesh; or none where nothing is known of them."""
     if tensor.spec is None or saved is None:
+        if replicated:
+            return ShardingSpec(len(tensor.shape))
         raise LayoutError(
             f"tensor {tensor.name!r} was saved without a spec; say in rules how to shard tensors; "
             "what matches none of them is then replicated"
@@ -271,7 +259,7 @@ def _as_saved(tensor: Outline[FileBox], saved: DeviceMesh | None, mesh: DeviceMe
     if saved.axis_names is not None and mesh.axis_names is not None:
         by_axes = spec.with_axes(lambda axis: saved.axis_label(saved.axis(axis)))
     try:
-        return Layout(mesh, by_axes, tensor.shape, tensor.dtype)
+        return resolve_axes(by_axes, mesh)
     except AxisError as error:
         raise LayoutError(
             f"tensor {tensor.name!r} was saved as {spec} on mesh {saved}: {error}; give a rule "

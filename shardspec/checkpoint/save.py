@@ -152,15 +152,8 @@ def save_sharded(
         mine = [_shard(r, boxes[r], what.layouts, save) for r in chosen.addressable if r in boxes]
         try:
             written = agree(chosen, lambda: _write_shards(path, mine, what))
-            digests = chosen.gather({rank: written.get(rank, {}) for rank in chosen.addressable})
-            digested = {
-                rank: [
-                    entry._replace(crc32=digests[rank][entry.tensor, entry.box])
-                    for entry in entries
-                ]
-                for rank, entries in boxes.items()
-            }
-            info = _info(save, mesh, what, digested)
+            digested = chosen.gather({rank: written.get(rank, []) for rank in chosen.addressable})
+            info = _info(save, mesh, what, {rank: digested[rank] for rank in boxes})
             older = agree(chosen, lambda: _publish(path, info) if leader else [])
         except CheckpointError:
             _remove(path, [shard.entry.name for shard in mine])
@@ -230,21 +223,25 @@ def _claim(path: Path, overwrite: bool, held: ExitStack) -> bool:
 
 def _write_shards(
     path: Path, shards: Sequence[_Shard], what: Described
-) -> dict[int, dict[tuple[str, Box], int]]:
-    """Write the files of this process; return by rank, tensor and box the CRC-32 of each."""
-    digests: dict[int, dict[tuple[str, Box], int]] = {}
+) -> dict[int, list[BoxEntry]]:
+    """Write the files of this process; return by rank its boxes, each with its CRC-32."""
+    written: dict[int, list[BoxEntry]] = {}
     # Made by the first rank; asking again makes a network file system look.
     _make_directory(path)
     for shard in shards:
-        rank = shard.entry.rank
-        fill = partial(_fill, shard, what, digests.setdefault(rank, {}))
+        crcs: dict[tuple[str, Box], int] = {}
+        fill = partial(_fill, shard, what, crcs)
         _write_file(path, shard.entry.name, shard.header.file_bytes, fill)
-    return digests
+        written[shard.entry.rank] = [
+            entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in shard.entry.boxes
+        ]
+    return written
 
 
 def _fill(
-    shard: _Shard, what: Described, digests: dict[tuple[str, Box], int], write: "_Write"
+    shard: _Shard, what: Described, crcs: dict[tuple[str, Box], int], write: "_Write"
 ) -> None:
+    """Write a file, and note the CRC-32 of each of its boxes."""
     write(memoryview(shard.head))
     rank = shard.entry.rank
     boxes: dict[str, list[Box]] = {}
@@ -252,12 +249,12 @@ def _fill(
         boxes.setdefault(entry.tensor, []).append(entry.box)
     for slot in shard.header.entries:
         for box in boxes[slot.name]:
-            value = 0
+            crc = 0
             held = box_of_shard(what.shards[slot.name][rank], what.layouts[slot.name], rank, box)
             for piece in tensor_bytes(held):
-                value = crc32(piece, value)
+                crc = crc32(piece, crc)
                 write(piece)
-            digests[slot.name, box] = value
+            crcs[slot.name, box] = crc
 
 
 _Write: TypeAlias = Callable[[memoryview], None]

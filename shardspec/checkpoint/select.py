@@ -1,7 +1,7 @@
 """What is wanted of a checkpoint: which tensors, under which names, in which dtype, and how cut."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
@@ -205,19 +205,24 @@ def tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
 
 
 def layouts_by_rules(
-    mesh: DeviceMesh, rules: Mapping[str, SpecLike], wanted: Sequence[OutputTensor]
+    mesh: DeviceMesh,
+    rules: Mapping[str, SpecLike],
+    wanted: Sequence[OutputTensor],
+    otherwise: Callable[[OutputTensor], ShardingSpec] | None = None,
 ) -> dict[str, Layout]:
-    """Return how each tensor is cut."""
+    """Return how each tensor is cut: by the rule for it, `otherwise`, or not at all."""
     specs = match_rules(rules, {tensor.name: len(tensor.shape) for tensor in wanted})
     layouts = {}
     # One for all tensors that are alike.
     layout = lru_cache(None)(partial(Layout, mesh))
     for tensor in wanted:
-        spec = specs.get(tensor.name, ShardingSpec(len(tensor.shape), {}))
+        spec = specs.get(tensor.name)
+        if spec is None:
+            spec = ShardingSpec(len(tensor.shape)) if otherwise is None else otherwise(tensor)
         if spec.partials:
             raise LayoutError(
                 f"tensor {tensor.name!r}: spec {spec} has pending reductions, but what is written "
-                "has none; leave them out"
+                "or loaded has none; leave them out"
             )
         try:
             layouts[tensor.name] = layout(spec, tensor.shape, tensor.dtype)

@@ -54,8 +54,6 @@ class FlatState:
 def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
     """Yield every value that is not descended into, and the keys that lead to it.
 
-    Examples
-    --------
     >>> list(leaves({"a": {0: 1.5}, "b": [{"lr": 2}], "c": (1, 2)}))
     [(('a', 0), 1.5), (('b', (0,), 'lr'), 2), (('c',), (1, 2))]
     """
@@ -139,8 +137,6 @@ def encode_value(value: object, name: str = "", depth: int = 0) -> object:
 
     Raises CheckpointError, which tells the name, if it is no plain value.
 
-    Examples
-    --------
     >>> encode_value({"betas": (0.9, float("inf"))})
     {'dict': [['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
     """
@@ -235,8 +231,6 @@ def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict
     A value may be `LEFT_OUT`; None takes its place in a list. Raises CheckpointError if keys
     contradict each other: a value stands where others lie, or a list has a gap.
 
-    Examples
-    --------
     >>> unflatten({"a.0": ("a", (0,)), "b": ("b",)}, str.upper)
     {'a': ['A.0'], 'b': 'B'}
     """

@@ -5,14 +5,12 @@ for all of them.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Columns, ReplicaKey, replica_holders, whole_box
-from shardspec.copies import Holders, balanced
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -191,9 +189,10 @@ def assign_boxes(
 ) -> dict[int, Columns[BoxEntry]]:
     """Choose one of the devices that hold a box to store it, for every box that is not empty.
 
-    Every rank computes the same answer alone: of what several hold, as much for each as
-    `shardspec.copies.balanced` says, the largest boxes first. If they are not to be `spread`, each
-    box goes to the first of its holders. Returns for every device its boxes, by tensor name.
+    Every rank computes the same answer alone: boxes of one holder first, then the others from the
+    largest down, each to the holder that has the fewest bytes so far (the first of equals). If they
+    are not to be `spread`, each box goes to the first of its holders. Returns for every device its
+    boxes, by tensor name.
 
     >>> mesh = DeviceMesh(range(2), (2,))
     >>> chosen = assign_boxes(mesh, {name: Layout(mesh, "[R]", (3,), "int8") for name in "abc"})
@@ -201,28 +200,25 @@ def assign_boxes(
     [['a', 'c'], ['b']]
     """
     parts_of = lru_cache(None)(replica_holders)
-    totals: Counter[Holders] = Counter()
+    load = dict.fromkeys(mesh.ids, 0)
     names = sorted(tensors)
-    shared: list[Holders] = []
+    shared: list[tuple[int, ...]] = []
     """The holders of every box that has several, and its bytes."""
     sizes = array("q")
     for name in names:
         layout = tensors[name]
         for (box, _), ranks in parts_of(layout).items():
             num_bytes = box_size(box) * item_bytes(layout.dtype)
-            totals[ranks if spread else ranks[:1]] += num_bytes
             if len(ranks) > 1 and spread:
                 shared.append(ranks)
                 sizes.append(num_bytes)
-    room = {
-        ranks: dict(zip(ranks, shares, strict=True)) for ranks, shares in balanced(totals).items()
-    }
+            else:
+                load[ranks[0]] += num_bytes
     # A stable sort: boxes of equal size keep their order, by name and then by holder.
     chosen = array("q", bytes(8 * len(shared)))
     for number in sorted(range(len(shared)), key=lambda number: -sizes[number]):
-        left = room[shared[number]]
-        chosen[number] = rank = max(left, key=left.__getitem__)
-        left[rank] -= sizes[number]
+        chosen[number] = rank = min(shared[number], key=load.__getitem__)
+        load[rank] += sizes[number]
     found = {rank: box_columns() for rank in mesh.ids}
     several = iter(chosen)
     for name in names:

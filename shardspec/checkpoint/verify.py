@@ -1,10 +1,10 @@
 """Checking that every byte of a checkpoint is there, and as it was saved."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
@@ -19,6 +19,7 @@ from shardspec.errors import CheckpointError
 __all__ = ["VerifyReport", "verify_checkpoint"]
 
 _PIECE_BYTES: Final = 1 << 20
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,46 +63,43 @@ def verify_checkpoint(
             boxes += 1
             num_bytes += size
             digested += size if stored.digest is not None else 0
-    flaws = []
+    flaws: list[str] = []
+
+    def look(check: Callable[[], _T]) -> _T | None:
+        """Do a check; where all flaws are to be listed, go on after one."""
+        try:
+            return check()
+        except CheckpointError as error:
+            if not every:
+                raise
+            flaws.append(str(error))
+            return None
+
+    tensors = partial(map, source.tensor, source.names)
+    room, done = memoryview(bytearray(_PIECE_BYTES)), 0
     with OpenFiles() as files:
-        for check in _checks(source, files, num_bytes, progress):
-            try:
-                check()
-            except CheckpointError as error:
-                if not every:
-                    raise
-                flaws.append(str(error))
+        files.will_read(
+            source.directory, (s for tensor in tensors() for _, s in _stretches(tensor))
+        )
+        for tensor in tensors():
+            end = done + sum(stored_bytes(tensor, stored) for stored in tensor.boxes)
+            for stored, stretch in _stretches(tensor):
+                if stored.digest is None:
+                    look(partial(_read, stretch, files, room))
+                else:
+                    look(partial(Checks(tensor, [stored]).finish, files))
+                done += stored_bytes(tensor, stored)
+                if progress is not None:
+                    progress(done, num_bytes)
+            if progress is not None and done != end:
+                progress(end, num_bytes)
+            done = end
+            for group in look(partial(check_tiling, tensor)) or ():
+                look(partial(check_replicas, tensor, group, files))
+        look(source.check_unchanged)
     return VerifyReport(
         source.directory, len(source.names), boxes, num_bytes, digested, tuple(flaws)
     )
-
-
-def _checks(
-    source: Catalog, files: OpenFiles, total: int, progress: Progress | None
-) -> Iterator[Callable[[], None]]:
-    """Yield what raises if something is wrong, to be called one by one."""
-    tensors = map(source.tensor, source.names)
-    files.will_read(source.directory, (s for tensor in tensors for _, s in _stretches(tensor)))
-    room = memoryview(bytearray(_PIECE_BYTES))
-    before = 0
-    for tensor in map(source.tensor, source.names):
-        done = before
-        for stored, stretch in _stretches(tensor):
-            if stored.digest is None:
-                yield partial(_read, stretch, files, room)
-            else:
-                yield partial(Checks(tensor, [stored]).finish, files)
-            done += stored_bytes(tensor, stored)
-            if progress is not None:
-                progress(done, total)
-        before += sum(stored_bytes(tensor, stored) for stored in tensor.boxes)
-        if progress is not None and done != before:
-            progress(before, total)
-        replicas: list[Sequence[StoredBox]] = []
-        yield partial(_tile, tensor, replicas)
-        for group in replicas:
-            yield partial(check_replicas, tensor, group, files)
-    yield source.check_unchanged
 
 
 def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
@@ -119,10 +117,6 @@ def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
         if (stretch, digest) not in seen:
             seen.add((stretch, digest))
             yield stored, stretch
-
-
-def _tile(tensor: StoredTensor, replicas: list[Sequence[StoredBox]]) -> None:
-    replicas.extend(check_tiling(tensor))
 
 
 def _read(stretch: FileStretch, files: OpenFiles, room: memoryview) -> None:

@@ -225,8 +225,6 @@ def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int
     `num_bytes` are those of the largest shard before the step. Permutes and exchanges are counted
     from the layouts on both sides instead.
 
-    Examples
-    --------
     >>> bytes_received(AllGather(0, (1,)), (2, 4), 100)
     300
     >>> bytes_received(AllReduce((1,), "sum"), (2, 4), 100)

@@ -15,17 +15,16 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box, box_shape, box_size, slices_within, split_interval
+from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within, split_interval
 from shardspec.comm.agreement import Unanswered, ranks_text
 from shardspec.comm.results import checked, combine, combine_into, empty_hugepages
-from shardspec.comm.routes import Incoming, TransferSchedule, chunks
+from shardspec.comm.routes import Parts, TransferSchedule
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
 from shardspec.errors import CommunicatorError
 
 __all__ = [
     "STAGED_BYTES",
     "Addressed",
-    "Boxes",
     "Collectives",
     "Exchange",
     "Messages",
@@ -56,9 +55,7 @@ _MOVED: Final = frozenset({*_SUMMED, torch.bfloat16, torch.float16})
 
 Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
-Boxes: TypeAlias = list[tuple[int, Box]]
-"""Pairs of peer and box."""
-Exchange: TypeAlias = Callable[["Rounds", Boxes, list[tuple[int, Box, torch.Tensor]]], None]
+Exchange: TypeAlias = Callable[["Rounds", Parts, list[tuple[int, Box, torch.Tensor]]], None]
 """Sends boxes of the shard to peers, and fills tensors with boxes of theirs."""
 
 
@@ -68,11 +65,11 @@ class Rounds:
     def __init__(self, schedule: TransferSchedule, shard: torch.Tensor, round_bytes: int) -> None:
         share = max(round_bytes // max(1, len(schedule.members) - 1), _LEAST_BYTES)
         self._outgoing, self._most = schedule.outgoing, share // shard.element_size()
-        boxes = [box for _, box in schedule.outgoing] + [part.box for part in schedule.incoming]
+        boxes = [box for _, box in [*schedule.outgoing, *schedule.incoming]]
         self._size, self._used = sum(min(self._most, box_size(box)) for box in boxes), 0
         self._shard, self._memory = shard, shard.new_empty(0)
 
-    def boxes(self, incoming: Boxes) -> Iterator[tuple[Boxes, Boxes]]:
+    def boxes(self, incoming: Parts) -> Iterator[tuple[Parts, Parts]]:
         """Yield what is sent and received round by round."""
         sends, receives = (
             zip_longest(
@@ -120,13 +117,13 @@ class Transport(ABC):
         """
         rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=True))
         with self.session(schedule, shard) as exchange:
-            for part in schedule.incoming:
-                if part.peer == schedule.device:
-                    place = result[slices_within(part.box, schedule.after)]
-                    kept = shard[slices_within(part.box, schedule.before)]
+            for peer, box in schedule.incoming:
+                if peer == schedule.device:
+                    place = result[slices_within(box, schedule.after)]
+                    kept = shard[slices_within(box, schedule.before)]
                     if place.data_ptr() != kept.data_ptr():
                         place.copy_(kept)
-            incoming = [(p.peer, p.box) for p in schedule.incoming if p.peer != schedule.device]
+            incoming = [(peer, box) for peer, box in schedule.incoming if peer != schedule.device]
             for sends, receives in rounds.boxes(incoming):
                 places = [result[slices_within(box, schedule.after)] for _, box in receives]
                 arriving = [
@@ -148,10 +145,9 @@ class Transport(ABC):
         """
         me, shares = schedule.device, _storage(result) == _storage(shard)
         rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=False))
-        # This device's own addend is among those that come in, so it counts where it is alone too.
-        incoming = [(part.peer, part.box) for part in schedule.incoming]
         with self.session(schedule, shard) as exchange:
-            for sends, parts in rounds.boxes(incoming):
+            # This device's own addend is among these, so it counts where it is alone too.
+            for sends, parts in rounds.boxes(schedule.incoming):
                 boxes = [box for _, box in parts][:1]  # of every member the same
                 own = [shard[slices_within(box, schedule.before)] for box in boxes]
                 addends = {peer: rounds.buffer(own[0]) for peer, _ in parts if peer != me or shares}
@@ -179,23 +175,25 @@ class Transport(ABC):
         else:
             # The parts are reduced in place: nobody else reads the part that this rank reduces.
             result = flat = shard.clone(memory_format=torch.contiguous_format).view(-1)
-        whole = ((0, flat.numel()),)
-        parts = {
+        whole: Box = ((0, flat.numel()),)
+        parts: dict[int, Box] = {
             peer: (split_interval(0, flat.numel(), len(members), at),)
             for at, peer in enumerate(members)
         }
         filled = {peer: part for peer, part in parts.items() if part[0][0] < part[0][1]}
         mine, others = parts[me], [peer for peer in members if peer != me]
-        sent = tuple((peer, filled[peer]) for peer in others if peer in filled)
-        own = me in filled
-        addends = tuple(Incoming(peer, mine, whole) for peer in members) if own else ()
-        readers = tuple((peer, mine) for peer in others) if own else ()
-        coming = tuple(Incoming(peer, part, part) for peer, part in filled.items())
+        sent = [(peer, filled[peer]) for peer in others if peer in filled]
+        addends = [(peer, mine) for peer in members if me in filled]
+        readers = [(peer, mine) for peer in others if me in filled]
         reduced = result[slice(*mine[0])]
         with checked(step, result if result is not flat else result[:0]):
-            reducing = TransferSchedule(step, me, members, whole, mine, sent, addends)
+            reducing = TransferSchedule(
+                step, me, members, lambda _: whole, whole, mine, sent, addends
+            )
             self.reduce(reducing, flat, reduced, op)
-            sharing = TransferSchedule(step, me, members, mine, whole, readers, coming)
+            sharing = TransferSchedule(
+                step, me, members, parts.__getitem__, mine, whole, readers, [*filled.items()]
+            )
             self.move(sharing, reduced, result)
         return result.view(shard.shape)
 
@@ -225,7 +223,7 @@ class Messages(Transport):
         tag = self._tag + 1
 
         def exchange(
-            rounds: Rounds, sends: Boxes, arriving: list[tuple[int, Box, torch.Tensor]]
+            rounds: Rounds, sends: Parts, arriving: list[tuple[int, Box, torch.Tensor]]
         ) -> None:
             leaving = []
             for peer, box in sends:
@@ -333,7 +331,7 @@ def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
     """Say whether a collective of the backend does a step; all members say the same."""
     match schedule.step:
         case AllGather():
-            coming = {part.peer: part.box for part in schedule.incoming}
+            coming = dict(schedule.incoming)
             return dtype in _MOVED and _are_in_order(schedule, coming, schedule.after)
         case ReduceScatter(op="sum" | "avg"):
             going = {**dict(schedule.outgoing), schedule.device: schedule.after}

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
@@ -25,8 +24,9 @@ import torch
 
 from shardspec.boxes import Box, box_shape, slices_within
 from shardspec.comm.agreement import Address, Link, ranks_text
-from shardspec.comm.messages import Boxes, Exchange, Rounds, Transport
-from shardspec.comm.routes import TransferSchedule
+from shardspec.comm.messages import Exchange, Rounds, Transport
+from shardspec.comm.results import libc
+from shardspec.comm.routes import Parts, TransferSchedule
 from shardspec.errors import CommunicatorError
 
 __all__ = ["BUFFER_BYTES", "MOST_BYTES", "Arrays", "PeerMemory", "Region", "read", "readable"]
@@ -146,22 +146,17 @@ def _rows(addresses: Ints, length: int) -> Ints:
 
 
 def _read_rows(pid: int, ours: Ints, theirs: Ints) -> None:
-    no_flags = ctypes.c_ulong(0)
+    library, no_flags = libc(), ctypes.c_ulong(0)
+    assert library is not None, "elsewhere processes have no addresses"
+    library.process_vm_readv.restype = ctypes.c_ssize_t
     for first in range(0, len(ours), _MOST_RUNS):
         some = ours[first:][:_MOST_RUNS], theirs[first:][:_MOST_RUNS]
         here, there = (ctypes.c_void_p(rows.ctypes.data) for rows in some)
         count = ctypes.c_ulong(len(some[0]))
-        got = _libc().process_vm_readv(pid, here, count, there, count, no_flags)
+        got = library.process_vm_readv(pid, here, count, there, count, no_flags)
         if got != int(some[0][:, 1].sum()):
             code = ctypes.get_errno() if got < 0 else errno.EFAULT
             raise OSError(code, os.strerror(code))
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    return libc
 
 
 def readable(addresses: Mapping[int, Address]) -> frozenset[int]:
@@ -193,6 +188,7 @@ class PeerMemory(Transport):
 
     def __init__(self, rank: int, links: Mapping[int, Link], timeout_s: float) -> None:
         self._rank, self._links, self._timeout_s = rank, links, timeout_s
+        self._pids = {rank: os.getpid(), **{peer: link.pid for peer, link in links.items()}}
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
     def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
@@ -203,19 +199,18 @@ class PeerMemory(Transport):
     def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
         """Enter a step: let others read the shard, until they have."""
         name, readers = str(schedule.step), {peer for peer, _ in schedule.outgoing}
-        sources = {p.peer: p.source for p in schedule.incoming if p.peer != schedule.device}
         with self._serving(name, Region.of(shard), readers, schedule.peers) as deadline:
             there: dict[int, Region] = {}
 
             def exchange(
-                _: Rounds, __: Boxes, arriving: list[tuple[int, Box, torch.Tensor]]
+                _: Rounds, __: Parts, arriving: list[tuple[int, Box, torch.Tensor]]
             ) -> None:
                 for peer, box, place in arriving:
+                    source = schedule.held(peer)
                     if peer not in there:
-                        due = box_shape(sources[peer]), shard.element_size()
+                        due = box_shape(source), shard.element_size()
                         there[peer] = self._receive(name, peer, due, deadline)
-                    part = there[peer].part(slices_within(box, sources[peer]))
-                    self._fetch(peer, part, place)
+                    self._fetch(peer, there[peer].part(slices_within(box, source)), place)
 
             yield exchange
             for peer in there:
@@ -239,16 +234,16 @@ class PeerMemory(Transport):
         with self._serving(name, where, readers, others) as deadline:
             # Every device starts with another peer.
             for peer in sorted(holders, key=lambda peer: (peer < here, peer)):
-                table, pid = mine, os.getpid()
+                table = mine
                 if peer != here:
                     there = self._receive(name, peer, (mine.shape, mine.itemsize), deadline)
-                    table, pid = np.empty_like(mine), self._links[peer].pid
+                    table = np.empty_like(mine)
                     self._fetch(peer, there, torch.from_numpy(table))
-                self._fill_from(peer, pid, arrays(peer, table))
+                self._fill_from(peer, arrays(peer, table))
                 if peer != here:
                     self._release(name, peer)
 
-    def _fill_from(self, peer: int, pid: int, found: Iterable[Arrays]) -> None:
+    def _fill_from(self, peer: int, found: Iterable[Arrays]) -> None:
         """Read arrays with few gaps all together, the others one by one."""
         nothing: Ints = np.zeros((0, 2), dtype=np.int64)
         ours, theirs = [nothing], [nothing]
@@ -259,13 +254,9 @@ class PeerMemory(Transport):
                 ours.append(_rows(np.add.outer(target_bases, target.runs(run)), run))
                 continue
             for there, here in zip(source_bases.tolist(), target_bases.tolist(), strict=True):
-                place = target.moved(here).tensor()
-                if peer == self._rank:
-                    place.copy_(source.moved(there).tensor())
-                else:
-                    self._fetch(peer, source.moved(there), place)
+                self._fetch(peer, source.moved(there), target.moved(here).tensor())
         with _naming(peer):
-            _read_rows(pid, np.concatenate(ours), np.concatenate(theirs))
+            _read_rows(self._pids[peer], np.concatenate(ours), np.concatenate(theirs))
 
     @contextmanager
     def _serving(
@@ -320,7 +311,7 @@ class PeerMemory(Transport):
 
     def _fetch(self, peer: int, source: Region, place: torch.Tensor) -> None:
         """Read runs of bytes one by one, or, where they are short, whole stretches with gaps."""
-        pid, target = self._links[peer].pid, Region.of(place)
+        pid, target = self._pids[peer], Region.of(place)
         runs = source.num_bytes // min(source.run_bytes, target.run_bytes)
         with _naming(peer):
             if runs == 1 or source.span >= runs * _RUN_BYTES:

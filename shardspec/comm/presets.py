@@ -84,8 +84,6 @@ class LinkPreset:
     def as_dict(self) -> dict[str, object]:
         """Return the record as plain values, ready for JSON; sizes and numbers of devices as lists.
 
-        Examples
-        --------
         >>> PRESETS["unit"].as_dict()["devices"]
         [1, None]
         """
@@ -97,8 +95,6 @@ class LinkPreset:
 def link_preset(name: str, devices: int | None = None) -> Link:
     """Return the link of one of `PRESETS`, for an axis of so many devices; else `MeshError`.
 
-    Examples
-    --------
     >>> str(link_preset("h100-nvswitch", 16))
     'h100-nvswitch beyond its 8 devices: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s'
     """
@@ -112,8 +108,6 @@ def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
 
     Where no rate of memory is known it is a `MeshError`, or 0 if none is required.
 
-    Examples
-    --------
     >>> preset_copy_s(["ib-ndr-per-gpu", "h100-nvswitch"]) == 2 / 3.35e12
     True
     """

@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -23,7 +23,6 @@ from shardspec.boxes import box_shape
 from shardspec.comm.agreement import (
     NOTE_ROOM,
     ORDER_RULE,
-    Address,
     Listener,
     Note,
     Unanswered,
@@ -173,7 +172,7 @@ class ProcessGroupCommunicator:
             if f"{home.type}:gloo" in dist.get_backend_config():
                 shard = shard.cpu()  # gloo sends and reads memory of the host alone
             if self._joins and channel not in self._joined:
-                self._gather(channel, None)  # whatever the step: all ranks of the mesh are here
+                self.gather({self._rank: None})  # whatever the step: all ranks of the mesh are here
             schedule = schedule_for(step, self._mesh, self._rank, before, after)
             transport = self._transport(channel, schedule, shard)
             if isinstance(step, AllReduce):
@@ -207,10 +206,11 @@ class ProcessGroupCommunicator:
             yield device
             return
         with self._own_channel(device) as channel:
+            number = channel.numbers[self._ids]
             try:
-                agreed, _ = self._exchange_notes(channel, "conversion", content, device)
+                agreed, _ = self._tell(channel, "conversion", content, device)
             except Unanswered as error:
-                mine = Note("conversion", 0, channel.numbers[self._ids] - 1, content=content)
+                mine = Note("conversion", 0, number, content=content)
                 raise CommunicatorError(
                     f"{ranks_text(error.peers)} did not say what to convert: {error.why}; rank "
                     f"{self._rank} {mine}; {ORDER_RULE}"
@@ -221,8 +221,22 @@ class ProcessGroupCommunicator:
         """Collect one value per device; see `Communicator.gather`."""
         if not self.addressable:
             return {}
+        content = pickle.dumps(values[self._rank])
         with self._own_channel("") as channel:
-            return self._gather(channel, values[self._rank])
+            try:
+                _, notes = self._tell(channel, "value", content, "")
+                lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
+                rest = Messages(channel.tag).exchange(
+                    content[NOTE_ROOM:], lengths, self._note_device
+                )
+            except Unanswered as error:
+                raise CommunicatorError(
+                    f"gathering a value of every rank with {ranks_text(self._peers)} failed: "
+                    f"{error.why}; the job cannot go on, see what these ranks say"
+                ) from error.__cause__
+        found = {peer: pickle.loads(notes[peer].content + rest[peer]) for peer in self._peers}
+        found |= values
+        return {peer: found[peer] for peer in self._mesh.ids}
 
     @contextmanager
     def _own_channel(self, device: str) -> Iterator[Channel]:
@@ -241,73 +255,52 @@ class ProcessGroupCommunicator:
                 stack.callback(lock.release)
             yield channel
 
-    def _exchange_notes(
+    def _tell(
         self, channel: Channel, kind: str, content: bytes, device: str
     ) -> tuple[str, dict[int, Note]]:
         """Tell all ranks of the mesh a note; return where shards are, and all notes by rank.
 
         When they do so for the first time, processes of one host find each other.
         """
-        if channel in self._joined or not self._joins:
-            return self._tell(channel, kind, content, device)
-        with Listener(is_read=self._may_read_peers) as listener:
-            agreed, notes = self._tell(channel, kind, content, device, listener.address)
-            self._joined[channel] = self._join(channel, listener, notes)
+        first = self._joins and channel not in self._joined
+        listening: AbstractContextManager[Listener | None] = (
+            Listener(is_read=self._may_read_peers) if first else nullcontext()
+        )
+        with listening as listener:
+            number = channel.numbers[self._ids]
+            address = None if listener is None else listener.address
+            mine = Note(kind, self._ids, number, device, len(content), content, address)
+            told = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
+            notes = {peer: told.get(peer, mine) for peer in self._mesh.ids}
+            try:
+                agreed = check_agreement(notes)
+            except CommunicatorError:
+                if any(note.ids != self._ids for note in told.values()):
+                    channel.close()  # others of the mesh would wait for those that are elsewhere
+                raise
+            if listener is not None:
+                self._joined[channel] = self._join(channel, listener, notes)
         return agreed, notes
-
-    def _tell(
-        self,
-        channel: Channel,
-        kind: str,
-        content: bytes,
-        device: str,
-        address: Address | None = None,
-    ) -> tuple[str, dict[int, Note]]:
-        number = channel.numbers[self._ids]
-        mine = Note(kind, self._ids, number, device, len(content), content, address)
-        notes = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
-        notes[self._rank] = mine
-        try:
-            return check_agreement({peer: notes[peer] for peer in self._mesh.ids}), notes
-        except CommunicatorError:
-            if any(note.ids != self._ids for note in notes.values()):
-                channel.close()  # others of the mesh would wait for those that are elsewhere
-            raise
-
-    def _gather(self, channel: Channel, mine: T) -> dict[int, T]:
-        content = pickle.dumps(mine)
-        try:
-            _, notes = self._exchange_notes(channel, "value", content, "")
-            lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
-            rest = Messages(channel.tag).exchange(content[NOTE_ROOM:], lengths, self._note_device)
-        except Unanswered as error:
-            raise CommunicatorError(
-                f"gathering a value of every rank with {ranks_text(self._peers)} failed: "
-                f"{error.why}; the job cannot go on, see what these ranks say"
-            ) from error.__cause__
-        found = {peer: pickle.loads(notes[peer].content + rest[peer]) for peer in self._peers}
-        found[self._rank] = mine
-        return {peer: found[peer] for peer in self._mesh.ids}
 
     def _join(
         self, channel: Channel, listener: Listener, notes: Mapping[int, Note]
     ) -> PeerMemory | None:
         """Link the ranks of the mesh if they share a host; return how they read each other."""
-        near = {peer: note.address for peer, note in notes.items() if note.address is not None}
-        host = near.pop(self._rank).host
-        if not host or any(peer not in near or near[peer].host != host for peer in self._peers):
+        near = {peer: at for peer in self._peers if (at := notes[peer].address) is not None}
+        host = listener.address.host
+        if not host or [at.host for at in near.values()] != [host] * len(self._peers):
             return None
         new = {peer: at for peer, at in near.items() if peer not in channel.links}
         deadline = time.monotonic() + self._timeout_s
         channel.links |= listener.connect(self._rank, new, deadline)
         channel.linked.add(self._ids)
         reads_all = b"yes" if len(readable(near)) == len(near) else b"no"
+        mine = Note("value", self._ids, channel.numbers[self._ids], content=reads_all)
         # Only after this may the content go that others have looked for.
-        _, told = self._tell(channel, "value", reads_all, "")
-        if any(note.content != b"yes" for note in told.values()):
+        told = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
+        if any(note.content != b"yes" for note in [mine, *told.values()]):
             return None
-        links = {peer: channel.links[peer] for peer in near}
-        return PeerMemory(self._rank, links, self._timeout_s)
+        return PeerMemory(self._rank, {peer: channel.links[peer] for peer in near}, self._timeout_s)
 
 
 def communicator_of(mesh: DeviceMesh) -> Communicator:

@@ -14,7 +14,7 @@ import torch
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CommunicatorError
 
-__all__ = ["checked", "combine", "combine_into", "empty_hugepages"]
+__all__ = ["checked", "combine", "combine_into", "empty_hugepages", "libc"]
 
 _LARGE_BYTES: Final = 4 << 20
 """From here on large pages save time: at least one fits in, wherever the tensor starts."""
@@ -40,11 +40,11 @@ def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     takes longer than filling them, so Linux is asked for pages of 2 MiB (man 2 madvise).
     """
     result = like.new_empty(shape)
-    libc = _libc()
-    if libc is not None and result.device.type == "cpu" and result.nbytes >= _LARGE_BYTES:
+    library = libc()
+    if library is not None and result.device.type == "cpu" and result.nbytes >= _LARGE_BYTES:
         page, address = mmap.PAGESIZE, result.data_ptr()
         start, end = -(-address // page) * page, (address + result.nbytes) // page * page
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
+        library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
     return result
 
 
@@ -107,5 +107,6 @@ def _noise() -> torch.Tensor:
 
 
 @lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
+def libc() -> ctypes.CDLL | None:
+    """Return the C library of Linux; None elsewhere."""
+    return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

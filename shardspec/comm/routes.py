@@ -6,8 +6,8 @@ pending, the boxes of the members are the same and the parts are combined; other
 disjoint and are put side by side. Exchange and permute move between all devices of the mesh.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import ne
@@ -15,17 +15,16 @@ from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
-from shardspec.copies import overlaps
+from shardspec.copies import Holders, Senders, overlaps
 from shardspec.mesh import DeviceMesh
 
 __all__ = [
     "BoxOf",
     "Distance",
-    "Incoming",
+    "Parts",
     "Transfer",
     "TransferSchedule",
     "Transfers",
-    "chunks",
     "distance_on",
     "exchange_routes",
     "permute_routes",
@@ -68,8 +67,9 @@ def exchange_routes(
     """Return what must move so that every device holds its box after.
 
     Of the nearest holders of a piece the one sends that has sent least so far; then the first one.
-    Where that leaves one with much more than its share, its last piece is divided. The ids before
-    and after may differ. Moves come by receiver in the order of `after`, every element once.
+    A message takes time of its own, so pieces are divided only where one would send much more than
+    its share, and than anyone receives. The ids before and after may differ. Moves come by receiver
+    in the order of `after`, every element once.
     """
     holders: dict[Box, list[int]] = defaultdict(list)
     for device, box in before.items():
@@ -77,70 +77,38 @@ def exchange_routes(
             holders[box].append(device)
     have = sorted(holders)
     met = dict(overlaps(have, sorted({box for box in after.values() if box_size(box)})))
-    sent: dict[int, int] = defaultdict(int)
-    received: dict[int, int] = defaultdict(int)
-    of_replicas: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    of_replicas: dict[Holders, list[int]] = defaultdict(list)
     moves: list[Transfer] = []
     for device, target in after.items():
-        own = before.get(device)
         for number, piece in met.get(target, ()):
-            cell = have[number]
             holder = device
-            if cell != own:
-                near = _nearest(holders[cell], device, distance)
-                holder = min(near, key=sent.__getitem__) if len(near) > 1 else near[0]
+            if have[number] != before.get(device):
+                near = _nearest(holders[have[number]], device, distance)
+                holder = min(near, key=sent.__getitem__)
                 sent[holder] += _MESSAGE + box_size(piece)
                 received[device] += _MESSAGE + box_size(piece)
-                if len(near) > 1:
-                    of_replicas[near].append(len(moves))
+                of_replicas[near].append(len(moves))
             moves.append(Transfer(holder, device, piece))
     most = max(received.values(), default=0)
-    divided = {
-        place: parts
-        for near, places in of_replicas.items()
-        for place, parts in _evened(near, {place: moves[place] for place in places}, sent, most)
-    }
+    divided: dict[int, list[Transfer]] = {}
+    for near, places in of_replicas.items():
+        loads = [sent[holder] for holder in near]
+        if max(loads) >= max(most, sum(loads) // len(near)) + 2 * _MESSAGE:
+            places.sort(key=lambda place: near.index(moves[place].src))
+            sizes = [box_size(moves[place].box) for place in places]
+            senders = Senders([[(near, size) for size in sizes]])
+            for place, start, size in zip(places, senders.starts[0], sizes, strict=True):
+                parts = senders.split(near, moves[place].box, start, size)
+                divided[place] = [Transfer(one, moves[place].dst, box) for one, box in parts]
     return [part for place, move in enumerate(moves) for part in divided.get(place, (move,))]
 
 
-def _nearest(holders: Sequence[int], device: int, distance: Distance) -> tuple[int, ...]:
+def _nearest(holders: Sequence[int], device: int, distance: Distance) -> Holders:
     away = [distance(holder, device) for holder in holders]
     least = min(away)
     return tuple(holder for holder, far in zip(holders, away, strict=True) if far == least)
-
-
-def _evened(
-    near: tuple[int, ...], moves: Mapping[int, Transfer], sent: dict[int, int], most: int
-) -> Iterator[tuple[int, list[Transfer]]]:
-    """Yield which pieces are divided so that holders of the same send as much as each other.
-
-    One that sends more than its share, and more than anyone receives, gives rows of its last piece
-    to those that send less. A message takes time of its own, so pieces stay whole where there is
-    little to gain.
-    """
-    level = max(most, (_MESSAGE + sum(sent[holder] for holder in near)) // len(near))
-    last = {move.src: (place, move) for place, move in moves.items()}
-    for holder, (place, move) in last.items():
-        excess = sent[holder] - level
-        if excess < 2 * _MESSAGE:
-            continue
-        dim = max(range(len(move.box)), key=lambda d: move.box[d][1] - move.box[d][0])
-        lo, hi = move.box[dim]
-        row = box_size(move.box) // (hi - lo)
-        parts = []
-        for other in sorted(near, key=sent.__getitem__):
-            room = level - sent[other] - _MESSAGE
-            rows = min(hi - lo - 1, (sent[holder] - level) // row, room // row)
-            if rows > 0:
-                parts.append(Transfer(other, move.dst, _rows(move.box, dim, lo, lo + rows)))
-                sent[other] += _MESSAGE + rows * row
-                sent[holder] -= rows * row
-                lo += rows
-        yield place, [*parts, Transfer(holder, move.dst, _rows(move.box, dim, lo, hi))]
-
-
-def _rows(box: Box, dim: int, lo: int, hi: int) -> Box:
-    return (*box[:dim], (lo, hi), *box[dim + 1 :])
 
 
 def permute_routes(
@@ -154,42 +122,17 @@ def permute_routes(
     """
     unused: dict[Box, list[int]] = defaultdict(list)
     for device, box in before.items():
-        unused[box].append(device)
-    kept = [device for device, box in after.items() if before[device] == box]
-    for device in kept:
-        unused[before[device]].remove(device)
-    source = {device: device for device in kept}
+        if after[device] != box:
+            unused[box].append(device)
+    moves = []
     for device, box in after.items():
-        if device not in source:
+        holder = device
+        if before[device] != box:
             holder = min(unused[box], key=lambda src: distance(src, device))
             unused[box].remove(holder)
-            source[device] = holder
-    return [Transfer(source[d], d, box) for d, box in after.items() if box_size(box)]
-
-
-def chunks(box: Box, most: int) -> Iterator[Box]:
-    """Yield parts of a box of at most so many elements, in the order of memory.
-
-    Together they are the box, and both ends of a message cut it alike. Each is as long as the
-    bound allows, full rows where rows fit; an empty box has none.
-    """
-    assert most > 0, "a chunk holds something"
-    size = box_size(box)
-    if size == 0:
-        return
-    if size <= most:
-        yield box
-        return
-    dim = next(d for d, (lo, hi) in enumerate(box) if hi - lo > 1)
-    lo, hi = box[dim]
-    row = size // (hi - lo)
-    rows = max(1, most // row)
-    for start in range(lo, hi, rows):
-        part = _rows(box, dim, start, min(start + rows, hi))
-        if row <= most:
-            yield part
-        else:
-            yield from chunks(part, most)
+        if box_size(box):
+            moves.append(Transfer(holder, device, box))
+    return moves
 
 
 class Transfers:
@@ -244,18 +187,6 @@ class Transfers:
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
-    """A box that a device gets."""
-
-    peer: int
-    """Who holds it; the device itself for a part that stays."""
-    box: Box
-    """What, in coordinates of the global tensor."""
-    source: Box
-    """All that the peer holds."""
-
-
-@dataclass(frozen=True, slots=True)
 class TransferSchedule:
     """What one device does in one step."""
 
@@ -264,20 +195,22 @@ class TransferSchedule:
     """Physical id."""
     members: tuple[int, ...]
     """The devices that move data among themselves, in the same order on all of them."""
+    held: BoxOf
+    """What each device holds before the step."""
     before: Box
-    """What the device holds before the step."""
+    """What this one does."""
     after: Box
     """What it holds after the step."""
-    outgoing: tuple[tuple[int, Box], ...]
+    outgoing: Parts
     """Which other device gets which box from it."""
-    incoming: tuple[Incoming, ...]
-    """What it gets from whom, its own part included, in an order that is the same everywhere."""
+    incoming: Parts
+    """Who it gets which box from, its own part included, in an order that is the same everywhere.
+    Both are only read."""
 
     @property
     def peers(self) -> set[int]:
         """The other devices that it sends to or gets something from."""
-        sources = {part.peer for part in self.incoming}
-        return sources.union(peer for peer, _ in self.outgoing) - {self.device}
+        return {peer for peer, _ in [*self.incoming, *self.outgoing]} - {self.device}
 
 
 @lru_cache(maxsize=1024)
@@ -290,12 +223,8 @@ def schedule_for(
     are the same key only if their layouts are the same object, so a miss costs no comparison.
     """
     transfers = Transfers(step, mesh, before, after)
+    members, incoming = transfers.members(device), transfers.incoming(device)
+    outgoing = [(peer, box) for peer, box in transfers.outgoing(device) if peer != device]
     return TransferSchedule(
-        step,
-        device,
-        transfers.members(device),
-        before(device),
-        after(device),
-        tuple((peer, box) for peer, box in transfers.outgoing(device) if peer != device),
-        tuple(Incoming(peer, box, before(peer)) for peer, box in transfers.incoming(device)),
+        step, device, members, before, before(device), after(device), outgoing, incoming
     )

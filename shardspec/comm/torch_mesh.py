@@ -103,9 +103,7 @@ def from_torch(torch_mesh: TorchMesh) -> DeviceMesh:
             "numbered from 0; it was made in another job"
         )
     _check_ascending(mesh)
-    groups = _groups_of(torch_mesh, mesh)
-    if mesh.size == world:
-        _adopt(job, mesh, groups)
+    _adopt_groups(job, torch_mesh, mesh)
     job.torch_meshes.setdefault((mesh, torch_mesh.device_type), torch_mesh)
     job.meshes[torch_mesh] = mesh
     return mesh
@@ -195,41 +193,28 @@ def _check_ascending(mesh: DeviceMesh) -> None:
                 )
 
 
-def _groups_of(torch_mesh: TorchMesh, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the groups of this rank, one per axis; they have to be those of the running job."""
-    rank = dist.get_rank()
-    if rank not in mesh:
-        return []
-    groups = []
-    for axis in range(mesh.ndim):
+def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: DeviceMesh) -> None:
+    """Check that this rank's groups are of the running job; those of a mesh of all ranks are its.
+
+    Each rank sees its own groups only, and knows from the mesh which others there are.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for axis in range(mesh.ndim) if rank in mesh else ():
+        members = list(mesh.group(rank, [axis]))
         try:
             group = torch_mesh.get_group(axis)
             ranks = dist.get_process_group_ranks(group)
         except (RuntimeError, KeyError, ValueError):
             ranks = []
-        members = list(mesh.group(rank, [axis]))
         if ranks != members:
             raise MeshError(
                 f"torch mesh {mesh} has no group of the ranks {members} in this job; it was made "
                 "in another job, or without groups"
             )
-        groups.append(group)
-    return groups
-
-
-def _adopt(job: Job, mesh: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Take the groups that torch has made for all ranks of the job as the job's own.
-
-    Each rank has seen its own groups only, and knows from the mesh which others there are.
-    """
-    rank = dist.get_rank()
-    for axis, group in enumerate(groups):
-        if dist.get_backend_config(group) != dist.get_backend_config():
-            continue
-        for members in mesh.groups([axis]):
-            if len(members) < dist.get_world_size():
-                ranks = tuple(sorted(members))
-                job.groups.setdefault(ranks, group if rank in members else None)
+        same_backend = dist.get_backend_config(group) == dist.get_backend_config()
+        if same_backend and len(members) < world == mesh.size:
+            for others in mesh.groups([axis]):
+                job.groups.setdefault(tuple(sorted(others)), group if rank in others else None)
 
 
 def _slice_in_torch(job: Job, mesh: DeviceMesh, device_type: str) -> TorchMesh | None:

@@ -62,8 +62,8 @@ def to_partition_spec(
     >>> to_partition_spec("[S(x),R|P(y)]", mesh)
     (('x',), frozenset({'y'}))
     """
-    names = _names_of(mesh)
     resolved = resolved_for("JAX", spec, mesh)
+    names = _names_of(mesh)
     by_dim = [tuple(map(int, dim_spec.axes)) for dim_spec in resolved.dim_specs]
     if global_shape is not None and len(global_shape) != len(by_dim):
         raise LayoutError(

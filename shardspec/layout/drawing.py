@@ -144,6 +144,11 @@ def draw_transitions(mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = 
     in_columns = tuple(map(tuple, columns.values()))
     if plan is None:
         return Drawing(title, in_columns, edges)
+    # Cuts by parts and blocks are no states of the graph.
+    known = set(labels.values())
+    others = (label for layout in plan.layouts if (label := str(layout.labelled_spec)) not in known)
+    if beside := tuple(dict.fromkeys(others)):
+        in_columns += (beside,)
     ends = str(plan.source.labelled_spec), str(plan.target.labelled_spec)
     title = f"{ends[0]} → {ends[1]}, {seconds_text(plan.cost_seconds)}; {title}"
     return Drawing(title, in_columns, edges, _path(plan), ends, plan.known_error)
@@ -271,7 +276,7 @@ def svg_text(drawing: Drawing) -> str:
         parts += [_line(f"M{right:.1f},52 h34", kind, 2.4, routed), _label(right + 42, 56, kind)]
         right += 66 + _CHAR * len(kind)
     lines = [_edge(edge, places, 1.1) for edge in faint]
-    parts.append(svg_element("g", *lines, fill="none", opacity=0.13 if marked else 0.6))
+    parts.append(svg_element("g", *lines, fill="none", opacity="0.13" if marked else "0.6"))
     lines = [_edge(edge, places, 2.8) for edge in drawing.path]
     parts.append(svg_element("g", *lines, fill="none"))
     for label, (x, y) in places.at.items():

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, permutations
 from math import comb, factorial, prod
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
@@ -36,6 +35,9 @@ from shardspec.comm.steps import (
 )
 from shardspec.errors import LayoutError
 from shardspec.layout.spec import ShardingSpec
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = [
     "MAX_REORDERED",
@@ -118,8 +120,10 @@ class TransitionGraph:
         dims = range(len(state[0])) if self.dims is None else self.dims
         return {reached: step for step, reached in _successors(state, axes, dims)}
 
-    def explore(self, start: ShardingSpec) -> nx.DiGraph:
+    def explore(self, start: ShardingSpec) -> "nx.DiGraph":
         """Return all states that can be reached from a spec; edges have the attribute ``step``."""
+        import networkx as nx  # takes an eighth of a second, and planning needs none of it
+
         graph = nx.DiGraph()
         todo = [state_of(start)]
         graph.add_node(todo[0])

@@ -18,13 +18,13 @@ from shardspec.interop.torch_dtensor import in_our_words, is_strided
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.operations.refusals import (
+    GOING_BACK,
     REFUSALS,
     Call,
     ExplainedRefusals,
-    RefuseStridedViews,
     check_gradient,
-    goes_back,
     refusal,
+    refuse_strided_views,
 )
 from shardspec.shards import check_copies
 
@@ -93,7 +93,7 @@ def apply(
         with ExitStack() as stack:
             _enter_rules(stack, function, torch_args, torch_kwargs, first)
             if any(map(is_strided, known.values())):
-                stack.enter_context(RefuseStridedViews(name))
+                stack.enter_context(refuse_strided_views(name))
             result = function(*torch_args, **torch_kwargs)
     except ShardSpecError:
         raise
@@ -147,7 +147,7 @@ def _enter_rules(
             generator = kwargs.get("generator")
             assert generator is None or isinstance(generator, torch.Generator)
             stack.enter_context(_same_numbers(first.layout, first.communicator, generator))
-    if goes_back(function):
+    if function in GOING_BACK:
         stack.enter_context(ExplainedRefusals())
 
 

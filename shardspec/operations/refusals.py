@@ -6,11 +6,12 @@ axes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, product
 from math import inf
 from operator import ne
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,13 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 
 __all__ = [
+    "GOING_BACK",
     "REFUSALS",
     "Call",
     "ExplainedRefusals",
-    "RefuseStridedViews",
     "check_gradient",
-    "goes_back",
     "refusal",
+    "refuse_strided_views",
     "specs_on",
 ]
 
@@ -159,74 +160,66 @@ def _first_line(error: Exception) -> str:
     return f"{line.rstrip('.')}."
 
 
-_BACKWARD: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+GOING_BACK: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""What computes gradients, out of sight of `shardspec.operations.apply`."""
 
-
-def goes_back(function: Callable[..., Any]) -> bool:
-    """Whether a function computes gradients, out of sight of `shardspec.operations.apply`."""
-    return function in _BACKWARD
+_Function: TypeAlias = Callable[..., Any]
 
 
 # torch leaves the methods of its class untyped.
-class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Where torch refuses an operation on DTensors, say which layouts it would take.
+class _Intercepted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations are handed to a function, with their arguments."""
 
-    ``backward()`` of a `DTensor` does so by itself. Where the loss is a plain tensor, made by
-    `DTensor.to_local` or `DTensor.to_global`, call it in this context. Plain tensors that
-    torch makes on the way are taken to be replicated.
-
-    Raises
-    ------
-    LayoutError
-        In place of torch's error, if other layouts are possible.
-
-    Examples
-    --------
-    ::
-
-        with ExplainedRefusals():
-            loss.to_global().backward()
-    """
-
-    def __init__(self) -> None:
+    def __init__(
+        self, do: Callable[[_Function, Sequence[object], Mapping[str, object]], Any]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._do = do
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: _Function,
         types: Sequence[type],
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Do one operation."""
         del types
-        given = kwargs or {}
-        try:
-            with implicit_replication():
-                return func(*args, **given)
-        except REFUSALS as error:
-            found = _explained(func, args, given, error)
-            if found is None:
-                raise
-            raise found from None
+        return self._do(func, args, kwargs or {})
 
 
-def _explained(
-    function: Callable[..., Any],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    error: Exception,
-) -> ShardSpecError | None:
-    leaves = tree_leaves((tuple(args), dict(kwargs)))
-    meshes = {leaf.device_mesh for leaf in leaves if isinstance(leaf, TorchDTensor)}
-    if isinstance(error, ShardSpecError) or len(meshes) != 1:
-        return None
+class ExplainedRefusals(_Intercepted):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Where torch refuses an operation on DTensors, say which layouts it would take.
+
+    ``backward()`` of a `DTensor` does so by itself. Where the loss is a plain tensor, made by
+    `DTensor.to_local` or `DTensor.to_global`, call it in this context, as in ``with
+    ExplainedRefusals(): loss.to_global().backward()``. Plain tensors that torch makes on the way
+    are taken to be replicated. A LayoutError comes in place of torch's error if other layouts are
+    possible.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_explained)
+
+
+def _explained(function: _Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
     try:
-        mesh = from_torch(meshes.pop())
-        name = f"{str(function).removeprefix('aten.').split('.')[0]} on the way back"
-        return refusal(name, Call.of(function, args, kwargs, mesh), error)
+        with implicit_replication():
+            return function(*args, **kwargs)
     except ShardSpecError:
-        return None  # a layout that specs cannot say; torch's own error has to do
+        raise
+    except REFUSALS as error:
+        leaves = tree_leaves((tuple(args), dict(kwargs)))
+        meshes = {leaf.device_mesh for leaf in leaves if isinstance(leaf, TorchDTensor)}
+        found = None
+        # Of a layout that specs cannot say, torch's own error has to do.
+        with suppress(ShardSpecError):
+            if len(meshes) == 1:
+                call = Call.of(function, args, kwargs, from_torch(meshes.pop()))
+                name = str(function).removeprefix("aten.").split(".")[0]
+                found = refusal(f"{name} on the way back", call, error)
+        if found is None:
+            raise
+        raise found from None
 
 
 _MEANS: Final = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
@@ -263,32 +256,21 @@ _VIEWS: Final = (
 )
 
 
-# torch leaves the methods of its class untyped.
-class RefuseStridedViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse views of tensors that torch has as strided shards, as of S10.
+def refuse_strided_views(name: str) -> TorchDispatchMode:
+    """Refuse views of tensors that torch has as strided shards, as of S10, while in this context.
 
     Where a dim after the first is split in descending order of axes, torch flattens it into
     another order than the tensor's, inside matrix products too. Sizes do not matter here, so that
     all ranks refuse alike. `name` is that of the function that is called.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._name = name
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Do one operation, unless it is such a view."""
-        del types
-        if func in _VIEWS and isinstance(args[0], TorchDTensor) and is_strided(args[0]):
+    def checked(function: _Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
+        if function in _VIEWS and isinstance(args[0], TorchDTensor) and is_strided(args[0]):
             raise LayoutError(
-                f"{self._name}: it takes a view of a tensor of shape {tuple(args[0].shape)} whose "
-                "axes split a dim in descending order, as S10 does, and torch mixes up its parts; "
+                f"{name}: it takes a view of a tensor of shape {tuple(args[0].shape)} whose axes "
+                "split a dim in descending order, as S10 does, and torch mixes up its parts; "
                 "redistribute to ascending order first, as to S01"
             )
-        return func(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
+
+    return _Intercepted(checked)

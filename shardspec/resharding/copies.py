@@ -41,15 +41,7 @@ MAX_PEERS: Final = 32
 
 @dataclass(frozen=True, slots=True, init=False)
 class StoredLayout(Layout):
-    """Where a checkpoint has a tensor: which boxes in which files, numbered as devices are.
-
-    Examples
-    --------
-    >>> files = DeviceMesh([8, 9], (2,))
-    >>> stored = StoredLayout(files, {8: [((0, 2),)], 9: [((2, 3),)]}, (3,), "int8")
-    >>> stored.local_boxes(9)
-    [((2, 3),)]
-    """
+    """Where a checkpoint has a tensor: which boxes in which files, numbered as devices are."""
 
     held: tuple[tuple[int, tuple[Box, ...]], ...]
     """Per file its boxes."""
@@ -185,27 +177,37 @@ class StateCopies:
         return min(once if once[1].traffic else once[:1], direct, key=self._seconds)
 
     @cached_property
+    def _traffic(self) -> dict[tuple[int, int], int]:
+        """Bytes by sender and receiver, of all stages."""
+        return sum((Counter(stage.traffic) for stage in self.stages), Counter[tuple[int, int]]())
+
+    @cached_property
     def sent(self) -> Mapping[int, int]:
         """Bytes that every device sends."""
-        return {d: sum(stage.sent.get(d, 0) for stage in self.stages) for d in self.devices}
+        return self._summed(0)
 
     @cached_property
     def received(self) -> Mapping[int, int]:
         """Bytes that every device receives: what it wants and lacks."""
-        return {d: sum(stage.received.get(d, 0) for stage in self.stages) for d in self.devices}
+        return self._summed(1)
+
+    def _summed(self, end: int) -> dict[int, int]:
+        found = dict.fromkeys(self.devices, 0)
+        for pair, num_bytes in self._traffic.items():
+            found[pair[end]] += num_bytes
+        return found
 
     @property
     def num_pairs(self) -> int:
         """Pairs of sender and receiver."""
-        return len({pair for stage in self.stages for pair in stage.traffic})
+        return len(self._traffic)
 
     @property
     def bytes_between_hosts(self) -> int | None:
         """Bytes that go from one host to another, where the meshes tell which these are."""
         if self.hosts is None:
             return None
-        traffic = (one for stage in self.stages for one in stage.traffic.items())
-        return sum(num_bytes for pair, num_bytes in traffic if self.hosts.crosses(*pair))
+        return sum(size for pair, size in self._traffic.items() if self.hosts.crosses(*pair))
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -340,8 +342,6 @@ def flat_state(state: Mapping[str, object]) -> dict[str, object]:
 
     Raises LayoutError if two values get one name.
 
-    Examples
-    --------
     >>> flat_state({"step": 3, "state": {"w": {"lr": 0.1}}})
     {'step': 3, 'state.w.lr': 0.1}
     """

@@ -95,13 +95,11 @@ class NameMap:
             If the file cannot be read, or is no map.
         """
         try:
-            text = read_input_file(Path(path), _MOST_BYTES).decode()
+            return cls.parse(read_input_file(Path(path), _MOST_BYTES).decode())
         except InputFileError as error:
             raise LayoutError(str(error)) from None
         except UnicodeDecodeError as error:
             raise LayoutError(f"{path}: cannot be read: {error}") from None
-        try:
-            return cls.parse(text)
         except LayoutError as error:
             raise LayoutError(f"{path}: {error}") from None
 
@@ -146,9 +144,7 @@ class NameMap:
 
     def with_sizes(self, sizes: Mapping[str, int]) -> "NameMap":
         """Return the map with more sizes known, such as those of a model's config."""
-        return replace(
-            self, sizes={**sizes, **{k: v for k, v in self.sizes.items() if k not in sizes}}
-        )
+        return replace(self, sizes={**self.sizes, **sizes})
 
     def known_sizes(self) -> dict[str, int]:
         """Return all sizes that can be worked out.
@@ -159,19 +155,14 @@ class NameMap:
         {'q': 4, 'r': 6}
         """
         known = {name: size for name, size in self.sizes.items() if isinstance(size, int)}
-        left = {name: size for name, size in self.sizes.items() if isinstance(size, str)}
-        while left:
-            found = {}
-            for name, text in left.items():
+        texts = {name: size for name, size in self.sizes.items() if isinstance(size, str)}
+        for _ in range(len(texts)):  # each may need the one behind it
+            for name, text in texts.items():
                 try:
-                    found[name] = evaluate(text, known)
+                    known[name] = evaluate(text, known)
                 except SpecSyntaxError as error:
                     if "is not known" not in error.problem:
                         raise LayoutError(f"the size {name!r}: {error}") from None
-            if not found:
-                break
-            known |= found
-            left = {name: text for name, text in left.items() if name not in found}
         return known
 
     def equations(self, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> list[Equation]:

@@ -9,8 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardspec.boxes import Box, box_shape, box_size, intersect
-from shardspec.comm.routes import chunks
+from shardspec.boxes import Box, box_shape, box_size, chunks, intersect
 from shardspec.layout.layout import Layout
 from shardspec.resharding.copies import MAX_PEERS, StateCopies
 from shardspec.resharding.views import View, identity_view

@@ -8,12 +8,10 @@ once and are passed on inside. Meshes say it by their links: an axis that is fas
 one joins devices of a host.
 """
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
 from operator import mul
 from typing import TypeAlias
 
@@ -22,7 +20,7 @@ import numpy.typing as npt
 
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.copies import Holders, Senders, overlaps
-from shardspec.layout.layout import Layout
+from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
 
@@ -80,18 +78,7 @@ class Kind:
 
 
 def kind_of(source: Layout, target: Layout, view: View | None = None) -> Kind:
-    """Intersect the boxes of two layouts of one tensor, or of what a view equates.
-
-    Examples
-    --------
-    >>> from shardspec import DeviceMesh
-    >>> a = Layout(DeviceMesh(range(2), (2,)), "[S0]", (6,), "float32")
-    >>> kind = kind_of(a, Layout(DeviceMesh([2, 1, 5], (3,)), "[S0]", (6,), "float32"))
-    >>> [(kind.holders[s], kind.box(i)) for i, s in enumerate(kind.at.tolist())]
-    [((0,), ((0, 2),)), ((0,), ((2, 3),)), ((1,), ((4, 6),))]
-    >>> kind.receiver.tolist(), kind.kept_by.tolist()
-    ([2, 1, 5], [1])
-    """
+    """Intersect the boxes of two layouts of one tensor, or of what a view equates."""
     view = view or identity_view(source.global_shape)
     axes = len(view.shape)
     have, want = _distinct(source, view.source, axes), _distinct(target, view.target, axes)
@@ -109,41 +96,16 @@ def kind_of(source: Layout, target: Layout, view: View | None = None) -> Kind:
 
 def _distinct(layout: Layout, side: TensorView, axes: int) -> list[tuple[Box, Holders]]:
     """Return the boxes of the view that are not empty, each with its holders; they are disjoint."""
-    held = {device: layout.local_boxes(device) for device in layout.mesh.ids}
-    if not all(cut.is_plain for cut in layout.spec.dim_specs):
-        held = _disjoint(held)
+    # Cut by parts: a replicated one may join what is before it.
+    cells = [] if layout.spec.is_plain else [LayoutCell(layout, cell) for cell in cells_of(layout)]
     found: dict[Box, list[int]] = {}
-    for device, boxes in held.items():
+    for device in layout.mesh.ids:
+        boxes = [cell.box(device) for cell in cells] or layout.local_boxes(device)
         for box in filter(box_size, boxes):
             found.setdefault(box, []).append(device)
     return [
         (part, tuple(devices)) for box, devices in found.items() for part in side.boxes(box, axes)
     ]
-
-
-def _disjoint(held: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
-    """Cut boxes wherever one begins or ends: a replicated part may join what is before it.
-
-    Examples
-    --------
-    >>> _disjoint({0: [((0, 2),), ((4, 6),)], 1: [((2, 6),)]})
-    {0: [((0, 2),), ((4, 6),)], 1: [((2, 4),), ((4, 6),)]}
-    """
-    every = [box for boxes in held.values() for box in boxes]
-    edges = [
-        sorted({edge for side in sides for edge in side}) for sides in zip(*every, strict=True)
-    ]
-
-    def cells(box: Box) -> Iterator[Box]:
-        inner = (
-            [lo, *all_[bisect_right(all_, lo) : bisect_left(all_, hi)], hi]
-            for all_, (lo, hi) in zip(edges, box, strict=True)
-        )
-        return product(*map(pairwise, inner))
-
-    return {
-        device: [cell for box in boxes for cell in cells(box)] for device, boxes in held.items()
-    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,22 +148,6 @@ class Stage:
                     found[sender, receiver] += part
         return dict(sorted(found.items()))
 
-    @cached_property
-    def sent(self) -> Mapping[int, int]:
-        """Bytes by device that sends."""
-        return self._summed(0)
-
-    @cached_property
-    def received(self) -> Mapping[int, int]:
-        """Bytes by device that receives."""
-        return self._summed(1)
-
-    def _summed(self, end: int) -> Mapping[int, int]:
-        found: Counter[int] = Counter()
-        for pair, num_bytes in self.traffic.items():
-            found[pair[end]] += num_bytes
-        return found
-
     @property
     def most_peers(self) -> int:
         """To how many devices one sends at most, or from how many it receives."""
@@ -241,15 +187,7 @@ class Hosts:
 
 
 def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
-    """Return which devices are joined by faster links than the slowest, if some are and some not.
-
-    Examples
-    --------
-    >>> mesh = DeviceMesh(range(4), (2, 2), mesh_alpha=(1e-5, 1e-6), mesh_beta=(1e-10, 1e-12))
-    >>> found = hosts_of([mesh, DeviceMesh([3, 9], (2,))])
-    >>> dict(found.number), found.inside, found.between
-    ({0: 0, 1: 0, 2: 1, 3: 1, 9: 2}, (1e-06, 1e-12), (1e-05, 1e-10))
-    """
+    """Return which devices are joined by faster links than the slowest; None if all or none are."""
     meshes = list(meshes)
     links = [
         (alpha, beta, mesh, axis)

@@ -154,63 +154,44 @@ def _breaks(block: Ints, owners: Ints, dim: int) -> list[int]:
     return starts
 
 
-def _moving(source: Shape, box: _Box) -> dict[int, list[tuple[int, int]]]:
-    """Return per dim of the source the steps in it, each with the dim of the box, descending."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for axis, (step, length) in enumerate(zip(box.steps, box.lengths, strict=True)):
-        if length > 1:
-            widths = (prod(source[dim + 1 :]) for dim in range(len(source)))
-            dim, width = next((d, width) for d, width in enumerate(widths) if step % width == 0)
-            found.setdefault(dim, []).append((step // width, axis))
-    return {dim: sorted(moving, reverse=True) for dim, moving in found.items()}
-
-
-def _leaping(source: Shape, box: _Box) -> int | None:
-    """Return a dim along which places do not stay in one factor of one dim of the source."""
-    for axis, (step, length) in enumerate(zip(box.steps, box.lengths, strict=True)):
-        if length > 1 and step <= 0:
-            return axis
-    for dim, moving in _moving(source, box).items():
-        left = source[dim]
-        start = box.first // prod(source[dim + 1 :]) % left
-        for step, axis in moving:
-            if left % step or start % left // step + box.lengths[axis] > left // step:
-                return axis
-            left = step
-    return None
-
-
 def _views(source: Shape, target: Shape, box: _Box) -> Iterator[View]:
     """Yield the views of a box: one, or several where its places leap within the source."""
-    leaping = _leaping(source, box)
-    if leaping is None:
-        yield _view(source, target, box)
+    found = _view_or_leap(source, target, box)
+    if isinstance(found, View):
+        yield found
         return
-    lengths = (*box.lengths[:leaping], 1, *box.lengths[leaping + 1 :])
-    for index in range(box.lengths[leaping]):
+    lengths = (*box.lengths[:found], 1, *box.lengths[found + 1 :])
+    for index in range(box.lengths[found]):
         corner = list(box.corner)
-        corner[leaping] += index
-        first = box.first + index * box.steps[leaping]
+        corner[found] += index
+        first = box.first + index * box.steps[found]
         yield from _views(source, target, _Box(tuple(corner), lengths, first, box.steps))
 
 
-def _view(source: Shape, target: Shape, box: _Box) -> View:
+def _view_or_leap(source: Shape, target: Shape, box: _Box) -> View | int:
+    """Return the view of a box, or a dim of it along which places leave one factor of a dim."""
+    widths = [prod(source[dim + 1 :]) for dim in range(len(source))]
+    moving: list[list[tuple[int, int]]] = [[] for _ in source]
+    for axis, (step, length) in enumerate(zip(box.steps, box.lengths, strict=True)):
+        if length > 1:
+            if step <= 0:
+                return axis
+            dim = next(dim for dim, width in enumerate(widths) if step % width == 0)
+            moving[dim].append((step // widths[dim], axis))
     shape = list(box.lengths)
-    there = tuple(
-        (Factor(dim, size, start, length),)
-        for dim, (size, start, length) in enumerate(
-            zip(target, box.corner, box.lengths, strict=True)
-        )
-    )
-    moving = _moving(source, box)
     here = []
-    for dim, size in enumerate(source):
-        start, left, factors = box.first // prod(source[dim + 1 :]) % size, size, []
-        for step, axis in moving.get(dim, []):
-            factors.append(Factor(axis, left // step, start % left // step, box.lengths[axis]))
+    for width, size, steps in zip(widths, source, moving, strict=True):
+        start, left, factors = box.first // width % size, size, []
+        for step, axis in sorted(steps, reverse=True):
+            factor = Factor(axis, left // step, start % left // step, box.lengths[axis])
+            if left % step or factor.start + factor.length > factor.size:
+                return axis
+            factors.append(factor)
             left = step
         if left > 1 or not factors:  # what stands still
             shape.append(1)
             factors.append(Factor(len(shape) - 1, left, start % left, 1))
         here.append(tuple(factors))
+    sides = enumerate(zip(target, box.corner, box.lengths, strict=True))
+    there = tuple((Factor(dim, size, at, length),) for dim, (size, at, length) in sides)
     return View(tuple(shape), TensorView(tuple(here)), TensorView(there))

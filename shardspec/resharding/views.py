@@ -53,8 +53,6 @@ class TensorView(NamedTuple):
     def boxes(self, box: Box, axes: int) -> list[Box]:
         """Return the boxes of the view, which has so many axes, that a box of the tensor holds.
 
-        Examples
-        --------
         >>> side = TensorView(((Factor(0, 2, 0, 2), Factor(1, 4, 1, 2)),))
         >>> side.boxes(((2, 8),), 2)
         [((0, 1), (1, 2)), ((1, 2), (0, 2))]
@@ -77,13 +75,7 @@ class TensorView(NamedTuple):
         return found
 
     def strides(self, strides: Sequence[int], axes: int) -> tuple[int, ...]:
-        """Return the steps in memory along the axes of the view, given those of the tensor.
-
-        Examples
-        --------
-        >>> TensorView(((Factor(1, 2, 0, 2), Factor(0, 4, 0, 4)),)).strides([10], 2)
-        (10, 40)
-        """
+        """Return the steps in memory along the axes of the view, given those of the tensor."""
         found = [0] * axes
         for weight, factors in zip(strides, self.dims, strict=True):
             for factor in reversed(factors):
@@ -101,12 +93,6 @@ class TensorView(NamedTuple):
 
         `strides` are steps in the memory of a shard, `intervals` the indices that it holds of each
         dim.
-
-        Examples
-        --------
-        >>> side = TensorView(((Factor(0, 2, 0, 2), Factor(1, 4, 1, 2)),))
-        >>> side.offset([1], [[(2, 8)]], [1, 0])
-        3
         """
         at = 0
         for stride, held, factors in zip(strides, intervals, self.dims, strict=True):
@@ -117,14 +103,7 @@ class TensorView(NamedTuple):
         return at
 
     def covered(self) -> tuple[int, ...]:
-        """Return per dim which of its indices the view has, as the bits of a whole number.
-
-        Examples
-        --------
-        >>> side = TensorView(((Factor(0, 2, 0, 2), Factor(1, 3, 1, 1)),))
-        >>> [bin(bits) for bits in side.covered()]
-        ['0b10010']
-        """
+        """Return per dim which of its indices the view has, as the bits of a whole number."""
         found = []
         for factors in self.dims:
             bits, width = 1, 1
@@ -161,13 +140,7 @@ _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
 
 
 def parse_view(text: str) -> tuple[tuple[str, ...], ...]:
-    """Return per dim the names of its factors; SpecSyntaxError shows where the text is no view.
-
-    Examples
-    --------
-    >>> parse_view("(g q d) c")
-    (('g', 'q', 'd'), ('c',))
-    """
+    """Return per dim the names of its factors; SpecSyntaxError shows where the text is no view."""
     dims: list[tuple[str, ...]] = []
     at, end = 0, len(text.rstrip())
     while at < end:
@@ -191,13 +164,7 @@ def parse_view(text: str) -> tuple[tuple[str, ...], ...]:
 
 
 def evaluate(text: str, sizes: Mapping[str, int]) -> int:
-    """Return the value of a sum, difference or product of whole numbers and named sizes.
-
-    Examples
-    --------
-    >>> evaluate("q + 2*kv", {"q": 4, "kv": 1})
-    6
-    """
+    """Return the value of a sum, difference or product of whole numbers and named sizes."""
 
     def value(node: ast.expr) -> int:
         match node:
@@ -233,17 +200,19 @@ class _Side(NamedTuple):
     sizes: Mapping[str, int]
     cuts: Mapping[str, tuple[int, int]]
 
+    def reach(self, name: str) -> tuple[int, int]:
+        """Return where the view begins in a factor, and how far it reaches."""
+        start, end = self.cuts.get(name, (0, self.sizes[name]))
+        return start, end - start
+
     def lengths(self) -> dict[str, int]:
         """Return how far the view reaches in every factor."""
-        reached = {name: (0, size) for name, size in self.sizes.items()} | dict(self.cuts)
-        return {name: end - start for name, (start, end) in reached.items()}
+        return {name: self.reach(name)[1] for name in self.sizes}
 
     def as_view(self, axes: Mapping[str, int]) -> TensorView:
-        lengths = self.lengths()
-        starts = {name: self.cuts.get(name, (0, 0))[0] for name in lengths}
         return TensorView(
             tuple(
-                tuple(Factor(axes[n], self.sizes[n], starts[n], lengths[n]) for n in factors)
+                tuple(Factor(axes[name], self.sizes[name], *self.reach(name)) for name in factors)
                 for factors in self.dims
             )
         )
@@ -300,13 +269,7 @@ def _parsed(texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]
 def side_lengths(
     texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return how far a view reaches in each of its factors.
-
-    Examples
-    --------
-    >>> side_lengths(["(g r)", "r[1:]"], (6,), {"r": 3})
-    {'g': 2, 'r': 2}
-    """
+    """Return how far a view reaches in each of its factors."""
     return _parsed(texts, shape, sizes).lengths()
 
 
@@ -322,12 +285,6 @@ def views_of(
     Factors of the same name are equated; what is left is equated in order, if it is equally long.
     A factor that is cut to one index needs no partner. Raises SpecSyntaxError if a view does not
     fit its tensor, or the two do not fit each other.
-
-    Examples
-    --------
-    >>> view = views_of(["(g q d)"], ["(g r d)", "r[:q]"], (8,), (12,), {"g": 2, "q": 2, "r": 3})
-    >>> view.shape
-    (2, 2, 2)
     """
     one, other = _parsed(source, source_shape, sizes), _parsed(target, target_shape, sizes)
     here, there = one.lengths(), other.lengths()

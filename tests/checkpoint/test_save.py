@@ -93,6 +93,21 @@ def test_boxes_of_one_holder_count_before_the_shared_ones_are_spread():
     ]
 
 
+def test_boxes_of_other_holders_count_when_a_whole_one_is_given_away():
+    mesh = DeviceMesh(range(4), (2, 2))
+    layouts = {
+        "cut": Layout(mesh, "[S0]", (8,), "int8"),  # four bytes on 0 and 1, four on 2 and 3
+        "whole": Layout(mesh, "[R]", (4,), "int8"),
+    }
+    chosen = assign_boxes(mesh, layouts)
+    assert [[entry.tensor for entry in chosen[rank]] for rank in mesh.ids] == [
+        ["cut"],
+        ["whole"],
+        ["cut"],
+        [],
+    ]
+
+
 def test_plain_tensors_scalars_empty_strided_and_tied_ones(tmp_path):
     base = torch.arange(24.0).view(4, 6)
     state: dict[str, Any] = {

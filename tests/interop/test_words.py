@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from shardspec import DeviceMesh, Layout, ShardingSpec
-from shardspec.errors import AxisError, LayoutError, LossyConversionError
+from shardspec.errors import AxisError, LayoutError, LossyConversionError, SpecSyntaxError
 from shardspec.interop.dcp_chunks import from_chunks, to_chunks
 from shardspec.interop.jax_specs import (
     from_partition_spec,
@@ -125,6 +125,8 @@ def test_torch_placements_that_no_spec_has():
 def test_jax_refusals():
     with pytest.raises(LossyConversionError, match="mesh 2x2 has none; name them"):
         to_partition_spec("[S0]", DeviceMesh(range(4), (2, 2)))
+    with pytest.raises(SpecSyntaxError, match="expected R or S"):
+        to_partition_spec("[X]", DeviceMesh(range(4), (2, 2)))
     with pytest.raises(LossyConversionError, match="no pending max, only sums"):
         to_partition_spec("[S0|Pmax1]", MESH)
     with pytest.raises(LossyConversionError, match="dim 0 of size 7 into 4 parts; pad it to 8"):

@@ -180,6 +180,28 @@ def test_scalars_and_ends_that_are_the_same():
     assert "1 spec of 0 dims" in draw_transitions(mesh, 0).title
 
 
+def test_cuts_by_parts_and_blocks_have_a_column_of_their_own():
+    mesh = mesh_of((2, 3))
+    for source, target, others in [
+        ("[S0,R]", "[S0*2,R]", ("[S0*2,R]",)),
+        ("[S0{400,200},R]", "[R,S1]", ("[S0{400,200},R]",)),
+        ("[S0{400,200},R]", "[S0*2,R]", ("[S0{400,200},R]", "[S0*2,R]")),
+        ("[S0*2,R]", "[S0*2,R]", ("[S0*2,R]",)),
+    ]:
+        plan = plan_of(mesh, source, target)
+        drawing = draw_transitions(mesh, 2, plan)
+        assert drawing.columns[-1] == others
+        assert {source, target} <= {label for column in drawing.columns for label in column}
+        check_picture(svg_text(drawing), 11 + len(others), len(plan.steps))
+
+
+def test_what_is_not_on_the_path_is_faint():
+    mesh = mesh_of((2, 3))
+    plan = plan_of(mesh, "[S0,R]", "[R,S1]")
+    assert 'opacity="0.13"' in svg_text(draw_transitions(mesh, 2, plan))
+    assert 'opacity="0.6"' in svg_text(draw_transitions(mesh, 2))
+
+
 SCRIPT = """
 from shardspec import DeviceMesh
 from shardspec.layout.drawing import dot_text, draw_transitions, svg_text

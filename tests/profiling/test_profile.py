@@ -81,7 +81,7 @@ def test_errors_are_those_of_sizes_left_out(profile):
         (lambda r: r.update(version=2), "is of version 2, but this reads version 1"),
         (lambda r: r.update(mesh_shape=[]), "mesh shape (): need at least one axis"),
         (lambda r: r.update(mesh_shape=[2], axis_names=["x"]), "axes [1] are no axes of the mesh"),
-        (lambda r: r.update(axis_names=["dp"]), "1 axis names ('dp',) for 2 axes"),
+        (lambda r: r.update(axis_names=["dp"]), "axis names ('dp',): 1 for 2 axes (2, 3)"),
         (lambda r: r.update(measurements=[]), "axis 0 has 0 measurements"),
         (lambda r: r["measurements"][0].update(kind="gather"), "kind 'gather' is none of"),
         (lambda r: r["measurements"][0].update(seconds=0), "should be a number above 0 but is 0"),

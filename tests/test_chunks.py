@@ -3,8 +3,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from shardspec.boxes import box_size, slices_within
-from shardspec.comm.routes import chunks
+from shardspec.boxes import box_size, chunks, slices_within
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (0,), (2, 0), (5, 3), (2, 3, 5), (1, 1, 4), (3, 1, 2)])
