@@ -102,17 +102,18 @@ def test_another_size_than_the_info_says(tmp_path):
     [
         (
             np.zeros(12, np.int32),
-            "holds tensor 'w' as int32 of shape [12], but sharding_info.json says int32 for its "
-            "box [4:8, 3:6]",
+            "holds tensor 'w' as int32 of shape [12], but sharding_info.json says int32 of shape "
+            "[4, 3] for its box [4:8, 3:6]",
         ),
         (
             np.zeros((3, 4), np.int32),
-            "holds tensor 'w' as int32 of shape [3, 4], but sharding_info.json says int32 for its "
-            "box [4:8, 3:6]",
+            "holds tensor 'w' as int32 of shape [3, 4], but sharding_info.json says int32 of shape "
+            "[4, 3] for its box [4:8, 3:6]",
         ),
         (
             np.zeros((4, 3), np.float32),
-            "holds tensor 'w' as float32 of shape [4, 3], but sharding_info.json says int32 for",
+            "holds tensor 'w' as float32 of shape [4, 3], but sharding_info.json says int32 of "
+            "shape [4, 3] for its box [4:8, 3:6]",
         ),
     ],
 )

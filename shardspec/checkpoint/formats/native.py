@@ -108,12 +108,15 @@ class NativeCatalog(Catalog):
         for name, dtype, shape, offset, _ in header.entries:
             held = due.pop(name, [])
             boxes = [entry.box for entry in held]
-            own = self._layouts[name].dtype if held else ""
-            if not held or (dtype, shape) != (own, stored_shape(boxes)):
-                said = f"{own} for its box {' and '.join(map(box_text, boxes))}"
+            own = (self._layouts[name].dtype, stored_shape(boxes)) if held else None
+            if own != (dtype, shape):
+                said = "nothing of it"
+                if own is not None:
+                    where = " and ".join(map(box_text, boxes))
+                    said = f"{own[0]} of shape {list(own[1])} for its box {where}"
                 raise CheckpointError(
                     f"{path}: holds tensor {shown(name, 200)} as {dtype} of shape {list(shape)}, "
-                    f"but {INFO_NAME} says {said if held else 'nothing of it'}; {_CHANGED}"
+                    f"but {INFO_NAME} says {said}; {_CHANGED}"
                 )
             for at, entry in enumerate(held, next_box[name]):
                 self._offsets[at] = offset
