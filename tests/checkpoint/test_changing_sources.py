@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import shardspec.checkpoint.open as opening
 from shardspec import DeviceMesh, load_sharded, merge
 from shardspec.checkpoint.catalog import ListedCatalog
 from shardspec.checkpoint.convert import reshard
@@ -37,6 +38,25 @@ def replaced(path):
 
 def removed(path):
     path.unlink()
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "pytorch_model-00001-of-00001.bin"])
+def test_files_that_go_before_they_are_listed(tmp_path, monkeypatch, name):
+    file = tmp_path / "ckpt" / name
+    file.parent.mkdir()
+    write = safetensors.torch.save_file if name.startswith("a") else torch.save
+    write({"w": torch.ones(3)}, file)
+    found = opening._find
+
+    def found_and_removed(place):
+        result = found(place)
+        file.unlink()
+        return result
+
+    monkeypatch.setattr(opening, "_find", found_and_removed)
+    with pytest.raises(CheckpointError, match="its files were removed while it was opened"):
+        merge(file.parent, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def data_file(at, form):

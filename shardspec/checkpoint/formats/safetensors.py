@@ -13,7 +13,7 @@ huggingface_hub.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final
 
@@ -184,8 +184,14 @@ def check_listed(path: Path, held: Iterable[str], listed: Set[str], index: Path)
         )
 
 
-def check_numbering(directory: Path, names: Iterable[str]) -> None:
-    """Check that of files named ``x-00001-of-00003.safetensors`` all are there."""
+def check_numbering(directory: Path, names: Collection[str]) -> None:
+    """Check that of files named ``x-00001-of-00003.safetensors`` all are there, and some at all."""
+    if not names:
+        # There were some when the format was found; whoever replaces them has just removed them.
+        raise CheckpointError(
+            f"{directory}: its files were removed while it was opened; run again when nobody "
+            "writes it"
+        )
     rows: dict[tuple[str, str, str], dict[int, str]] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
