@@ -113,7 +113,7 @@ def perform(row: Row, place: Path, *, whole: bool) -> Tally:
         signal.alarm(SECONDS_LIMIT)
         try:
             case.act()
-        except Exception:
+        except Exception:  # whatever it is, the table counts it as wrong
             story = traceback.format_exc(limit=-4, chain=False)
             tally.flaw(f"{case.label}: {story[-2000:]}")
         finally:
