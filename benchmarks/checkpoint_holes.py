@@ -13,10 +13,12 @@ from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from isal.isal_zlib import crc32_combine
+
 from benchmarks.checkpoint_shapes import Model, tensor_parallel_dim
 from shardspec import DeviceMesh, Layout
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.digests import crc32, crc32_combine
+from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
 from shardspec.checkpoint.targets import OutputTensor, Write, assign_boxes

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.load import load_sharded as load_sharded
     from shardspec.checkpoint.save import save_sharded as save_sharded
     from shardspec.comm.cost import CostModel as CostModel
-    from shardspec.comm.cost import Link as Link
+    from shardspec.comm.curves import Link as Link
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
     from shardspec.comm.simulated import SimulatedCommunicator as SimulatedCommunicator
     from shardspec.comm.torch_mesh import init_device_mesh as init_device_mesh
@@ -50,7 +50,8 @@ _NAMES: Final = {
     "checkpoint.convert": ("merge", "reshard"),
     "checkpoint.load": ("load_sharded",),
     "checkpoint.save": ("save_sharded",),
-    "comm.cost": ("CostModel", "Link"),
+    "comm.cost": ("CostModel",),
+    "comm.curves": ("Link",),
     "comm.process_group": ("ProcessGroupCommunicator",),
     "comm.simulated": ("SimulatedCommunicator",),
     "comm.torch_mesh": ("init_device_mesh",),

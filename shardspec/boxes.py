@@ -8,19 +8,6 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TypeAlias
 
-__all__ = [
-    "Box",
-    "box_shape",
-    "box_size",
-    "chunks",
-    "contains",
-    "intersect",
-    "local_index",
-    "row_major_boxes",
-    "slices_within",
-    "split_interval",
-]
-
 Box: TypeAlias = tuple[tuple[int, int], ...]
 
 

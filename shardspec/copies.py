@@ -27,8 +27,6 @@ from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, intersect
 
-__all__ = ["Holders", "Senders", "balanced", "overlaps"]
-
 Holders: TypeAlias = tuple[int, ...]
 """Numbers of the devices or files that hold the same box."""
 

@@ -8,8 +8,6 @@ from typing import Any, Final, Protocol, TypeAlias, cast
 from shardspec.errors import MeshError
 from shardspec.text import shown
 
-__all__ = ["Ids", "as_shape", "check_ids", "flatten", "some", "whole_number", "whole_numbers"]
-
 
 class _HasToList(Protocol):
     """What torch tensors and numpy arrays have in common here."""

@@ -33,8 +33,6 @@ from shardspec.shards import added_up, check_dense, check_shards, facts_of, shar
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
-__all__ = ["DTensor", "distribute_tensor"]
-
 
 class DTensor(TensorLike):
     """A tensor that is sharded over a mesh.

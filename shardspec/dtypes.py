@@ -10,16 +10,6 @@ from typing import Final
 from shardspec.errors import DTypeError
 from shardspec.text import shown
 
-__all__ = [
-    "dtype_name",
-    "from_safetensors",
-    "is_cast",
-    "is_floating",
-    "item_bytes",
-    "packed",
-    "to_safetensors",
-]
-
 # name: (bytes an element, name in the safetensors format, short forms)
 # https://github.com/huggingface/safetensors: the format's dtypes
 _DTYPES: Final[dict[str, tuple[int, str, tuple[str, ...]]]] = {

@@ -23,18 +23,6 @@ from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.plan import ConversionPlan, step_bytes, step_seconds
 from shardspec.tracing import StepRecord, log_from_environment, observers, report
 
-__all__ = [
-    "agree_on",
-    "check_differentiable",
-    "convert",
-    "first_of_copies",
-    "mesh_text",
-    "on_both",
-    "run_plan",
-    "run_step",
-    "with_gradient_reduced",
-]
-
 log_from_environment()
 
 

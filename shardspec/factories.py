@@ -27,8 +27,6 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.shards import check_copies
 
-__all__ = ["Options", "arange", "empty", "full", "ones", "rand", "randn", "zeros"]
-
 _BITS: Final = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 """Bits of a uniform random number: as many as the dtype has, so that none is rounded up to 1."""
 BLOCK: Final = 4096

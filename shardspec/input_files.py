@@ -6,8 +6,6 @@ from pathlib import Path
 
 from shardspec.errors import InputFileError, ShardSpecError
 
-__all__ = ["open_regular", "read_input_file"]
-
 
 def open_regular(path: Path, error: type[ShardSpecError]) -> int:
     """Open a regular file for reading and return its descriptor; raise `error` if it is none.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-__all__ = ["Axis", "DeviceMesh", "LinkModel"]
-
 Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
 

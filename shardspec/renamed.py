@@ -5,8 +5,6 @@ from typing import TypeVar
 
 from shardspec.errors import ShardSpecError
 
-__all__ = ["renamed_argument"]
-
 _T = TypeVar("_T")
 
 

@@ -19,17 +19,6 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = [
-    "Facts",
-    "added_up",
-    "check_copies",
-    "check_dense",
-    "check_shards",
-    "facts_of",
-    "shard_of",
-    "shards_of",
-]
-
 Facts: TypeAlias = tuple[tuple[int, ...], str]
 """Shape and dtype of a shard."""
 

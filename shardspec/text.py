@@ -2,17 +2,6 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-__all__ = [
-    "bytes_text",
-    "counted",
-    "printable",
-    "rate_text",
-    "seconds_text",
-    "shown",
-    "table_lines",
-    "table_text",
-]
-
 
 def bytes_text(num_bytes: float) -> str:
     """Return a size in the binary unit that suits it: ``1.5 KiB``."""

@@ -15,8 +15,6 @@ from shardspec.interop.torch_placements import from_placements
 from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["redistribute"]
-
 
 def redistribute(
     tensor: torch.Tensor,

@@ -175,7 +175,8 @@ def test_public_names_are_handed_on():
     assert sorted(home) == sorted(shardspec.__all__)
     for name, module in home.items():
         assert getattr(shardspec, name) is getattr(import_module(module), name)
-        assert name in import_module(module).__all__
+        # Defined there, not handed on by it.
+        assert getattr(import_module(module), name).__module__ == module
     assert dir(shardspec) == sorted(shardspec.__all__)
     with pytest.raises(AttributeError) as caught:
         shardspec.Nothing  # noqa: B018  # the access is the test
@@ -183,8 +184,7 @@ def test_public_names_are_handed_on():
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if source(m).name != "__init__.py"])
-def test_public_names_exist(module):
+def test_modules_say_what_they_are_for(module):
     loaded = import_module(module)
-    assert loaded.__all__
-    assert all(hasattr(loaded, name) for name in loaded.__all__)
     assert loaded.__doc__
+    assert all(hasattr(loaded, name) for name in getattr(loaded, "__all__", ()))

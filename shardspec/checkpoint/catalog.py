@@ -28,30 +28,6 @@ from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = [
-    "Catalog",
-    "Columns",
-    "Digest",
-    "FileBox",
-    "FileMetadata",
-    "LazyTensorCache",
-    "ListedCatalog",
-    "OpaqueValue",
-    "Outline",
-    "ReplicaKey",
-    "StoredBox",
-    "StoredObject",
-    "StoredReduction",
-    "StoredTensor",
-    "box_text",
-    "distinct",
-    "replica_holders",
-    "replica_keys",
-    "stored_reductions",
-    "unsharded_tensor",
-    "whole_box",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Digest:

@@ -43,8 +43,6 @@ from shardspec.checkpoint.directories import (
 from shardspec.checkpoint.store import reason, system_errors
 from shardspec.errors import CheckpointError
 
-__all__ = ["joined_output", "real_path", "staged_output", "write_atomically"]
-
 _LOCK_SUFFIX: Final = ".lock"
 
 

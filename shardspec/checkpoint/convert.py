@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.coordinate import Member, Progress
+from shardspec.checkpoint.executor import WriteOptions
 from shardspec.checkpoint.mapped import Names, mapped
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.select import (
@@ -25,21 +26,12 @@ from shardspec.checkpoint.select import (
 )
 from shardspec.checkpoint.store import as_path
 from shardspec.checkpoint.targets import OutputTensor, Target
-from shardspec.checkpoint.write import WriteOptions, WriteReport, write_checkpoint
+from shardspec.checkpoint.write import WriteReport, write_checkpoint
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed_argument
 from shardspec.text import shown
-
-__all__ = [
-    "MERGED_FORMATS",
-    "RESHARDED_FORMATS",
-    "MergedFormat",
-    "ReshardedFormat",
-    "merge",
-    "reshard",
-]
 
 MergedFormat: TypeAlias = Literal["safetensors", "huggingface", "torch", "dcp"]
 MERGED_FORMATS: Final[tuple[MergedFormat, ...]] = get_args(MergedFormat)

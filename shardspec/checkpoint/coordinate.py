@@ -24,8 +24,6 @@ from shardspec.errors import CheckpointError, ShardSpecError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Member", "Progress", "Workers", "together"]
-
 T = TypeVar("T")
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes to write in all."""

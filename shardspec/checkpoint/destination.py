@@ -24,8 +24,6 @@ from shardspec.checkpoint.formats.names import (
 from shardspec.checkpoint.store import RemotePath, reason
 from shardspec.errors import CheckpointError, ShardSpecError
 
-__all__ = ["check_destination", "check_others", "files_of_checkpoint"]
-
 
 def check_destination(output: Path, source: Catalog, *, directory: bool, overwrite: bool) -> Path:
     """Return where to write, links followed, once it is clear that writing there does no harm.

@@ -22,8 +22,6 @@ from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
 
-__all__ = ["Difference", "diff_checkpoints", "names_to_compare"]
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

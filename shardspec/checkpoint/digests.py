@@ -22,8 +22,6 @@ from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["Buffer", "Checks", "crc32", "crc32_combine", "crc_text", "stored_bytes"]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _STRETCHES: Final = 64

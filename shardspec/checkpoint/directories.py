@@ -16,31 +16,6 @@ from typing import Final
 
 from shardspec.errors import CheckpointError, OutputExistsError
 
-__all__ = [
-    "DESCRIPTORS",
-    "DIRECTORY",
-    "NEW_FILE",
-    "by_descriptor",
-    "check_named",
-    "exchange",
-    "exists",
-    "give_mode",
-    "give_modes",
-    "is_same",
-    "lock",
-    "move_others",
-    "names_below",
-    "open_below",
-    "opened",
-    "remove_tree",
-    "rename",
-    "renameat2",
-    "reserve",
-    "stat_of",
-    "sync",
-    "unlink_same",
-]
-
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 DESCRIPTORS: Final = Path("/proc/self/fd")

@@ -13,10 +13,12 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from isal.isal_zlib import crc32_combine
+
 from shardspec.boxes import Box, box_size, chunks
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
 from shardspec.checkpoint.coordinate import Member, Progress
-from shardspec.checkpoint.digests import Checks, crc32, crc32_combine
+from shardspec.checkpoint.digests import Checks, crc32
 from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, read_box, stretches
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.targets import Extent, Target
@@ -25,16 +27,6 @@ from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
-
-__all__ = [
-    "CopiedTensor",
-    "Execution",
-    "Findings",
-    "WriteOptions",
-    "run_in_threads",
-    "tensor_text",
-    "wanted_stretches",
-]
 
 
 _COPY_BYTES: Final = 64 << 20

@@ -23,8 +23,6 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["CheckpointSummary", "Holders", "TensorSummary", "inspect_checkpoint", "other_text"]
-
 _MOST_KEPT: Final = 64
 """Boxes of several tensors that are kept at a time; most have them in common."""
 

@@ -45,8 +45,6 @@ from shardspec.resharding.copies import StateCopies, StoredLayout, flat_state
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load_by_plan", "load_sharded", "stored_layouts"]
-
 
 def load_sharded(
     directory: Path | str | Catalog,

@@ -29,8 +29,6 @@ from shardspec.resharding.maps import Equation, NameMap
 from shardspec.resharding.views import Factor, TensorView, View
 from shardspec.text import shown
 
-__all__ = ["Names", "mapped", "require_finished"]
-
 _ZEROS: Final = Path(__file__).with_name("zeros.bin")
 """As many bytes as the widest element has, all zero: what padding is read from."""
 

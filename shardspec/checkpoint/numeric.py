@@ -18,8 +18,6 @@ from shardspec.checkpoint.catalog import StoredReduction
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import packed
 
-__all__ = ["Bytes", "CastLosses", "Reduction", "cast", "narrow", "numbers"]
-
 Bytes: TypeAlias = NDArray[np.uint8]
 
 # dtype: (bits of the fraction, bias, whether its only NaN is what would be -0)

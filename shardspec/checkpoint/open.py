@@ -31,8 +31,6 @@ from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, Snapshot, as_path, file_inside, reason
 from shardspec.errors import CheckpointError
 
-__all__ = ["as_catalog", "open_checkpoint", "open_checkpoints"]
-
 _ZIP: Final = b"PK"
 _OLD_TORCH: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 """How a file of torch.save starts that is no zip: a number in a pickle."""

@@ -15,7 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.digests import crc32, crc32_combine, crc_text
+from isal.isal_zlib import crc32_combine
+
+from shardspec.checkpoint.digests import crc32, crc_text
 from shardspec.checkpoint.directories import open_below, reserve
 from shardspec.checkpoint.executor import (
     CopiedTensor,
@@ -38,8 +40,6 @@ from shardspec.checkpoint.source_files import (
 from shardspec.checkpoint.store import RemotePath, reason, system_errors, upload
 from shardspec.checkpoint.targets import OutputFile, Put, RawBytes, Target, Write
 from shardspec.errors import CheckpointError
-
-__all__ = ["RemoteStaging", "Staged", "Written", "write_all"]
 
 Written: TypeAlias = list[tuple[str, int, int]]
 """Name, bytes and CRC-32 of files."""

@@ -17,8 +17,6 @@ from shardspec.checkpoint.store import file_inside
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 
-__all__ = ["check_blocks"]
-
 _Blocks: TypeAlias = Iterator[tuple[str, tuple[int, ...]]]
 _MOST_CONFIG_BYTES: Final = 2**20
 

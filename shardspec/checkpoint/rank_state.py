@@ -26,19 +26,6 @@ from shardspec.text import counted
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Described",
-    "Replicas",
-    "agree",
-    "box_of_shard",
-    "check_replicas_of_ranks",
-    "check_same",
-    "communicator_of_state",
-    "describe",
-    "tensor_bytes",
-    "world_mesh",
-]
-
 Replicas: TypeAlias = Literal["equal", "first"]
 """What copies of a box on several ranks have to be, or which of them is saved."""
 _LONG: Final = 200

@@ -21,18 +21,6 @@ from shardspec.dtypes import item_bytes
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import Bytes
 
-__all__ = [
-    "BLOCK_BYTES",
-    "BlockRead",
-    "Buffers",
-    "byte_box",
-    "cut",
-    "offset_in",
-    "read_box",
-    "read_box_into",
-    "stretches",
-]
-
 BLOCK_BYTES: Final = 1 << 20
 """Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
 

@@ -48,8 +48,6 @@ from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["Replicas", "save_sharded"]
-
 _SHARD_NAME: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
 _TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp")
 

@@ -15,18 +15,6 @@ from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = [
-    "Choice",
-    "Patterns",
-    "Renames",
-    "carried_values",
-    "layouts_by_rules",
-    "layouts_like",
-    "plain",
-    "select",
-    "tied",
-]
-
 Patterns: TypeAlias = str | Sequence[str]
 """One pattern of names, or several."""
 Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]

@@ -29,8 +29,6 @@ from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.text import shown
 
-__all__ = ["SAVE_KEY", "VERSION", "ShardingInfo", "format_info", "info_lines", "read_info"]
-
 SAVE_KEY: Final = "shardspec.save"
 """By which the metadata of every file says which save it is of."""
 VERSION: Final = 1

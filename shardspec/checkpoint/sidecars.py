@@ -16,8 +16,6 @@ from shardspec.checkpoint.targets import OutputFile, RawBytes, Target, made_byte
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 
-__all__ = ["add_sidecars", "copied_file"]
-
 _HUGGING_FACE: Final = re.compile(
     r"(adapter_|generation_|tokenizer_|(video_|image_)?(pre)?processor_|quantize_|hf_quant_)?"
     r"config\.json"

@@ -22,20 +22,6 @@ if TYPE_CHECKING:
 
     from fsspec import AbstractFileSystem
 
-__all__ = [
-    "AHEAD_BYTES",
-    "MOST_OF_ONE",
-    "FileStretch",
-    "HeaderFiles",
-    "KeptOpen",
-    "OpenFiles",
-    "RangePrefetcher",
-    "SourceFile",
-    "prefetch_depth",
-    "prefetch_map",
-    "read_fully",
-]
-
 _Key = TypeVar("_Key")
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
 
     from shardspec.dtensor import DTensor
 
-__all__ = [
-    "LEFT_OUT",
-    "FlatState",
-    "KeyPath",
-    "Leaf",
-    "decode_path",
-    "decode_value",
-    "encode_path",
-    "encode_value",
-    "flatten",
-    "leaves",
-    "unflatten",
-]
-
 KeyPath: TypeAlias = tuple[str | int | tuple[int], ...]
 """Keys from the outermost mapping inwards; a position in a list is a tuple of one."""
 Leaf: TypeAlias = "DTensor | torch.Tensor"

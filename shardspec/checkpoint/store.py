@@ -20,20 +20,6 @@ from shardspec.errors import CheckpointError, ShardSpecError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = [
-    "FileIdentity",
-    "RemotePath",
-    "Snapshot",
-    "as_path",
-    "file_inside",
-    "kept_store",
-    "path_exists",
-    "reason",
-    "store_errors",
-    "system_errors",
-    "upload",
-]
-
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
 _LONGEST: Final = 300
 """Most characters of what a store says about an error."""

@@ -11,8 +11,6 @@ from typing import Final, Never, TypeVar
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
 
-__all__ = ["JSONStream", "checked", "field", "parse_json"]
-
 _Kind = TypeVar("_Kind")
 
 _CHUNK: Final = 256 << 10

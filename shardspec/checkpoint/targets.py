@@ -15,25 +15,6 @@ from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = [
-    "BoxEntry",
-    "Extent",
-    "FileEntry",
-    "OutputFile",
-    "OutputTensor",
-    "Put",
-    "RawBytes",
-    "Target",
-    "Trailer",
-    "Write",
-    "assign_boxes",
-    "box_columns",
-    "extent_columns",
-    "made_bytes",
-    "stored_shape",
-    "whole_box",
-]
-
 
 class BoxEntry(NamedTuple):
     """One box in a file, stored under the name of its tensor."""

@@ -20,16 +20,6 @@ from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = [
-    "Hole",
-    "MemoizedByBoxes",
-    "Overlap",
-    "check_replicas",
-    "check_tiling",
-    "element_index",
-    "find_flaw",
-]
-
 _Box = TypeVar("_Box", bound=FileBox)
 _Found = TypeVar("_Found")
 

@@ -16,8 +16,6 @@ from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["VerifyReport", "verify_checkpoint"]
-
 _PIECE_BYTES: Final = 1 << 20
 _T = TypeVar("_T")
 

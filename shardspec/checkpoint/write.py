@@ -9,11 +9,13 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from isal.isal_zlib import crc32_combine
+
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.commit import joined_output, real_path, staged_output
 from shardspec.checkpoint.coordinate import Member, Workers, together
 from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
-from shardspec.checkpoint.digests import crc32_combine, crc_text
+from shardspec.checkpoint.digests import crc_text
 from shardspec.checkpoint.executor import Execution, Findings, WriteOptions, plan_copies, plan_files
 from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA_NAME
 from shardspec.checkpoint.open import as_catalog
@@ -28,8 +30,6 @@ from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
-
-__all__ = ["LayOut", "WriteOptions", "WriteReport", "write_checkpoint"]
 
 LayOut: TypeAlias = Callable[[Catalog, str], tuple[Sequence[OutputTensor], Target]]
 """Selects tensors of a catalog and lays out the files for them, given a word to name them by."""

@@ -10,27 +10,6 @@ from shardspec.comm.presets import link_preset
 from shardspec.dtypes import dtype_name
 from shardspec.text import shown
 
-__all__ = [
-    "BYTES",
-    "DTYPE",
-    "FILE",
-    "IDS",
-    "MAX_DEVICES",
-    "MESH",
-    "PRESETS",
-    "SIZES",
-    "Kind",
-    "MeshShape",
-    "parse_bytes",
-    "parse_ids",
-    "parse_index",
-    "parse_links",
-    "parse_memory",
-    "parse_mesh",
-    "parse_numbers",
-    "parse_shape",
-]
-
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
 """Devices along each axis, and the names of the axes where they have any."""
 

@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
     from shardspec.resharding.maps import NameMap
 
-__all__ = [
-    "CHECKPOINT",
-    "OTHER",
-    "ChoiceOptions",
-    "MapOptions",
-    "RuleOptions",
-    "SourceOptions",
-    "read_json",
-    "read_maps",
-    "read_rules",
-    "sizes_option",
-]
-
 _MOST_BYTES: Final = 64 << 20
 """Of a file of shapes or sizes."""
 

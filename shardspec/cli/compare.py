@@ -18,8 +18,6 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.text import bytes_text, counted, printable, shown
 
-__all__ = ["diff_command", "verify_command"]
-
 _NOT_THE_SAME: Final = 3
 """Exit code where there are flaws or differences."""
 

@@ -27,8 +27,6 @@ from shardspec.layout.drawing import Drawing, dot_text, draw_transitions, svg_te
 from shardspec.layout.layout import Layout
 from shardspec.text import bytes_text, counted
 
-__all__ = ["explore_command", "graph_command"]
-
 _MOST_IN_SVG: Final = 200
 """Specs that can be told apart on one page."""
 

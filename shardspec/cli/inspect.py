@@ -29,8 +29,6 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Picture, ids_text
 from shardspec.text import bytes_text, counted, printable, shown, table_lines, table_text
 
-__all__ = ["inspect_command"]
-
 _MOST_CELLS: Final = 1024
 """Boxes beyond which a picture is no help."""
 _MOST_VALUE: Final = 60

@@ -30,8 +30,6 @@ from shardspec.text import bytes_text, shown, table_text
 if TYPE_CHECKING:
     from shardspec.profiling.profile import Profile
 
-__all__ = ["presets_command", "profile_command"]
-
 
 @command
 def presets_command(

@@ -25,8 +25,6 @@ from shardspec.errors import (
 )
 from shardspec.text import printable
 
-__all__ = ["cli", "main"]
-
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "check-map": ("maps", "Prove that a map between two models is total."),
     "convert": ("show", "Say a spec in the words of torch, JAX and others."),

@@ -20,8 +20,6 @@ from shardspec.mesh import DeviceMesh
 from shardspec.resharding.check import MapReport, check_map
 from shardspec.text import counted, shown
 
-__all__ = ["check_map_command", "plan_state_command"]
-
 
 @command
 def check_map_command(

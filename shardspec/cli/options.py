@@ -34,23 +34,6 @@ from shardspec.mesh import DeviceMesh, LinkModel
 if TYPE_CHECKING:
     from shardspec.profiling.profile import Profile
 
-__all__ = [
-    "ClusterOptions",
-    "Declared",
-    "TensorOptions",
-    "argument",
-    "command",
-    "dtype_option",
-    "flag",
-    "json_flag",
-    "mesh_option",
-    "option",
-    "output_option",
-    "overwrite_flag",
-    "plain_mesh",
-    "unless",
-]
-
 T = TypeVar("T")
 
 Declared: TypeAlias = Any

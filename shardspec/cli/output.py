@@ -12,8 +12,6 @@ import click
 
 from shardspec.text import printable
 
-__all__ = ["Progress", "path_text", "progress_bar", "say", "say_parts", "write_file"]
-
 Progress: TypeAlias = Callable[[int, int], None]
 """Told how many bytes are done, and how many there are."""
 

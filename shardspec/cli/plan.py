@@ -22,7 +22,8 @@ from shardspec.cli.options import (
     plain_mesh,
 )
 from shardspec.cli.output import path_text, say
-from shardspec.comm.cost import CostModel, Link
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import Link
 from shardspec.errors import InputFileError, LayoutError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
@@ -36,8 +37,6 @@ from shardspec.layout.plan import (
 )
 from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, printable, seconds_text, shown, table_text
-
-__all__ = ["cost_command", "plan_command"]
 
 _MOST_ALTERNATIVES: Final = 100
 

@@ -31,8 +31,6 @@ from shardspec.layout.picture import Paint, box_rgb
 from shardspec.mesh import DeviceMesh
 from shardspec.text import printable
 
-__all__ = ["convert_command", "show_command"]
-
 _MOST_DEVICES: Final = 4096
 
 

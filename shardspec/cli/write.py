@@ -41,8 +41,6 @@ from shardspec.cli.options import (
 from shardspec.cli.output import path_text, progress_bar, say
 from shardspec.text import bytes_text, counted, rate_text, seconds_text, shown
 
-__all__ = ["merge_command", "reshard_command"]
-
 _KNOWN_SUFFIXES: Final = ("", ".safetensors", ".pt", ".pth", ".bin")
 _SHOWN: Final = 3
 """Names of what was left out."""

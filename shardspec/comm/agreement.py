@@ -25,20 +25,6 @@ from typing import Final
 
 from shardspec.errors import CommunicatorError
 
-__all__ = [
-    "NOTE_BYTES",
-    "NOTE_ROOM",
-    "ORDER_RULE",
-    "Address",
-    "Link",
-    "Listener",
-    "Note",
-    "Unanswered",
-    "check_agreement",
-    "description",
-    "ranks_text",
-]
-
 NOTE_BYTES: Final = 4096
 NOTE_ROOM: Final = NOTE_BYTES - 512
 """Bytes of content that a note has room for."""

@@ -11,8 +11,6 @@ from shardspec.mesh import DeviceMesh
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Communicator"]
-
 T = TypeVar("T")
 
 

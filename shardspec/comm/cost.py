@@ -58,8 +58,6 @@ from shardspec.mesh import DeviceMesh, LinkModel
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["DEFAULT_LINK", "CostModel", "Link"]
-
 NO_MEASUREMENT: Final = "no measurement"
 
 

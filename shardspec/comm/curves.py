@@ -22,21 +22,6 @@ from shardspec.comm.steps import (
     Step,
 )
 
-__all__ = [
-    "KINDS",
-    "LARGE",
-    "Band",
-    "Curve",
-    "Line",
-    "Link",
-    "bytes_received",
-    "copies",
-    "curve_between",
-    "kind_of",
-    "share",
-    "whole",
-]
-
 KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """The collectives that have curves."""
 _COLLECTIVES: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))

@@ -18,8 +18,6 @@ from shardspec.comm.messages import Messages
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["Channel", "Job", "check_members", "current_job"]
-
 
 @dataclass(slots=True, eq=False)
 class Channel:

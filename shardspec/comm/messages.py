@@ -22,18 +22,6 @@ from shardspec.comm.routes import Parts, TransferSchedule
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
 from shardspec.errors import CommunicatorError
 
-__all__ = [
-    "STAGED_BYTES",
-    "Addressed",
-    "Collectives",
-    "Exchange",
-    "Messages",
-    "Rounds",
-    "Transport",
-    "has_collective",
-    "start_messages",
-]
-
 STAGED_BYTES: Final = 16 << 20
 """The most that lies in buffers at once on the CPU, up to 32 peers; with more, half a MiB for each.
 Twice the bytes of a round elsewhere."""

@@ -29,8 +29,6 @@ from shardspec.comm.results import libc
 from shardspec.comm.routes import Parts, TransferSchedule
 from shardspec.errors import CommunicatorError
 
-__all__ = ["BUFFER_BYTES", "MOST_BYTES", "Arrays", "PeerMemory", "Region", "read", "readable"]
-
 BUFFER_BYTES: Final = 1 << 20
 """The most that lies in a buffer at once, and of addends half of what is combined at once: about
 what a core's own cache holds; less costs more in calls than it saves."""

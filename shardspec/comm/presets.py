@@ -17,17 +17,6 @@ from typing import Any, Final, Literal, TypeAlias
 from shardspec.comm.curves import Band, Curve, Link
 from shardspec.errors import MeshError
 
-__all__ = [
-    "DEFAULT_LINK",
-    "DEFAULT_PRESET",
-    "PRESETS",
-    "Basis",
-    "Confidence",
-    "LinkPreset",
-    "link_preset",
-    "preset_copy_s",
-]
-
 Basis: TypeAlias = Literal["measured", "spec", "scaled", "arithmetic"]
 Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
 

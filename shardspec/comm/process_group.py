@@ -40,8 +40,6 @@ from shardspec.comm.steps import AllReduce, ReduceScatter, Step
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["ProcessGroupCommunicator", "communicator_of"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ import torch
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CommunicatorError
 
-__all__ = ["checked", "combine", "combine_into", "empty_hugepages", "libc"]
-
 _LARGE_BYTES: Final = 4 << 20
 """From here on large pages save time: at least one fits in, wherever the tensor starts."""
 _WIDER: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}

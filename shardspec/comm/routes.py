@@ -18,19 +18,6 @@ from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.copies import Holders, Senders, overlaps
 from shardspec.mesh import DeviceMesh
 
-__all__ = [
-    "BoxOf",
-    "Distance",
-    "Parts",
-    "Transfer",
-    "TransferSchedule",
-    "Transfers",
-    "distance_on",
-    "exchange_routes",
-    "permute_routes",
-    "schedule_for",
-]
-
 BoxOf: TypeAlias = Callable[[int], Box]
 """Physical id to the box that the device holds, as ``layout.box``."""
 Distance: TypeAlias = Callable[[int, int], int]

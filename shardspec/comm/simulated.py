@@ -13,8 +13,6 @@ from shardspec.comm.routes import BoxOf, Transfers
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["SimulatedCommunicator"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.errors import AxisError, CommunicatorError, MeshError
 from shardspec.mesh import Axis, DeviceMesh, LinkModel
 
-__all__ = ["device_type_of", "from_torch", "group_of", "init_device_mesh", "slice_of", "to_torch"]
-
 
 def init_device_mesh(
     device_type: str,

@@ -26,17 +26,6 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan, naive_plan, step_text
 from shardspec.mesh import DeviceMesh
 
-__all__ = [
-    "MAX_CONVERSIONS",
-    "MAX_DEVICES",
-    "MAX_DIMS",
-    "MAX_PAGE_BYTES",
-    "count_conversions",
-    "explorer_page",
-    "layouts_of",
-    "models_of",
-]
-
 MAX_DEVICES: Final = 32
 """Devices of the largest mesh that can be drawn so that their boxes can be told apart."""
 MAX_DIMS: Final = 3

@@ -33,8 +33,6 @@ from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.pricing import TIE_SECONDS, Prices, prices_to_search
 from shardspec.layout.search import distances
 
-__all__ = ["cheapest_plans"]
-
 _Node: TypeAlias = tuple[int, bool]
 """A state, and whether a cut led to it: after a cut comes no other."""
 

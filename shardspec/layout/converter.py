@@ -35,8 +35,6 @@ from shardspec.layout.search import cheapest_path, least_peaks, shortest_walk
 from shardspec.layout.table import CostTable, cost_table, pair_costs
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["LayoutConverter"]
-
 _MOST_EDGES: Final = 100_000
 """Steps that one search through a large graph looks at, in about a second."""
 _MOST_DIMS: Final = 8

@@ -20,7 +20,8 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from shardspec.boxes import Box, box_size, intersect
-from shardspec.comm.cost import CostModel, Link
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import Link
 from shardspec.comm.routes import Transfer, distance_on, exchange_routes
 from shardspec.comm.steps import Exchange, Step
 from shardspec.dtypes import item_bytes
@@ -38,19 +39,6 @@ from shardspec.layout.pricing import TIE_SECONDS, prices_to_search
 from shardspec.layout.routed import geometry_of, shared
 from shardspec.layout.search import distances, least_peaks, shortest_walk
 from shardspec.mesh import DeviceMesh, LinkModel
-
-__all__ = [
-    "Move",
-    "common_mesh",
-    "common_model",
-    "count_pieces",
-    "exchange_seconds",
-    "exchange_to",
-    "live_bytes",
-    "missing",
-    "path_between_meshes",
-    "received_bytes",
-]
 
 Move: TypeAlias = tuple[Step, Layout]
 """A step, and the layout it leads to."""

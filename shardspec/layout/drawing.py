@@ -26,8 +26,6 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 from shardspec.text import counted, seconds_text
 
-__all__ = ["COLOURS", "Drawing", "DrawnEdge", "dot_text", "draw_transitions", "kind_of", "svg_text"]
-
 COLOURS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "slice": "#56b4e9",

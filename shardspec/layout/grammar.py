@@ -21,8 +21,6 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.errors import SpecSyntaxError
 from shardspec.mesh import Axis
 
-__all__ = ["parse_spec"]
-
 T = TypeVar("T")
 ParsedDim: TypeAlias = tuple[list[Axis], list[tuple[int, int]], int]
 """Axes, sizes and shares of parts, and the block."""

@@ -39,23 +39,6 @@ from shardspec.layout.spec import ShardingSpec
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = [
-    "MAX_REORDERED",
-    "MAX_STATES",
-    "Cuts",
-    "Floats",
-    "Ints",
-    "PartialState",
-    "Space",
-    "State",
-    "TransitionGraph",
-    "count_states",
-    "is_symmetric",
-    "space_of",
-    "spec_of",
-    "state_of",
-]
-
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 

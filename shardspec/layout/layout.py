@@ -15,8 +15,6 @@ from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import counted, shown
 
-__all__ = ["Layout", "LayoutCell", "SpecLike", "cells_of", "resolve_axes"]
-
 SpecLike: TypeAlias = ShardingSpec | str
 
 MAX_ELEMENTS: Final = 2**63 - 1

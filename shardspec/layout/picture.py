@@ -13,8 +13,6 @@ from typing import Final, TypeAlias
 from shardspec.boxes import Box
 from shardspec.errors import LayoutError
 
-__all__ = ["MAX_CELLS", "Paint", "Picture", "box_rgb", "ids_text", "svg_element"]
-
 Paint: TypeAlias = Callable[[int, str], str]
 """Number of a box and a piece of text to that piece as it is to be printed."""
 

@@ -20,8 +20,6 @@ from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.text import counted
 
-__all__ = ["PartialPlacement", "Placement", "Split", "Whole", "placements_of", "spec_of_placements"]
-
 
 @dataclass(frozen=True, slots=True)
 class Whole:

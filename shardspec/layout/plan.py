@@ -38,21 +38,6 @@ from shardspec.layout.routed import ALL_DEVICES
 from shardspec.layout.spec import ShardingSpec
 from shardspec.text import bytes_text, seconds_text, table_text
 
-__all__ = [
-    "ConversionPlan",
-    "StepError",
-    "difference_text",
-    "errors_text",
-    "finishing_moves",
-    "naive_moves",
-    "naive_plan",
-    "plans_table",
-    "route_text",
-    "step_bytes",
-    "step_seconds",
-    "step_text",
-]
-
 StepError: TypeAlias = tuple[str, Band | None]
 """A kind of step, and how far its price is off; None if not known."""
 

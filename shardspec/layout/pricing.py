@@ -29,18 +29,6 @@ from shardspec.layout.graph import (
 from shardspec.layout.layout import Layout
 from shardspec.layout.routed import Lines, Overlaps, geometry_of, routed_lines
 
-__all__ = [
-    "TIE_SECONDS",
-    "Prices",
-    "alike_axes",
-    "exchange_between",
-    "forget_prices",
-    "pair_prices",
-    "permute_between",
-    "prices_of",
-    "prices_to_search",
-]
-
 TIE_SECONDS: Final = 1e-12
 """Added per step while searching, so that of equally cheap plans the one with fewer steps wins."""
 

@@ -22,8 +22,6 @@ import numpy.typing as npt
 from shardspec.comm.cost import CostModel
 from shardspec.layout.graph import Floats, Ints
 
-__all__ = ["ALL_DEVICES", "Lines", "Overlaps", "geometry_of", "routed_lines", "shared"]
-
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Sides: TypeAlias = tuple[Ints, Ints]
 """Where parts of a dim begin, and where they end."""

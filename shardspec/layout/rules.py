@@ -8,8 +8,6 @@ from shardspec.layout.layout import SpecLike
 from shardspec.layout.spec import ShardingSpec
 from shardspec.text import counted
 
-__all__ = ["match_rules"]
-
 
 def match_rules(
     rules: Mapping[str, SpecLike], tensors: Mapping[str, int]

@@ -16,8 +16,6 @@ import numpy as np
 from shardspec.comm.steps import Step
 from shardspec.layout.graph import Floats, Ints, State, TransitionGraph
 
-__all__ = ["Price", "all_distances", "cheapest_path", "distances", "least_peaks", "shortest_walk"]
-
 Price: TypeAlias = Callable[[Step, State], float]
 """Seconds of a step that starts from a state, the tie-breaker included; never negative."""
 

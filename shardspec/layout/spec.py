@@ -15,8 +15,6 @@ from shardspec.layout.grammar import parse_spec
 from shardspec.mesh import Axis
 from shardspec.text import counted, shown
 
-__all__ = ["DimSpec", "Part", "Partial", "ShardingSpec"]
-
 _OPS: Final[tuple[str, ...]] = get_args(ReduceOp)
 MOST_DIMS: Final = 1024
 """Far more than any tensor has."""

@@ -37,8 +37,6 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text
 
-__all__ = ["CostTable", "cost_table", "pair_costs"]
-
 _MOST_WORK: Final = 3e8
 """As `shardspec.layout.pricing` counts it: about a minute."""
 _MOST_LAYOUTS: Final = 3000

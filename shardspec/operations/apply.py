@@ -28,8 +28,6 @@ from shardspec.operations.refusals import (
 )
 from shardspec.shards import check_copies
 
-__all__ = ["Sharded", "apply"]
-
 
 class Sharded(Protocol):
     """A DTensor, as operations see it."""

@@ -27,17 +27,6 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 
-__all__ = [
-    "GOING_BACK",
-    "REFUSALS",
-    "Call",
-    "ExplainedRefusals",
-    "check_gradient",
-    "refusal",
-    "refuse_strided_views",
-    "specs_on",
-]
-
 _MOST_TRIALS: Final = 400
 """Combinations of layouts that are tried, those nearest to the given ones first."""
 

@@ -18,8 +18,6 @@ from shardspec.mesh import DeviceMesh
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
-__all__ = ["TensorLike"]
-
 
 def _operator(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)

@@ -10,8 +10,6 @@ from shardspec.profiling.fit import fitted
 from shardspec.profiling.profile import Profile
 from shardspec.text import seconds_text
 
-__all__ = ["chart_svg", "chart_text"]
-
 _Points: TypeAlias = Sequence[tuple[str, float, float]]
 """Kind, and the logarithms of fitted and of measured seconds."""
 

@@ -22,23 +22,11 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel, Link
-from shardspec.comm.curves import KINDS, LARGE, Band, Curve, Line, whole
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import KINDS, LARGE, Band, Curve, Line, Link, whole
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
 from shardspec.errors import ProfileError
 from shardspec.mesh import LinkModel
-
-__all__ = [
-    "Fit",
-    "Measurement",
-    "Times",
-    "bands",
-    "curves_of_groups",
-    "fit_curve",
-    "fit_links",
-    "fitted",
-    "step_of",
-]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Times: TypeAlias = Sequence[tuple[float, float]]

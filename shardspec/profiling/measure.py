@@ -17,8 +17,6 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.profiling.fit import Measurement, step_of
 
-__all__ = ["MOST_AT_ONCE", "measure"]
-
 _WARM_UPS: Final = 2
 MOST_AT_ONCE: Final = 20
 """Repetitions of the shortest steps; longer ones are repeated less."""

@@ -18,8 +18,6 @@ from shardspec.mesh import DeviceMesh, LinkModel
 from shardspec.profiling.fit import Fit, Measurement, curves_of_groups, fit_links, fitted
 from shardspec.text import seconds_text, table_text
 
-__all__ = ["Profile", "make_profile"]
-
 _FORMAT: Final = "shardspec profile"
 _VERSION: Final = 1
 _MOST_BYTES: Final = 64 << 20

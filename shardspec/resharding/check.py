@@ -10,8 +10,6 @@ from shardspec.errors import LayoutError
 from shardspec.resharding.maps import Equation, NameMap, Shape
 from shardspec.resharding.views import TensorView
 
-__all__ = ["MapReport", "check_map"]
-
 
 @dataclass(frozen=True, slots=True)
 class MapReport:

@@ -22,17 +22,6 @@ from shardspec.resharding.stages import Hosts, Stage, crossing_once, hosts_of, k
 from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, shown, table_text
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_PEERS",
-    "StateCopies",
-    "StoredLayout",
-    "TensorMove",
-    "Tie",
-    "flat_state",
-    "is_plain",
-]
-
 MAX_BYTES: Final = 256 << 20
 """What buckets of a device hold by default: so much for sending and so much for receiving."""
 MAX_PEERS: Final = 32

@@ -32,8 +32,6 @@ from shardspec.resharding.schedule import (
 )
 from shardspec.text import shown
 
-__all__ = ["DeviceShards"]
-
 _TAG: Final = 0x5EED0000
 """Of the messages, so that those of single conversions are not taken for them."""
 

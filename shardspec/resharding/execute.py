@@ -22,8 +22,6 @@ from shardspec.resharding.copies import StateCopies, flat_state
 from shardspec.resharding.device_shards import DeviceShards
 from shardspec.text import shown
 
-__all__ = ["run_plan"]
-
 
 @torch.no_grad()
 def run_plan(

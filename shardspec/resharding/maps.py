@@ -42,8 +42,6 @@ from shardspec.resharding.views import (
 )
 from shardspec.text import shown
 
-__all__ = ["Equation", "NameMap", "Shape", "Side"]
-
 _MOST_BYTES: Final = 4 << 20
 """Of a file of a map."""
 

@@ -25,8 +25,6 @@ from shardspec.resharding.maps import NameMap
 from shardspec.resharding.views import View
 from shardspec.text import counted, shown
 
-__all__ = ["ReshardPlan", "plan_reshard", "reshard_state"]
-
 Rules: TypeAlias = Mapping[str, SpecLike]
 """Name pattern to spec; a tensor that no pattern matches is replicated."""
 Target: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]

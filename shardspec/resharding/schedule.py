@@ -14,19 +14,6 @@ from shardspec.layout.layout import Layout
 from shardspec.resharding.copies import MAX_PEERS, StateCopies
 from shardspec.resharding.views import View, identity_view
 
-__all__ = [
-    "Message",
-    "Part",
-    "Piece",
-    "Schedule",
-    "Wanted",
-    "Wave",
-    "message_bytes",
-    "reads_for",
-    "region_of",
-    "schedule_for",
-]
-
 _ALIGNMENT: Final = 16
 """Boxes start at multiples of this in a message, so that every dtype can be seen there."""
 _MESSAGE_BYTES: Final = 4 << 20

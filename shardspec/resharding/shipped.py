@@ -8,9 +8,6 @@ from typing import Final, TypeAlias
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import NameMap, Side
 
-__all__ = ["load_map", "map_chain", "shipped_maps"]
-
-
 _LIKE_LLAMA: Final = ("mistral", "qwen2")
 
 

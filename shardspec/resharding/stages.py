@@ -24,8 +24,6 @@ from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
 
-__all__ = ["Hosts", "Kind", "Stage", "crossing_once", "hosts_of", "kind_of"]
-
 Ints: TypeAlias = npt.NDArray[np.int64]
 Row: TypeAlias = tuple[int, int, int, int]
 """A demand: numbers of the source box and of the target box, the device, and how many elements."""

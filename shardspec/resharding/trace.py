@@ -18,8 +18,6 @@ from shardspec.errors import LayoutError
 from shardspec.resharding.maps import Equation, Shape
 from shardspec.resharding.views import Factor, TensorView, View
 
-__all__ = ["trace_map"]
-
 Ints: TypeAlias = npt.NDArray[np.int64]
 Loader: TypeAlias = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 

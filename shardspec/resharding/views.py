@@ -20,17 +20,6 @@ from typing import Final, NamedTuple
 from shardspec.boxes import Box, local_index, row_major_boxes
 from shardspec.errors import SpecSyntaxError
 
-__all__ = [
-    "Factor",
-    "TensorView",
-    "View",
-    "evaluate",
-    "identity_view",
-    "parse_view",
-    "side_lengths",
-    "views_of",
-]
-
 
 class Factor(NamedTuple):
     """One factor of a dim."""

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from shardspec.cli.main import cli
-from shardspec.comm.cost import DEFAULT_LINK, CostModel
-from shardspec.comm.presets import link_preset
+from shardspec.comm.cost import CostModel
+from shardspec.comm.presets import DEFAULT_LINK, link_preset
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh

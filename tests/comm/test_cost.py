@@ -2,8 +2,9 @@ from itertools import combinations, permutations
 
 import pytest
 
-from shardspec.comm.cost import DEFAULT_LINK, CostModel, Link
-from shardspec.comm.curves import bytes_received
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import Link, bytes_received
+from shardspec.comm.presets import DEFAULT_LINK
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
 from shardspec.errors import MeshError
 from shardspec.layout.graph import TransitionGraph, spec_of

@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 
 from shardspec import DeviceMesh, Layout, LayoutConverter
-from shardspec.comm.cost import DEFAULT_LINK, CostModel, Link
-from shardspec.comm.curves import KINDS
-from shardspec.comm.presets import PRESETS, Basis, Confidence, link_preset
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import KINDS, Link
+from shardspec.comm.presets import DEFAULT_LINK, PRESETS, Basis, Confidence, link_preset
 from shardspec.comm.steps import Exchange, Permute
 from shardspec.errors import MeshError, ShardSpecError
 from shardspec.layout.plan import step_seconds

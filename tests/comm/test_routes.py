@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shardspec.boxes import box_size, contains
-from shardspec.comm.cost import CostModel, Link
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import Link
 from shardspec.comm.routes import Transfers, distance_on, exchange_routes, permute_routes
 from shardspec.comm.steps import AllGather, AllReduce, Exchange, Permute, Slice
 from shardspec.layout.layout import Layout

@@ -5,7 +5,8 @@ from itertools import pairwise, product
 
 import pytest
 
-from shardspec.comm.cost import CostModel, Link
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,

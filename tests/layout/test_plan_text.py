@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from shardspec.comm.cost import CostModel, Link
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,

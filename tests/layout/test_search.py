@@ -11,7 +11,8 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from shardspec.comm.cost import CostModel, Link
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import Exchange, Permute, Slice
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.graph import TransitionGraph, spec_of, state_of

@@ -67,8 +67,6 @@ from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
 
-__all__ = ["DcpCheckpoint", "open_dcp"]
-
 _MOST_OBJECT_BYTES: Final = 2**26
 
 

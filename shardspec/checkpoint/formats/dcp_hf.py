@@ -39,8 +39,6 @@ from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.errors import CheckpointError
 
-__all__ = ["open_dcp_hf"]
-
 _MERGED_ABOVE: Final = "sharded"
 
 

@@ -44,8 +44,6 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["dcp_target"]
-
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 
 

@@ -46,8 +46,6 @@ from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["add_tied", "beside", "extras_of", "open_deepspeed", "shape_of"]
-
 _GROUP: Final = re.compile(
     rf"{OPTIMIZER}\.(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d{{1,9}})"
 )

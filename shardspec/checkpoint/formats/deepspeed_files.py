@@ -29,8 +29,6 @@ from shardspec.checkpoint.torch_files.state import (
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
 
-__all__ = ["DEEPSPEED_NAMES", "OPTIMIZER", "ZeroRun", "read_run", "tag_directory"]
-
 DEEPSPEED_NAMES: Final[Names] = {
     f"deepspeed.{name}": record_class(f"deepspeed.{name}")
     for name in (

@@ -53,8 +53,6 @@ from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = ["open_universal", "universal_target"]
-
 _TOOL: Final = PARTS["DeepSpeed's tensor parallel"][1]
 _WEIGHT: Final = "fp32"
 _STEP: Final = "step"

@@ -49,8 +49,6 @@ from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_cla
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["open_megatron"]
-
 _STAGES: Final = "pipeline_model_parallel_size"
 _EXPERTS: Final = "expert_model_parallel_size"
 _EXTRA: Final = "._extra_state"

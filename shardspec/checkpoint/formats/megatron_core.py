@@ -20,15 +20,6 @@ from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, re
 from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.errors import CheckpointError
 
-__all__ = [
-    "MEGATRON_OBJECT",
-    "PLAN_NAMES",
-    "block_of",
-    "boxes_of_stretch",
-    "check_optimizer",
-    "original_shapes",
-]
-
 
 class _Unused(Record):
     """Stands for a part of a plan; what it holds is let go of."""

@@ -32,8 +32,6 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["open_meta"]
-
 _WIDTH: Final = "norm.weight"
 _SHARE: Final = "layers.0.attention.wo.weight"
 _TOKENS: Final = "tok_embeddings.weight"

@@ -8,53 +8,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-__all__ = [
-    "BIN_INDEX",
-    "BIN_NAME",
-    "BIN_NUMBERED",
-    "DCP",
-    "DCP_HF",
-    "DCP_HF_SHARD",
-    "DCP_OF_A_RANK",
-    "DCP_OWN_METADATA",
-    "DEEPSPEED",
-    "DEEPSPEED_LATEST",
-    "DEEPSPEED_MODEL",
-    "DEEPSPEED_OPTIMIZER",
-    "DEEPSPEED_UNIVERSAL",
-    "FORMATS",
-    "INDEX_SUFFIX",
-    "INFO_NAME",
-    "MEGATRON",
-    "MEGATRON_FILE",
-    "MEGATRON_ITERATION",
-    "MEGATRON_RANK",
-    "MEGATRON_TRACKER",
-    "META",
-    "METADATA_NAME",
-    "META_FILE",
-    "META_PARAMS",
-    "NATIVE",
-    "PARTS",
-    "RANK_FILE",
-    "RANK_FILES",
-    "RUN_STEP",
-    "SAFETENSORS",
-    "TORCH_FILE",
-    "UNIVERSAL_LATEST",
-    "UNIVERSAL_OPTIMIZER",
-    "Format",
-    "find_deepspeed",
-    "find_megatron",
-    "format_of_names",
-    "is_data_file",
-    "is_index",
-    "is_rank_file",
-    "not_read",
-    "part_of_several",
-    "part_text",
-]
-
 NATIVE: Final = "shardspec"
 INFO_NAME: Final = "sharding_info.json"
 

@@ -58,8 +58,6 @@ from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.text import shown
 
-__all__ = ["NativeCatalog", "open_native", "shard_metadata", "sharded_target"]
-
 _CHANGED: Final = "the file was changed, restore it"
 
 

@@ -57,8 +57,6 @@ from shardspec.layout.spec import DimSpec, ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import counted, shown
 
-__all__ = ["RankFilesCheckpoint", "open_family", "open_rank_files", "read_states"]
-
 _PREFERRED: Final = "model"
 _SHOWN: Final = 8
 _AHEAD: Final = 3

@@ -22,6 +22,7 @@ from shardspec.checkpoint.catalog import (
     ListedCatalog,
     StoredTensor,
     unsharded_tensor,
+    whole_box,
 )
 from shardspec.checkpoint.formats.names import INFO_NAME, SAFETENSORS, is_data_file, is_index
 from shardspec.checkpoint.formats.safetensors_header import (
@@ -34,31 +35,8 @@ from shardspec.checkpoint.sharding_info import SAVE_KEY
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.strict_json import JSONStream, checked, field, parse_json
-from shardspec.checkpoint.targets import (
-    Extent,
-    OutputFile,
-    OutputTensor,
-    Put,
-    RawBytes,
-    Target,
-    whole_box,
-)
+from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Put, RawBytes, Target
 from shardspec.errors import CheckpointError
-
-__all__ = [
-    "INDEX_NAME",
-    "METADATA",
-    "by_file",
-    "check_listed",
-    "check_numbering",
-    "huggingface_target",
-    "open_index_directory",
-    "open_index_file",
-    "open_single_file",
-    "open_without_index",
-    "safetensors_target",
-    "saved_offsets",
-]
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 METADATA: Final = {"format": "pt"}

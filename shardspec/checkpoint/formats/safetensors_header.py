@@ -18,8 +18,6 @@ from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensor
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.text import shown
 
-__all__ = ["MAX_DIMS", "Header", "HeaderEntry", "TensorSlot", "encode_header", "read_header"]
-
 _MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the format: no header needs more, and a damaged length must not fill the memory."""
 MAX_DIMS: Final = 64

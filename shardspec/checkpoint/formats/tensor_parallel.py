@@ -31,8 +31,6 @@ from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
 from shardspec.input_files import read_input_file
 from shardspec.layout.spec import ShardingSpec
 
-__all__ = ["Chunk", "CutRule", "Rules", "cut_rules", "merged_tensors", "read_toml", "shipped_rules"]
-
 _AXIS: Final = "tp"
 _MOST_BYTES: Final = 1 << 20
 _MOST_PARTS: Final = 1023

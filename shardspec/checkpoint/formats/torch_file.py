@@ -8,7 +8,7 @@ part is the whole, as on a mesh of one device.
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor
+from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, whole_box
 from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
     BIN_NAME,
@@ -19,7 +19,7 @@ from shardspec.checkpoint.formats.names import (
 )
 from shardspec.checkpoint.formats.safetensors import by_file, check_listed, check_numbering
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Target, whole_box
+from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Target
 from shardspec.checkpoint.torch_files.state import (
     TorchState,
     plain_value,
@@ -28,14 +28,6 @@ from shardspec.checkpoint.torch_files.state import (
 )
 from shardspec.checkpoint.torch_files.writer import ZipPlan, add_state, tensor_value
 from shardspec.errors import CheckpointError
-
-__all__ = [
-    "open_bin_directory",
-    "open_bin_index",
-    "open_torch_file",
-    "state_file",
-    "torch_target",
-]
 
 
 def open_torch_file(path: Path) -> ListedCatalog:

@@ -28,8 +28,6 @@ from shardspec.dtypes import item_bytes
 from shardspec.layout.placements import PartialPlacement, Placement, Split, Whole
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["read_torch"]
-
 _MOST_DEVICES: Final = 1 << 20
 _MOST_NESTED: Final = 256
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"

@@ -30,19 +30,6 @@ from shardspec.checkpoint.torch_files.values import (
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.errors import CheckpointError
 
-__all__ = [
-    "ARGUMENT_NAMES",
-    "StateTensor",
-    "TorchState",
-    "check_no_copies",
-    "of_two_saves",
-    "plain_value",
-    "read_contents",
-    "read_torch_state",
-    "read_torch_states",
-    "whole_tensor",
-]
-
 _MOST_PARTS: Final = 4 << 20
 _MOST_DEPTH: Final = 64
 _MOST_PLAIN_PARTS: Final = 100_000

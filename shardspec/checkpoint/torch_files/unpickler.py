@@ -19,21 +19,6 @@ from typing import Any, ClassVar, Final, Never, Self, TypeAlias
 
 from shardspec.errors import CheckpointError
 
-__all__ = [
-    "MOST_PICKLE_BYTES",
-    "AlikeScreen",
-    "Global",
-    "Names",
-    "Record",
-    "RefusedError",
-    "StateDict",
-    "UnlistedNameError",
-    "made_by",
-    "mere_name",
-    "record_class",
-    "unpickle",
-]
-
 MOST_PICKLE_BYTES: Final = 256 << 20
 """Of some two million chunks of tensors; more would fill the memory."""
 _FREE_BYTES: Final = 48 << 20

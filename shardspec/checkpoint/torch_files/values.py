@@ -27,20 +27,6 @@ from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.placements import Placement
 from shardspec.mesh import DeviceMesh
 
-__all__ = [
-    "TORCH_NAMES",
-    "Complex",
-    "Placed",
-    "TensorPlace",
-    "TorchStorage",
-    "TorchTensor",
-    "check_record",
-    "read_torch_pickle",
-    "row_major",
-    "sizes_of",
-    "tensor_place",
-]
-
 _MOST_DIMS: Final = 64
 _MOST_SIZE: Final = 2**63 - 1
 

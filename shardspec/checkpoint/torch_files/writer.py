@@ -22,20 +22,6 @@ from shardspec.checkpoint.targets import RawBytes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-__all__ = [
-    "Call",
-    "Made",
-    "Name",
-    "Outside",
-    "Pairs",
-    "ZipPlan",
-    "add_state",
-    "check_text",
-    "pickle_into",
-    "pickled",
-    "tensor_value",
-]
-
 
 class Name(NamedTuple):
     """Something that is found by its module and name."""

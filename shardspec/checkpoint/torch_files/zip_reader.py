@@ -20,8 +20,6 @@ from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import MOST_PICKLE_BYTES
 from shardspec.errors import CheckpointError
 
-__all__ = ["TorchRecord", "TorchZip", "read_torch_zip"]
-
 _LOCAL: Final = struct.Struct("<4s2x2H16x2H")
 _END_BYTES: Final = 22
 _LOCATOR_BYTES: Final = 20
