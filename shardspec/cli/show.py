@@ -115,8 +115,13 @@ _Words: TypeAlias = Callable[[str, DeviceMesh, tuple[int, ...] | None], str]
 
 def _languages() -> dict[str, _Words]:
     """Return what says a spec, given a mesh and perhaps a shape, by whose words it uses."""
-    from shardspec.interop.jax_specs import partition_spec_text
-    from shardspec.interop.other_specs import sbp_text, shardy_mesh_text, shardy_text, to_colossal
+    from shardspec.interop.other_specs import (
+        partition_spec_text,
+        sbp_text,
+        shardy_mesh_text,
+        shardy_text,
+        to_colossal,
+    )
     from shardspec.interop.torch_placements import placements_text
 
     return {
