@@ -1,4 +1,4 @@
-"""Options of the commands that read checkpoints, and what they stand for."""
+"""Options of the commands that read checkpoints."""
 
 import json
 import re
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.arguments import Kind
-from shardspec.cli.options import Declared, flag, option
+from shardspec.cli.options import Declared, Kind, flag, option
 from shardspec.errors import CheckpointError, InputFileError
 from shardspec.input_files import read_input_file
 
@@ -29,7 +28,7 @@ def _as_path(text: str) -> Path:
     return as_path(text)
 
 
-CHECKPOINT: Final = Kind("CKPT", _as_path, completed=True)
+CHECKPOINT: Final = Kind("CKPT", _as_path, is_file=True)
 """A path, or a URL such as ``s3://bucket/model``."""
 OTHER: Final = CHECKPOINT._replace(name="OTHER")
 _COUNT: Final = click.IntRange(1)

@@ -26,21 +26,21 @@ from shardspec.errors import (
 from shardspec.text import printable
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
-    "check-map": ("maps", "Prove that a map between two models is total."),
-    "convert": ("show", "Say a spec in the words of torch, JAX and others."),
-    "cost": ("plan", "Say what conversions between many pairs of specs cost."),
-    "diff": ("compare", "Compare two checkpoints tensor by tensor."),
-    "explore": ("graph", "Write a page in which to watch conversions."),
-    "graph": ("graph", "Draw the specs and the steps among them, and a plan's path."),
+    "check-map": ("write", "Prove that a map between two models is total."),
+    "convert": ("show", "Write a spec in the notation of torch, JAX and others."),
+    "cost": ("plan", "Price conversions between many pairs of specs."),
+    "diff": ("inspect", "Compare two checkpoints tensor by tensor."),
+    "explore": ("show", "Write a page in which to watch conversions."),
+    "graph": ("show", "Draw the specs and the steps among them, and a plan's path."),
     "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "merge": ("write", "Write the whole tensors of a checkpoint into files."),
     "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
-    "plan-state": ("maps", "Plan how a mesh gets a model from a checkpoint."),
+    "plan-state": ("write", "Plan how a mesh gets a model from a checkpoint."),
     "profile": ("links", "Measure the links of a cluster, under torchrun."),
     "show": ("show", "Show which devices hold which part of a tensor."),
     "presets": ("links", "Show the links that --links knows, with their sources."),
     "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
-    "verify": ("compare", "Check that a checkpoint is whole and as it was saved."),
+    "verify": ("inspect", "Check that a checkpoint is whole and as it was saved."),
 }
 """Name to the module beside this one that has the command, and a line of help: no import needed."""
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -10,9 +9,12 @@ from typing import Final, NamedTuple, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import BYTES, IDS, MESH, MeshShape
 from shardspec.cli.options import (
+    BYTES,
+    IDS,
+    MESH,
     ClusterOptions,
+    MeshShape,
     TensorOptions,
     argument,
     command,
@@ -20,8 +22,9 @@ from shardspec.cli.options import (
     json_flag,
     option,
     plain_mesh,
+    refuse_if,
 )
-from shardspec.cli.output import path_text, say
+from shardspec.cli.output import path_text, say, say_json
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link
 from shardspec.errors import InputFileError, LayoutError, ShardSpecError, SpecSyntaxError
@@ -91,12 +94,11 @@ def plan_command(
     """
     devices, model = cluster.build()
     here = Layout(devices, source, tensor.shape, tensor.dtype)
+    refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
     target_model = None
     if target_mesh is not None:
         devices = plain_mesh(target_mesh, target_ids)
         target_model = _model_of_target(devices, model)
-    elif target_ids is not None:
-        raise click.UsageError("--target-ids needs --target-mesh")
     there = Layout(devices, target, tensor.shape, tensor.dtype)
     converter = LayoutConverter(model, target_model=target_model)
     count = 1 + (alternatives or 0)
@@ -112,7 +114,7 @@ def plan_command(
         if naive is not None:
             record["naive"] = _beside(naive, best)
             record["explanation"] = difference_text(best, naive)
-        say(json.dumps(record))
+        say_json(record)
         return
     click.echo(_styled(str(best)))
     if alternatives is not None:
@@ -197,12 +199,11 @@ def cost_command(
     A line of the file holds two specs with blanks between them; '#' starts a comment. Up to a
     million pairs are priced at once.
     """
-    if as_csv and as_json:
-        raise click.UsageError("give --csv or --json, not both")
+    refuse_if(as_csv and as_json, "give --csv or --json, not both")
     if len(specs) % 2:
         raise click.UsageError(f"{shown(specs[-1])} has no partner; give specs in pairs FROM TO")
-    if not specs and pairs is None:
-        raise click.UsageError("nothing to price; give specs in pairs FROM TO, or --pairs FILE")
+    nothing = not specs and pairs is None
+    refuse_if(nothing, "nothing to price; give specs in pairs FROM TO, or --pairs FILE")
     mesh, model = cluster.build()
     every = chain(_given(specs), () if pairs is None else _read(pairs))
     costs, order = _price(LayoutConverter(model), every, mesh, tensor)
@@ -223,7 +224,7 @@ def cost_command(
             "known_error": known_error,
             "pairs": [costs[place].record for place in order],
         }
-        say(json.dumps(answer))
+        say_json(answer)
     else:
         titles, rows = ["from", "to", "steps", "receives", "time", "peak"], [c.row for c in costs]
         header, rule, *lines = table_text(titles, rows, numbers_from=2).split("\n")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator, init_device_mesh
 from shardspec.errors import CommunicatorError, ShardSpecError
-from shardspec.operations.refusals import ExplainedRefusals
+from shardspec.operations.apply import ExplainedRefusals
 from tests.conversions import index_of
 from tests.dist.operation_runs import Cut, the_table
 from tests.dist.processes import run_ranks
