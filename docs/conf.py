@@ -47,11 +47,7 @@ _TITLES = {
 _BESIDE = {
     "Ready rules for modules": ("parallel.distribute", "parallel.rules"),
     "Steps of plans": ("comm.steps",),
-    "Other notations": (
-        "interop.torch_placements",
-        "interop.torch_dtensor",
-        "interop.other_specs",
-    ),
+    "Other notations": ("interop.notations", "interop.torch_dtensor"),
     "What a trace holds": ("tracing",),
     "Kinds of errors": ("errors",),
 }

@@ -133,14 +133,8 @@ class DTensor(TensorLike):
         """Make a DTensor of torch's: the same storage, and gradients flow back.
 
         A rank outside the mesh gets a tensor without shards. `device_mesh` is its mesh with links
-        or names that torch's mesh lacks.
-
-        Raises
-        ------
-        LayoutError, LossyConversionError
-            If this is no DTensor of torch, or a placement has no counterpart in a spec.
-        MeshError
-            If torch's mesh belongs to another job.
+        or names that torch's mesh lacks. Raises `LayoutError` if this is no DTensor of torch or a
+        placement has no counterpart in a spec, and `MeshError` if its mesh is of another job.
         """
         from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -168,20 +162,10 @@ class DTensor(TensorLike):
     ) -> "DTensor":
         """Make a DTensor of the shards that the devices already hold; every rank calls it.
 
-        Parameters
-        ----------
-        local
-            This rank's shard, or the shard of every addressable device by physical id. Kept, not
-            copied; gradients flow back to it.
-        device_mesh, sharding_spec, communicator
-            As for the constructor, but reductions may be pending.
-        global_shape
-            Sizes of the global tensor; by default the sums of those of the shards.
-
-        Raises
-        ------
-        LayoutError
-            On every rank, if any rank's shard has another shape or dtype than the layout says.
+        `local` is this rank's shard, or a dict with that of every addressable device by physical
+        id. It is not copied, and gradients flow back to it. Reductions may be pending. The global
+        shape is by default the sum of the shards' sizes. A `LayoutError` on every rank says that
+        the shard of some rank has another shape or dtype than the layout.
 
         Examples
         --------
@@ -271,20 +255,10 @@ class DTensor(TensorLike):
     ) -> torch.Tensor:
         """Return the shard of this rank, or of one of the devices that this process holds.
 
-        Parameters
-        ----------
-        physical_id
-            The device, where the process holds several.
-        grad_spec
-            Layout of the gradient that will arrive, where it is not complete: the same dims with a
-            sum or mean pending over the axes whose devices each compute a part of the loss.
-
-        Raises
-        ------
-        CommunicatorError
-            If its shard is not in this process, or several are and none is named.
-        LayoutError
-            If `grad_spec` shards the tensor in another way.
+        `grad_spec` is the layout of the gradient that will arrive, where it is not complete: the
+        same dims with a sum or mean pending over the axes whose devices each compute a part of the
+        loss. Raises `CommunicatorError` if the shard is not in this process, or several are and
+        none is named, and `LayoutError` if `grad_spec` shards the tensor in another way.
         """
         shards = self.shards
         device = next(iter(shards)) if physical_id is None and len(shards) == 1 else physical_id
@@ -315,15 +289,10 @@ class DTensor(TensorLike):
         Differentiable any number of times, except through a pending min, max or prod, and to a mesh
         of other devices. Where nothing moves the result shares the shards.
 
-        Parameters
-        ----------
-        sharding_spec
-            The spec of the result.
-        device_mesh
-            Its mesh; by default the same. The devices may be the same in another shape or order,
-            more, fewer or others. Every rank of either mesh calls this, other ranks may. A rank
-            outside this mesh calls it on ``DTensor.from_shards({}, layout)``; one outside the other
-            mesh gets a tensor without shards.
+        Another `device_mesh` may have the same devices in another shape or order, more, fewer or
+        others. Every rank of either mesh calls this, other ranks may. A rank outside this mesh
+        calls it on ``DTensor.from_shards({}, layout)``; one outside the other mesh gets a tensor
+        without shards.
 
         Raises
         ------
@@ -373,12 +342,8 @@ class DTensor(TensorLike):
     def to_global(self) -> torch.Tensor:
         """Return the global tensor, on every rank; pending reductions are finished.
 
-        Differentiable; every rank has to compute the same loss from the result.
-
-        Raises
-        ------
-        CommunicatorError
-            If this rank is not part of the mesh.
+        Differentiable; every rank has to compute the same loss from the result. It is a
+        `CommunicatorError` if this rank is not part of the mesh.
         """
         _checked(self.communicator, self.device_mesh, "can gather the tensor")
         return first_of_copies(self.redistribute(ShardingSpec(self.dim())).shards)

@@ -39,20 +39,18 @@ _Size: TypeAlias = int | Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """Keywords that all functions here take; every rank of the mesh gives the same."""
+    """Keywords that all functions here take, the same on every rank of the mesh.
+
+    By default the tensor is replicated, and `dtype` and `device` are those of torch's function of
+    the same name; the device ``"meta"`` makes no data.
+    """
 
     device_mesh: Required[DeviceMesh]
-    """The devices."""
     sharding_spec: SpecLike | None
-    """How the tensor is sharded; replicated on every device by default."""
     dtype: torch.dtype | None
-    """Of the shards; by default that of torch's function of the same name."""
     device: torch.device | str | None
-    """Of the shards, as for torch's function; ``"meta"`` makes no data."""
     requires_grad: bool
-    """Whether the shards are leaves that collect gradients."""
     communicator: Communicator | None
-    """As for `DTensor`."""
 
 
 def _made(
@@ -184,14 +182,8 @@ def rand(
     They are one global tensor, whatever the mesh and the spec: a number depends on the seed, on its
     place and on the dtype, as `shardspec.factories` describes.
 
-    Parameters
-    ----------
-    size
-        As for `empty`.
-    generator
-        On the CPU. The first rank of the mesh draws the seed from it, or from torch's own.
-    **options
-        See `Options`; a dtype that is no real floating one of at least 16 bits is a `DTypeError`.
+    The first rank of the mesh draws the seed from `generator`, on the CPU, or from torch's own. A
+    dtype that is no real floating one of at least 16 bits is a `DTypeError`; see also `empty`.
 
     Examples
     --------

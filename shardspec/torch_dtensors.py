@@ -10,8 +10,8 @@ from torch.distributed.tensor.placement_types import Placement
 from shardspec.comm.torch_mesh import from_torch
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
+from shardspec.interop.notations import from_placements
 from shardspec.interop.torch_dtensor import in_our_words, torch_dtensor
-from shardspec.interop.torch_placements import from_placements
 from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
 

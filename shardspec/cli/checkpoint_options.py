@@ -40,9 +40,7 @@ class SourceOptions:
     """What a user says about a checkpoint whose format does not say it."""
 
     ranks: int | None = option(
-        "N",
-        "How many ranks wrote the checkpoint, for formats that do not say it.",
-        type=_COUNT,
+        "N", "How many ranks wrote the checkpoint, for formats that do not say it.", type=_COUNT
     )
     source_rules: Path | None = option(
         "FILE",

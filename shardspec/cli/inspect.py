@@ -18,17 +18,9 @@ from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
 from shardspec.checkpoint.inspect import CheckpointSummary, TensorSummary
 from shardspec.checkpoint.select import Choice
 from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.cli import options as opts
 from shardspec.cli.checkpoint_options import CHECKPOINT, OTHER, ChoiceOptions, SourceOptions
-from shardspec.cli.options import (
-    INDEX,
-    Declared,
-    argument,
-    command,
-    flag,
-    json_flag,
-    option,
-    refuse_if,
-)
+from shardspec.cli.options import argument, command, flag, option
 from shardspec.cli.output import path_text, progress_bar, say, say_json, say_parts
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -52,8 +44,7 @@ def inspect_command(
         "Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
     ),
     index: tuple[int, ...] | None = option(
-        INDEX,
-        "Say which ranks hold this element, row or block of the tensors that match.",
+        opts.INDEX, "Say which ranks hold this element, row or block of the tensors that match."
     ),
     picture: bool = flag("Draw how the tensors that match are cut."),
     only: str | None = option(
@@ -61,7 +52,7 @@ def inspect_command(
         "Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
     ),
     source: SourceOptions,
-    as_json: bool = json_flag("Print everything as JSON."),
+    as_json: bool = opts.json_flag("Print everything as JSON."),
 ) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
@@ -78,7 +69,7 @@ def inspect_command(
       shardspec inspect ckpt --json
     """
     unnamed = (index is not None or picture) and tensor is None and only is None
-    refuse_if(unnamed, "--index and --picture are about some tensors; name them: --tensor")
+    opts.refuse_if(unnamed, "--index and --picture are about some tensors; name them: --tensor")
     (catalog,) = source.open(checkpoint)
     whole = inspect.inspect_checkpoint(catalog)
     summary = _chosen(whole, tensor, only)
@@ -257,13 +248,12 @@ def verify_command(
     *,
     checkpoint: Path = argument(CHECKPOINT),
     against: Path | None = option(
-        OTHER,
-        "Compare the bits of every tensor with this checkpoint or safetensors file too.",
+        OTHER, "Compare the bits of every tensor with this checkpoint or safetensors file too."
     ),
     every: bool = flag("List all flaws, not only the first.", "--all"),
     choice: ChoiceOptions,
     source: SourceOptions,
-    as_json: bool = json_flag("Print what was found as JSON, all flaws."),
+    as_json: bool = opts.json_flag("Print what was found as JSON, all flaws."),
 ) -> None:
     """Check that every byte of CKPT is there and, where digests were saved, as it was saved.
 
@@ -277,7 +267,7 @@ def verify_command(
       shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
     """
     chosen = against is None and any(vars(choice).values())
-    refuse_if(chosen, "patterns choose what is compared; give --against too")
+    opts.refuse_if(chosen, "patterns choose what is compared; give --against too")
     every |= as_json
     catalog, *others = source.open(checkpoint, against)
     with progress_bar(not as_json, "verify") as progress:
@@ -312,7 +302,7 @@ def verify_command(
         click.get_current_context().exit(_NOT_THE_SAME)
 
 
-def _tolerance(text: str) -> Declared:
+def _tolerance(text: str) -> opts.Declared:
     def finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
         if not isfinite(value):
             raise click.BadParameter(f"{value} is not finite", ctx, param)
@@ -330,7 +320,7 @@ def diff_command(
     rtol: float = _tolerance("Largest one relative to B."),
     choice: ChoiceOptions,
     source: SourceOptions,
-    as_json: bool = json_flag("Print what was found as JSON."),
+    as_json: bool = opts.json_flag("Print what was found as JSON."),
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor; exits with 3 if they differ.
 

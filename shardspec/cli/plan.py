@@ -9,21 +9,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import click
 
-from shardspec.cli.options import (
-    BYTES,
-    IDS,
-    MESH,
-    ClusterOptions,
-    MeshShape,
-    TensorOptions,
-    argument,
-    command,
-    flag,
-    json_flag,
-    option,
-    plain_mesh,
-    refuse_if,
-)
+from shardspec.cli import options as opts
+from shardspec.cli.options import argument, command, flag, option
 from shardspec.cli.output import path_text, say, say_json
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link
@@ -49,18 +36,18 @@ def plan_command(
     *,
     source: str = argument("FROM"),
     target: str = argument("TO"),
-    cluster: ClusterOptions,
-    tensor: TensorOptions,
-    target_mesh: MeshShape | None = option(
-        MESH,
+    cluster: opts.ClusterOptions,
+    tensor: opts.TensorOptions,
+    target_mesh: opts.MeshShape | None = option(
+        opts.MESH,
         "Another mesh for TO; its links are those of --mesh where both have as many axes, else the "
         "slowest of them.",
     ),
     target_ids: tuple[int, ...] | None = option(
-        IDS, "Physical ids of the target mesh; counted from 0 if left out."
+        opts.IDS, "Physical ids of the target mesh; counted from 0 if left out."
     ),
     max_bytes: int | None = option(
-        BYTES,
+        opts.BYTES,
         "The cheapest plan whose devices never hold more: 64MiB, 1.5GB, or a number of bytes.",
     ),
     alternatives: int | None = option(
@@ -71,7 +58,7 @@ def plan_command(
     explain: bool = flag(
         "Show what the plan avoids: finishing reductions, gathering everything, then slicing."
     ),
-    as_json: bool = json_flag("Print the plan as JSON."),
+    as_json: bool = opts.json_flag("Print the plan as JSON."),
 ) -> None:
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
@@ -94,10 +81,10 @@ def plan_command(
     """
     devices, model = cluster.build()
     here = Layout(devices, source, tensor.shape, tensor.dtype)
-    refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
+    opts.refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
     target_model = None
     if target_mesh is not None:
-        devices = plain_mesh(target_mesh, target_ids)
+        devices = opts.plain_mesh(target_mesh, target_ids)
         target_model = _model_of_target(devices, model)
     there = Layout(devices, target, tensor.shape, tensor.dtype)
     converter = LayoutConverter(model, target_model=target_model)
@@ -182,10 +169,10 @@ def cost_command(
         "Pairs from a file, one per line, after those of the arguments; '-' for standard input.",
         type=click.Path(allow_dash=True),
     ),
-    cluster: ClusterOptions,
-    tensor: TensorOptions,
+    cluster: opts.ClusterOptions,
+    tensor: opts.TensorOptions,
     as_csv: bool = flag("Print CSV: seconds and bytes.", "--csv"),
-    as_json: bool = json_flag(),
+    as_json: bool = opts.json_flag(),
 ) -> None:
     """Say what the cheapest plan costs from each spec FROM to the spec TO after it.
 
@@ -199,11 +186,11 @@ def cost_command(
     A line of the file holds two specs with blanks between them; '#' starts a comment. Up to a
     million pairs are priced at once.
     """
-    refuse_if(as_csv and as_json, "give --csv or --json, not both")
+    opts.refuse_if(as_csv and as_json, "give --csv or --json, not both")
     if len(specs) % 2:
         raise click.UsageError(f"{shown(specs[-1])} has no partner; give specs in pairs FROM TO")
     nothing = not specs and pairs is None
-    refuse_if(nothing, "nothing to price; give specs in pairs FROM TO, or --pairs FILE")
+    opts.refuse_if(nothing, "nothing to price; give specs in pairs FROM TO, or --pairs FILE")
     mesh, model = cluster.build()
     every = chain(_given(specs), () if pairs is None else _read(pairs))
     costs, order = _price(LayoutConverter(model), every, mesh, tensor)
@@ -277,7 +264,7 @@ def _lines(file: str) -> Iterator[str]:
 
 
 def _price(
-    converter: LayoutConverter, pairs: Iterable[_Pair], mesh: DeviceMesh, tensor: TensorOptions
+    converter: LayoutConverter, pairs: Iterable[_Pair], mesh: DeviceMesh, tensor: opts.TensorOptions
 ) -> tuple[list[_Cost], list[int]]:
     """Return what different pairs cost, and for each pair its place among these.
 

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import click
 
-from shardspec.cli import options
+from shardspec.cli import options as opts
 from shardspec.cli.options import (
     ClusterOptions,
     MeshShape,
@@ -45,13 +45,13 @@ _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitc
 def show_command(
     *,
     spec: str = argument("SPEC"),
-    mesh: MeshShape = options.mesh_option(required=True),
-    ids: tuple[int, ...] | None = options.ids_option(),
+    mesh: MeshShape = opts.mesh_option(required=True),
+    ids: tuple[int, ...] | None = opts.ids_option(),
     tensor: TensorOptions,
-    output: Path | None = options.output_option(
+    output: Path | None = opts.output_option(
         "Write a picture instead: FILE ends in .svg or .html."
     ),
-    overwrite: bool = options.overwrite_flag(),
+    overwrite: bool = opts.overwrite_flag(),
 ) -> None:
     """Show which devices hold which part of a tensor that is cut as SPEC.
 
@@ -63,7 +63,7 @@ def show_command(
       shardspec show "[S0,S1,S2]" --mesh 2x2x2 --shape 4x4x5 -o layout.html
     """
     _check_devices(mesh, _MOST_DEVICES)
-    layout = Layout(options.plain_mesh(mesh, ids), spec, tensor.shape, tensor.dtype)
+    layout = Layout(opts.plain_mesh(mesh, ids), spec, tensor.shape, tensor.dtype)
     if output is None:
         click.echo(layout.drawing().text(_paint()))
         wide, here = (
@@ -116,7 +116,7 @@ def _check_devices(mesh: MeshShape, most: int) -> None:
     # Before the mesh is made: its ids alone may be a million.
     devices = prod(mesh[0])
     text = f"a mesh of {devices} devices is too large to draw; up to {most} can be"
-    options.refuse_if(devices > most, text)
+    opts.refuse_if(devices > most, text)
 
 
 _Words: TypeAlias = Callable[[str, DeviceMesh, tuple[int, ...] | None], str]
@@ -124,18 +124,17 @@ _Words: TypeAlias = Callable[[str, DeviceMesh, tuple[int, ...] | None], str]
 
 def _languages() -> dict[str, _Words]:
     """Return what writes a spec, given a mesh and perhaps a shape, by the name of the library."""
-    from shardspec.interop import other_specs as other
-    from shardspec.interop.torch_placements import placements_text
+    from shardspec.interop import notations
 
     def shardy(spec: str, mesh: DeviceMesh, _: object) -> str:
-        return f"{other.shardy_text(spec, mesh)}   {other.shardy_mesh_text(mesh)}"
+        return f"{notations.shardy_text(spec, mesh)}   {notations.shardy_mesh_text(mesh)}"
 
     return {
-        "torch": lambda spec, mesh, _: placements_text(spec, mesh),
-        "jax": other.partition_spec_text,
+        "torch": lambda spec, mesh, _: notations.placements_text(spec, mesh),
+        "jax": notations.partition_spec_text,
         "shardy": shardy,
-        "oneflow": lambda spec, mesh, _: other.sbp_text(spec, mesh),
-        "colossal": lambda spec, mesh, _: str(other.to_colossal(spec, mesh)),
+        "oneflow": lambda spec, mesh, _: notations.sbp_text(spec, mesh),
+        "colossal": lambda spec, mesh, _: str(notations.to_colossal(spec, mesh)),
     }
 
 
@@ -143,15 +142,15 @@ def _languages() -> dict[str, _Words]:
 def convert_command(
     *,
     spec: str = argument("SPEC"),
-    mesh: MeshShape = options.mesh_option(required=True),
+    mesh: MeshShape = opts.mesh_option(required=True),
     to: str | None = option(
         click.Choice(["torch", "jax", "shardy", "oneflow", "colossal"]),
         "The library; all of them if left out.",
     ),
     shape: tuple[int, ...] | None = option(
-        options.SHAPE, "Sizes of the tensor, 4096x4096, to find out whether they can be cut so."
+        opts.SHAPE, "Sizes of the tensor, 4096x4096, to find out whether they can be cut so."
     ),
-    as_json: bool = options.json_flag(),
+    as_json: bool = opts.json_flag(),
 ) -> None:
     """Write the spec SPEC in the notation of other libraries.
 
@@ -162,7 +161,7 @@ def convert_command(
       shardspec convert "[S(x),R|P(y)]" --mesh x=2,y=2 --to jax
       shardspec convert "[S01,R]" --mesh x=2,y=4 --to jax --shape 4096x4096
     """
-    devices, languages = options.plain_mesh(mesh), _languages()
+    devices, languages = opts.plain_mesh(mesh), _languages()
     if shape is not None:
         Layout(devices, spec, shape, "float32")  # the spec must fit the tensor
     if to is not None:
@@ -207,15 +206,15 @@ def graph_command(
         "COUNT", "Dims of the tensor, where no FROM and TO are given.", type=click.IntRange(0)
     ),
     shape: tuple[int, ...] | None = option(
-        options.SHAPE, 'Sizes of the whole tensor, for the path: 4096x4096; "" for a scalar.'
+        opts.SHAPE, 'Sizes of the whole tensor, for the path: 4096x4096; "" for a scalar.'
     ),
-    dtype: str = options.dtype_option(),
-    output: Path | None = options.output_option(
+    dtype: str = opts.dtype_option(),
+    output: Path | None = opts.output_option(
         "Write FILE.dot, for Graphviz, or FILE.svg; without it DOT is printed.",
-        options.Kind("FILE", _parse_output),
+        opts.Kind("FILE", _parse_output),
     ),
-    overwrite: bool = options.overwrite_flag(),
-    as_json: bool = options.json_flag("Print nodes, edges and path as JSON."),
+    overwrite: bool = opts.overwrite_flag(),
+    as_json: bool = opts.json_flag("Print nodes, edges and path as JSON."),
 ) -> None:
     """Draw which step leads from which spec to which, with the plan from FROM to TO marked.
 
@@ -235,14 +234,14 @@ def graph_command(
         if dims is None:
             raise click.UsageError("nothing to draw; give --dims, or FROM, TO and --shape")
         text = "--shape is for the path; give FROM and TO too, or leave it out"
-        options.refuse_if(shape is not None, text)
+        opts.refuse_if(shape is not None, text)
         drawing = draw_transitions(devices, dims)
     else:
         text = f"{counted(len(specs), 'spec')} where two are needed, FROM and TO"
-        options.refuse_if(len(specs) != 2, text)
+        opts.refuse_if(len(specs) != 2, text)
         if shape is None:
             raise click.UsageError("a path from FROM to TO depends on the tensor; give its --shape")
-        options.refuse_if(dims is not None, "--dims follows from FROM and TO; leave it out")
+        opts.refuse_if(dims is not None, "--dims follows from FROM and TO; leave it out")
         source = Layout(devices, specs[0], shape, dtype)
         plan = LayoutConverter(model).plan(source, source.with_spec(specs[1]))
         drawing = draw_transitions(devices, len(shape), plan)
@@ -270,28 +269,28 @@ def graph_command(
 def explore_command(
     *,
     mesh: tuple[MeshShape, ...] = option(
-        options.MESH,
+        opts.MESH,
         "A mesh to pick, 2x4 or dp=2,tp=4; may be given several times.",
         multiple=True,
         default=("4", "2x2", "2x4"),
         show_default=True,
     ),
     shape: tuple[tuple[int, ...], ...] = option(
-        options.SHAPE,
+        opts.SHAPE,
         "A tensor to pick, of 1 to 3 dims; may be given several times.",
         multiple=True,
         default=("4096x4096", "64x64", "6x7"),
         show_default=True,
     ),
     links: tuple[tuple[str, ...], ...] = option(
-        options.PRESETS,
+        opts.PRESETS,
         "Links to pick, one preset for all axes or one per axis; may be given several times. "
         f"'shardspec presets' lists them.  [default: {', then '.join(_LINKS)}]",
         multiple=True,
     ),
-    dtype: str = options.dtype_option("bfloat16"),
-    output: Path = options.output_option("Write the page here.", required=True),
-    overwrite: bool = options.overwrite_flag(),
+    dtype: str = opts.dtype_option("bfloat16"),
+    output: Path = opts.output_option("Write the page here.", required=True),
+    overwrite: bool = opts.overwrite_flag(),
 ) -> None:
     """Write one page in which to pick conversions and to watch their plans step by step.
 
@@ -308,10 +307,10 @@ def explore_command(
 
     for one in mesh:
         _check_devices(one, MAX_DEVICES)
-    meshes = [options.plain_mesh(one) for one in dict.fromkeys(mesh)]
+    meshes = [opts.plain_mesh(one) for one in dict.fromkeys(mesh)]
     links = tuple(dict.fromkeys(links))
     if not links:
-        known, axes = map(options.parse_links, _LINKS), {one.ndim for one in meshes}
+        known, axes = map(opts.parse_links, _LINKS), {one.ndim for one in meshes}
         links = tuple(names for names in known if len(names) in {1, *axes})
     page = explorer_page(meshes, tuple(dict.fromkeys(shape)), links, dtype)
     write_file(output, page, overwrite=overwrite)

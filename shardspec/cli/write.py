@@ -7,28 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from shardspec.checkpoint.convert import (
-    MERGED_FORMATS,
-    RESHARDED_FORMATS,
-    MergedFormat,
-    ReshardedFormat,
-    merge,
-    reshard,
-)
+from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.write import WriteReport
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.options import (
-    Declared,
-    MeshShape,
-    argument,
-    command,
-    flag,
-    option,
-    refuse_if,
-    unless,
-)
+from shardspec.cli.options import argument, command, flag, option, unless
 from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.errors import InputFileError
 from shardspec.mesh import DeviceMesh
@@ -135,8 +119,8 @@ def merge_command(
     output: str = opts.output_option(
         "The file to write; a directory for the formats huggingface and dcp.", "OUT", required=True
     ),
-    to: MergedFormat | None = option(
-        click.Choice(MERGED_FORMATS),
+    to: conversion.MergedFormat | None = option(
+        click.Choice(conversion.MERGED_FORMATS),
         "The format of OUT: one safetensors file (default), safetensors files with an index "
         "(default with --max-shard-size, or if OUT ends in /), a file for torch.load (default if "
         "OUT ends in .pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
@@ -163,15 +147,17 @@ def merge_command(
     """
     limit = max_shard_size
     suffix = "" if output.endswith("/") else PurePath(output).suffix.lower()
-    refuse_if(
+    opts.refuse_if(
         to is None and limit is None and suffix not in _KNOWN_SUFFIXES,
         f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
-        f"({', '.join(MERGED_FORMATS)}), or a name that ends in .safetensors or .pt",
+        f"({', '.join(conversion.MERGED_FORMATS)}), or a name that ends in .safetensors or .pt",
     )
 
-    def convert(**more: Declared) -> WriteReport:
+    def convert(**more: opts.Declared) -> WriteReport:
         (source,) = options.source.open(checkpoint, quiet=options.quiet)
-        return merge(source, output, format=to, max_shard_bytes=limit, metadata=metadata, **more)
+        return conversion.merge(
+            source, output, format=to, max_shard_bytes=limit, metadata=metadata, **more
+        )
 
     _write("merge", options, convert)
 
@@ -181,15 +167,15 @@ def reshard_command(
     *,
     checkpoint: Path = argument(ckpt.CHECKPOINT),
     output: str = opts.output_option("The directory to write.", "OUT", required=True),
-    mesh: MeshShape | None = option(
+    mesh: opts.MeshShape | None = option(
         opts.MESH, "Devices to cut for, outermost axis first: 2x4, or with names dp=2,tp=4."
     ),
     rules: ckpt.RuleOptions,
     like: Path | None = option(
         ckpt.OTHER, "Cut as this checkpoint is, which says its mesh and specs."
     ),
-    to: ReshardedFormat = option(
-        click.Choice(RESHARDED_FORMATS),
+    to: conversion.ReshardedFormat = option(
+        click.Choice(conversion.RESHARDED_FORMATS),
         "The format of OUT: shardspec's own, that of torch.distributed.checkpoint, or of a run of "
         "DeepSpeed's ZeRO its Universal Checkpoint, for any number of ranks.",
         default="shardspec",
@@ -216,19 +202,21 @@ def reshard_command(
     """
     cuts = rules.rules is not None or bool(rules.rule)
     universal = to == "deepspeed-universal"
-    refuse_if(
+    opts.refuse_if(
         universal and (mesh is not None or like is not None or cuts),
         "a Universal Checkpoint is for any number of ranks; leave out --mesh, --rules, --rule and "
         "--like",
     )
     one = (mesh is None) == (like is None)
-    refuse_if(not universal and one, "give either --mesh, with rules, or --like")
-    refuse_if(like is not None and cuts, "--like says how to cut; leave out --rules and --rule")
+    opts.refuse_if(not universal and one, "give either --mesh, with rules, or --like")
+    opts.refuse_if(
+        like is not None and cuts, "--like says how to cut; leave out --rules and --rule"
+    )
     specs = rules.read()
 
-    def convert(**more: Declared) -> WriteReport:
+    def convert(**more: opts.Declared) -> WriteReport:
         source, *others = options.source.open(checkpoint, like, quiet=options.quiet)
-        return reshard(
+        return conversion.reshard(
             source,
             output,
             device_mesh=None if mesh is None else opts.plain_mesh(mesh),

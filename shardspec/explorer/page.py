@@ -154,10 +154,7 @@ def models_of(mesh: DeviceMesh, links: _Links) -> dict[str, CostModel]:
 
 
 def _mesh_tables(
-    mesh: DeviceMesh,
-    shapes: Sequence[tuple[int, ...]],
-    models: Mapping[str, CostModel],
-    dtype: str,
+    mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]], models: Mapping[str, CostModel], dtype: str
 ) -> dict[str, object]:
     """Return everything about one mesh, ready for JSON; plans for each of `models`."""
     labels = [mesh.axis_label(axis) for axis in range(mesh.ndim)]

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import (
 
 from shardspec.comm.torch_mesh import device_type_of, from_torch, to_torch
 from shardspec.errors import LayoutError, LossyConversionError
-from shardspec.interop.torch_placements import from_placements, to_placements
+from shardspec.interop.notations import from_placements, to_placements
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
@@ -31,7 +31,7 @@ from shardspec.mesh import DeviceMesh
 def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
     """Return the layout of a torch DTensor, by default on the mesh that `from_torch` makes.
 
-    Raises as `shardspec.interop.torch_placements.from_placements` and
+    Raises as `shardspec.interop.notations.from_placements` and
     `shardspec.comm.torch_mesh.from_torch` do.
     """
     found = from_torch(tensor.device_mesh) if mesh is None else mesh

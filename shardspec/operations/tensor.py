@@ -160,14 +160,9 @@ class TensorLike:
     def to_torch(self) -> "TorchDTensor":
         """Return the tensor as torch's: the same storage, and gradients flow back.
 
-        It is the same object each time. Every rank of the mesh calls this.
-
-        Raises
-        ------
-        CommunicatorError
-            If this process simulates the mesh: torch needs a job with one process per device.
-        MeshError, LossyConversionError
-            If torch has no such mesh, or no such mixture of pending reductions.
+        It is the same object each time. Every rank of the mesh calls this. Raises
+        `CommunicatorError` if this process simulates the mesh, and `MeshError` or
+        `LossyConversionError` if torch has no such mesh or no such mixture of pending reductions.
         """
         own = self._own()
         tracked = torch.is_grad_enabled() and any(s.requires_grad for s in (own or {}).values())

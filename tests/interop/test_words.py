@@ -9,11 +9,13 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from shardspec import DeviceMesh, Layout, ShardingSpec
 from shardspec.errors import AxisError, LayoutError, LossyConversionError, SpecSyntaxError
-from shardspec.interop.other_specs import (
+from shardspec.interop.notations import (
     from_chunks,
     from_colossal,
     from_partition_spec,
+    from_placements,
     partition_spec_text,
+    placements_text,
     sbp_text,
     shardy_mesh_text,
     shardy_text,
@@ -21,10 +23,6 @@ from shardspec.interop.other_specs import (
     to_colossal,
     to_jax_mesh,
     to_partition_spec,
-)
-from shardspec.interop.torch_placements import (
-    from_placements,
-    placements_text,
     to_placements,
     to_shard_order,
 )

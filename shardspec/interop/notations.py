@@ -1,12 +1,13 @@
-"""Specs as JAX, Shardy, OneFlow and Colossal-AI write them, and the chunks of checkpoints.
+"""Specs in the notations of torch, JAX, Shardy, OneFlow and Colossal-AI, and chunks of checkpoints.
 
-None of these libraries is needed. A `LossyConversionError` says what the other notation cannot
-express; an `AxisError`, that the mesh lacks an axis of the spec.
+Only functions that take or return placements of torch need one of these libraries. What the other
+notation cannot express is a `LossyConversionError`; an axis that the mesh lacks, an `AxisError`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +17,19 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
-from shardspec.layout.placements import PartialPlacement, Split, placements_of
+from shardspec.layout.placements import (
+    PartialPlacement,
+    Split,
+    Whole,
+    placements_of,
+    spec_of_placements,
+)
+from shardspec.layout.placements import Placement as OwnPlacement
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 Entry: TypeAlias = str | tuple[str, ...] | None
 """What a PartitionSpec of JAX has for one dim."""
@@ -28,18 +39,7 @@ Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 _COLOSSAL: Final[tuple[list[int], ...]] = ([], [0], [1], [0, 1])
 """R, S0, S1 and S01, the only ones in colossalai/tensor/d_tensor/sharding_spec.py."""
 _MOST_SPECS: Final = 20_000
-
-
-@runtime_checkable
-class _PartitionSpec(Protocol):
-    """JAX's PartitionSpec, which can be iterated over only where nothing is unreduced."""
-
-    @property
-    def partitions(self) -> Iterable[object]: ...
-    @property
-    def unreduced(self) -> Iterable[str]: ...
-    @property
-    def reduced(self) -> Iterable[str]: ...
+_OPS: Final[Mapping[str, ReduceOp]] = {op: op for op in get_args(ReduceOp)} | {"product": "prod"}
 
 
 def _resolved(
@@ -55,6 +55,104 @@ def _resolved(
                 f"spec {spec}: {library} has no pending {partial.op}{only}; finish it first"
             )
     return resolved
+
+
+def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["Placement", ...]:
+    """Return torch's placements for a spec, one per mesh axis.
+
+    Axes in another order than from left to right, and parts of one size, are a `_StridedShard`.
+    Other parts, and blocks, raise `LossyConversionError`.
+
+    Examples
+    --------
+    >>> to_placements("[S10,R]", DeviceMesh(range(4), (2, 2)))
+    (_StridedShard(dim=0, sf=2), Shard(dim=0))
+    """
+    from torch.distributed.tensor import placement_types
+
+    return tuple(
+        getattr(placement_types, kind)(*args, **options)
+        for kind, args, options in _calls(spec, mesh)
+    )
+
+
+def to_shard_order(
+    spec: SpecLike, mesh: DeviceMesh
+) -> tuple[tuple["Placement", ...], dict[int, tuple[int, ...]]]:
+    """Return torch's placements without strides, and per sharded dim its axes, major first.
+
+    ``DTensorSpec.shard_order`` has them as ``ShardOrderEntry(dim, axes)``.
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    resolved = _resolved("torch's order of axes", spec, mesh, get_args(ReduceOp))
+    placements = tuple(
+        Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
+        for placement in to_placements(resolved, mesh)
+    )
+    order = resolved.dim_partition_dict.items()
+    return placements, {dim: tuple(map(int, axes)) for dim, axes in order}
+
+
+def from_placements(
+    placements: Sequence["Placement"],
+    dims: int | Sequence[int],
+    mesh: DeviceMesh,
+    *,
+    shard_order: Mapping[int, Sequence[int]] | None = None,
+) -> ShardingSpec:
+    """Return the spec that torch's placements, one per mesh axis, describe.
+
+    `dims` is the number of dims, or the shape of the tensor, which gives the sizes where a
+    `_StridedShard` means parts, ``S0{8,8}``. `shard_order` is ``DTensorSpec.shard_order`` as a
+    dict. Raises as `spec_of_placements` does, and `LossyConversionError` for a masked or scaled
+    partial.
+    """
+    return spec_of_placements([*map(_ours, placements)], dims, mesh.shape, shard_order)
+
+
+def _ours(placement: "Placement") -> OwnPlacement:
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+    # By exact class: those derived from Partial mean something else.
+    kind = type(placement)
+    if kind is Replicate:
+        return Whole()
+    if isinstance(placement, Shard) and kind is Shard:
+        return Split(placement.dim)
+    if isinstance(placement, _StridedShard):
+        return Split(placement.dim, int(placement.split_factor))
+    if isinstance(placement, Partial) and kind is Partial and placement.reduce_op in _OPS:
+        return PartialPlacement(_OPS[placement.reduce_op])
+    raise LossyConversionError(
+        f"placement {placement} has no counterpart in a spec; redistribute to Shard, Replicate or "
+        "Partial of sum, avg, min, max or product first"
+    )
+
+
+def placements_text(spec: SpecLike, mesh: DeviceMesh) -> str:
+    """Return the Python source of torch's placements; works without torch."""
+    texts = (
+        f"{kind}({', '.join([*map(json.dumps, args), *(f'{k}={v}' for k, v in options.items())])})"
+        for kind, args, options in _calls(spec, mesh)
+    )
+    return f"[{', '.join(texts)}]"
+
+
+def _calls(
+    spec: SpecLike, mesh: DeviceMesh
+) -> Iterator[tuple[str, tuple[int | str, ...], dict[str, int]]]:
+    """Yield the name of torch's class, and its arguments, for every mesh axis."""
+    for placement in placements_of(resolve_axes(ShardingSpec.of(spec), mesh), mesh.shape):
+        match placement:
+            case Whole():
+                yield "Replicate", (), {}
+            case PartialPlacement(op):
+                yield "Partial", ("product" if op == "prod" else op,), {}
+            case Split(dim, 1):
+                yield "Shard", (dim,), {}
+            case Split(dim, factor):
+                yield "_StridedShard", (dim,), {"split_factor": factor}
 
 
 def to_partition_spec(
@@ -91,7 +189,7 @@ def to_partition_spec(
 
 
 def from_partition_spec(
-    partition_spec: _PartitionSpec | Iterable[object], dims: int, *, unreduced: Iterable[str] = ()
+    partition_spec: Iterable[object], dims: int, *, unreduced: Iterable[str] = ()
 ) -> ShardingSpec:
     """Return the spec, axes by name, of a PartitionSpec of JAX or of its entries.
 
@@ -103,17 +201,14 @@ def from_partition_spec(
     >>> str(from_partition_spec([("y", "x")], 2))
     '[S(y,x),R]'
     """
-    pending = list(unreduced)
-    if isinstance(partition_spec, _PartitionSpec):
-        entries = tuple(partition_spec.partitions)
-        pending += partition_spec.unreduced
-        if reduced := sorted(partition_spec.reduced):
-            raise LossyConversionError(
-                f"{partition_spec}: a spec cannot say that gradients are unreduced over {reduced}; "
-                "leave out reduced="
-            )
-    else:
-        entries = tuple(partition_spec)
+    # A PartitionSpec cannot be iterated over where something is unreduced.
+    entries = tuple(getattr(partition_spec, "partitions", partition_spec))
+    pending = {*unreduced, *getattr(partition_spec, "unreduced", ())}
+    if reduced := sorted(getattr(partition_spec, "reduced", ())):
+        raise LossyConversionError(
+            f"{partition_spec}: a spec cannot say that gradients are unreduced over {reduced}; "
+            "leave out reduced="
+        )
     if len(entries) > dims:
         raise LayoutError(f"{len(entries)} entries {entries} for a tensor of {dims} dims")
     by_dim: dict[int, list[Axis]] = {}
