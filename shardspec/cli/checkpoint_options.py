@@ -50,7 +50,7 @@ class SourceOptions:
     )
 
     def open(self, *paths: Path | None, quiet: bool = False) -> "list[Catalog]":
-        """Open the checkpoints that are named; what is remarkable about them is said on stderr."""
+        """Open checkpoints; what is remarkable about them goes to stderr."""
         from shardspec.checkpoint.open import open_checkpoints
 
         named = [path for path in paths if path is not None]
@@ -124,11 +124,9 @@ def read_rules(path: Path) -> dict[str, str]:
 
 def sizes_option() -> Declared:
     """Declare the option for the sizes that a map may name."""
-    return option(
-        "JSON",
-        "A model's config.json: its whole numbers are sizes that the map may name.",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    )
+    path = click.Path(path_type=Path, exists=True, dir_okay=False)
+    text = "A model's config.json: its whole numbers are sizes that the map may name."
+    return option("JSON", text, type=path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +147,7 @@ class MapOptions:
 
 
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
-    """Return maps given by name or file, with the sizes that a model's config says."""
+    """Return maps given by name or file, with the sizes of a model's config."""
     from shardspec.checkpoint.store import path_exists
     from shardspec.resharding.maps import NameMap
     from shardspec.resharding.shipped import map_chain

@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import click
 
@@ -148,16 +148,9 @@ _COLUMNS: Final = ("source", "target", "cost_seconds", "bytes_received", "peak_b
 """Of CSV, and of a pair in JSON."""
 
 _Pair: TypeAlias = tuple[str, str, str]
-"""Two specs, and the place they stand at, for errors."""
-
-
-class _Cost(NamedTuple):
-    """What is printed about one pair."""
-
-    record: dict[str, object]
-    row: list[str]
-    """The same as text."""
-    errors: tuple[StepError, ...]
+"""Two specs, and where they are from, for errors."""
+_Cost: TypeAlias = tuple[dict[str, object], list[str], tuple[StepError, ...]]
+"""The cost of a pair as numbers and as text, and the known errors."""
 
 
 @command
@@ -192,14 +185,14 @@ def cost_command(
     nothing = not specs and pairs is None
     opts.refuse_if(nothing, "nothing to price; give specs in pairs FROM TO, or --pairs FILE")
     mesh, model = cluster.build()
-    every = chain(_given(specs), () if pairs is None else _read(pairs))
-    costs, order = _price(LayoutConverter(model), every, mesh, tensor)
-    known_error = errors_text(chain.from_iterable(cost.errors for cost in costs))
+    costs, order = _price(LayoutConverter(model), _pairs(specs, pairs), mesh, tensor)
+    known_error = errors_text(chain.from_iterable(errors for _, _, errors in costs))
+    records = (costs[place][0] for place in order)
     if as_csv:
         output = io.StringIO()
-        written = csv.writer(output, lineterminator="\n")
-        written.writerow(_COLUMNS)
-        written.writerows(costs[place].record.values() for place in order)
+        written = csv.DictWriter(output, _COLUMNS, lineterminator="\n")
+        written.writeheader()
+        written.writerows(records)
         click.echo(output.getvalue(), nl=False)
     elif as_json:
         answer = {
@@ -209,27 +202,24 @@ def cost_command(
             "link_model": model.link_model,
             "links": [link.as_dict() for link in model.links],
             "known_error": known_error,
-            "pairs": [costs[place].record for place in order],
+            "pairs": list(records),
         }
         say_json(answer)
     else:
-        titles, rows = ["from", "to", "steps", "receives", "time", "peak"], [c.row for c in costs]
+        titles = ["from", "to", "steps", "receives", "time", "peak"]
+        rows = [row for _, row, _ in costs]
         header, rule, *lines = table_text(titles, rows, numbers_from=2).split("\n")
         links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
         say("\n".join([header, rule, *(lines[place] for place in order)]))
         say(f"per device; {model.link_model} model; {links}\nknown error: {known_error}")
 
 
-def _given(specs: Sequence[str]) -> Iterator[_Pair]:
+def _pairs(specs: Sequence[str], file: str | None) -> Iterator[_Pair]:
+    """Yield the pairs of the arguments, and one per line; blanks in brackets belong to a spec."""
     for number, (source, target) in enumerate(zip(specs[::2], specs[1::2], strict=True), 1):
         yield source, target, f"pair {number}"
-
-
-def _read(file: str) -> Iterator[_Pair]:
-    """Read a pair per line; blanks inside brackets belong to a spec."""
-    origin = "standard input" if file == "-" else path_text(file)
-    pairs = 0
-    for number, line in enumerate(_lines(file), 1):
+    origin, pairs = "standard input" if file == "-" else path_text(file or ""), 0
+    for number, line in enumerate(() if file is None else _lines(file), 1):
         place = f"{origin}, line {number}"
         if len(line) > _MOST_CHARACTERS:
             raise InputFileError(f"{place}: is longer than {_MOST_CHARACTERS:,} characters")
@@ -251,9 +241,9 @@ def _read(file: str) -> Iterator[_Pair]:
 
 
 def _lines(file: str) -> Iterator[str]:
-    """Yield the lines of a file that may have no end, nor one of its lines."""
+    """Yield the lines of a file; neither it nor a line may have an end."""
     try:
-        # What is no text becomes a sign that no spec has, and an error of its line.
+        # Bytes that are no text become a character that no spec has, an error with its line.
         with click.open_file(file, encoding="utf-8-sig", errors="replace") as opened:
             while line := opened.readline(_MOST_CHARACTERS + 1):
                 yield line
@@ -293,12 +283,9 @@ def _price(
 
 
 def _cost(plan: ConversionPlan) -> _Cost:
-    ends = str(plan.source.spec), str(plan.target.spec)
+    specs = str(plan.source.spec), str(plan.target.spec)
     seconds, received, peak = plan.cost_seconds, plan.bytes_received, plan.peak_bytes
-    labels = (str(layout.labelled_spec) for layout in (plan.source, plan.target))
-    sizes = bytes_text(received), seconds_text(seconds), bytes_text(peak)
-    return _Cost(
-        dict(zip(_COLUMNS, (*ends, seconds, received, peak), strict=True)),
-        [*labels, str(len(plan.steps)), *sizes],
-        plan.errors,
-    )
+    labels = [str(layout.labelled_spec) for layout in (plan.source, plan.target)]
+    row = [str(len(plan.steps)), bytes_text(received), seconds_text(seconds), bytes_text(peak)]
+    record = dict(zip(_COLUMNS, (*specs, seconds, received, peak), strict=True))
+    return record, [*labels, *row], plan.errors
