@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import combinations, islice, product
+from itertools import chain, combinations, islice, product
 from math import inf
 from typing import Any, Final, TypeAlias
 
@@ -21,13 +21,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from shardspec.comm.steps import ReduceOp
 from shardspec.comm.torch_mesh import from_torch
 from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.interop.torch_dtensor import in_our_words, is_strided, layout_of, torch_dtensor
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import Axis, DeviceMesh
+from shardspec.mesh import DeviceMesh
 from shardspec.operations.tensor import TensorLike
 from shardspec.shards import check_copies
 
@@ -40,8 +39,6 @@ _SHOWN: Final = 4
 _Function: TypeAlias = Callable[..., Any]
 _Args: TypeAlias = Sequence[object]
 _Kwargs: TypeAlias = Mapping[str, object]
-_Use: TypeAlias = int | ReduceOp | None
-"""What an axis does: the dim that it shards, the reduction pending over it, or nothing."""
 
 
 class _Call:
@@ -93,37 +90,27 @@ def _refusal(name: str, call: _Call, error: Exception) -> LayoutError | None:
     )
 
 
-def _nearest(given: Sequence[Layout]) -> Iterator[list[Layout]]:
+def _nearest(given: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
     """Yield combinations of layouts, those that change the fewest axes first."""
-    uses = {
-        (place, axis): use
-        for place, layout in enumerate(given)
-        for axis, use in enumerate(_uses(layout))
-    }
-    for number in range(1, len(uses) + 1):
-        for changed in combinations(uses, number):
-            others = (
-                [use for use in (None, *range(given[place].spec.dims)) if use != uses[place, axis]]
-                for place, axis in changed
-            )
-            for chosen in product(*others):
-                layouts = list(given)
-                for (place, axis), use in zip(changed, chosen, strict=True):
-                    layouts[place] = _with_use(layouts[place], axis, use)
-                yield layouts
+    axes = [(place, axis) for place, one in enumerate(given) for axis in range(one.mesh.ndim)]
+    seen = {tuple(given)}
+    for changed in chain.from_iterable(combinations(axes, n + 1) for n in range(len(axes))):
+        for dims in product(*((None, *range(given[place].spec.dims)) for place, _ in changed)):
+            layouts = list(given)
+            for (place, axis), dim in zip(changed, dims, strict=True):
+                layouts[place] = _moved(layouts[place], axis, dim)
+            if tuple(layouts) not in seen:
+                seen.add(tuple(layouts))
+                yield tuple(layouts)
 
 
-def _uses(layout: Layout) -> list[_Use]:
-    dims = {axis: dim for dim, axes in layout.spec.dim_partition_dict.items() for axis in axes}
-    return [dims.get(axis, layout.spec.partial.get(axis)) for axis in range(layout.mesh.ndim)]
-
-
-def _with_use(layout: Layout, axis: int, use: int | None) -> Layout:
-    """Return the layout with another use of one axis; the axes of each dim ascend."""
-    uses = _uses(layout)
-    uses[axis] = use
-    by_dim = {dim: [a for a, u in enumerate(uses) if u == dim] for dim in range(layout.spec.dims)}
-    partial: dict[Axis, ReduceOp] = {a: u for a, u in enumerate(uses) if isinstance(u, str)}
+def _moved(layout: Layout, axis: int, dim: int | None) -> Layout:
+    """Return the layout where an axis shards another dim or none; the axes of each dim ascend."""
+    held = layout.spec.dim_partition_dict.items()
+    by_dim = {d: sorted({*axes} - {axis}, key=int) for d, axes in held}
+    if dim is not None:
+        by_dim[dim] = sorted([*by_dim.get(dim, []), axis], key=int)
+    partial = {a: op for a, op in layout.spec.partial.items() if a != axis}
     return layout.with_spec(ShardingSpec(layout.spec.dims, by_dim, partial=partial))
 
 
