@@ -14,16 +14,14 @@ import click
 from shardspec.boxes import box_size
 from shardspec.checkpoint import inspect
 from shardspec.checkpoint.catalog import box_text
-from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
 from shardspec.checkpoint.inspect import CheckpointSummary, TensorSummary
-from shardspec.checkpoint.select import Choice
-from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.cli import options as opts
 from shardspec.cli.checkpoint_options import CHECKPOINT, OTHER, ChoiceOptions, SourceOptions
 from shardspec.cli.options import argument, command, flag, option
 from shardspec.cli.output import path_text, progress_bar, say, say_json, say_parts
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Picture, ids_text
 from shardspec.text import bytes_text, counted, printable, shown, table_lines, table_text
 
@@ -188,24 +186,28 @@ def _some(summary: CheckpointSummary, only: str, of: int) -> Iterator[str]:
 def _tensors(summary: CheckpointSummary) -> Iterator[str]:
     """Yield an empty line, and a table of the tensors."""
     header = ["tensor", "spec", "dtype", "shape", "size", "remarks"]
-    rows = partial(map, _row, summary.tensors)
+    known: dict[Layout, list[str]] = {}  # most of 100,000 tensors share a layout
+
+    def row(tensor: TensorSummary) -> list[str]:
+        layout = tensor.layout
+        cells = _cells(tensor) if layout is None or layout not in known else known[layout]
+        if layout is not None:
+            known[layout] = cells
+        return [_name(tensor.name), *cells]
+
+    rows = partial(map, row, summary.tensors)
     yield ""
     yield from table_lines(header, rows, numbers=(3, 4), empty_columns=False)
 
 
-def _row(tensor: TensorSummary) -> list[str]:
+def _cells(tensor: TensorSummary) -> list[str]:
+    """Return the row of a tensor without its name."""
     holders = tensor.holders
     remarks = [word for word in ("replicated", "uneven") if getattr(holders, word)]
     if tensor.layout is None and len(holders.cells) > 1:
         remarks.insert(0, f"{len(holders.cells)} boxes")
     shape = "×".join(map(str, tensor.outline.shape)) or "scalar"
-    return [
-        _name(tensor.name),
-        *_spec(tensor),
-        shape,
-        bytes_text(tensor.num_bytes),
-        ", ".join(remarks),
-    ]
+    return [*_spec(tensor), shape, bytes_text(tensor.num_bytes), ", ".join(remarks)]
 
 
 def _spec(tensor: TensorSummary) -> list[str]:
@@ -266,6 +268,9 @@ def verify_command(
       shardspec verify ckpt --against model.safetensors
       shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
     """
+    from shardspec.checkpoint.diff import diff_checkpoints
+    from shardspec.checkpoint.verify import verify_checkpoint
+
     chosen = against is None and any(vars(choice).values())
     opts.refuse_if(chosen, "patterns choose what is compared; give --against too")
     every |= as_json
@@ -334,6 +339,9 @@ def diff_command(
       shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
       shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
     """
+    from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
+    from shardspec.checkpoint.select import Choice
+
     one, other = source.open(a, b)
     chosen, others = names_to_compare(one, other, Choice(**choice.arguments()))
     with progress_bar(not as_json, "diff") as progress:

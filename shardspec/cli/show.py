@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -22,8 +22,6 @@ from shardspec.cli.options import (
 )
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.errors import LayoutError, LossyConversionError
-from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.drawing import Drawing, dot_text, draw_transitions, svg_text
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Paint, box_rgb
 from shardspec.mesh import DeviceMesh
@@ -32,12 +30,7 @@ from shardspec.text import bytes_text, counted, printable
 _MOST_DEVICES: Final = 4096
 _MOST_IN_SVG: Final = 200
 """Specs that can be told apart on one page."""
-_WRITERS: Final[Mapping[str, Callable[[Drawing], str]]] = {
-    ".dot": dot_text,
-    ".gv": dot_text,
-    ".svg": svg_text,
-}
-"""By the suffix of the file."""
+_DRAWINGS: Final = (".dot", ".gv", ".svg")
 _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")
 
 
@@ -192,8 +185,8 @@ def _parse_output(text: str) -> Path:
             f"{text}: .png needs Graphviz; write {dot.name}, then 'dot -Tpng {dot.name} -o "
             f"{path.name}'"
         )
-    if kind not in _WRITERS:
-        raise ValueError(f"{text}: give a name that ends in {', '.join(_WRITERS)}")
+    if kind not in _DRAWINGS:
+        raise ValueError(f"{text}: give a name that ends in {', '.join(_DRAWINGS)}")
     return path
 
 
@@ -229,6 +222,9 @@ def graph_command(
 
     With Graphviz, 'dot -Tpng path.dot -o path.png' makes a PNG.
     """
+    from shardspec.layout.converter import LayoutConverter
+    from shardspec.layout.drawing import dot_text, draw_transitions, svg_text
+
     devices, model = cluster.build()
     if not specs:
         if dims is None:
@@ -245,14 +241,14 @@ def graph_command(
         source = Layout(devices, specs[0], shape, dtype)
         plan = LayoutConverter(model).plan(source, source.with_spec(specs[1]))
         drawing = draw_transitions(devices, len(shape), plan)
-    writer = _WRITERS[".dot" if output is None else output.suffix.lower()]
+    as_svg = output is not None and output.suffix.lower() == ".svg"
     nodes = sum(map(len, drawing.columns))
-    if writer is svg_text and nodes > _MOST_IN_SVG:
+    if as_svg and nodes > _MOST_IN_SVG:
         raise LayoutError(
             f"{nodes} specs are too many for one picture, the limit is {_MOST_IN_SVG}; write a "
             ".dot file, or draw fewer mesh axes or dims"
         )
-    text = writer(drawing)
+    text = svg_text(drawing) if as_svg else dot_text(drawing)
     if output is not None:
         write_file(output, text, overwrite=overwrite)
     if as_json:
