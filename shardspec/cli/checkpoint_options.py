@@ -44,7 +44,7 @@ class SourceOptions:
     )
     source_rules: Path | None = option(
         "FILE",
-        "TOML file that says how the ranks cut tensors, for formats that do not say it and names "
+        "TOML file that says how the ranks shard tensors, for formats that do not say it and names "
         "that the library does not know.",
         type=_RULES,
     )
@@ -95,7 +95,7 @@ class ChoiceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleOptions:
-    """How tensors are to be cut."""
+    """How to shard tensors."""
 
     rules: Path | None = option("FILE", "TOML file with name patterns and specs.", type=_RULES)
     rule: tuple[tuple[str, str], ...] = option(

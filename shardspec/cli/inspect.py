@@ -44,7 +44,7 @@ def inspect_command(
     index: tuple[int, ...] | None = option(
         opts.INDEX, "Say which ranks hold this element, row or block of the tensors that match."
     ),
-    picture: bool = flag("Draw how the tensors that match are cut."),
+    picture: bool = flag("Draw how the tensors that match are sharded."),
     only: str | None = option(
         click.Choice(("replicated", "uneven")),
         "Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
@@ -259,7 +259,7 @@ def verify_command(
 ) -> None:
     """Check that every byte of CKPT is there and, where digests were saved, as it was saved.
 
-    Boxes tile every tensor, files are whole, replicas agree. Exits with 3 at a flaw.
+    Boxes tile every tensor, files are complete, replicas agree. Exits with 3 at a flaw.
     With --against, patterns choose and name the tensors that are compared, as by diff.
 
     Examples:

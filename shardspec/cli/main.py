@@ -33,14 +33,14 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "explore": ("show", "Write a page in which to watch conversions."),
     "graph": ("show", "Draw the specs and the steps among them, and a plan's path."),
     "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
-    "merge": ("write", "Write the whole tensors of a checkpoint into files."),
+    "merge": ("write", "Write the global tensors of a checkpoint into files."),
     "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
     "plan-state": ("write", "Plan how a mesh gets a model from a checkpoint."),
     "profile": ("links", "Measure the links of a cluster, under torchrun."),
     "show": ("show", "Show which devices hold which part of a tensor."),
     "presets": ("links", "Show the links that --links knows, with their sources."),
     "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
-    "verify": ("inspect", "Check that a checkpoint is whole and as it was saved."),
+    "verify": ("inspect", "Check that a checkpoint is complete and as it was saved."),
 }
 """Name to the module with the command, and a line of help, so that help imports none of them."""
 

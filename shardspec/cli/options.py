@@ -294,7 +294,7 @@ class TensorOptions:
     """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...] = option(
-        SHAPE, 'Sizes of the whole tensor: 4096x4096; "" for a scalar.', required=True
+        SHAPE, 'Sizes of the global tensor: 4096x4096; "" for a scalar.', required=True
     )
     dtype: str = dtype_option()
 

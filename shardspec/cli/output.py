@@ -1,4 +1,4 @@
-"""What commands print and write: lines that are safe to print, whole files, progress."""
+"""What commands print and write: lines that are safe to print, files, progress."""
 
 import json
 import os

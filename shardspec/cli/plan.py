@@ -75,9 +75,8 @@ def plan_command(
       shardspec plan "[S0,R]" "[S0,S1]" --mesh 2x4 --target-mesh 3x4 --shape 4096x4096
       shardspec plan "[R|P0]" "[R]" --mesh 8 --shape 1000 --link-model shared-bus --json
 
-    A spec says how each dim of the tensor is cut: R is whole, S0 is cut over axis 0 of the mesh,
-    S01 over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is still
-    pending.
+    A spec says how each dim of the tensor is sharded: R is replicated, S0 is sharded over axis 0 of
+    the mesh, S01 over axis 0 and inside each block over axis 1. |P0 is a pending sum over axis 0.
     """
     devices, model = cluster.build()
     here = Layout(devices, source, tensor.shape, tensor.dtype)

@@ -46,7 +46,7 @@ def show_command(
     ),
     overwrite: bool = opts.overwrite_flag(),
 ) -> None:
-    """Show which devices hold which part of a tensor that is cut as SPEC.
+    """Show which devices hold which part of a tensor that is sharded as SPEC.
 
     In the terminal every box has a colour of its own; where the output is piped it is plain.
 
@@ -141,7 +141,7 @@ def convert_command(
         "The library; all of them if left out.",
     ),
     shape: tuple[int, ...] | None = option(
-        opts.SHAPE, "Sizes of the tensor, 4096x4096, to find out whether they can be cut so."
+        opts.SHAPE, "Sizes of the tensor, 4096x4096, to check that JAX can shard them so."
     ),
     as_json: bool = opts.json_flag(),
 ) -> None:
@@ -199,7 +199,7 @@ def graph_command(
         "COUNT", "Dims of the tensor, where no FROM and TO are given.", type=click.IntRange(0)
     ),
     shape: tuple[int, ...] | None = option(
-        opts.SHAPE, 'Sizes of the whole tensor, for the path: 4096x4096; "" for a scalar.'
+        opts.SHAPE, 'Sizes of the global tensor, for the path: 4096x4096; "" for a scalar.'
     ),
     dtype: str = opts.dtype_option(),
     output: Path | None = opts.output_option(

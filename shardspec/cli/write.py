@@ -42,9 +42,9 @@ class _HowToWrite:
     reread: bool = unless(
         "Compare bytes with the digests that were saved, but do not read OUT again."
     )
-    dry_run: bool = flag("Check what describes CKPT, say what would be done, and stop.")
+    dry_run: bool = flag("Check the headers of CKPT, say what would be done, and stop.")
     sidecars: bool = unless(
-        "Leave behind what lies beside the weights, such as config.json and a tokenizer."
+        "Do not copy the files next to the weights, such as config.json and a tokenizer."
     )
 
 
@@ -131,11 +131,11 @@ def merge_command(
     metadata: bool = unless("Leave out what safetensors files say in their metadata."),
     options: _Options,
 ) -> None:
-    """Write the whole tensors of the checkpoint CKPT into one file, or files of a limited size.
+    """Write the global tensors of the checkpoint CKPT into one file, or files of a limited size.
 
-    CKPT may be of any format that can be read. Checks first that what describes it agrees with its
-    files, that the boxes of every tensor tile it and that boxes stored twice agree; finishes
-    pending reductions. OUT appears when it is complete and was read again.
+    CKPT may be of any format that can be read. Checks first that headers agree with files, that
+    the boxes of every tensor tile it and that replicas agree; finishes pending reductions. OUT
+    appears when it is complete and was read again.
 
     Examples:
       shardspec merge ckpt -o model.safetensors
@@ -168,12 +168,10 @@ def reshard_command(
     checkpoint: Path = argument(ckpt.CHECKPOINT),
     output: str = opts.output_option("The directory to write.", "OUT", required=True),
     mesh: opts.MeshShape | None = option(
-        opts.MESH, "Devices to cut for, outermost axis first: 2x4, or with names dp=2,tp=4."
+        opts.MESH, "Devices to shard for, outermost axis first: 2x4, or with names dp=2,tp=4."
     ),
     rules: ckpt.RuleOptions,
-    like: Path | None = option(
-        ckpt.OTHER, "Cut as this checkpoint is, which says its mesh and specs."
-    ),
+    like: Path | None = option(ckpt.OTHER, "Shard as this checkpoint, which has a mesh and specs."),
     to: conversion.ReshardedFormat = option(
         click.Choice(conversion.RESHARDED_FORMATS),
         "The format of OUT: shardspec's own, that of torch.distributed.checkpoint, or of a run of "
@@ -189,16 +187,16 @@ def reshard_command(
     is complete and was read again.
 
     Examples:
-      shardspec reshard ckpt -o cut --mesh 4x2 --rules rules.toml
-      shardspec reshard model.safetensors -o cut --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
-      shardspec reshard ckpt -o cut --like other_ckpt
-      shardspec reshard ckpt -o cut --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
+      shardspec reshard ckpt -o sharded --mesh 4x2 --rules rules.toml
+      shardspec reshard model.safetensors -o sharded --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
+      shardspec reshard ckpt -o sharded --like other_ckpt
+      shardspec reshard ckpt -o out --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
       shardspec reshard zero_run -o universal --to deepspeed-universal
 
     A file of rules has a line for each pattern of names:
       "*.up.weight" = "[S1,R]"
       "*.down.weight" = "[R,S1]"
-    What no rule matches is kept whole on every device.
+    What no rule matches is replicated on every device.
     """
     cuts = rules.rules is not None or bool(rules.rule)
     universal = to == "deepspeed-universal"
@@ -210,7 +208,7 @@ def reshard_command(
     one = (mesh is None) == (like is None)
     opts.refuse_if(not universal and one, "give either --mesh, with rules, or --like")
     opts.refuse_if(
-        like is not None and cuts, "--like says how to cut; leave out --rules and --rule"
+        like is not None and cuts, "--like says how to shard; leave out --rules and --rule"
     )
     specs = rules.read()
 
@@ -228,7 +226,7 @@ def reshard_command(
 
     _write("reshard", options, convert)
     if mesh is not None and not specs and not options.quiet:
-        say("note: no rules were given, so every tensor is whole on every device", err=True)
+        say("note: no rules were given, so every tensor is replicated on every device", err=True)
 
 
 @command
