@@ -15,16 +15,9 @@ from numpy.typing import NDArray
 from shardspec.boxes import box_shape
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
+from shardspec.layout import placements as own
 from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
-from shardspec.layout.placements import (
-    PartialPlacement,
-    Split,
-    Whole,
-    placements_of,
-    spec_of_placements,
-)
-from shardspec.layout.placements import Placement as OwnPlacement
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 
@@ -108,22 +101,22 @@ def from_placements(
     dict. Raises as `spec_of_placements` does, and `LossyConversionError` for a masked or scaled
     partial.
     """
-    return spec_of_placements([*map(_ours, placements)], dims, mesh.shape, shard_order)
+    return own.spec_of_placements([*map(_ours, placements)], dims, mesh.shape, shard_order)
 
 
-def _ours(placement: "Placement") -> OwnPlacement:
+def _ours(placement: "Placement") -> own.Placement:
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
     # By exact class: those derived from Partial mean something else.
     kind = type(placement)
     if kind is Replicate:
-        return Whole()
+        return own.Whole()
     if isinstance(placement, Shard) and kind is Shard:
-        return Split(placement.dim)
+        return own.Split(placement.dim)
     if isinstance(placement, _StridedShard):
-        return Split(placement.dim, int(placement.split_factor))
+        return own.Split(placement.dim, int(placement.split_factor))
     if isinstance(placement, Partial) and kind is Partial and placement.reduce_op in _OPS:
-        return PartialPlacement(_OPS[placement.reduce_op])
+        return own.PartialPlacement(_OPS[placement.reduce_op])
     raise LossyConversionError(
         f"placement {placement} has no counterpart in a spec; redistribute to Shard, Replicate or "
         "Partial of sum, avg, min, max or product first"
@@ -143,15 +136,15 @@ def _calls(
     spec: SpecLike, mesh: DeviceMesh
 ) -> Iterator[tuple[str, tuple[int | str, ...], dict[str, int]]]:
     """Yield the name of torch's class, and its arguments, for every mesh axis."""
-    for placement in placements_of(resolve_axes(ShardingSpec.of(spec), mesh), mesh.shape):
+    for placement in own.placements_of(resolve_axes(ShardingSpec.of(spec), mesh), mesh.shape):
         match placement:
-            case Whole():
+            case own.Whole():
                 yield "Replicate", (), {}
-            case PartialPlacement(op):
+            case own.PartialPlacement(op):
                 yield "Partial", ("product" if op == "prod" else op,), {}
-            case Split(dim, 1):
+            case own.Split(dim, 1):
                 yield "Shard", (dim,), {}
-            case Split(dim, factor):
+            case own.Split(dim, factor):
                 yield "_StridedShard", (dim,), {"split_factor": factor}
 
 
@@ -318,11 +311,11 @@ def sbp_text(spec: SpecLike, mesh: DeviceMesh) -> str:
             )
 
     def word(placement: object) -> str:
-        if isinstance(placement, Split):
+        if isinstance(placement, own.Split):
             return f"S({placement.dim})"
-        return "P" if isinstance(placement, PartialPlacement) else "B"
+        return "P" if isinstance(placement, own.PartialPlacement) else "B"
 
-    return f"({','.join(map(word, placements_of(resolved, mesh.shape)))})"
+    return f"({','.join(map(word, own.placements_of(resolved, mesh.shape)))})"
 
 
 def to_colossal(spec: SpecLike, mesh: DeviceMesh) -> dict[int, list[int]]:
