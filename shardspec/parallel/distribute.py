@@ -34,7 +34,7 @@ def distribute_module(
     outputs: Mapping[str, SpecLike] | None = None,
     src_rank: int | None = 0,
 ) -> nn.Module:
-    """Shard a module's parameters by rules, in place; every rank of the job calls it.
+    """Shard a module's parameters by rules, in place, and return it; every rank calls this.
 
     Parameters and buffers become DTensors of torch, for its optimizers, `fully_shard` and
     distributed checkpoints. What no rule matches is replicated. Meta tensors stay without data, and
@@ -58,11 +58,6 @@ def distribute_module(
         activations where propagation alone would not, as in sequence parallelism.
     src_rank
         The rank whose values count, as for `DTensor`.
-
-    Returns
-    -------
-    torch.nn.Module
-        The module itself.
 
     Raises
     ------
