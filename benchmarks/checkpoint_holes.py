@@ -23,7 +23,7 @@ from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
 from shardspec.checkpoint.targets import OutputTensor, Write, assign_boxes
 from shardspec.checkpoint.torch_files.writer import ZipPlan
-from shardspec.interop.torch_placements import to_placements
+from shardspec.interop.notations import to_placements
 
 __all__ = ["FORMATS", "main", "many_tensors", "of_model", "write_holes"]
 

@@ -116,7 +116,7 @@ def write_own(state: State, at: Path) -> None:
     """shardspec's own format."""
     from shardspec import DeviceMesh, Layout, save_sharded
     from shardspec import DTensor as OwnDTensor
-    from shardspec.interop.torch_placements import from_placements
+    from shardspec.interop.notations import from_placements
 
     ours = {}
     for name, tensor in state.items():

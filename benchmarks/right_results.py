@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import DeviceMesh, DTensor, Layout, ShardingSpec, SimulatedCommunicator
-from shardspec.interop.torch_placements import to_placements
+from shardspec.interop.notations import to_placements
 from shardspec.text import table_text
 from tests.conversions import (
     partial_specs,

@@ -47,13 +47,7 @@ _TITLES = {
 _BESIDE = {
     "Ready rules for modules": ("parallel.distribute", "parallel.rules"),
     "Steps of plans": ("comm.steps",),
-    "Words of others": (
-        "interop.torch_placements",
-        "interop.torch_dtensor",
-        "interop.jax_specs",
-        "interop.other_specs",
-        "interop.dcp_chunks",
-    ),
+    "Other notations": ("interop.notations", "interop.torch_dtensor"),
     "What a trace holds": ("tracing",),
     "Kinds of errors": ("errors",),
 }
@@ -84,10 +78,11 @@ def _names_beside() -> str:
         for part in parts:
             module = import_module(f"shardspec.{part}")
             lines += [f"From `shardspec.{part}`:", ""]
-            for name in module.__all__:
+            for name in getattr(module, "__all__", vars(module)):
                 described = getattr(module, name)
                 own = getattr(described, "__module__", "") == module.__name__
-                if own and name not in shardspec._HOME and callable(described):
+                beside = not name.startswith("_") and name not in shardspec._HOME
+                if own and beside and callable(described):
                     lines += _entry(module.__name__, name)
     return "\n".join(lines)
 

@@ -3,11 +3,11 @@
 Gradients follow the convention of `torch.distributed.tensor`: a program on shards stands for one
 program on the global tensor, and the gradient at a device is that of its box. Devices that hold the
 same box must receive the same gradient. They do where every rank computes the same loss from
-`to_global`, or a loss from `to_local` whose ``grad_spec`` says what is still to be summed.
+`to_global`, or a loss from `to_local` with the ``grad_spec`` of what is still to be summed.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,7 @@ from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.operations.tensor import TensorLike
-from shardspec.shards import added_up, check_dense, check_shards, facts_of, shards_of
+from shardspec.shards import added_up, check_dense, check_shards, facts_of, new_layout, shards_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -37,43 +37,38 @@ if TYPE_CHECKING:
 class DTensor(TensorLike):
     """A tensor that is sharded over a mesh.
 
-    In a job, torch's functions, methods and operators work on it, forward and backward: layouts
-    propagate by torch's own DTensor, which it becomes without a copy.
+    In a job, torch's functions, methods and operators work on it, forward and backward: it becomes
+    torch's own DTensor without a copy, which propagates layouts.
 
     Parameters
     ----------
     tensor
-        The global tensor. In a job every rank of the mesh gives one of the same shape and dtype,
-        and that of `src_rank` counts: its boxes are sent to the others. Its gradient is not
-        tracked: like torch's, a new DTensor is a leaf.
+        The global tensor; in a job every rank of the mesh gives one of the same shape and dtype.
+        Like torch's, a new DTensor is a leaf: the gradient of `tensor` is not tracked.
     device_mesh, sharding_spec
-        Where, and how to shard; the spec may be given in its notation.
+        Where, and how to shard; the spec may be given as text.
     src_rank
-        The rank whose tensor it is, as its place among ``device_mesh.ids``: 0, as torch has it, is
-        the mesh's first device. None sends nothing and takes each rank's boxes from its own
-        tensor, which is then the same on every rank; ``SHARDSPEC_CHECK=1`` in the environment
-        checks that it is.
+        The rank whose tensor is sent to the others, as an index into ``device_mesh.ids``. With None
+        nothing is sent: the tensor has to be the same on every rank, which ``SHARDSPEC_CHECK=1`` in
+        the environment checks.
     communicator
-        Who moves shards: by default the running job, or this process alone where there is none.
+        Moves shards; by default that of the running job, or without a job one that simulates all
+        devices in this process.
 
     Raises
     ------
     LayoutError
-        If the tensor is none or is sparse, the spec does not fit it or has pending reductions (use
-        `from_local`), or `src_rank` is none of the mesh's.
+        If this is no dense tensor, the spec does not fit it or has pending reductions (use
+        `from_local`), or `src_rank` is out of range.
     AxisError
         If the mesh lacks an axis of the spec.
     CommunicatorError
-        If the job is not initialised, lacks a device of the mesh, or its ranks give tensors of
-        different shapes, dtypes or specs.
+        If the job lacks a device of the mesh, or its ranks give different shapes, dtypes or specs.
 
     Examples
     --------
     >>> a = torch.arange(6).reshape(2, 3)
     >>> t = DTensor(a, DeviceMesh(range(4), (2, 2)), "[R,S01]")
-    >>> t.to_local(1)
-    tensor([[1],
-            [4]])
     >>> t.redistribute("[S1,R]").to_local(1)
     tensor([[3, 4, 5]])
     >>> bool((t.to_global() == a).all())
@@ -92,19 +87,14 @@ class DTensor(TensorLike):
         communicator: Communicator | None = None,
     ) -> None:
         check_dense(tensor)
-        layout = Layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
-        if layout.spec.partials:
-            raise LayoutError(
-                f"a global tensor cannot be sharded as {layout.spec}: a pending reduction has one "
-                "addend per device; give each device's addend to DTensor.from_local"
-            )
-        self.layout = layout
+        self.layout = new_layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
         self.communicator = _checked(communicator, device_mesh)
         self._torch = self._history = None
         with torch.no_grad():
-            self._shards = shards_of(tensor, layout, self.communicator, src_rank)
-        for shard in self._shards.values():
-            shard.requires_grad_(tensor.requires_grad)
+            shards = shards_of(tensor, self.layout, self.communicator, src_rank)
+        self._shards = {
+            d: shard.requires_grad_(tensor.requires_grad) for d, shard in shards.items()
+        }
 
     @classmethod
     def from_shards(
@@ -113,17 +103,27 @@ class DTensor(TensorLike):
         layout: Layout,
         communicator: Communicator | None = None,
     ) -> "DTensor":
-        """Put the shards of this process under a layout, without a copy or a word to other ranks.
+        """Put the shards of this process, by physical id, under a layout, without a copy.
 
-        They are given by physical id. A `LayoutError` says that one is missing, or that its shape
+        Other ranks are not asked. A `LayoutError` says that a shard is missing, or that its shape
         or dtype is not that of the layout.
         """
-        result = cls.__new__(cls)
-        result.layout, result.communicator = layout, _checked(communicator, layout.mesh)
-        here = result.communicator.addressable
+        chosen = _checked(communicator, layout.mesh)
+        here = chosen.addressable
         check_shards(layout, {d: facts_of(shards[d]) if d in shards else None for d in here})
-        result._torch = result._history = None
-        result._shards = {device: shards[device] for device in here}
+        return cls._made(layout, chosen, {device: shards[device] for device in here})
+
+    @classmethod
+    def _made(
+        cls,
+        layout: Layout,
+        communicator: Communicator,
+        shards: dict[int, torch.Tensor] | None,
+        tensor: "TorchDTensor | None" = None,
+    ) -> "DTensor":
+        result = cls.__new__(cls)
+        result.layout, result.communicator = layout, communicator
+        result._shards, result._torch, result._history = shards, tensor, None
         return result
 
     @classmethod
@@ -132,17 +132,9 @@ class DTensor(TensorLike):
     ) -> "DTensor":
         """Make a DTensor of torch's: the same storage, and gradients flow back.
 
-        A rank outside the mesh gets a tensor without shards. `device_mesh` is the mesh it is on,
-        where that has links or names that torch's mesh lacks.
-
-        Raises
-        ------
-        LayoutError
-            If the tensor is not one of torch's DTensors, or its shards are not boxes.
-        LossyConversionError
-            If a placement has no counterpart in a spec.
-        MeshError
-            If torch's mesh belongs to another job.
+        A rank outside the mesh gets a tensor without shards. `device_mesh` is its mesh with links
+        or names that torch's mesh lacks. Raises `LayoutError` if this is no DTensor of torch or a
+        placement has no counterpart in a spec, and `MeshError` if its mesh is of another job.
         """
         from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -154,17 +146,8 @@ class DTensor(TensorLike):
                 "from_local for a shard, or distribute_tensor for a global tensor"
             )
         layout = layout_of(tensor, device_mesh)
-        result = cls._of_torch(tensor, layout, communicator_of(layout.mesh))
-        check_shards(result.layout, {d: facts_of(shard) for d, shard in result.shards.items()})
-        return result
-
-    @classmethod
-    def _of_torch(
-        cls, tensor: "TorchDTensor", layout: Layout, communicator: Communicator
-    ) -> "DTensor":
-        result = cls.__new__(cls)
-        result.layout, result.communicator = layout, communicator
-        result._torch, result._shards, result._history = tensor, None, None
+        result = cls._made(layout, communicator_of(layout.mesh), None, tensor)
+        check_shards(layout, {d: facts_of(shard) for d, shard in result.shards.items()})
         return result
 
     @classmethod
@@ -179,22 +162,10 @@ class DTensor(TensorLike):
     ) -> "DTensor":
         """Make a DTensor of the shards that the devices already hold; every rank calls it.
 
-        Parameters
-        ----------
-        local
-            This rank's shard, or the shard of every addressable device by physical id. Kept, not
-            copied; gradients flow back to it.
-        device_mesh, sharding_spec
-            Where, and how it is sharded; reductions may be pending.
-        global_shape
-            Sizes of the global tensor; by default added up from the shards.
-        communicator
-            As for the constructor.
-
-        Raises
-        ------
-        LayoutError
-            On every rank, if any rank's shard has another shape or dtype than the layout says.
+        `local` is this rank's shard, or a dict with that of every addressable device by physical
+        id. It is not copied, and gradients flow back to it. Reductions may be pending. The global
+        shape is by default the sum of the shards' sizes. A `LayoutError` on every rank says that
+        the shard of some rank has another shape or dtype than the layout.
 
         Examples
         --------
@@ -205,17 +176,13 @@ class DTensor(TensorLike):
         >>> DTensor.from_local(halves, mesh, "[R|P0]").to_global()
         tensor([4., 6.])
         """
-        chosen = _checked(communicator, device_mesh)
-        if not chosen.addressable:
-            raise CommunicatorError(
-                f"this rank is not part of mesh {device_mesh} with ids {device_mesh.ids}; only its "
-                "ranks hold shards"
-            )
-        shards = dict(local) if isinstance(local, Mapping) else {chosen.addressable[0]: local}
-        if set(shards) != set(chosen.addressable):
+        chosen = _checked(communicator, device_mesh, "hold shards")
+        here = chosen.addressable
+        shards = dict(local) if isinstance(local, Mapping) else {here[0]: local}
+        if set(shards) != set(here):
             raise LayoutError(
                 f"shards given for the devices {sorted(shards)}, but this process holds the "
-                f"devices {sorted(chosen.addressable)}; give a dict with one shard for each"
+                f"devices {sorted(here)}; give a dict with one shard for each"
             )
         # Every rank sees every rank's facts, so all of them raise the same error or none does.
         facts = chosen.gather({device: facts_of(shard) for device, shard in shards.items()})
@@ -224,37 +191,54 @@ class DTensor(TensorLike):
         shape = added_up(device_mesh, spec, facts) if global_shape is None else global_shape
         layout = Layout(device_mesh, spec, shape, dtype)
         check_shards(layout, facts)
-        return cls.from_shards(shards, layout, chosen)
+        return cls._made(layout, chosen, {device: shards[device] for device in here})
 
-    @classmethod
-    def _wrapped(cls, tensor: "TorchDTensor", like: TensorLike) -> "DTensor":
+    def _wrap(self, tensor: "TorchDTensor") -> "DTensor":
         from shardspec.interop.torch_dtensor import is_strided, layout_of
 
-        mesh = like.layout.mesh
         if is_strided(tensor):
             # torch splits strided shards by a rule of its own where they are uneven.
-            return cls.from_torch(tensor, device_mesh=mesh)
-        return cls._of_torch(tensor, layout_of(tensor, mesh), like.communicator)
+            return DTensor.from_torch(tensor, device_mesh=self.device_mesh)
+        return self._made(layout_of(tensor, self.device_mesh), self.communicator, None, tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Carry out a torch function that has a DTensor among its arguments."""
+        if not all(issubclass(kind, TensorLike | torch.Tensor) for kind in types):
+            return NotImplemented
+        from shardspec.operations.apply import apply
+
+        return apply(function, args, kwargs or {})
+
+    def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        return self.__torch_function__(function, (type(self),), (self, *args), kwargs)
 
     @property
     def grad(self) -> "DTensor | None":
-        """Gradients of the shards as a DTensor with nothing pending; None if absent.
+        """Gradients of the shards, with nothing pending; None if absent.
 
-        Of a tensor that was made of torch's: its gradient, in torch's layout.
+        Where the tensor was made of torch's, its gradient in torch's layout.
         """
-        if self._own() is None:
-            assert self._torch is not None, "it is made of the one or of the other"
-            grad = self._torch.grad if self._torch.is_leaf or self._torch.retains_grad else None
-            return None if grad is None else DTensor.from_torch(grad, device_mesh=self.device_mesh)
-        collected = {d: s for d, s in self.shards.items() if s.is_leaf or s.retains_grad}
-        grads = {d: shard.grad for d, shard in collected.items() if shard.grad is not None}
-        if len(grads) < len(self.shards) or not grads:
+        own = self._own()
+        if own is None:
+            theirs = _grad_of(self.to_torch())
+            if theirs is None:
+                return None
+            return DTensor.from_torch(theirs, device_mesh=self.device_mesh)
+        grads = {d: grad for d, shard in own.items() if (grad := _grad_of(shard)) is not None}
+        if len(grads) < len(own) or not grads:
             return None
         layout = self.layout.with_spec(self.layout.spec.without_partial())
         return DTensor.from_shards(grads, layout, self.communicator)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Of a leaf that torch has, the shards are leaves too, so that they can be copied.
+        # Only leaves can be copied.
         leaf = self._own() is None and self._torch is not None and self._torch.is_leaf
         shards = {
             device: shard.detach().requires_grad_(shard.requires_grad) if leaf else shard
@@ -271,37 +255,21 @@ class DTensor(TensorLike):
     ) -> torch.Tensor:
         """Return the shard of this rank, or of one of the devices that this process holds.
 
-        Parameters
-        ----------
-        physical_id
-            Which device; may be left out where the process holds one.
-        grad_spec
-            Layout of the gradient that will arrive, where it differs: the same dims with a sum or
-            mean pending over the axes whose devices each compute a part of the loss. By default
-            the gradient is taken to be complete.
-
-        Raises
-        ------
-        CommunicatorError
-            If its shard is not in this process, or several are and none is named.
-        LayoutError
-            If `grad_spec` shards the tensor in another way.
+        `grad_spec` is the layout of the gradient that will arrive, where it is not complete: the
+        same dims with a sum or mean pending over the axes whose devices each compute a part of the
+        loss. Raises `CommunicatorError` if the shard is not in this process, or several are and
+        none is named, and `LayoutError` if `grad_spec` shards the tensor in another way.
         """
         shards = self.shards
-        if physical_id is None:
-            if len(shards) != 1:
-                raise CommunicatorError(
-                    f"this process holds the shards of {len(shards)} devices "
-                    f"{tuple(shards)}; name one, as in to_local({self.device_mesh.ids[0]})"
-                )
-            (physical_id,) = shards
-        if physical_id not in shards:
+        device = next(iter(shards)) if physical_id is None and len(shards) == 1 else physical_id
+        if device is None or device not in shards:
+            remedy = f"name one, as in to_local({self.device_mesh.ids[0]})"
             raise CommunicatorError(
-                f"the shard of device {physical_id} is not in this process, which holds "
-                f"{tuple(shards)}"
+                f"this process holds the shards of {len(shards)} devices {tuple(shards)}"
+                f"{f'; {remedy}' if device is None else f', not that of device {device}'}"
             )
         if grad_spec is None:
-            return shards[physical_id]
+            return shards[device]
         arriving = self.layout.with_spec(grad_spec)
         if arriving.spec.dim_specs != self.layout.spec.dim_specs or any(
             p.op not in ("sum", "avg") for p in arriving.spec.partials
@@ -311,31 +279,26 @@ class DTensor(TensorLike):
                 "leave only sums or means pending"
             )
         plan = LayoutConverter().plan(arriving, arriving.spec.without_partial())
-        return with_gradient_reduced(plan, self.communicator, shards)[physical_id]
+        return with_gradient_reduced(plan, self.communicator, shards)[device]
 
     def redistribute(
         self, sharding_spec: SpecLike, *, device_mesh: DeviceMesh | None = None
     ) -> "DTensor":
         """Convert the tensor to another spec by the cheapest plan; every rank calls it.
 
-        Differentiable any number of times, except through a pending min, max or prod, and except
-        to a mesh of other devices. Where nothing moves the shards are shared, else they are new.
+        Differentiable any number of times, except through a pending min, max or prod, and to a mesh
+        of other devices. Where nothing moves the result shares the shards.
 
-        Parameters
-        ----------
-        sharding_spec
-            The spec of the result.
-        device_mesh
-            Its mesh; by default the same. The devices may be the same in another shape or order,
-            more, fewer or others. Every rank of either mesh calls this, other ranks may. A rank
-            outside this mesh has a tensor without shards, by ``DTensor.from_shards({}, layout)``;
-            one outside the other mesh gets one.
+        Another `device_mesh` may have the same devices in another shape or order, more, fewer or
+        others. Every rank of either mesh calls this, other ranks may. A rank outside this mesh
+        calls it on ``DTensor.from_shards({}, layout)``; one outside the other mesh gets a tensor
+        without shards.
 
         Raises
         ------
         LayoutError
-            If the spec is for another number of dims or has a reduction pending that the tensor
-            has not, or a gradient is tracked that cannot be computed.
+            If the spec is for another number of dims or has a pending reduction that the tensor
+            lacks, or a gradient is tracked that cannot be computed.
         AxisError
             If the mesh lacks an axis of the spec.
         CommunicatorError
@@ -352,49 +315,37 @@ class DTensor(TensorLike):
         return self.convert(LayoutConverter().plan(self.layout, target))
 
     def convert(self, plan: ConversionPlan) -> "DTensor":
-        """Carry out a plan that starts from this tensor's layout; raises as `redistribute` does.
-
-        Every rank of the source's mesh and of the target's calls this.
-        """
+        """Carry out a plan from this tensor's layout; called, and raises, as `redistribute`."""
         if plan.source != self.layout:
             raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
         there = self.communicator.on(plan.target.mesh)
         tracked = torch.is_grad_enabled() and self.requires_grad
         if tracked:
             check_differentiable(plan)
-        same_mesh = plan.target.mesh == self.device_mesh
-        shards = self.shards
-        if not plan.steps or (same_mesh and not shards):
+        shards, meshes = self.shards, (self.device_mesh, plan.target.mesh)
+        if not plan.steps or (meshes[0] == meshes[1] and not shards):
             pass
-        elif set(plan.target.mesh.ids) != set(self.device_mesh.ids):
-            # Ranks of one mesh only know nothing of a gradient, so none passes.
-            if tracked:
-                said = "wanted, which does not pass to other devices"
-                agree_on(plan, self.communicator, shards, said)
-                raise LayoutError(
-                    f"no gradient passes from mesh {self.device_mesh} to other devices; convert a "
-                    "detached tensor, and bring its gradient back by another conversion"
-                )
-            shards = run_plan(plan, self.communicator, shards)
-        else:
+        elif set(meshes[0].ids) == set(meshes[1].ids):
             shards = convert(plan, self.communicator, shards)
+        elif tracked:
+            # Ranks of one mesh only know nothing of a gradient, so all ranks are told first.
+            said = "wanted, which does not pass to other devices"
+            agree_on(plan, self.communicator, shards, said)
+            raise LayoutError(
+                f"no gradient passes from mesh {self.device_mesh} to other devices; convert a "
+                "detached tensor, and bring its gradient back by another conversion"
+            )
+        else:
+            shards = run_plan(plan, self.communicator, shards)
         return DTensor.from_shards(shards, plan.target, there)
 
     def to_global(self) -> torch.Tensor:
         """Return the global tensor, on every rank; pending reductions are finished.
 
-        Differentiable; every rank has to compute the same loss from the result.
-
-        Raises
-        ------
-        CommunicatorError
-            If this rank is not part of the mesh.
+        Differentiable; every rank has to compute the same loss from the result. It is a
+        `CommunicatorError` if this rank is not part of the mesh.
         """
-        if not self.communicator.addressable:
-            raise CommunicatorError(
-                f"this rank is not part of mesh {self.device_mesh} with ids "
-                f"{self.device_mesh.ids}; only its ranks can gather the tensor"
-            )
+        _checked(self.communicator, self.device_mesh, "can gather the tensor")
         return first_of_copies(self.redistribute(ShardingSpec(self.dim())).shards)
 
 
@@ -416,11 +367,24 @@ def distribute_tensor(
     return DTensor(tensor, device_mesh, sharding_spec, src_rank=src_rank, communicator=communicator)
 
 
-def _checked(communicator: Communicator | None, mesh: DeviceMesh) -> Communicator:
+def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    # torch warns where the gradient of another tensor is asked for.
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+
+
+def _checked(
+    communicator: Communicator | None, mesh: DeviceMesh, needs_shards: str = ""
+) -> Communicator:
+    """Return the communicator, or the default one; refuse one of another mesh."""
     chosen = communicator_of(mesh) if communicator is None else communicator
     if chosen.mesh != mesh:
         raise LayoutError(
             f"the communicator is for mesh {chosen.mesh} with ids {chosen.mesh.ids}, the tensor on "
             f"mesh {mesh} with ids {mesh.ids}"
+        )
+    if needs_shards and not chosen.addressable:
+        raise CommunicatorError(
+            f"this rank is not part of mesh {mesh} with ids {mesh.ids}; only its ranks "
+            f"{needs_shards}"
         )
     return chosen

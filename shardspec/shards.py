@@ -2,8 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -15,26 +14,34 @@ from shardspec.dtypes import dtype_name
 from shardspec.errors import LayoutError
 from shardspec.execution import mesh_text, on_both, run_plan
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout
+from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
 Facts: TypeAlias = tuple[tuple[int, ...], str]
 """Shape and dtype of a shard."""
 
+_SENT_ONCE_BYTES: Final = 1 << 20
+"""From here on the source sends each element once, and copies come from an all-gather."""
+
+
+def new_layout(
+    mesh: DeviceMesh, spec: SpecLike, global_shape: Sequence[int], dtype: torch.dtype
+) -> Layout:
+    """Return the layout of a new tensor, which has no pending reductions."""
+    layout = Layout(mesh, spec, global_shape, dtype)
+    if layout.spec.partials:
+        raise LayoutError(
+            f"a new tensor cannot be sharded as {layout.spec}: a pending reduction has one addend "
+            "per device; give each device's addend to DTensor.from_local"
+        )
+    return layout
+
 
 def facts_of(shard: torch.Tensor) -> Facts:
     """Return a shard's shape and the name of its dtype."""
     check_dense(shard)
     return tuple(shard.shape), dtype_name(shard.dtype)
-
-
-def shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor:
-    """Return a contiguous copy of what a device holds of a global tensor."""
-    for dim, side in enumerate(layout.intervals(device)):
-        pieces = [tensor.narrow(dim, lo, hi - lo) for lo, hi in side]
-        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:
@@ -53,7 +60,6 @@ def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:
 
 def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -> tuple[int, ...]:
     """Return the global shape that shards add up to, along the axes that shard each dim."""
-    first = mesh.ids[0]
     for device in mesh.ids:
         if len(facts[device][0]) != spec.dims:
             raise LayoutError(
@@ -62,13 +68,13 @@ def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -
             )
     return tuple(
         sum(part.size for part in dim_spec.parts)
-        or sum(facts[device][0][dim] for device in mesh.group(first, dim_spec.axes))
+        or sum(facts[device][0][dim] for device in mesh.group(mesh.ids[0], dim_spec.axes))
         for dim, dim_spec in enumerate(spec.dim_specs)
     )
 
 
 def check_dense(tensor: object) -> None:
-    """Raise `LayoutError` unless this is a tensor of torch whose elements lie in one box."""
+    """Raise `LayoutError` unless this is a plain dense tensor of torch."""
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(
             f"a {type(tensor).__name__} is no plain tensor; torch.as_tensor makes one of arrays "
@@ -93,30 +99,39 @@ def check_dense(tensor: object) -> None:
 def shards_of(
     tensor: torch.Tensor, layout: Layout, communicator: Communicator, src_rank: int | None
 ) -> dict[int, torch.Tensor]:
-    """Return the shards of a global tensor that this process is to hold, with nothing pending.
+    """Return this process's shards of a global tensor, that of `src_rank`, nothing pending.
 
-    Of other processes than the source only shape, dtype and device count. `src_rank` is the place
-    among the mesh's ids of the device whose tensor it is; None where all are the same.
+    Of other ranks' tensors only shape, dtype and device matter. With None all ranks have the same.
     """
     ids, here = layout.mesh.ids, communicator.addressable
-    if src_rank is not None and not (isinstance(src_rank, int) and 0 <= src_rank < len(ids)):
+    if src_rank is None:
+        check_copies(communicator, dict.fromkeys(here, tensor), f"the tensor for {layout}")
+    elif not (isinstance(src_rank, int) and 0 <= src_rank < len(ids)):
         raise LayoutError(
             f"src_rank {src_rank!r}: give a place among the {len(ids)} ids {ids} of the mesh, from "
             "0 on, or None for a tensor that is the same on every rank"
         )
     if src_rank is None or len(here) in (0, len(ids)):
-        if src_rank is None:
-            check_copies(communicator, dict.fromkeys(here, tensor), f"the tensor for {layout}")
-        return {device: shard_of(tensor, layout, device) for device in here}
-    (device,), source = here, _all_at(layout, ids[src_rank])
+        return {device: _shard_of(tensor, layout, device) for device in here}
+    # A scalar goes as a vector of one element.
     full = tensor if tensor.dim() else tensor.view(1)
-    given = full if device in source.mesh else full.new_empty([0] * full.dim())
     target = layout if tensor.dim() else Layout(layout.mesh, "[R]", (1,), layout.dtype)
     sent = target
     if tensor.nbytes >= _SENT_ONCE_BYTES or not target.spec.is_plain:
         sent = _without_copies(target)
-    content = _described(layout, src_rank, tensor.requires_grad)
-    with communicator.conversion(content, tensor.device.type):
+    whole = ShardingSpec(full.dim())
+    source = Layout(DeviceMesh([ids[src_rank]], (1,)), whole, full.shape, layout.dtype)
+    (device,) = here
+    given = full if device in source.mesh else full.new_empty([0] * full.dim())
+    words = {
+        "mesh": mesh_text(layout),
+        "new tensor": str(layout.spec),
+        "shape": str(list(layout.global_shape)),
+        "dtype": layout.dtype,
+        "gradient": "wanted" if tensor.requires_grad else "",
+        "src_rank": str(src_rank),
+    }
+    with communicator.conversion(description(words), tensor.device.type):
         exchange = Exchange(tuple(range(layout.mesh.ndim)))
         found = communicator.run(exchange, {device: given}, on_both(source).box, sent.box)
     if sent != target:
@@ -124,23 +139,12 @@ def shards_of(
     return {device: found[device].view(layout.local_shape(device))}
 
 
-@lru_cache(maxsize=1024)
-def _described(layout: Layout, src_rank: int, requires_grad: bool) -> bytes:
-    """Say what is to be made, in words that other ranks compare."""
-    return description(
-        {
-            "mesh": mesh_text(layout),
-            "new tensor": str(layout.spec),
-            "shape": str(list(layout.global_shape)),
-            "dtype": layout.dtype,
-            "gradient": "wanted" if requires_grad else "",
-            "src_rank": str(src_rank),
-        }
-    )
-
-
-_SENT_ONCE_BYTES: Final = 1 << 20
-"""From here on the source sends each element once, and copies come from an all-gather."""
+def _shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor:
+    """Return a contiguous copy of a device's shard."""
+    for dim, side in enumerate(layout.intervals(device)):
+        pieces = [tensor.narrow(dim, lo, hi - lo) for lo, hi in side]
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _without_copies(layout: Layout) -> Layout:
@@ -152,17 +156,10 @@ def _without_copies(layout: Layout) -> Layout:
     return layout.with_spec(spec.with_dims({dim: [*spec.dim_specs[dim].axes, *unused]}))
 
 
-@lru_cache(maxsize=1024)
-def _all_at(layout: Layout, device: int) -> Layout:
-    """Return the layout of the same tensor where one device holds all of it."""
-    spec = ShardingSpec(layout.spec.dims)
-    return Layout(DeviceMesh([device], (1,)), spec, layout.global_shape, layout.dtype)
-
-
 def check_copies(
     communicator: Communicator, tensors: Mapping[int, torch.Tensor], what: str
 ) -> None:
-    """Compare tensors that are said to be the same on all ranks, where ``SHARDSPEC_CHECK=1``."""
+    """Compare tensors that have to be the same on all ranks, where ``SHARDSPEC_CHECK=1``."""
     if os.environ.get("SHARDSPEC_CHECK") != "1":
         return
     first = communicator.mesh.ids[0]

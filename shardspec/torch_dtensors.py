@@ -10,8 +10,8 @@ from torch.distributed.tensor.placement_types import Placement
 from shardspec.comm.torch_mesh import from_torch
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
+from shardspec.interop.notations import from_placements
 from shardspec.interop.torch_dtensor import in_our_words, torch_dtensor
-from shardspec.interop.torch_placements import from_placements
 from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
 
@@ -23,27 +23,27 @@ def redistribute(
 ) -> TorchDTensor:
     """Convert a torch DTensor to another layout by the cheapest plan; every rank calls it.
 
-    As for `DTensor.redistribute`: it is differentiable, and the other mesh may have the same
-    devices in another shape, more, fewer or others. Where nothing moves the storage is shared.
+    It is differentiable, and the other mesh may have other devices, as for `DTensor.redistribute`.
+    Where nothing moves the storage is shared.
 
     Parameters
     ----------
     tensor
         torch's DTensor. A rank outside its mesh has one too, without a shard.
     placements_or_spec
-        One placement of torch per axis of the target's mesh, or a spec, as text too.
+        One placement of torch per axis of the target's mesh, or a spec, also as text.
     device_mesh
-        Where it is to be, as one of ours or of torch's; by default where it is. A mesh of ours
-        that has the ids and the shape of the tensor's gives the plan its links.
+        The mesh of the result, of shardspec or of torch; by default that of the tensor. A mesh of
+        shardspec with the ids and shape of the tensor's gives the plan its links.
 
     Raises
     ------
     LayoutError
-        If placements or spec do not fit the tensor or the mesh, want a reduction pending that is
-        not, or a gradient is wanted that cannot be had.
+        If placements or spec do not fit the tensor or the mesh, have a pending reduction that the
+        tensor lacks, or a gradient is tracked that cannot be computed.
     LossyConversionError
-        If a placement that is wanted has no counterpart in a spec. What the tensor has and a spec
-        cannot say, as the masked sum of an embedding, is finished by torch before.
+        If a placement of the target has no counterpart in a spec. Where one of the tensor has none,
+        as the masked sum of an embedding, torch finishes it first.
     MeshError, CommunicatorError
         If a mesh belongs to another job, or the ranks ask for different conversions.
 
@@ -60,25 +60,18 @@ def redistribute(
             f"redistribute takes a DTensor of torch, not a {type(tensor).__name__}; one of ours "
             "has a method of that name"
         )
-    source = from_torch(tensor.device_mesh)
-    if isinstance(device_mesh, DeviceMesh):
-        target = device_mesh
-        if (target.ids, target.shape) == (source.ids, source.shape):
-            source = target
+    source, on = from_torch(tensor.device_mesh), device_mesh or tensor.device_mesh
+    if isinstance(on, TorchMesh):
+        target, torch_mesh = from_torch(on), on
+    elif (on.ids, on.shape) == (source.ids, source.shape):
+        source, target, torch_mesh = on, on, tensor.device_mesh
     else:
-        target = source if device_mesh is None else from_torch(device_mesh)
-    if isinstance(placements_or_spec, Sequence) and not isinstance(placements_or_spec, str):
-        spec: SpecLike = from_placements(placements_or_spec, tensor.shape, target)
-    else:
-        spec = placements_or_spec
+        target, torch_mesh = on, on.to_torch(tensor.device_mesh.device_type)
+    spec = placements_or_spec
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        spec = from_placements(spec, tensor.shape, target)
     ours = DTensor.from_torch(in_our_words(tensor), device_mesh=source)
     result = ours.redistribute(spec, device_mesh=target)
-    if isinstance(device_mesh, TorchMesh):
-        torch_mesh = device_mesh
-    elif target == source:
-        torch_mesh = tensor.device_mesh
-    else:
-        torch_mesh = target.to_torch(tensor.device_mesh.device_type)
     outside = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     shard = next(iter(result.shards.values()), outside)
     return torch_dtensor(shard, result.layout, torch_mesh)

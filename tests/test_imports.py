@@ -57,7 +57,6 @@ WITH_TENSORS = {
     "shardspec.factories",
     "shardspec.interop.torch_dtensor",
     "shardspec.operations.apply",
-    "shardspec.operations.refusals",
     "shardspec.operations.tensor",
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",

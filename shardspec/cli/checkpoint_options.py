@@ -1,4 +1,4 @@
-"""Options of the commands that read checkpoints, and what they stand for."""
+"""Options of the commands that read checkpoints."""
 
 import json
 import re
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.arguments import Kind
-from shardspec.cli.options import Declared, flag, option
+from shardspec.cli.options import Declared, Kind, flag, option
 from shardspec.errors import CheckpointError, InputFileError
 from shardspec.input_files import read_input_file
 
@@ -29,7 +28,7 @@ def _as_path(text: str) -> Path:
     return as_path(text)
 
 
-CHECKPOINT: Final = Kind("CKPT", _as_path, completed=True)
+CHECKPOINT: Final = Kind("CKPT", _as_path, is_file=True)
 """A path, or a URL such as ``s3://bucket/model``."""
 OTHER: Final = CHECKPOINT._replace(name="OTHER")
 _COUNT: Final = click.IntRange(1)
@@ -41,19 +40,17 @@ class SourceOptions:
     """What a user says about a checkpoint whose format does not say it."""
 
     ranks: int | None = option(
-        "N",
-        "How many ranks wrote the checkpoint, for formats that do not say it.",
-        type=_COUNT,
+        "N", "How many ranks wrote the checkpoint, for formats that do not say it.", type=_COUNT
     )
     source_rules: Path | None = option(
         "FILE",
-        "TOML file that says how the ranks cut tensors, for formats that do not say it and names "
+        "TOML file that says how the ranks shard tensors, for formats that do not say it and names "
         "that the library does not know.",
         type=_RULES,
     )
 
     def open(self, *paths: Path | None, quiet: bool = False) -> "list[Catalog]":
-        """Open the checkpoints that are named; what is remarkable about them is said on stderr."""
+        """Open checkpoints; what is remarkable about them goes to stderr."""
         from shardspec.checkpoint.open import open_checkpoints
 
         named = [path for path in paths if path is not None]
@@ -98,7 +95,7 @@ class ChoiceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleOptions:
-    """How tensors are to be cut."""
+    """How to shard tensors."""
 
     rules: Path | None = option("FILE", "TOML file with name patterns and specs.", type=_RULES)
     rule: tuple[tuple[str, str], ...] = option(
@@ -127,11 +124,9 @@ def read_rules(path: Path) -> dict[str, str]:
 
 def sizes_option() -> Declared:
     """Declare the option for the sizes that a map may name."""
-    return option(
-        "JSON",
-        "A model's config.json: its whole numbers are sizes that the map may name.",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    )
+    path = click.Path(path_type=Path, exists=True, dir_okay=False)
+    text = "A model's config.json: its whole numbers are sizes that the map may name."
+    return option("JSON", text, type=path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +147,7 @@ class MapOptions:
 
 
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
-    """Return maps given by name or file, with the sizes that a model's config says."""
+    """Return maps given by name or file, with the sizes of a model's config."""
     from shardspec.checkpoint.store import path_exists
     from shardspec.resharding.maps import NameMap
     from shardspec.resharding.shipped import map_chain

@@ -1,38 +1,36 @@
-"""The command `shardspec inspect`."""
+"""The commands that read checkpoints: `shardspec inspect`, `verify` and `diff`."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Final
 
 import click
 
 from shardspec.boxes import box_size
+from shardspec.checkpoint import inspect
 from shardspec.checkpoint.catalog import box_text
-from shardspec.checkpoint.inspect import (
-    CheckpointSummary,
-    TensorSummary,
-    inspect_checkpoint,
-    other_text,
-)
-from shardspec.cli.arguments import Kind, parse_index
-from shardspec.cli.checkpoint_options import CHECKPOINT, SourceOptions
-from shardspec.cli.options import argument, command, flag, json_flag, option
-from shardspec.cli.output import path_text, say, say_parts
+from shardspec.checkpoint.inspect import CheckpointSummary, TensorSummary
+from shardspec.cli import options as opts
+from shardspec.cli.checkpoint_options import CHECKPOINT, OTHER, ChoiceOptions, SourceOptions
+from shardspec.cli.options import argument, command, flag, option
+from shardspec.cli.output import path_text, progress_bar, say, say_json, say_parts
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Picture, ids_text
 from shardspec.text import bytes_text, counted, printable, shown, table_lines, table_text
 
+_NOT_THE_SAME: Final = 3
+"""Exit code where there are flaws or differences."""
 _MOST_CELLS: Final = 1024
-"""Boxes beyond which a picture is no help."""
+"""Boxes of the largest picture."""
 _MOST_VALUE: Final = 60
-"""Characters of a value that is no tensor, beyond which a line is no help either."""
+"""Characters that are shown of a value that is no tensor."""
 
 
 @command
@@ -44,16 +42,15 @@ def inspect_command(
         "Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
     ),
     index: tuple[int, ...] | None = option(
-        Kind("I,J,…", parse_index),
-        "Say which ranks hold this element, row or block of the tensors that match.",
+        opts.INDEX, "Say which ranks hold this element, row or block of the tensors that match."
     ),
-    picture: bool = flag("Draw how the tensors that match are cut."),
+    picture: bool = flag("Draw how the tensors that match are sharded."),
     only: str | None = option(
         click.Choice(("replicated", "uneven")),
         "Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
     ),
     source: SourceOptions,
-    as_json: bool = json_flag("Print everything as JSON."),
+    as_json: bool = opts.json_flag("Print everything as JSON."),
 ) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
@@ -69,12 +66,12 @@ def inspect_command(
       shardspec inspect ckpt --only uneven
       shardspec inspect ckpt --json
     """
-    if (index is not None or picture) and tensor is None and only is None:
-        raise click.UsageError("--index and --picture are about some tensors; name them: --tensor")
+    unnamed = (index is not None or picture) and tensor is None and only is None
+    opts.refuse_if(unnamed, "--index and --picture are about some tensors; name them: --tensor")
     (catalog,) = source.open(checkpoint)
-    whole = inspect_checkpoint(catalog)
+    whole = inspect.inspect_checkpoint(catalog)
     summary = _chosen(whole, tensor, only)
-    if only is not None and not summary.tensors and not as_json:
+    if only is not None and not as_json and not (summary.tensors and (index or picture or tensor)):
         say_parts(_some(summary, only, len(whole.tensors)))
     elif index is not None:
         _say_holders(summary, index, as_json)
@@ -84,8 +81,6 @@ def inspect_command(
         say_parts(map(_picture, summary.tensors), "\n\n")
     elif tensor is not None:
         say_parts(map(_boxes, summary.tensors), "\n\n")
-    elif only is not None:
-        say_parts(_some(summary, only, len(whole.tensors)))
     else:
         say_parts(_overview(summary))
 
@@ -128,7 +123,7 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
             {"name": name, "box": [list(side) for side in box], "ranks": list(ranks)}
             for name, box, ranks in found
         ]
-        say(json.dumps({"index": list(index), "holders": holders}))
+        say_json({"index": list(index), "holders": holders})
         return
     for name, box, ranks in found:
         who = f"rank{'s' if len(ranks) > 1 else ''} {ids_text(ranks)}"
@@ -171,7 +166,9 @@ def _overview(summary: CheckpointSummary) -> Iterator[str]:
     if summary.extras:
         yield ""
         values = sorted(summary.extras.items())
-        rows = [[_name(name), _name(other_text(value, _MOST_VALUE))] for name, value in values]
+        rows = [
+            [_name(name), _name(inspect.other_text(value, _MOST_VALUE))] for name, value in values
+        ]
         yield from table_lines(["no tensor", "value"], lambda: rows)
 
 
@@ -188,25 +185,23 @@ def _some(summary: CheckpointSummary, only: str, of: int) -> Iterator[str]:
 
 def _tensors(summary: CheckpointSummary) -> Iterator[str]:
     """Yield an empty line, and a table of the tensors."""
-    # What stands in a row follows from the layout, which many tensors have in common.
-    known: dict[Layout, list[str]] = {}
+    header = ["tensor", "spec", "dtype", "shape", "size", "remarks"]
+    known: dict[Layout, list[str]] = {}  # most of 100,000 tensors share a layout
 
     def row(tensor: TensorSummary) -> list[str]:
         layout = tensor.layout
-        if layout is None:
-            return [_name(tensor.name), *_cells(tensor)]
-        if layout not in known:
-            known[layout] = _cells(tensor)
-        return [_name(tensor.name), *known[layout]]
+        cells = _cells(tensor) if layout is None or layout not in known else known[layout]
+        if layout is not None:
+            known[layout] = cells
+        return [_name(tensor.name), *cells]
 
-    yield ""
-    header = ["tensor", "spec", "dtype", "shape", "size", "remarks"]
     rows = partial(map, row, summary.tensors)
+    yield ""
     yield from table_lines(header, rows, numbers=(3, 4), empty_columns=False)
 
 
 def _cells(tensor: TensorSummary) -> list[str]:
-    """Return the row of a tensor, but for its name."""
+    """Return the row of a tensor without its name."""
     holders = tensor.holders
     remarks = [word for word in ("replicated", "uneven") if getattr(holders, word)]
     if tensor.layout is None and len(holders.cells) > 1:
@@ -248,3 +243,121 @@ def _boxes(tensor: TensorSummary) -> str:
     ]
     table = table_text(["box", "rank", "size", "offset", "file"], rows, text_from=4)
     return f"{title}\n{table}" if rows else title
+
+
+@command
+def verify_command(
+    *,
+    checkpoint: Path = argument(CHECKPOINT),
+    against: Path | None = option(
+        OTHER, "Compare the bits of every tensor with this checkpoint or safetensors file too."
+    ),
+    every: bool = flag("List all flaws, not only the first.", "--all"),
+    choice: ChoiceOptions,
+    source: SourceOptions,
+    as_json: bool = opts.json_flag("Print what was found as JSON, all flaws."),
+) -> None:
+    """Check that every byte of CKPT is there and, where digests were saved, as it was saved.
+
+    Boxes tile every tensor, files are complete, replicas agree. Exits with 3 at a flaw.
+    With --against, patterns choose and name the tensors that are compared, as by diff.
+
+    Examples:
+      shardspec verify ckpt
+      shardspec verify ckpt --all --json
+      shardspec verify ckpt --against model.safetensors
+      shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
+    """
+    from shardspec.checkpoint.diff import diff_checkpoints
+    from shardspec.checkpoint.verify import verify_checkpoint
+
+    chosen = against is None and any(vars(choice).values())
+    opts.refuse_if(chosen, "patterns choose what is compared; give --against too")
+    every |= as_json
+    catalog, *others = source.open(checkpoint, against)
+    with progress_bar(not as_json, "verify") as progress:
+        report = verify_checkpoint(catalog, every=every, progress=progress)
+    flaws = list(report.flaws)
+    for other in others:
+        with progress_bar(not as_json, "compare") as progress:
+            found = diff_checkpoints(catalog, other, **choice.arguments(), progress=progress)
+            for difference in found:
+                flaws.append(f"tensor {shown(difference.name)} {difference.problem}")
+                if not every:
+                    raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
+    if as_json:
+        say_json({**report.to_json(), "flaws": flaws})
+    else:
+        for flaw in flaws:
+            say(printable(flaw))
+        digests = "none with digests, so that changed bytes cannot be told"
+        if report.digested_bytes:
+            some = f"{bytes_text(report.digested_bytes)} of them"
+            digests = f"{'all' if report.digested_bytes == report.num_bytes else some} with digests"
+        elif not report.num_bytes:
+            digests = "all with digests"
+        part = "what was chosen is " if choice.include or choice.exclude else ""
+        same = "" if against is None or flaws else f", and {part}the same as {path_text(against)}"
+        say(
+            f"{path_text(checkpoint)}: {counted(report.tensors, 'tensor')} in "
+            f"{counted(report.boxes, 'box', 'boxes')}, {bytes_text(report.num_bytes)}, "
+            f"{digests}; {counted(len(flaws), 'flaw') if flaws else 'no flaws'}{same}"
+        )
+    if flaws:
+        click.get_current_context().exit(_NOT_THE_SAME)
+
+
+def _tolerance(text: str) -> opts.Declared:
+    def finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
+        if not isfinite(value):
+            raise click.BadParameter(f"{value} is not finite", ctx, param)
+        return value
+
+    return option("NUMBER", text, type=click.FloatRange(0), callback=finite, default=0.0)
+
+
+@command
+def diff_command(
+    *,
+    a: Path = argument(CHECKPOINT._replace(name="A")),
+    b: Path = argument(CHECKPOINT._replace(name="B")),
+    atol: float = _tolerance("Largest absolute difference that is none."),
+    rtol: float = _tolerance("Largest one relative to B."),
+    choice: ChoiceOptions,
+    source: SourceOptions,
+    as_json: bool = opts.json_flag("Print what was found as JSON."),
+) -> None:
+    """Compare two checkpoints of any formats tensor by tensor; exits with 3 if they differ.
+
+    Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any, NaN
+    is the same as any NaN, and floating point numbers of two dtypes are compared too. Tensors of A
+    are chosen and renamed as by merge; what the patterns leave out is not looked for in B.
+
+    Examples:
+      shardspec diff ckpt model.safetensors
+      shardspec diff step-100 step-200 --rtol 1e-3 --json
+      shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
+      shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
+    """
+    from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
+    from shardspec.checkpoint.select import Choice
+
+    one, other = source.open(a, b)
+    chosen, others = names_to_compare(one, other, Choice(**choice.arguments()))
+    with progress_bar(not as_json, "diff") as progress:
+        options = {**choice.arguments(), "atol": atol, "rtol": rtol}
+        found = list(diff_checkpoints(one, other, **options, progress=progress))
+    count = len(chosen.keys() | others)
+    if as_json:
+        differences = list(map(asdict, found))
+        say_json({"a": str(a), "b": str(b), "tensors": count, "differences": differences})
+    elif found:
+        for difference in found:
+            say(f"tensor {shown(difference.name)} {difference.problem}")
+        say(f"{len(found)} of {counted(count, 'tensor')} differ{'s' if len(found) == 1 else ''}")
+    else:
+        tensors = [one.outline(name) for name in chosen.values()]
+        num_bytes = sum(prod(tensor.shape) * item_bytes(tensor.dtype) for tensor in tensors)
+        say(f"no difference: {counted(len(tensors), 'tensor')}, {bytes_text(num_bytes)}")
+    if found:
+        click.get_current_context().exit(_NOT_THE_SAME)

@@ -1,6 +1,5 @@
 """The commands about links of clusters: `shardspec presets` and `shardspec profile`."""
 
-import json
 import os
 import platform
 import sys
@@ -11,17 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardspec.cli.arguments import BYTES, FILE, MeshShape
-from shardspec.cli.options import (
-    command,
-    json_flag,
-    mesh_option,
-    option,
-    output_option,
-    overwrite_flag,
-    plain_mesh,
-)
-from shardspec.cli.output import path_text, say, write_file
+from shardspec.cli import options as opts
+from shardspec.cli.options import BYTES, FILE, MeshShape, command, option
+from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.presets import PRESETS, LinkPreset
 from shardspec.errors import OutputExistsError, ProfileError
 from shardspec.mesh import DeviceMesh
@@ -32,10 +23,7 @@ if TYPE_CHECKING:
 
 
 @command
-def presets_command(
-    *,
-    as_json: bool = json_flag("Print everything as JSON."),
-) -> None:
+def presets_command(*, as_json: bool = opts.json_flag("Print everything as JSON.")) -> None:
     """Show the links that --links knows, where their numbers come from and what they hold for.
 
     Rates are in 10^9 bytes a second, in one direction, per device.
@@ -46,7 +34,7 @@ def presets_command(
     """
     presets = PRESETS.values()
     if as_json:
-        say(json.dumps({"presets": [preset.as_dict() for preset in presets]}))
+        say_json({"presets": [preset.as_dict() for preset in presets]})
         return
     header = ["preset", "scope", "basis", "confidence", "devices", "latency", "rate"]
     rows = [
@@ -92,13 +80,13 @@ def _sizes(preset: LinkPreset) -> str:
 @command
 def profile_command(
     *,
-    mesh: MeshShape = mesh_option(),
-    output: Path = output_option("Where to write the profile.", required=True),
+    mesh: MeshShape = opts.mesh_option(required=True),
+    output: Path = opts.output_option("Where to write the profile.", required=True),
     plot: Path | None = option(FILE, "Draw it as SVG too."),
     min_bytes: int = option(BYTES, "", default="4KiB", show_default=True),
     max_bytes: int = option(BYTES, "", default="16MiB", show_default=True),
     repeats: int = option(click.IntRange(1, 10_000), "At the least.", default=5, show_default=True),
-    overwrite: bool = overwrite_flag(),
+    overwrite: bool = opts.overwrite_flag(),
 ) -> None:
     """Measure the links of a cluster: how long steps take on the processes of this job.
 
@@ -113,7 +101,7 @@ def profile_command(
       shardspec plan "[S0,R]" "[R,S01]" --profile cluster.json --shape 4096x4096
     """
     world, rank = _environment("WORLD_SIZE"), _environment("RANK")
-    devices = plain_mesh(mesh)
+    devices = opts.plain_mesh(mesh)
     if world != devices.size:
         start = f"torchrun --nproc_per_node {devices.size} -m shardspec profile --mesh {devices}"
         found = f"this job has {world} processes" if world else "this is no job"

@@ -26,44 +26,40 @@ from shardspec.errors import (
 from shardspec.text import printable
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
-    "check-map": ("maps", "Prove that a map between two models is total."),
-    "convert": ("show", "Say a spec in the words of torch, JAX and others."),
-    "cost": ("plan", "Say what conversions between many pairs of specs cost."),
-    "diff": ("compare", "Compare two checkpoints tensor by tensor."),
-    "explore": ("graph", "Write a page in which to watch conversions."),
-    "graph": ("graph", "Draw the specs and the steps among them, and a plan's path."),
+    "check-map": ("write", "Prove that a map between two models is total."),
+    "convert": ("show", "Write a spec in the notation of torch, JAX and others."),
+    "cost": ("plan", "Price conversions between many pairs of specs."),
+    "diff": ("inspect", "Compare two checkpoints tensor by tensor."),
+    "explore": ("show", "Write a page in which to watch conversions."),
+    "graph": ("show", "Draw the specs and the steps among them, and a plan's path."),
     "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
-    "merge": ("write", "Write the whole tensors of a checkpoint into files."),
+    "merge": ("write", "Write the global tensors of a checkpoint into files."),
     "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
-    "plan-state": ("maps", "Plan how a mesh gets a model from a checkpoint."),
+    "plan-state": ("write", "Plan how a mesh gets a model from a checkpoint."),
     "profile": ("links", "Measure the links of a cluster, under torchrun."),
     "show": ("show", "Show which devices hold which part of a tensor."),
     "presets": ("links", "Show the links that --links knows, with their sources."),
     "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
-    "verify": ("compare", "Check that a checkpoint is whole and as it was saved."),
+    "verify": ("inspect", "Check that a checkpoint is complete and as it was saved."),
 }
-"""Name to the module beside this one that has the command, and a line of help: no import needed."""
+"""Name to the module with the command, and a line of help, so that help imports none of them."""
 
 _MOST_CHARACTERS: Final = 2000
-"""Of a line of an error, which may quote an argument."""
+"""In an error, which may quote an argument."""
 _NO_OUTPUT: Final = 1
 _USAGE: Final = 2
 _BAD_INPUT: Final = 3
 _BY_SIGNAL: Final = 128
-"""Plus the number of a signal: the exit code of what it has ended, as shells have it."""
+"""Plus the number of a signal: the exit code of what it has ended, as in shells."""
 
 
 class _LazyGroup(click.Group):
     """Imports a command when it is called, so that each starts as fast as it can."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # named by click
+    def list_commands(self, _ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
-    def get_command(
-        self,
-        ctx: click.Context,  # noqa: ARG002  # named by click
-        cmd_name: str,
-    ) -> click.Command | None:
+    def get_command(self, _ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
         module = import_module(f"shardspec.cli.{_COMMANDS[cmd_name][0]}")
@@ -71,20 +67,19 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
-    def format_commands(
-        self,
-        ctx: click.Context,  # noqa: ARG002  # named by click
-        formatter: click.HelpFormatter,
-    ) -> None:
+    def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run a command; being interrupted is an error that is reported like others."""
+        """Run a command; an interrupt is an error that is reported like others."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            raise _EndedError(error.args[0] if error.args else signal.SIGINT) from None
+            if sys.stderr.isatty():
+                click.echo(err=True)  # the terminal has shown ^C in this line
+            number = error.args[0] if error.args else signal.SIGINT
+            raise click.exceptions.Exit(_fail("interrupted", _BY_SIGNAL + number)) from None
 
     def main(  # type: ignore[override]  # click overloads this by a literal; here it never returns
         self,
@@ -93,9 +88,8 @@ class _LazyGroup(click.Group):
         **extra: Any,  # noqa: ANN401  # handed on to click as it is
     ) -> Never:
         """Run, turn every expected error into one line on stderr, and exit."""
-        extra["standalone_mode"] = False
         try:
-            code = super().main(args, prog_name, **extra)
+            code = super().main(args, prog_name, **{**extra, "standalone_mode": False})
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             code = _USAGE
@@ -106,35 +100,21 @@ class _LazyGroup(click.Group):
             code = _fail(error.format_message(), error.exit_code)
         except click.Abort:
             code = _fail("interrupted", _BY_SIGNAL + signal.SIGINT)
-        except _EndedError as error:
-            if sys.stderr.isatty():
-                # The terminal has shown ^C in this line.
-                click.echo(err=True)
-            code = _fail("interrupted", _BY_SIGNAL + error.number)
-        except (CheckpointError, InputFileError, ProfileError) as error:
-            code = _fail(str(error), _BAD_INPUT)
         except SpecSyntaxError as error:
             # Of several lines: the last one points at a character.
             click.echo(f"Error: {printable(str(error), keep=chr(10))}", err=True)
             code = _USAGE
         except ShardSpecError as error:
-            code = _fail(str(error), _USAGE)
+            bad_input = isinstance(error, CheckpointError | InputFileError | ProfileError)
+            code = _fail(str(error), _BAD_INPUT if bad_input else _USAGE)
         except OSError as error:
-            # Whoever works with files says what is wrong with them; what is left is printing.
+            # Errors of files have been caught where these are used; what is left is printing.
             code = _fail(f"cannot print what is to be said: {error.strerror}", _NO_OUTPUT)
         sys.exit(code or 0)
 
 
-class _EndedError(Exception):
-    """A signal has ended the command."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 def _fail(message: str, code: int) -> int:
-    """Print a line: what could upset the terminal as escapes, arguments of Python as options."""
+    """Print an error in one line, with escapes for the terminal and arguments as options."""
     as_options = re.sub(r" ?\((\w+)=True\)", "", message)
     as_options = re.sub(r"\b(overwrite|force)=True\b", "--overwrite", as_options)
     text = printable(as_options)
@@ -156,22 +136,17 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; the entry point of the package."""
-    # What a command reads stays until its end: looking for cycles in it over and over takes as long
-    # as reading a large checkpoint's description.
+    # What a command reads stays until its end: collecting cycles over and over would take as long
+    # as reading the description of a large checkpoint.
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
-    # Being told to end is handled as an interrupt: temporary files are removed on the way out.
+    # SIGTERM is handled as an interrupt, so that temporary files are removed on the way out.
     signal.signal(signal.SIGTERM, _interrupt)
     # A terminal that cannot show '→' shows '?' rather than a traceback.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    try:
-        cli(prog_name="shardspec")
-    finally:
-        # The process ends, and all is let go of; looking for cycles first takes a hundredth of a
-        # second. Not where `cli` is called from Python, whose memory would only grow.
-        gc.freeze()
+    cli(prog_name="shardspec")
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:

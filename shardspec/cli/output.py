@@ -1,33 +1,36 @@
-"""What commands print and write: lines that are safe to print, whole files, progress."""
+"""What commands print and write: lines that are safe to print, files, progress."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import click
 
 from shardspec.text import printable
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Told how many bytes are done, and how many there are."""
-
-_PARTS: Final = 256
-"""Parts of a long text that are printed at once."""
+"""Called with the number of bytes that are done, and of all."""
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines; what could upset a terminal is printed as escapes."""
+    """Print lines, with escapes for what could upset a terminal."""
     click.echo(printable(text, keep="\n"), err=err)
 
 
+def say_json(record: object) -> None:
+    """Print a record as one line of JSON."""
+    say(json.dumps(record))
+
+
 def say_parts(parts: Iterable[str], between: str = "\n") -> None:
-    """Print a text that may be long as it is made; what could upset a terminal as escapes."""
+    """Print a text that may be long as it is made, with escapes for what could upset a terminal."""
     parts, first = iter(parts), True
-    while some := list(islice(parts, _PARTS)):
+    while some := list(islice(parts, 256)):
         text = printable(between.join(some), keep="\n")
         click.echo(text if first else between + text, nl=False)
         first = False
@@ -55,11 +58,11 @@ def write_file(path: Path, text: str, *, overwrite: bool) -> None:
 
 @contextmanager
 def progress_bar(shows: bool, title: str) -> Iterator[Progress | None]:
-    """Give a callback that draws a bar on the terminal, or none."""
+    """Yield a callback that draws a bar on the terminal, or None."""
     if not (shows and sys.stderr.isatty()):
         yield None
         return
-    # Only here, so that scripts do not pay for it.
+    # Imported here, so that scripts start faster.
     from rich import progress as rich
     from rich.console import Console
 

@@ -2,26 +2,16 @@
 
 import csv
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import BYTES, IDS, MESH, MeshShape
-from shardspec.cli.options import (
-    ClusterOptions,
-    TensorOptions,
-    argument,
-    command,
-    flag,
-    json_flag,
-    option,
-    plain_mesh,
-)
-from shardspec.cli.output import path_text, say
+from shardspec.cli import options as opts
+from shardspec.cli.options import argument, command, flag, option
+from shardspec.cli.output import path_text, say, say_json
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link
 from shardspec.errors import InputFileError, LayoutError, ShardSpecError, SpecSyntaxError
@@ -46,18 +36,18 @@ def plan_command(
     *,
     source: str = argument("FROM"),
     target: str = argument("TO"),
-    cluster: ClusterOptions,
-    tensor: TensorOptions,
-    target_mesh: MeshShape | None = option(
-        MESH,
+    cluster: opts.ClusterOptions,
+    tensor: opts.TensorOptions,
+    target_mesh: opts.MeshShape | None = option(
+        opts.MESH,
         "Another mesh for TO; its links are those of --mesh where both have as many axes, else the "
         "slowest of them.",
     ),
     target_ids: tuple[int, ...] | None = option(
-        IDS, "Physical ids of the target mesh; counted from 0 if left out."
+        opts.IDS, "Physical ids of the target mesh; counted from 0 if left out."
     ),
     max_bytes: int | None = option(
-        BYTES,
+        opts.BYTES,
         "The cheapest plan whose devices never hold more: 64MiB, 1.5GB, or a number of bytes.",
     ),
     alternatives: int | None = option(
@@ -68,7 +58,7 @@ def plan_command(
     explain: bool = flag(
         "Show what the plan avoids: finishing reductions, gathering everything, then slicing."
     ),
-    as_json: bool = json_flag("Print the plan as JSON."),
+    as_json: bool = opts.json_flag("Print the plan as JSON."),
 ) -> None:
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
@@ -85,18 +75,16 @@ def plan_command(
       shardspec plan "[S0,R]" "[S0,S1]" --mesh 2x4 --target-mesh 3x4 --shape 4096x4096
       shardspec plan "[R|P0]" "[R]" --mesh 8 --shape 1000 --link-model shared-bus --json
 
-    A spec says how each dim of the tensor is cut: R is whole, S0 is cut over axis 0 of the mesh,
-    S01 over axis 0 and inside each block over axis 1. |P0 is a sum over axis 0 that is still
-    pending.
+    A spec says how each dim of the tensor is sharded: R is replicated, S0 is sharded over axis 0 of
+    the mesh, S01 over axis 0 and inside each block over axis 1. |P0 is a pending sum over axis 0.
     """
     devices, model = cluster.build()
     here = Layout(devices, source, tensor.shape, tensor.dtype)
+    opts.refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
     target_model = None
     if target_mesh is not None:
-        devices = plain_mesh(target_mesh, target_ids)
+        devices = opts.plain_mesh(target_mesh, target_ids)
         target_model = _model_of_target(devices, model)
-    elif target_ids is not None:
-        raise click.UsageError("--target-ids needs --target-mesh")
     there = Layout(devices, target, tensor.shape, tensor.dtype)
     converter = LayoutConverter(model, target_model=target_model)
     count = 1 + (alternatives or 0)
@@ -112,7 +100,7 @@ def plan_command(
         if naive is not None:
             record["naive"] = _beside(naive, best)
             record["explanation"] = difference_text(best, naive)
-        say(json.dumps(record))
+        say_json(record)
         return
     click.echo(_styled(str(best)))
     if alternatives is not None:
@@ -159,16 +147,9 @@ _COLUMNS: Final = ("source", "target", "cost_seconds", "bytes_received", "peak_b
 """Of CSV, and of a pair in JSON."""
 
 _Pair: TypeAlias = tuple[str, str, str]
-"""Two specs, and the place they stand at, for errors."""
-
-
-class _Cost(NamedTuple):
-    """What is printed about one pair."""
-
-    record: dict[str, object]
-    row: list[str]
-    """The same as text."""
-    errors: tuple[StepError, ...]
+"""Two specs, and where they are from, for errors."""
+_Cost: TypeAlias = tuple[dict[str, object], list[str], tuple[StepError, ...]]
+"""The cost of a pair as numbers and as text, and the known errors."""
 
 
 @command
@@ -180,10 +161,10 @@ def cost_command(
         "Pairs from a file, one per line, after those of the arguments; '-' for standard input.",
         type=click.Path(allow_dash=True),
     ),
-    cluster: ClusterOptions,
-    tensor: TensorOptions,
+    cluster: opts.ClusterOptions,
+    tensor: opts.TensorOptions,
     as_csv: bool = flag("Print CSV: seconds and bytes.", "--csv"),
-    as_json: bool = json_flag(),
+    as_json: bool = opts.json_flag(),
 ) -> None:
     """Say what the cheapest plan costs from each spec FROM to the spec TO after it.
 
@@ -197,21 +178,20 @@ def cost_command(
     A line of the file holds two specs with blanks between them; '#' starts a comment. Up to a
     million pairs are priced at once.
     """
-    if as_csv and as_json:
-        raise click.UsageError("give --csv or --json, not both")
+    opts.refuse_if(as_csv and as_json, "give --csv or --json, not both")
     if len(specs) % 2:
         raise click.UsageError(f"{shown(specs[-1])} has no partner; give specs in pairs FROM TO")
-    if not specs and pairs is None:
-        raise click.UsageError("nothing to price; give specs in pairs FROM TO, or --pairs FILE")
+    nothing = not specs and pairs is None
+    opts.refuse_if(nothing, "nothing to price; give specs in pairs FROM TO, or --pairs FILE")
     mesh, model = cluster.build()
-    every = chain(_given(specs), () if pairs is None else _read(pairs))
-    costs, order = _price(LayoutConverter(model), every, mesh, tensor)
-    known_error = errors_text(chain.from_iterable(cost.errors for cost in costs))
+    costs, order = _price(LayoutConverter(model), _pairs(specs, pairs), mesh, tensor)
+    known_error = errors_text(chain.from_iterable(errors for _, _, errors in costs))
+    records = (costs[place][0] for place in order)
     if as_csv:
         output = io.StringIO()
-        written = csv.writer(output, lineterminator="\n")
-        written.writerow(_COLUMNS)
-        written.writerows(costs[place].record.values() for place in order)
+        written = csv.DictWriter(output, _COLUMNS, lineterminator="\n")
+        written.writeheader()
+        written.writerows(records)
         click.echo(output.getvalue(), nl=False)
     elif as_json:
         answer = {
@@ -221,27 +201,24 @@ def cost_command(
             "link_model": model.link_model,
             "links": [link.as_dict() for link in model.links],
             "known_error": known_error,
-            "pairs": [costs[place].record for place in order],
+            "pairs": list(records),
         }
-        say(json.dumps(answer))
+        say_json(answer)
     else:
-        titles, rows = ["from", "to", "steps", "receives", "time", "peak"], [c.row for c in costs]
+        titles = ["from", "to", "steps", "receives", "time", "peak"]
+        rows = [row for _, row, _ in costs]
         header, rule, *lines = table_text(titles, rows, numbers_from=2).split("\n")
         links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
         say("\n".join([header, rule, *(lines[place] for place in order)]))
         say(f"per device; {model.link_model} model; {links}\nknown error: {known_error}")
 
 
-def _given(specs: Sequence[str]) -> Iterator[_Pair]:
+def _pairs(specs: Sequence[str], file: str | None) -> Iterator[_Pair]:
+    """Yield the pairs of the arguments, and one per line; blanks in brackets belong to a spec."""
     for number, (source, target) in enumerate(zip(specs[::2], specs[1::2], strict=True), 1):
         yield source, target, f"pair {number}"
-
-
-def _read(file: str) -> Iterator[_Pair]:
-    """Read a pair per line; blanks inside brackets belong to a spec."""
-    origin = "standard input" if file == "-" else path_text(file)
-    pairs = 0
-    for number, line in enumerate(_lines(file), 1):
+    origin, pairs = "standard input" if file == "-" else path_text(file or ""), 0
+    for number, line in enumerate(() if file is None else _lines(file), 1):
         place = f"{origin}, line {number}"
         if len(line) > _MOST_CHARACTERS:
             raise InputFileError(f"{place}: is longer than {_MOST_CHARACTERS:,} characters")
@@ -263,9 +240,9 @@ def _read(file: str) -> Iterator[_Pair]:
 
 
 def _lines(file: str) -> Iterator[str]:
-    """Yield the lines of a file that may have no end, nor one of its lines."""
+    """Yield the lines of a file; neither it nor a line may have an end."""
     try:
-        # What is no text becomes a sign that no spec has, and an error of its line.
+        # Bytes that are no text become a character that no spec has, an error with its line.
         with click.open_file(file, encoding="utf-8-sig", errors="replace") as opened:
             while line := opened.readline(_MOST_CHARACTERS + 1):
                 yield line
@@ -276,7 +253,7 @@ def _lines(file: str) -> Iterator[str]:
 
 
 def _price(
-    converter: LayoutConverter, pairs: Iterable[_Pair], mesh: DeviceMesh, tensor: TensorOptions
+    converter: LayoutConverter, pairs: Iterable[_Pair], mesh: DeviceMesh, tensor: opts.TensorOptions
 ) -> tuple[list[_Cost], list[int]]:
     """Return what different pairs cost, and for each pair its place among these.
 
@@ -305,12 +282,9 @@ def _price(
 
 
 def _cost(plan: ConversionPlan) -> _Cost:
-    ends = str(plan.source.spec), str(plan.target.spec)
+    specs = str(plan.source.spec), str(plan.target.spec)
     seconds, received, peak = plan.cost_seconds, plan.bytes_received, plan.peak_bytes
-    labels = (str(layout.labelled_spec) for layout in (plan.source, plan.target))
-    sizes = bytes_text(received), seconds_text(seconds), bytes_text(peak)
-    return _Cost(
-        dict(zip(_COLUMNS, (*ends, seconds, received, peak), strict=True)),
-        [*labels, str(len(plan.steps)), *sizes],
-        plan.errors,
-    )
+    labels = [str(layout.labelled_spec) for layout in (plan.source, plan.target)]
+    row = [str(len(plan.steps)), bytes_text(received), seconds_text(seconds), bytes_text(peak)]
+    record = dict(zip(_COLUMNS, (*specs, seconds, received, peak), strict=True))
+    return record, [*labels, *row], plan.errors

@@ -1,4 +1,4 @@
-"""The commands that say what one spec means: `shardspec show` and `shardspec convert`."""
+"""The commands that draw and translate: `shardspec show`, `convert`, `graph` and `explore`."""
 
 import json
 import os
@@ -11,40 +11,42 @@ from typing import Final, TypeAlias
 
 import click
 
-from shardspec.cli.arguments import SIZES, MeshShape
+from shardspec.cli import options as opts
 from shardspec.cli.options import (
+    ClusterOptions,
+    MeshShape,
     TensorOptions,
     argument,
     command,
-    ids_option,
-    json_flag,
-    mesh_option,
     option,
-    output_option,
-    overwrite_flag,
-    plain_mesh,
 )
-from shardspec.cli.output import path_text, say, write_file
-from shardspec.errors import LossyConversionError
+from shardspec.cli.output import path_text, say, say_json, write_file
+from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Paint, box_rgb
 from shardspec.mesh import DeviceMesh
-from shardspec.text import printable
+from shardspec.text import bytes_text, counted, printable
 
 _MOST_DEVICES: Final = 4096
+_MOST_IN_SVG: Final = 200
+"""Specs that can be told apart on one page."""
+_DRAWINGS: Final = (".dot", ".gv", ".svg")
+_LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")
 
 
 @command
 def show_command(
     *,
     spec: str = argument("SPEC"),
-    mesh: MeshShape = mesh_option(),
-    ids: tuple[int, ...] | None = ids_option(),
+    mesh: MeshShape = opts.mesh_option(required=True),
+    ids: tuple[int, ...] | None = opts.ids_option(),
     tensor: TensorOptions,
-    output: Path | None = output_option("Write a picture instead: FILE ends in .svg or .html."),
-    overwrite: bool = overwrite_flag(),
+    output: Path | None = opts.output_option(
+        "Write a picture instead: FILE ends in .svg or .html."
+    ),
+    overwrite: bool = opts.overwrite_flag(),
 ) -> None:
-    """Show which devices hold which part of a tensor that is cut as SPEC.
+    """Show which devices hold which part of a tensor that is sharded as SPEC.
 
     In the terminal every box has a colour of its own; where the output is piped it is plain.
 
@@ -53,15 +55,20 @@ def show_command(
       shardspec show "[S(tp),S(dp)]" --mesh dp=2,tp=4 --shape 1001x64 -o layout.svg
       shardspec show "[S0,S1,S2]" --mesh 2x2x2 --shape 4x4x5 -o layout.html
     """
-    devices = prod(mesh[0])
-    if devices > _MOST_DEVICES:
-        raise click.UsageError(
-            f"a mesh of {devices} devices is too large to draw; up to {_MOST_DEVICES} can be"
-        )
-    layout = Layout(plain_mesh(mesh, ids), spec, tensor.shape, tensor.dtype)
+    _check_devices(mesh, _MOST_DEVICES)
+    layout = Layout(opts.plain_mesh(mesh, ids), spec, tensor.shape, tensor.dtype)
     if output is None:
         click.echo(layout.drawing().text(_paint()))
-        _say_if_too_wide(layout.picture())
+        wide, here = (
+            max(map(len, layout.picture().splitlines())),
+            shutil.get_terminal_size().columns,
+        )
+        if sys.stdout.isatty() and wide > here:
+            say(
+                f"the picture is {wide} columns wide, this terminal {here}: give -o layout.svg, or "
+                "pipe it to 'less -S'",
+                err=True,
+            )
         return
     if output.suffix not in (".svg", ".html"):
         raise click.UsageError(f"{path_text(output)}: give a file that ends in .svg or .html")
@@ -72,13 +79,13 @@ def show_command(
 
 
 def _paint() -> Paint:
-    """Return what colours a piece of a cell as this terminal can.
+    """Return a function that colours a piece of a cell, with the colours of this terminal.
 
-    Click leaves colours out where nobody sees them; people who want none say so in ``NO_COLOR``.
+    Click leaves them out where the output is no terminal.
     """
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return lambda _box, text: text
-    # Terminals that know more than 256 colours say so; the others would show anything.
+    # Terminals with more than 256 colours say so; others would show anything.
     every = os.environ.get("COLORTERM", "") in ("truecolor", "24bit")
     return lambda box, text: click.style(
         text, fg="black" if every else 16, bg=box_rgb(box) if every else _nearest(box_rgb(box))
@@ -98,33 +105,29 @@ def _nearest(rgb: tuple[int, int, int]) -> int:
     return 16 + 36 * red + 6 * green + blue
 
 
-def _say_if_too_wide(text: str) -> None:
-    if not sys.stdout.isatty():
-        return
-    wide, here = max(map(len, text.splitlines())), shutil.get_terminal_size().columns
-    if wide > here:
-        say(
-            f"the picture is {wide} columns wide, this terminal {here}: give -o layout.svg, or "
-            "pipe it to 'less -S'",
-            err=True,
-        )
+def _check_devices(mesh: MeshShape, most: int) -> None:
+    # Before the mesh is made: its ids alone may be a million.
+    devices = prod(mesh[0])
+    text = f"a mesh of {devices} devices is too large to draw; up to {most} can be"
+    opts.refuse_if(devices > most, text)
 
 
 _Words: TypeAlias = Callable[[str, DeviceMesh, tuple[int, ...] | None], str]
 
 
 def _languages() -> dict[str, _Words]:
-    """Return what says a spec, given a mesh and perhaps a shape, by whose words it uses."""
-    from shardspec.interop.jax_specs import partition_spec_text
-    from shardspec.interop.other_specs import sbp_text, shardy_mesh_text, shardy_text, to_colossal
-    from shardspec.interop.torch_placements import placements_text
+    """Return what writes a spec, given a mesh and perhaps a shape, by the name of the library."""
+    from shardspec.interop import notations
+
+    def shardy(spec: str, mesh: DeviceMesh, _: object) -> str:
+        return f"{notations.shardy_text(spec, mesh)}   {notations.shardy_mesh_text(mesh)}"
 
     return {
-        "torch": lambda spec, mesh, _: placements_text(spec, mesh),
-        "jax": partition_spec_text,
-        "shardy": lambda spec, mesh, _: f"{shardy_text(spec, mesh)}   {shardy_mesh_text(mesh)}",
-        "oneflow": lambda spec, mesh, _: sbp_text(spec, mesh),
-        "colossal": lambda spec, mesh, _: str(to_colossal(spec, mesh)),
+        "torch": lambda spec, mesh, _: notations.placements_text(spec, mesh),
+        "jax": notations.partition_spec_text,
+        "shardy": shardy,
+        "oneflow": lambda spec, mesh, _: notations.sbp_text(spec, mesh),
+        "colossal": lambda spec, mesh, _: str(notations.to_colossal(spec, mesh)),
     }
 
 
@@ -132,26 +135,26 @@ def _languages() -> dict[str, _Words]:
 def convert_command(
     *,
     spec: str = argument("SPEC"),
-    mesh: MeshShape = mesh_option(),
+    mesh: MeshShape = opts.mesh_option(required=True),
     to: str | None = option(
         click.Choice(["torch", "jax", "shardy", "oneflow", "colossal"]),
-        "Whose words; all of them if left out.",
+        "The library; all of them if left out.",
     ),
     shape: tuple[int, ...] | None = option(
-        SIZES, "Sizes of the tensor, 4096x4096, to find out whether they can be cut so."
+        opts.SHAPE, "Sizes of the tensor, 4096x4096, to check that JAX can shard them so."
     ),
-    as_json: bool = json_flag(),
+    as_json: bool = opts.json_flag(),
 ) -> None:
-    """Say the spec SPEC in the words of other libraries.
+    """Write the spec SPEC in the notation of other libraries.
 
-    Where a library has no word for a part of it, this says so; nothing is approximated.
+    Where a notation cannot express a part of it, this says so; nothing is approximated.
 
     Examples:
       shardspec convert "[S10,R]" --mesh x=2,y=2
       shardspec convert "[S(x),R|P(y)]" --mesh x=2,y=2 --to jax
       shardspec convert "[S01,R]" --mesh x=2,y=4 --to jax --shape 4096x4096
     """
-    devices, languages = plain_mesh(mesh), _languages()
+    devices, languages = opts.plain_mesh(mesh), _languages()
     if shape is not None:
         Layout(devices, spec, shape, "float32")  # the spec must fit the tensor
     if to is not None:
@@ -166,8 +169,146 @@ def convert_command(
         except LossyConversionError as error:
             said[name], refused[name] = None, str(error)
     if as_json:
-        say(json.dumps({**said, "refused": refused}))
+        say_json({**said, "refused": refused})
         return
     for name, found in said.items():
         text = printable(found or f"– {refused[name]}")
         click.echo(f"{name:<10}{text if found else click.style(text, dim=True)}")
+
+
+def _parse_output(text: str) -> Path:
+    path = Path(text)
+    kind = path.suffix.lower()
+    if kind == ".png":
+        dot = path.with_suffix(".dot")
+        raise ValueError(
+            f"{text}: .png needs Graphviz; write {dot.name}, then 'dot -Tpng {dot.name} -o "
+            f"{path.name}'"
+        )
+    if kind not in _DRAWINGS:
+        raise ValueError(f"{text}: give a name that ends in {', '.join(_DRAWINGS)}")
+    return path
+
+
+@command
+def graph_command(
+    *,
+    specs: tuple[str, ...] = argument("[FROM TO]", nargs=-1),
+    cluster: ClusterOptions,
+    dims: int | None = option(
+        "COUNT", "Dims of the tensor, where no FROM and TO are given.", type=click.IntRange(0)
+    ),
+    shape: tuple[int, ...] | None = option(
+        opts.SHAPE, 'Sizes of the global tensor, for the path: 4096x4096; "" for a scalar.'
+    ),
+    dtype: str = opts.dtype_option(),
+    output: Path | None = opts.output_option(
+        "Write FILE.dot, for Graphviz, or FILE.svg; without it DOT is printed.",
+        opts.Kind("FILE", _parse_output),
+    ),
+    overwrite: bool = opts.overwrite_flag(),
+    as_json: bool = opts.json_flag("Print nodes, edges and path as JSON."),
+) -> None:
+    """Draw which step leads from which spec to which, with the plan from FROM to TO marked.
+
+    A spec is a node, and each slice, gather, all-to-all or reduction an edge. Permute and exchange
+    join any two specs with nothing pending; they are drawn where the plan takes them.
+
+    Examples:
+      shardspec graph --mesh 2x2 --dims 2
+      shardspec graph --mesh dp=2,tp=4 --dims 2 -o graph.svg
+      shardspec graph "[S10,R]" "[R,S1]" --mesh 2x4 --shape 4096x4096 --dtype bf16 -o path.svg
+      shardspec graph "[R|P0]" "[S0]" --mesh 2 --shape 64 --links unit -o path.dot --force --json
+
+    With Graphviz, 'dot -Tpng path.dot -o path.png' makes a PNG.
+    """
+    from shardspec.layout.converter import LayoutConverter
+    from shardspec.layout.drawing import dot_text, draw_transitions, svg_text
+
+    devices, model = cluster.build()
+    if not specs:
+        if dims is None:
+            raise click.UsageError("nothing to draw; give --dims, or FROM, TO and --shape")
+        text = "--shape is for the path; give FROM and TO too, or leave it out"
+        opts.refuse_if(shape is not None, text)
+        drawing = draw_transitions(devices, dims)
+    else:
+        text = f"{counted(len(specs), 'spec')} where two are needed, FROM and TO"
+        opts.refuse_if(len(specs) != 2, text)
+        if shape is None:
+            raise click.UsageError("a path from FROM to TO depends on the tensor; give its --shape")
+        opts.refuse_if(dims is not None, "--dims follows from FROM and TO; leave it out")
+        source = Layout(devices, specs[0], shape, dtype)
+        plan = LayoutConverter(model).plan(source, source.with_spec(specs[1]))
+        drawing = draw_transitions(devices, len(shape), plan)
+    as_svg = output is not None and output.suffix.lower() == ".svg"
+    nodes = sum(map(len, drawing.columns))
+    if as_svg and nodes > _MOST_IN_SVG:
+        raise LayoutError(
+            f"{nodes} specs are too many for one picture, the limit is {_MOST_IN_SVG}; write a "
+            ".dot file, or draw fewer mesh axes or dims"
+        )
+    text = svg_text(drawing) if as_svg else dot_text(drawing)
+    if output is not None:
+        write_file(output, text, overwrite=overwrite)
+    if as_json:
+        say_json(drawing.as_dict())
+    elif output is None:
+        click.echo(text, nl=False)
+    else:
+        say(f"{path_text(output)}: {drawing.title}")
+        if drawing.known_error:
+            say(f"known error: {drawing.known_error}")
+
+
+@command
+def explore_command(
+    *,
+    mesh: tuple[MeshShape, ...] = option(
+        opts.MESH,
+        "A mesh to pick, 2x4 or dp=2,tp=4; may be given several times.",
+        multiple=True,
+        default=("4", "2x2", "2x4"),
+        show_default=True,
+    ),
+    shape: tuple[tuple[int, ...], ...] = option(
+        opts.SHAPE,
+        "A tensor to pick, of 1 to 3 dims; may be given several times.",
+        multiple=True,
+        default=("4096x4096", "64x64", "6x7"),
+        show_default=True,
+    ),
+    links: tuple[tuple[str, ...], ...] = option(
+        opts.PRESETS,
+        "Links to pick, one preset for all axes or one per axis; may be given several times. "
+        f"'shardspec presets' lists them.  [default: {', then '.join(_LINKS)}]",
+        multiple=True,
+    ),
+    dtype: str = opts.dtype_option("bfloat16"),
+    output: Path = opts.output_option("Write the page here.", required=True),
+    overwrite: bool = opts.overwrite_flag(),
+) -> None:
+    """Write one page in which to pick conversions and to watch their plans step by step.
+
+    The page holds every pair of layouts of the meshes and tensors, planned here: sums that are
+    pending, the next best plans and the naive one included. It opens in any browser, by itself,
+    without a network. Up to 32 devices a mesh, 3 dims a tensor and 50,000 conversions can be shown.
+
+    Examples:
+      shardspec explore -o page.html
+      shardspec explore --mesh dp=2,tp=4 --shape 4096x1024 --dtype bf16 -o page.html
+      shardspec explore --mesh 2x2x2 --shape 8x8 --links tpu-v5e --links tpu-v5p -o page.html
+    """
+    from shardspec.explorer.page import MAX_DEVICES, explorer_page
+
+    for one in mesh:
+        _check_devices(one, MAX_DEVICES)
+    meshes = [opts.plain_mesh(one) for one in dict.fromkeys(mesh)]
+    links = tuple(dict.fromkeys(links))
+    if not links:
+        known, axes = map(opts.parse_links, _LINKS), {one.ndim for one in meshes}
+        links = tuple(names for names in known if len(names) in {1, *axes})
+    page = explorer_page(meshes, tuple(dict.fromkeys(shape)), links, dtype)
+    write_file(output, page, overwrite=overwrite)
+    size, on = bytes_text(len(page.encode())), ", ".join(map(str, meshes))
+    say(f"{path_text(output)}: every conversion on {on}, {size}; open it")

@@ -1,45 +1,25 @@
-"""The commands that write checkpoints: `shardspec merge` and `shardspec reshard`."""
+"""The commands for whole models: `shardspec merge`, `reshard`, `check-map` and `plan-state`."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from shardspec.checkpoint.convert import (
-    MERGED_FORMATS,
-    RESHARDED_FORMATS,
-    MergedFormat,
-    ReshardedFormat,
-    merge,
-    reshard,
-)
+from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.write import WriteReport
-from shardspec.cli.arguments import MESH, Kind, MeshShape, parse_bytes
-from shardspec.cli.checkpoint_options import (
-    CHECKPOINT,
-    OTHER,
-    ChoiceOptions,
-    MapOptions,
-    RuleOptions,
-    SourceOptions,
-)
-from shardspec.cli.options import (
-    Declared,
-    argument,
-    command,
-    flag,
-    json_flag,
-    option,
-    overwrite_flag,
-    plain_mesh,
-    unless,
-)
-from shardspec.cli.output import path_text, progress_bar, say
+from shardspec.cli import checkpoint_options as ckpt
+from shardspec.cli import options as opts
+from shardspec.cli.options import argument, command, flag, option, unless
+from shardspec.cli.output import path_text, progress_bar, say, say_json
+from shardspec.errors import InputFileError
+from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, rate_text, seconds_text, shown
+
+if TYPE_CHECKING:
+    from shardspec.resharding.check import MapReport
 
 _KNOWN_SUFFIXES: Final = ("", ".safetensors", ".pt", ".pth", ".bin")
 _SHOWN: Final = 3
@@ -55,16 +35,16 @@ class _HowToWrite:
     strict_cast: bool = flag(
         "Refuse a cast that turns numbers into infinity, 0 or NaN; else they are counted."
     )
-    overwrite: bool = overwrite_flag()
+    overwrite: bool = opts.overwrite_flag()
     verify: bool = unless(
         "Do not compare bytes with the digests that were saved, nor read OUT again."
     )
     reread: bool = unless(
         "Compare bytes with the digests that were saved, but do not read OUT again."
     )
-    dry_run: bool = flag("Check what describes CKPT, say what would be done, and stop.")
+    dry_run: bool = flag("Check the headers of CKPT, say what would be done, and stop.")
     sidecars: bool = unless(
-        "Leave behind what lies beside the weights, such as config.json and a tokenizer."
+        "Do not copy the files next to the weights, such as config.json and a tokenizer."
     )
 
 
@@ -72,11 +52,11 @@ class _HowToWrite:
 class _Options:
     """What `merge` and `reshard` have in common, but for the target."""
 
-    map: MapOptions
-    source: SourceOptions
-    choice: ChoiceOptions
+    map: ckpt.MapOptions
+    source: ckpt.SourceOptions
+    choice: ckpt.ChoiceOptions
     how: _HowToWrite
-    as_json: bool = json_flag("Print what was written as JSON.")
+    as_json: bool = opts.json_flag("Print what was written as JSON.")
     quiet: bool = flag("Print nothing but errors.")
 
 
@@ -93,8 +73,10 @@ def _write(title: str, options: _Options, convert: Callable[..., WriteReport]) -
             **options.choice.arguments(),
             **vars(options.how),
         )
-    if not quiet:
-        say(json.dumps(report.to_json()) if options.as_json else _report_text(report))
+    if options.as_json and not quiet:
+        say_json(report.to_json())
+    elif not quiet:
+        say(_report_text(report))
 
 
 def _report_text(report: WriteReport) -> str:
@@ -123,12 +105,8 @@ def _report_text(report: WriteReport) -> str:
     return "\n".join(lines)
 
 
-def _output_option(text: str) -> Declared:
-    return option("OUT", text, "-o", "--output", required=True)
-
-
 def _size(text: str) -> int:
-    size = parse_bytes(text)
+    size = opts.parse_bytes(text)
     if not size:
         raise ValueError("files of no bytes hold nothing")
     return size
@@ -137,27 +115,27 @@ def _size(text: str) -> int:
 @command
 def merge_command(
     *,
-    checkpoint: Path = argument(CHECKPOINT),
-    output: str = _output_option(
-        "The file to write; a directory for the formats huggingface and dcp."
+    checkpoint: Path = argument(ckpt.CHECKPOINT),
+    output: str = opts.output_option(
+        "The file to write; a directory for the formats huggingface and dcp.", "OUT", required=True
     ),
-    to: MergedFormat | None = option(
-        click.Choice(MERGED_FORMATS),
+    to: conversion.MergedFormat | None = option(
+        click.Choice(conversion.MERGED_FORMATS),
         "The format of OUT: one safetensors file (default), safetensors files with an index "
         "(default with --max-shard-size, or if OUT ends in /), a file for torch.load (default if "
         "OUT ends in .pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
     ),
     max_shard_size: int | None = option(
-        Kind("SIZE", _size), "Most bytes of tensors in a file, as 5GB or 500MiB."
+        opts.Kind("SIZE", _size), "Most bytes of tensors in a file, as 5GB or 500MiB."
     ),
     metadata: bool = unless("Leave out what safetensors files say in their metadata."),
     options: _Options,
 ) -> None:
-    """Write the whole tensors of the checkpoint CKPT into one file, or files of a limited size.
+    """Write the global tensors of the checkpoint CKPT into one file, or files of a limited size.
 
-    CKPT may be of any format that can be read. Checks first that what describes it agrees with its
-    files, that the boxes of every tensor tile it and that boxes stored twice agree; finishes
-    pending reductions. OUT appears when it is complete and was read again.
+    CKPT may be of any format that can be read. Checks first that headers agree with files, that
+    the boxes of every tensor tile it and that replicas agree; finishes pending reductions. OUT
+    appears when it is complete and was read again.
 
     Examples:
       shardspec merge ckpt -o model.safetensors
@@ -169,15 +147,17 @@ def merge_command(
     """
     limit = max_shard_size
     suffix = "" if output.endswith("/") else PurePath(output).suffix.lower()
-    if to is None and limit is None and suffix not in _KNOWN_SUFFIXES:
-        raise click.UsageError(
-            f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
-            f"({', '.join(MERGED_FORMATS)}), or a name that ends in .safetensors or .pt"
-        )
+    opts.refuse_if(
+        to is None and limit is None and suffix not in _KNOWN_SUFFIXES,
+        f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
+        f"({', '.join(conversion.MERGED_FORMATS)}), or a name that ends in .safetensors or .pt",
+    )
 
-    def convert(**more: Declared) -> WriteReport:
+    def convert(**more: opts.Declared) -> WriteReport:
         (source,) = options.source.open(checkpoint, quiet=options.quiet)
-        return merge(source, output, format=to, max_shard_bytes=limit, metadata=metadata, **more)
+        return conversion.merge(
+            source, output, format=to, max_shard_bytes=limit, metadata=metadata, **more
+        )
 
     _write("merge", options, convert)
 
@@ -185,15 +165,15 @@ def merge_command(
 @command
 def reshard_command(
     *,
-    checkpoint: Path = argument(CHECKPOINT),
-    output: str = _output_option("The directory to write."),
-    mesh: MeshShape | None = option(
-        MESH, "Devices to cut for, outermost axis first: 2x4, or with names dp=2,tp=4."
+    checkpoint: Path = argument(ckpt.CHECKPOINT),
+    output: str = opts.output_option("The directory to write.", "OUT", required=True),
+    mesh: opts.MeshShape | None = option(
+        opts.MESH, "Devices to shard for, outermost axis first: 2x4, or with names dp=2,tp=4."
     ),
-    rules: RuleOptions,
-    like: Path | None = option(OTHER, "Cut as this checkpoint is, which says its mesh and specs."),
-    to: ReshardedFormat = option(
-        click.Choice(RESHARDED_FORMATS),
+    rules: ckpt.RuleOptions,
+    like: Path | None = option(ckpt.OTHER, "Shard as this checkpoint, which has a mesh and specs."),
+    to: conversion.ReshardedFormat = option(
+        click.Choice(conversion.RESHARDED_FORMATS),
         "The format of OUT: shardspec's own, that of torch.distributed.checkpoint, or of a run of "
         "DeepSpeed's ZeRO its Universal Checkpoint, for any number of ranks.",
         default="shardspec",
@@ -207,36 +187,37 @@ def reshard_command(
     is complete and was read again.
 
     Examples:
-      shardspec reshard ckpt -o cut --mesh 4x2 --rules rules.toml
-      shardspec reshard model.safetensors -o cut --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
-      shardspec reshard ckpt -o cut --like other_ckpt
-      shardspec reshard ckpt -o cut --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
+      shardspec reshard ckpt -o sharded --mesh 4x2 --rules rules.toml
+      shardspec reshard model.safetensors -o sharded --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
+      shardspec reshard ckpt -o sharded --like other_ckpt
+      shardspec reshard ckpt -o out --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
       shardspec reshard zero_run -o universal --to deepspeed-universal
 
     A file of rules has a line for each pattern of names:
       "*.up.weight" = "[S1,R]"
       "*.down.weight" = "[R,S1]"
-    What no rule matches is kept whole on every device.
+    What no rule matches is replicated on every device.
     """
     cuts = rules.rules is not None or bool(rules.rule)
     universal = to == "deepspeed-universal"
-    if universal and (mesh is not None or like is not None or cuts):
-        raise click.UsageError(
-            "a Universal Checkpoint is for any number of ranks; leave out --mesh, --rules, --rule "
-            "and --like"
-        )
-    if not universal and (mesh is None) == (like is None):
-        raise click.UsageError("give either --mesh, with rules, or --like")
-    if like is not None and cuts:
-        raise click.UsageError("--like says how to cut; leave out --rules and --rule")
+    opts.refuse_if(
+        universal and (mesh is not None or like is not None or cuts),
+        "a Universal Checkpoint is for any number of ranks; leave out --mesh, --rules, --rule and "
+        "--like",
+    )
+    one = (mesh is None) == (like is None)
+    opts.refuse_if(not universal and one, "give either --mesh, with rules, or --like")
+    opts.refuse_if(
+        like is not None and cuts, "--like says how to shard; leave out --rules and --rule"
+    )
     specs = rules.read()
 
-    def convert(**more: Declared) -> WriteReport:
+    def convert(**more: opts.Declared) -> WriteReport:
         source, *others = options.source.open(checkpoint, like, quiet=options.quiet)
-        return reshard(
+        return conversion.reshard(
             source,
             output,
-            device_mesh=None if mesh is None else plain_mesh(mesh),
+            device_mesh=None if mesh is None else opts.plain_mesh(mesh),
             rules=None if mesh is None else specs,
             like=others[0] if others else None,
             format=to,
@@ -245,4 +226,128 @@ def reshard_command(
 
     _write("reshard", options, convert)
     if mesh is not None and not specs and not options.quiet:
-        say("note: no rules were given, so every tensor is whole on every device", err=True)
+        say("note: no rules were given, so every tensor is replicated on every device", err=True)
+
+
+@command
+def check_map_command(
+    *,
+    map: str = argument("MAP"),
+    source: str = option("CKPT", "A checkpoint, or a file of shapes.", required=True),
+    target: str | None = option("CKPT", "The same, of what is to be written."),
+    sizes: Path | None = ckpt.sizes_option(),
+    reverse: bool = flag("Check the map the other way round."),
+    as_json: bool = opts.json_flag(),
+) -> None:
+    """Prove that a map writes every element of a target exactly once.
+
+    Exit code 3 says that it does not; the first holes and overlaps are printed.
+
+    Examples:
+      shardspec check-map map.toml --source ckpt --target shapes.json
+      shardspec check-map llama-hf-to-megatron --sizes config.json --source ckpt
+
+    MAP is a TOML file, or the name of a map that comes with shardspec, as llama-hf-to-megatron or,
+    by way of hf, llama-megatron-to-fused. A file of shapes has names and lists of sizes:
+    {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
+    checked, and printed with --json.
+    """
+    from shardspec.resharding.check import check_map
+
+    *firsts, last = ckpt.read_maps(map, sizes, reverse=reverse)
+    before = _shapes(source)
+    for one in firsts:
+        between = one.target_shapes(before)
+        _refuse_holes(check_map(one, before, between))
+        before = between
+    after = last.target_shapes(before) if target is None else _shapes(target)
+    report = check_map(last, before, after)
+    if as_json:
+        say_json(
+            {
+                "total": not report.problems,
+                "equations": len(report.equations),
+                "problems": list(report.problems),
+                "unused": list(report.unused),
+                "target": {name: list(shape) for name, shape in after.items()},
+            }
+        )
+    else:
+        say(f"{counted(len(report.equations), 'equation')} to {counted(len(after), 'tensor')}")
+        for name in report.unused:
+            say(f"not used, at least in part: {shown(name)}")
+    _refuse_holes(report)
+    if not as_json:
+        say("every element of the target is written exactly once")
+
+
+def _refuse_holes(report: "MapReport") -> None:
+    if report.problems:
+        rest = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
+        raise InputFileError(f"the map is not total: {report.problems[0]}{rest}")
+
+
+def _shapes(place: str) -> dict[str, tuple[int, ...]]:
+    from shardspec.checkpoint.open import open_checkpoint
+    from shardspec.checkpoint.store import path_exists
+
+    if not (place.endswith(".json") and path_exists(Path(place))):
+        catalog = open_checkpoint(Path(place))
+        return {name: catalog.outline(name).shape for name in catalog.names}
+    found = {}
+    for name, sizes in ckpt.read_json(Path(place)).items():
+        if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):
+            raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, no list of sizes")
+        found[name] = tuple(sizes)
+    return found
+
+
+@command
+def plan_state_command(
+    *,
+    checkpoint: Path = argument(ckpt.CHECKPOINT),
+    cluster: opts.ClusterOptions,
+    rules: ckpt.RuleOptions,
+    maps: ckpt.MapOptions,
+    dtype: str | None = option("NAME", "What floating-point tensors become."),
+    max_bytes: int | None = option(opts.BYTES, "Bytes in buckets of each device."),
+    source: ckpt.SourceOptions,
+    as_json: bool = opts.json_flag("Print the plan as JSON."),
+) -> None:
+    """Plan on paper how the devices of a mesh get a model from the checkpoint CKPT.
+
+    Says which device reads how much from which files. No tensor is read.
+
+    Examples:
+      shardspec plan-state ckpt --mesh 8 --rules rules.toml
+      shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]' --json
+      shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
+    """
+    from shardspec.checkpoint.load import stored_layouts
+    from shardspec.checkpoint.mapped import mapped
+    from shardspec.resharding.plan import plan_reshard
+
+    mesh, model = cluster.build()
+    if cluster.links is not None or cluster.profile is not None:
+        mesh = DeviceMesh(
+            mesh.ids,
+            mesh.shape,
+            axis_names=mesh.axis_names,
+            mesh_alpha=[link.latency_s + link.start_s for link in model.links],
+            mesh_beta=[link.seconds_per_byte for link in model.links],
+        )
+    (catalog,) = source.open(checkpoint)
+    chain = maps.read()
+    stored, files = stored_layouts(mapped(catalog, chain[:-1]), max(mesh.ids) + 1)
+    plan = plan_reshard(
+        stored,
+        (mesh, rules.read()),
+        names=chain[-1] if chain else None,
+        dtype=dtype,
+        max_bytes=max_bytes,
+    )
+    if as_json:
+        named = {str(number): name for number, name in files.items()}
+        say_json({**plan.as_dict(), "files": named})
+    else:
+        say(plan.text(files))

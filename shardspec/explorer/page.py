@@ -1,9 +1,9 @@
-"""The page of `shardspec explore`: tables, style and script in one file that needs nothing else.
+"""The page of `shardspec explore`: tables, style and script in one self-contained file.
 
-The page computes no plan and no price. It gets the boxes of every layout, every move that some
-plan takes, with its bytes, seconds and senders, and for each pair of layouts the plans as lists of
-moves. What a device gets from a sender is what the sender's box before shares with its own box
-after, so the senders are enough to draw a move.
+The page computes no plan and no price. It gets the boxes of every layout, every move of any plan
+with its bytes, seconds and senders, and per pair of layouts the plans as lists of moves. A device
+gets from a sender the overlap of the sender's box before with its own box after, so the senders are
+enough to draw a move.
 """
 
 import json
@@ -27,15 +27,15 @@ from shardspec.layout.plan import ConversionPlan, naive_plan, step_text
 from shardspec.mesh import DeviceMesh
 
 MAX_DEVICES: Final = 32
-"""Devices of the largest mesh that can be drawn so that their boxes can be told apart."""
+"""Devices of the largest mesh whose boxes can be told apart."""
 MAX_DIMS: Final = 3
-"""Tensors of more dims are not drawn."""
+"""Dims that can be drawn."""
 MAX_CONVERSIONS: Final = 50_000
 """Conversions that can be planned in about a minute."""
 MAX_PAGE_BYTES: Final = 16 * 2**20
 """A page that browsers open at once."""
 _PLANS: Final = 4
-"""Plans of each conversion, the cheapest first; the naive one comes beside them."""
+"""Plans of each conversion, the cheapest first, besides the naive one."""
 
 _Move: TypeAlias = tuple[Step, Layout, Layout]
 _Links: TypeAlias = Sequence[tuple[str, ...]]
@@ -62,7 +62,7 @@ def explorer_page(
         "TITLE": escape(f"shardspec: conversions on {', '.join(map(str, meshes))}"),
         "STYLE": _asset("page.css"),
         "SCRIPT": _asset("picture.js") + _asset("page.js"),
-        # Nothing in the tables may end the element that they stand in.
+        # Nothing in the tables may end the element that they are in.
         "DATA": text.replace("<", "\\u003c"),
     }
     page = _asset("page.html")
@@ -89,13 +89,10 @@ def _check(meshes: Sequence[DeviceMesh], shapes: Sequence[tuple[int, ...]], link
                 f"{MAX_DEVICES} devices"
             )
     for shape in shapes:
-        if not 1 <= len(shape) <= MAX_DIMS:
+        if not 1 <= len(shape) <= MAX_DIMS or 0 in shape:
             raise LayoutError(
-                f"a tensor of shape {shape} cannot be drawn; give one of 1 to {MAX_DIMS} dims"
-            )
-        if 0 in shape:
-            raise LayoutError(
-                f"a tensor of shape {shape} has no elements to draw; give one that has"
+                f"a tensor of shape {shape} cannot be drawn; give one of 1 to {MAX_DIMS} dims that "
+                "has elements"
             )
     for names in links:
         if all(len(names) not in (1, mesh.ndim) for mesh in meshes):
@@ -157,12 +154,9 @@ def models_of(mesh: DeviceMesh, links: _Links) -> dict[str, CostModel]:
 
 
 def _mesh_tables(
-    mesh: DeviceMesh,
-    shapes: Sequence[tuple[int, ...]],
-    models: Mapping[str, CostModel],
-    dtype: str,
+    mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]], models: Mapping[str, CostModel], dtype: str
 ) -> dict[str, object]:
-    """Return everything there is to see on one mesh, ready for JSON; plans for each of `models`."""
+    """Return everything about one mesh, ready for JSON; plans for each of `models`."""
     labels = [mesh.axis_label(axis) for axis in range(mesh.ndim)]
     return {
         "name": str(mesh),
@@ -181,7 +175,10 @@ def _mesh_tables(
 
 def _tensor_tables(layouts: Sequence[Layout], models: Sequence[CostModel]) -> dict[str, object]:
     moves: dict[_Move, int] = {}
-    plans = [_plans(layouts, model, moves) for model in models]
+    plans = [
+        [[_plans(a, b, model, converter, moves) for b in layouts] for a in layouts]
+        for model, converter in zip(models, map(LayoutConverter, models), strict=True)
+    ]
     index = {layout: number for number, layout in enumerate(layouts)}
     return {
         "shape": list(layouts[0].global_shape),
@@ -193,51 +190,43 @@ def _tensor_tables(layouts: Sequence[Layout], models: Sequence[CostModel]) -> di
             [[end for side in layout.box(device) for end in side] for device in layout.mesh.ids]
             for layout in layouts
         ],
-        "moves": [[index[move[1]], index[move[2]], *_facts(move)] for move in moves],
-        "seconds": [[_alone(move, model).cost_seconds for move in moves] for model in models],
+        "moves": [[index[move[1]], index[move[2]], *_facts(*move)] for move in moves],
+        "seconds": [
+            [ConversionPlan((step,), (a, b), model).cost_seconds for step, a, b in moves]
+            for model in models
+        ],
         "plans": plans,
     }
 
 
-def _alone(move: _Move, model: CostModel) -> ConversionPlan:
-    step, *ends = move
-    return ConversionPlan((step,), tuple(ends), model)
-
-
-def _facts(move: _Move) -> tuple[object, ...]:
+def _facts(step: Step, before: Layout, after: Layout) -> tuple[object, ...]:
     """Return kind, text, bytes received, bytes live, and per device a bit for each sender."""
-    step, before, after = move
     mesh = before.mesh
-    plan = _alone(move, CostModel.of_mesh(mesh))
+    plan = ConversionPlan((step,), (before, after), CostModel.of_mesh(mesh))
     axes = ",".join(mesh.axis_label(axis) for axis in step.axes)
     transfers = Transfers(step, mesh, before.box, after.box)
     senders = [
         {mesh.ids.index(peer) for peer, box in transfers.incoming(device) if box_size(box)}
         for device in mesh.ids
     ]
-    text = f"{step_text(step)} over {axes}"
     bits = [sum(1 << peer for peer in peers) for peers in senders]
+    text = f"{step_text(step)} over {axes}"
     return kind_of(step), text, plan.bytes_received, plan.peak_bytes, bits
 
 
 def _plans(
-    layouts: Sequence[Layout], model: CostModel, moves: dict[_Move, int]
-) -> list[list[list[object] | None]]:
-    """Return per source and target its plans as numbers of moves, after the place of the naive one.
-
-    Moves that are new are added to `moves`.
-    """
-    converter = LayoutConverter(model)
-
-    def pair(source: Layout, target: Layout) -> list[object] | None:
-        if not set(target.spec.partials) <= set(source.spec.partials):
-            return None
-        plans = list(converter.alternatives(source, target, _PLANS))
-        naive = naive_plan(source, target, model)
-        if all(plan.communicating != naive.communicating for plan in plans):
-            plans.append(naive)
-        place = [plan.communicating for plan in plans].index(naive.communicating)
-        numbers = ([moves.setdefault(move, len(moves)) for move in plan.moves] for plan in plans)
-        return [place, *numbers]
-
-    return [[pair(source, target) for target in layouts] for source in layouts]
+    source: Layout,
+    target: Layout,
+    model: CostModel,
+    converter: LayoutConverter,
+    moves: dict[_Move, int],
+) -> list[object] | None:
+    """Return the index of the naive plan, and the plans as numbers of moves; add new moves."""
+    if not set(target.spec.partials) <= set(source.spec.partials):
+        return None
+    plans = list(converter.alternatives(source, target, _PLANS))
+    naive = naive_plan(source, target, model)
+    if all(plan.communicating != naive.communicating for plan in plans):
+        plans.append(naive)
+    place = [plan.communicating for plan in plans].index(naive.communicating)
+    return [place, *([moves.setdefault(m, len(moves)) for m in plan.moves] for plan in plans)]

@@ -1,1 +1,1 @@
-"""The same layout in the words of other libraries, and back; nothing is lost without a word."""
+"""Specs in the notations of other libraries, and back; what cannot be expressed is refused."""

@@ -1,8 +1,8 @@
 """Shards as a torch `DTensor` and back, sharing storage and gradients.
 
-Both sides keep one convention for gradients: the gradient of a shard is that of its box, the same
-on all devices that hold it, and of a pending sum it is the gradient of each addend. Of a pending
-mean torch hands on the gradient of the mean; here each of n addends gets an n-th of it.
+Both sides share a convention: the gradient of a shard is that of its box, the same on all devices
+that hold it, and each addend of a pending sum gets the gradient of the sum. Each of n addends of a
+pending mean gets an n-th here, where torch hands on the gradient of the mean.
 """
 
 from collections.abc import Sequence
@@ -13,30 +13,21 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor.placement_types import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    _StridedShard,
-)
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardspec.comm.steps import ReduceOp
 from shardspec.comm.torch_mesh import device_type_of, from_torch, to_torch
 from shardspec.errors import LayoutError, LossyConversionError
-from shardspec.interop.torch_placements import from_placements, to_placements
+from shardspec.interop.notations import from_placements, to_placements
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-__all__ = ["in_our_words", "is_strided", "layout_of", "local_of", "torch_dtensor"]
-
 
 def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
-    """Return the layout of a torch DTensor; its mesh is made of torch's where it is not given.
+    """Return the layout of a torch DTensor, by default on the mesh that `from_torch` makes.
 
-    Raises `LossyConversionError` if a placement has no counterpart in a spec; `LayoutError` if no
-    order of the axes has the split factors of the placements; `MeshError` if torch's mesh belongs
-    to another job; see `shardspec.comm.torch_mesh.from_torch`.
+    Raises as `shardspec.interop.notations.from_placements` and
+    `shardspec.comm.torch_mesh.from_torch` do.
     """
     found = from_torch(tensor.device_mesh) if mesh is None else mesh
     if found.shape != tuple(tensor.device_mesh.shape):
@@ -44,7 +35,7 @@ def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
             f"the tensor is on a torch mesh of shape {tuple(tensor.device_mesh.shape)}, but mesh "
             f"{found} has shape {found.shape}"
         )
-    # torch's spec alone has it, and in the versions before 2.10 has none.
+    # Only torch's spec has the order, from version 2.10 on.
     order = getattr(tensor._spec, "shard_order", None)
     return _layout(found, tensor.placements, order, tensor.shape, tensor.dtype)
 
@@ -57,18 +48,16 @@ def _layout(
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> Layout:
-    # Beside strided shards torch's order says nothing: their factors do.
+    # The order of strided shards is in their split factors.
     kept = None if order is None or _any_strided(placements) else dict(order)
-    spec = from_placements(placements, shape, mesh, shard_order=kept)
-    return Layout(mesh, spec, shape, dtype)
+    return Layout(mesh, from_placements(placements, shape, mesh, shard_order=kept), shape, dtype)
 
 
 def is_strided(tensor: TorchDTensor) -> bool:
-    """Whether torch has strided shards, as where a minor axis comes first."""
+    """Whether torch has strided shards, as for S10."""
     return _any_strided(tensor.placements)
 
 
-@lru_cache(maxsize=4096)
 def _any_strided(placements: tuple[Placement, ...]) -> bool:
     return any(isinstance(placement, _StridedShard) for placement in placements)
 
@@ -87,18 +76,13 @@ def torch_dtensor(
 ) -> TorchDTensor:
     """Put this rank's shard into a torch DTensor: the same storage, and gradients flow back.
 
-    A rank outside the mesh gives an empty tensor. Where torch's mesh is not given, it is found or
-    made by the layout's.
-
-    Raises `CommunicatorError` if `torch.distributed` is not initialised; `MeshError` if torch has
-    no such mesh; see `shardspec.comm.torch_mesh.to_torch`; `LossyConversionError` if torch refuses
-    pending reductions as they are mixed.
+    A rank outside the mesh gives an empty tensor. Raises as `shardspec.comm.torch_mesh.to_torch`
+    does, and `LossyConversionError` where torch has no such mixture of pending reductions.
     """
     mesh = layout.mesh
     if torch_mesh is None:
         torch_mesh = to_torch(mesh, device_type_of(mesh) if shard.is_meta else shard.device.type)
-    ops: set[ReduceOp] = {partial.op for partial in layout.spec.partials}
-    if len(ops) > 1:
+    if len({partial.op for partial in layout.spec.partials}) > 1:
         raise LossyConversionError(
             f"torch has no tensor with several kinds of reductions pending, as {layout.spec} has; "
             "finish one of them first"
@@ -115,18 +99,18 @@ def torch_dtensor(
 
 
 def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
-    """Return a tensor whose placements have a counterpart in a spec, mostly the same one.
+    """Return the tensor with placements that a spec can express, in most cases unchanged.
 
-    Sums that torch has masked or scaled are finished, and shards that are no boxes, as after
-    flattening over a sharded dim, are gathered. A pending min, max or prod is finished where its
-    gradient is tracked, which torch has and a conversion of ours has not.
+    Masked and scaled sums of torch are finished, and shards that are no boxes, as after flattening
+    over a sharded dim, are gathered. A pending min, max or prod is finished where its gradient is
+    tracked, which torch has and a conversion here has not.
     """
     kept = _kept_of(tensor.placements, tensor.requires_grad)
     if all(kept):
         return tensor
     if not any(p.is_partial() for p in tensor.placements):
+        grid = DeviceMesh(range(tensor.device_mesh.size()), tensor.device_mesh.shape)
         try:
-            grid = DeviceMesh(range(tensor.device_mesh.size()), tensor.device_mesh.shape)
             from_placements(tensor.placements, tensor.dim(), grid)
         except LayoutError:
             pass
@@ -138,8 +122,8 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     finished = tensor.redistribute(placements=placements)
     if not tensor.requires_grad:
         return finished
-    # torch cannot take a gradient whose sum is pending back to a masked sum. Through the shard it
-    # comes finished.
+    # torch cannot pass a gradient with a pending sum back to a masked sum; by way of the shard it
+    # arrives finished.
     return TorchDTensor.from_local(
         finished.to_local(grad_placements=_of_gradient(placements)),
         tensor.device_mesh,
@@ -152,7 +136,7 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
 
 @lru_cache(maxsize=4096)
 def _kept_of(placements: tuple[Placement, ...], gradient: bool) -> tuple[bool, ...]:
-    """Say of each placement whether a spec has it, and a gradient passes it where it has to."""
+    """Whether a spec has each placement, and a gradient passes it where it has to."""
     return tuple(
         not gradient or p.reduce_op in ("sum", "avg")
         if type(p) is Partial

@@ -1,102 +1,288 @@
-"""One torch operation on DTensors, done by torch's own DTensor."""
+"""Torch operations on DTensors, done by torch's own DTensor; errors with a remedy where it fails.
 
+Where torch refuses layouts, others are tried on meta tensors, which only propagates shapes and
+layouts. What torch computes wrongly was found by comparing torch 2.13 with one process, over
+layouts of a mesh of two axes.
+"""
+
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Final, Protocol, TypeVar
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain, combinations, islice, product
+from math import inf
+from typing import Any, Final, TypeAlias
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from shardspec.comm.communicator import Communicator
+from shardspec.comm.torch_mesh import from_torch
 from shardspec.errors import LayoutError, ShardSpecError
-from shardspec.interop.torch_dtensor import in_our_words, is_strided
+from shardspec.interop.torch_dtensor import in_our_words, is_strided, layout_of, torch_dtensor
 from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.operations.refusals import (
-    GOING_BACK,
-    REFUSALS,
-    Call,
-    ExplainedRefusals,
-    check_gradient,
-    refusal,
-    refuse_strided_views,
-)
+from shardspec.operations.tensor import TensorLike
 from shardspec.shards import check_copies
 
+_REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError)
+"""What torch raises where it cannot propagate a layout."""
 
-class Sharded(Protocol):
-    """A DTensor, as operations see it."""
+_MOST_TRIALS: Final = 400
+_SHOWN: Final = 4
 
-    layout: Layout
-    communicator: Communicator
-
-    def to_torch(self) -> TorchDTensor:
-        """Return it as torch's, the same object as long as nothing has changed."""
-
-    def follow(self, tensor: TorchDTensor) -> None:
-        """Take note that torch's tensor may have been written to."""
-
-    def is_leaf_with_gradient(self) -> bool:
-        """Whether gradients are collected at it."""
+_Function: TypeAlias = Callable[..., Any]
+_Args: TypeAlias = Sequence[object]
+_Kwargs: TypeAlias = Mapping[str, object]
 
 
-T = TypeVar("T", bound=Sharded)
+class _Call:
+    """A function and its arguments, DTensors of torch on one mesh, to be tried without data."""
+
+    def __init__(self, function: _Function, args: _Args, kwargs: _Kwargs, mesh: DeviceMesh) -> None:
+        self._function = function
+        self._leaves, self._structure = tree_flatten((tuple(args), dict(kwargs)))
+        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, TorchDTensor)]
+        self.layouts = [layout_of(self._leaves[place], mesh) for place in self._places]
+
+    def is_possible(self, layouts: Sequence[Layout]) -> bool:
+        """Try it on meta tensors of these layouts; it fails too if it reads values."""
+        # With the shapes of this rank: views of shards may be of other shapes on other ranks.
+        rank, tried = dist.get_rank(), list(self._leaves)
+        for place, layout in zip(self._places, layouts, strict=True):
+            given = self._leaves[place]
+            shape = layout.local_shape(rank if rank in layout.mesh else layout.mesh.ids[0])
+            empty = torch.empty(shape, dtype=given.dtype, device="meta")
+            tried[place] = torch_dtensor(empty, layout, given.device_mesh)
+        args, kwargs = tree_unflatten(tried, self._structure)
+        try:
+            with torch.no_grad():
+                self._function(*args, **kwargs)
+        except (*_REFUSALS, IndexError, KeyError):
+            return False
+        return True
 
 
-def apply(
-    function: Callable[..., Any],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    kind: type[T],
-    wrap: Callable[[TorchDTensor, T], T],
-) -> Any:  # noqa: ANN401
-    """Call a torch function, DTensors of class `kind` among its arguments, which may be nested.
+def _refusal(name: str, call: _Call, error: Exception) -> LayoutError | None:
+    """Return the error for a call that torch has refused; None where layouts are not the reason."""
+    given = call.layouts
+    replicated = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
+    reason = str(error).strip().partition("\n")[0].rstrip(".") + "."
+    if not call.is_possible(replicated):
+        if isinstance(error, NotImplementedError):
+            return LayoutError(
+                f"{name}: torch {torch.__version__} has no rule for it on DTensors, on any "
+                f"layout ({reason}); do it on to_global()"
+            )
+        return None
+    if call.is_possible(given):
+        return None
+    accepted = filter(call.is_possible, islice(_nearest(given), _MOST_TRIALS))
+    found: list[Sequence[Layout]] = [*islice(accepted, _SHOWN)] or [replicated]
+    return LayoutError(
+        f"{name} is not possible on {_text(given)}: {reason} It is on "
+        f"{', '.join(map(_text, found))}; redistribute first"
+    )
 
-    `wrap` makes one of torch's DTensor, on the mesh of another one.
 
-    Raises
-    ------
-    LayoutError
-        If the tensors are on different meshes, one of them is a plain tensor with dims, or torch
-        has no rule for their layouts; then the message says which it would take.
-    CommunicatorError
-        If there is no job.
+def _nearest(given: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
+    """Yield combinations of layouts, those that change the fewest axes first."""
+    axes = [(place, axis) for place, one in enumerate(given) for axis in range(one.mesh.ndim)]
+    seen = {tuple(given)}
+    for changed in chain.from_iterable(combinations(axes, n + 1) for n in range(len(axes))):
+        for dims in product(*((None, *range(given[place].spec.dims)) for place, _ in changed)):
+            layouts = list(given)
+            for (place, axis), dim in zip(changed, dims, strict=True):
+                layouts[place] = _moved(layouts[place], axis, dim)
+            if tuple(layouts) not in seen:
+                seen.add(tuple(layouts))
+                yield tuple(layouts)
+
+
+def _moved(layout: Layout, axis: int, dim: int | None) -> Layout:
+    """Return the layout where an axis shards another dim or none; the axes of each dim ascend."""
+    held = layout.spec.dim_partition_dict.items()
+    by_dim = {d: sorted({*axes} - {axis}, key=int) for d, axes in held}
+    if dim is not None:
+        by_dim[dim] = sorted([*by_dim.get(dim, []), axis], key=int)
+    partial = {a: op for a, op in layout.spec.partial.items() if a != axis}
+    return layout.with_spec(ShardingSpec(layout.spec.dims, by_dim, partial=partial))
+
+
+def _text(layouts: Sequence[Layout]) -> str:
+    specs = [str(layout.labelled_spec) for layout in layouts]
+    return specs[0] if len(specs) == 1 else f"({', '.join(specs)})"
+
+
+_GOING_BACK: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""These compute gradients, by operations that `shardspec.operations.apply` does not see."""
+
+
+# torch leaves the methods of TorchDispatchMode untyped.
+class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Where torch refuses an operation on DTensors, say which layouts it would take.
+
+    ``backward()`` of a `DTensor` does so by itself. Where the loss is a plain tensor, made by
+    `DTensor.to_local` or `DTensor.to_global`, call it in this context, as in ``with
+    ExplainedRefusals(): loss.to_global().backward()``. Plain tensors that torch makes on the way
+    are taken to be replicated. A LayoutError replaces torch's error if other layouts are possible.
     """
-    name = getattr(function, "__name__", str(function)).strip("_")
+
+    def __torch_dispatch__(
+        self, func: _Function, _types: object, args: _Args = (), kwargs: _Kwargs | None = None
+    ) -> object:
+        """Call the operation; explain the error if it is refused."""
+        kwargs = kwargs or {}
+        try:
+            with implicit_replication():
+                return func(*args, **kwargs)
+        except ShardSpecError:
+            raise
+        except _REFUSALS as error:
+            leaves = tree_leaves((tuple(args), dict(kwargs)))
+            meshes = {leaf.device_mesh for leaf in leaves if isinstance(leaf, TorchDTensor)}
+            found = None
+            # Where no spec expresses the layout, torch's own error has to do.
+            with suppress(ShardSpecError):
+                if len(meshes) == 1:
+                    call = _Call(func, args, kwargs, from_torch(meshes.pop()))
+                    name = str(func).removeprefix("aten.").split(".")[0]
+                    found = _refusal(f"{name} on the way back", call, error)
+            if found is None:
+                raise
+            raise found from None
+
+
+_VIEWS: Final = (
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+)
+
+
+class _RefusedStridedViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuse views of tensors that torch has as strided shards, as of S10, in a named function.
+
+    Where a dim after the first is sharded in descending order of axes, torch flattens it in another
+    order than the tensor's, inside matrix products too. Sizes do not matter here, so that all ranks
+    refuse alike.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._name = name
+
+    def __torch_dispatch__(
+        self, func: _Function, _types: object, args: _Args = (), kwargs: _Kwargs | None = None
+    ) -> object:
+        """Call the operation unless it is such a view."""
+        if func in _VIEWS and isinstance(args[0], TorchDTensor) and is_strided(args[0]):
+            raise LayoutError(
+                f"{self._name}: it takes a view of a tensor of shape {tuple(args[0].shape)} whose "
+                "axes split a dim in descending order, as S10 does, and torch mixes up its parts; "
+                "redistribute to ascending order first, as to S01"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_MEANS: Final = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
+_NORMS: Final = ("linalg_vector_norm", "norm")
+
+
+def _check_gradient(name: str, args: _Args, kwargs: _Kwargs) -> None:
+    """Raise `LayoutError` if the gradient of this call on DTensors would be wrong.
+
+    The gradient of a mean loss is divided by the size of the shard. That of a largest element is
+    distributed shard by shard; where several axes split one dim, ranks may wait for each other.
+    """
+    order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
+    if name in _MEANS and kwargs.get("reduction", "mean") == "mean":
+        remedy = "take .mean() of its result with reduction='none'"
+    elif name in ("amax", "amin") and len(args) < 2 and not kwargs.get("dim"):
+        remedy = f"name the dims, as in {name}((0, 1))"
+    elif name in _NORMS and isinstance(order, float) and abs(order) == inf:
+        remedy = "use .abs().amax() or .abs().amin() with the dims named"
+    else:
+        return
+    raise LayoutError(
+        f"{name}: torch {torch.__version__} computes a wrong gradient of it on DTensors; "
+        f"{remedy}, or detach its arguments"
+    )
+
+
+_WRITES: Final = re.compile(
+    "__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__|.*[^_]_"
+)
+"""Names of functions that write to their first argument."""
+_ATTENTION: Final = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_DROPOUT_PLACE: Final = 4
+"""Where the probability is among the arguments of attention."""
+_RANDOM: Final = re.compile(
+    "((native|alpha|feature|feature_alpha)_)?dropout_?|dropout[123]d|(rand|randn|randint)_like|"
+    "(bernoulli|rrelu)_?|(normal|uniform|exponential|random|cauchy|log_normal|geometric)_|"
+    "multinomial|poisson|gumbel_softmax"
+)
+"""Names of functions that draw random numbers, besides attention with dropout."""
+
+
+def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: ANN401
+    """Call a torch function with DTensors among its arguments, which may be nested.
+
+    Raises `LayoutError` if the tensors are on different meshes, one of them is a plain tensor with
+    dims, or torch has no rule for their layouts; `CommunicatorError` if there is no job.
+    """
+    name = getattr(function, "__name__", str(function))
+    shown = name.strip("_")
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
-    sharded: list[T] = [leaf for leaf in leaves if isinstance(leaf, kind)]
-    first = sharded[0]
-    mesh = _one_mesh(name, sharded)
-    if torch.is_grad_enabled() and _writes(function, kwargs):
-        _check_no_leaf(name, (args[:1], kwargs.get("out")), kind)
+    sharded = [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
+    first, mesh = sharded[0], sharded[0].layout.mesh
+    out = kwargs.get("out")
+    if torch.is_grad_enabled() and (_WRITES.fullmatch(name) or out is not None):
+        for leaf in tree_leaves((args[:1], out)):
+            if isinstance(leaf, TensorLike) and leaf.is_leaf_with_gradient():
+                raise LayoutError(
+                    f"{shown} would write to a leaf that requires a gradient; do it under "
+                    "torch.no_grad(), or without writing in place"
+                )
+    for leaf in leaves:
+        _check_mesh(shown, leaf, first)
     for tensor in sharded:
-        # torch would take them as strided shards, of which most of its rules know nothing.
+        # torch would take them as strided shards, for which most of its rules fail.
         tensor.layout.spec.check_plain("torch's operators")
     known = {id(tensor): tensor.to_torch() for tensor in sharded}
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in known.values()):
-        check_gradient(name, args, kwargs)
-    torch_mesh = known[id(first)].device_mesh
+        _check_gradient(shown, args, kwargs)
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            _check_plain(name, leaf, first, torch_mesh)
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, TorchDTensor):
+            copies = dict.fromkeys(first.communicator.addressable, leaf)
+            check_copies(first.communicator, copies, f"{shown}: a plain tensor without dims")
 
-    in_torch = [known[id(leaf)] if isinstance(leaf, kind) else leaf for leaf in leaves]
-    torch_args, torch_kwargs = tree_unflatten(in_torch, structure)
+    torch_leaves = [known.get(id(leaf), leaf) for leaf in leaves]
+    torch_args, torch_kwargs = tree_unflatten(torch_leaves, structure)
     try:
         with ExitStack() as stack:
-            _enter_rules(stack, function, torch_args, torch_kwargs, first)
+            stack.enter_context(implicit_replication())  # of plain tensors that torch makes
+            if known[id(first)].device_mesh.device_type == "cpu":
+                if name in _ATTENTION:
+                    # The fused kernel for the CPU has no rule, but its matrix products have.
+                    stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+                if _draws(name, torch_args, torch_kwargs):
+                    stack.enter_context(_same_numbers(first, kwargs.get("generator")))
+            if function in _GOING_BACK:
+                # torch leaves the constructor untyped.
+                stack.enter_context(ExplainedRefusals())  # type: ignore[no-untyped-call]
             if any(map(is_strided, known.values())):
-                stack.enter_context(refuse_strided_views(name))
+                stack.enter_context(_RefusedStridedViews(shown))
             result = function(*torch_args, **torch_kwargs)
     except ShardSpecError:
         raise
-    except REFUSALS as error:
-        found = refusal(name, Call.of(function, torch_args, torch_kwargs, mesh), error)
+    except _REFUSALS as error:
+        found = _refusal(shown, _Call(function, torch_args, torch_kwargs, mesh), error)
         if found is None:
             raise
         raise found from None
@@ -108,12 +294,10 @@ def apply(
             if known[id(tensor)] is leaf:
                 tensor.follow(leaf)
                 return tensor
-        return wrap(in_our_words(leaf), first)
+        return first._wrap(in_our_words(leaf))
 
-    if isinstance(result, TorchDTensor):
-        return ours(result)
     if any(isinstance(leaf, int | float | complex) for leaf in tree_leaves(result)):
-        call = Call.of(function, torch_args, torch_kwargs, mesh)
+        call = _Call(function, torch_args, torch_kwargs, mesh)
         if not call.is_possible(call.layouts):
             # It reads values. torch would read this rank's shard, or its addend.
             global_args, global_kwargs = tree_map(_gathered, (torch_args, torch_kwargs))
@@ -125,136 +309,52 @@ def _gathered(leaf: object) -> object:
     return leaf.full_tensor().detach() if isinstance(leaf, TorchDTensor) else leaf
 
 
-def _enter_rules(
-    stack: ExitStack,
-    function: Callable[..., Any],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    first: Sharded,
-) -> None:
-    """Let torch make do with the rules that it has.
-
-    Plain tensors that torch makes on the way are replicated. Of its kernels for attention, the one
-    for the CPU has no rule, but the products that it consists of have.
-    """
-    stack.enter_context(implicit_replication())
-    if first.to_torch().device_mesh.device_type == "cpu":
-        if getattr(function, "__name__", "") in _WITH_ATTENTION:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if _draws(function, args, kwargs):
-            generator = kwargs.get("generator")
-            assert generator is None or isinstance(generator, torch.Generator)
-            stack.enter_context(_same_numbers(first.layout, first.communicator, generator))
-    if function in GOING_BACK:
-        stack.enter_context(ExplainedRefusals())
-
-
-_WITH_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
-
-
-def _one_mesh(name: str, tensors: Sequence[Sharded]) -> DeviceMesh:
-    mesh = tensors[0].layout.mesh
-    for tensor in tensors:
-        other = tensor.layout.mesh
-        if other is not mesh and other != mesh:
-            raise LayoutError(
-                f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another on mesh {other} "
-                f"of ids {other.ids}; bring them to one mesh first, by redistribute(device_mesh=)"
-            )
-    return mesh
-
-
-def _check_plain(name: str, leaf: torch.Tensor, first: Sharded, torch_mesh: TorchMesh) -> None:
-    """Refuse plain tensors with dims: nobody has said that all ranks hold the same."""
-    if isinstance(leaf, TorchDTensor):
-        if leaf.device_mesh != torch_mesh:
-            mesh = first.layout.mesh
-            raise LayoutError(
-                f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another is a torch "
-                f"DTensor on {leaf.device_mesh}; bring them to one mesh first, by redistribute"
-            )
-    elif leaf.dim() > 0:
+def _check_mesh(name: str, leaf: object, first: TensorLike) -> None:
+    """Refuse tensors on other meshes, and plain ones with dims, which may differ by rank."""
+    mesh, other = first.layout.mesh, ""
+    if isinstance(leaf, TensorLike) and leaf.layout.mesh != mesh:
+        other = f"on mesh {leaf.layout.mesh} of ids {leaf.layout.mesh.ids}"
+    elif isinstance(leaf, TorchDTensor) and leaf.device_mesh != first.to_torch().device_mesh:
+        other = f"is a torch DTensor on {leaf.device_mesh}"
+    elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, TorchDTensor) and leaf.dim() > 0:
         raise LayoutError(
             f"{name}: a plain tensor of shape {tuple(leaf.shape)} is mixed with a DTensor; shard "
             "or replicate it first, by distribute_tensor"
         )
-    else:
-        copies = dict.fromkeys(first.communicator.addressable, leaf)
-        check_copies(first.communicator, copies, f"{name}: a plain tensor without dims")
+    if other:
+        raise LayoutError(
+            f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another {other}; bring them "
+            "to one mesh first, by redistribute(device_mesh=)"
+        )
 
 
-def _writes(function: Callable[..., Any], kwargs: Mapping[str, object]) -> bool:
-    """Whether an operation writes to its first argument or to `out`, by torch's way of naming."""
-    name = getattr(function, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("__setitem__", *_IN_PLACE) or kwargs.get("out") is not None
-
-
-_IN_PLACE = tuple(
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-)
-
-
-def _check_no_leaf(name: str, written: object, kind: type[Sharded]) -> None:
-    for leaf in tree_leaves(written):
-        if isinstance(leaf, kind) and leaf.is_leaf_with_gradient():
-            raise LayoutError(
-                f"{name} would write to a leaf that requires a gradient; do it under "
-                "torch.no_grad(), or without writing in place"
-            )
-
-
-_RANDOM: Final = frozenset(
-    [
-        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "native_dropout"),
-        *("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_dropout"),
-        *("bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "cauchy_"),
-        *("log_normal_", "geometric_", "rand_like", "randn_like", "randint_like", "multinomial"),
-        *("poisson", "rrelu", "rrelu_", "gumbel_softmax"),
-    ]
-)
-_DROPOUT_PLACE: Final = 4
-"""Where the probability stands among the arguments of attention."""
-
-
-def _draws(
-    function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
-) -> bool:
-    """Whether a call draws random numbers, by torch's way of naming."""
-    name = getattr(function, "__name__", "")
+def _draws(name: str, args: _Args, kwargs: _Kwargs) -> bool:
     if name == "scaled_dot_product_attention":
         place = args[_DROPOUT_PLACE] if len(args) > _DROPOUT_PLACE else 0
         return bool(kwargs.get("dropout_p", place))
-    return name in _RANDOM and kwargs.get("training") is not False
+    return bool(_RANDOM.fullmatch(name)) and kwargs.get("training") is not False
 
 
 @contextmanager
-def _same_numbers(
-    layout: Layout, communicator: Communicator, generator: torch.Generator | None = None
-) -> Iterator[None]:
+def _same_numbers(tensor: TensorLike, generator: object) -> Iterator[None]:
     """Let devices that hold the same box draw the same numbers, and others draw others.
 
-    On CUDA torch's DTensor keeps the generators of all ranks in step. On the CPU it does not:
-    copies would draw different numbers, or different boxes the same. The seed is drawn on the first
-    device of the mesh, from `generator` or torch's own for the CPU, which are afterwards where one
-    number more leaves them, on every rank. The numbers depend on mesh and spec, unlike those of
-    `shardspec.rand`. Every rank of the tensor's mesh takes part.
+    torch's DTensor does so on CUDA only. The seed is drawn on the first device of the mesh, from
+    `generator` or torch's own for the CPU, which are afterwards where one number more leaves them,
+    on every rank. The numbers depend on mesh and spec, unlike those of `shardspec.rand`. Every rank
+    of the mesh takes part.
     """
-    source = torch.default_generator if generator is None else generator
+    source = generator if isinstance(generator, torch.Generator) else torch.default_generator
     own = int(torch.randint(2**48, (), generator=source))
-    here = communicator.addressable
-    seeds = communicator.gather(dict.fromkeys(here, own))
+    mesh, here = tensor.layout.mesh, tensor.communicator.addressable
+    seeds = tensor.communicator.gather(dict.fromkeys(here, own))
     # torch's DTensor draws from its own generator whatever it is given.
-    generators = {source, torch.default_generator}
-    after = {each: each.get_state() for each in generators}
+    after = {each: each.get_state() for each in (source, torch.default_generator)}
     if here:
-        mesh, place = layout.mesh, 0
-        coordinates = mesh.coordinates(here[0])
-        for dim_spec in layout.spec.dim_specs:
-            for axis in map(int, dim_spec.axes):
-                place = place * mesh.shape[axis] + coordinates[axis]
-        for each in generators:
+        place, coordinates = 0, mesh.coordinates(here[0])
+        for axis in (int(a) for dim_spec in tensor.layout.spec.dim_specs for a in dim_spec.axes):
+            place = place * mesh.shape[axis] + coordinates[axis]
+        for each in after:
             each.manual_seed(seeds[mesh.ids[0]] + place)
     try:
         with warnings.catch_warnings():

@@ -1,7 +1,6 @@
 """What makes a DTensor a tensor: its shards, torch's DTensor of them, operators and methods."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,7 +13,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
-# torch's DTensor takes as long to import as the rest of torch, so it waits until one is asked for.
+# Importing torch's DTensor takes as long as the rest of torch, so it is imported when needed.
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -43,22 +42,12 @@ class _SetByModules:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Unusable:
-    """Stands for shards that were half written when a rank failed."""
-
-    why: str
-
-
 class TensorLike:
     """Shards with the functions, methods and operators of torch, by `shardspec.operations.apply`.
 
-    torch asks ``__torch_function__`` of its arguments. A method that is not defined here or by the
-    class itself is looked up in `torch.Tensor`.
-
-    Shards become torch's DTensor when an operation asks for it, and stay so: views of it, and what
-    is written to them, are then known to autograd on both sides. Where the DTensor gets another
-    history by that, the shards are taken from it from then on.
+    A method that is not defined is looked up in `torch.Tensor`. Shards become torch's DTensor at
+    the first operation, and stay so: autograd then knows views of it and writes to it on both
+    sides. Once the DTensor has another history than the shards, the shards are taken from it.
     """
 
     __slots__ = ("_history", "_shards", "_torch", "communicator", "layout")
@@ -66,19 +55,22 @@ class TensorLike:
     layout: Layout
     """Which box every device holds."""
     communicator: Communicator
-    """Who moves shards."""
-    _shards: "dict[int, torch.Tensor] | Unusable | None"
-    """Those it was made of, by physical id; None where it was made of torch's DTensor."""
+    """Moves shards between devices."""
+    _shards: dict[int, torch.Tensor] | str | None
+    """The shards it was made of; None if made of torch's DTensor; text says why none are usable."""
     _torch: "TorchDTensor | None"
-    """The same storage as torch's DTensor, once it was asked for."""
+    """The same storage as torch's DTensor, once it was needed."""
     _history: object
     """The ``grad_fn`` of torch's DTensor when it was made of the shards."""
     _is_param = _SetByModules()
     persistent = _SetByModules()
 
-    @classmethod
-    def _wrapped(cls, tensor: "TorchDTensor", like: "TensorLike") -> "TensorLike":
-        """Return torch's DTensor as one of the subclass, which defines this."""
+    def _wrap(self, tensor: "TorchDTensor") -> "TensorLike":
+        """Return torch's DTensor as one of the subclass, on the mesh of this one."""
+        raise NotImplementedError
+
+    def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        """Call a function of torch on this and more arguments."""
         raise NotImplementedError
 
     @property
@@ -113,7 +105,7 @@ class TensorLike:
         return self.ndim
 
     def numel(self) -> int:
-        """Return how many elements the global tensor has."""
+        """Return the number of elements of the global tensor."""
         return self.shape.numel()
 
     def size(self, dim: int | None = None) -> Any:  # noqa: ANN401
@@ -131,9 +123,10 @@ class TensorLike:
     @property
     def requires_grad(self) -> bool:
         """Whether gradients are tracked for the shards."""
-        if self._own() is None:
+        own = self._own()
+        if own is None:
             return self._torch is not None and self._torch.requires_grad
-        return any(shard.requires_grad for shard in self.shards.values())
+        return any(shard.requires_grad for shard in own.values())
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Track gradients from here on, or no longer; return the tensor itself."""
@@ -151,8 +144,8 @@ class TensorLike:
         return any(s.requires_grad and s.is_leaf for s in (self._own() or {}).values())
 
     def mark_unusable(self, why: str) -> None:
-        """Let go of the shards: whoever asks for them gets a `CommunicatorError`."""
-        self._torch, self._shards = None, Unusable(why)
+        """Drop shards that were half written when a rank failed; their use raises from now on."""
+        self._torch, self._shards = None, why
 
     @property
     def shards(self) -> dict[int, torch.Tensor]:
@@ -162,25 +155,19 @@ class TensorLike:
             return own
         from shardspec.interop.torch_dtensor import local_of
 
-        assert self._torch is not None, "it is made of the one or of the other"
-        return {device: local_of(self._torch) for device in self.communicator.addressable}
+        return {device: local_of(self.to_torch()) for device in self.communicator.addressable}
 
     def to_torch(self) -> "TorchDTensor":
         """Return the tensor as torch's: the same storage, and gradients flow back.
 
-        It is the same object each time. Every rank of the mesh calls this.
-
-        Raises
-        ------
-        CommunicatorError
-            If this process simulates the mesh: torch needs a job with one process per device.
-        MeshError, LossyConversionError
-            If torch has no such mesh, or no word for how reductions are pending.
+        It is the same object each time. Every rank of the mesh calls this. Raises
+        `CommunicatorError` if this process simulates the mesh, and `MeshError` or
+        `LossyConversionError` if torch has no such mesh or no such mixture of pending reductions.
         """
         own = self._own()
         tracked = torch.is_grad_enabled() and any(s.requires_grad for s in (own or {}).values())
         if self._torch is None or (tracked and not self._torch.requires_grad):
-            assert own is not None, "it is made of the one or of the other"
+            assert own is not None, "it has shards, a DTensor of torch, or both"
             if not dist.is_initialized() or set(own) - {dist.get_rank()}:
                 raise CommunicatorError(
                     f"this process simulates mesh {self.device_mesh}, but torch's DTensor, and so "
@@ -195,7 +182,7 @@ class TensorLike:
         return self._torch
 
     def follow(self, tensor: "TorchDTensor") -> None:
-        """Take note that torch's tensor, which is this one's, may have been written to."""
+        """Adopt layout and storage of torch's tensor, which is this one's, after a write to it."""
         from shardspec.interop.torch_dtensor import layout_of
 
         layout = layout_of(tensor, self.device_mesh)
@@ -207,37 +194,17 @@ class TensorLike:
 
     def _own(self) -> dict[int, torch.Tensor] | None:
         """Return the shards it was made of, unless torch's tensor has had another history since."""
-        if isinstance(self._shards, Unusable):
-            raise CommunicatorError(self._shards.why)
+        if isinstance(self._shards, str):
+            raise CommunicatorError(self._shards)
         if self._torch is not None and self._torch.grad_fn is not self._history:
             self._shards = None
         return self._shards
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Carry out a torch function that has a DTensor among its arguments."""
-        if not all(issubclass(kind, TensorLike | torch.Tensor) for kind in types):
-            return NotImplemented
-        from shardspec.operations.apply import apply
-
-        return apply(function, args, kwargs or {}, TensorLike, cls._wrapped)
-
-    def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        return type(self).__torch_function__(function, (type(self),), (self, *args), kwargs)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         found = None if name.startswith("_") else getattr(torch.Tensor, name, None)
         if found is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if callable(found):
-            return partial(self._call, found)
-        return self._call(found.__get__)
+        return partial(self._call, found) if callable(found) else self._call(found.__get__)
 
     __hash__ = object.__hash__
     __bool__, __float__, __int__ = map(_operator, ("__bool__", "__float__", "__int__"))
@@ -252,12 +219,9 @@ class TensorLike:
     __mod__, __rmod__, __imod__ = map(_operator, ("__mod__", "__rmod__", "__imod__"))
     __pow__, __rpow__, __ipow__ = map(_operator, ("__pow__", "__rpow__", "__ipow__"))
     __matmul__, __rmatmul__ = map(_operator, ("__matmul__", "__rmatmul__"))
-    __truediv__, __rtruediv__, __itruediv__ = map(
-        _operator, ("__truediv__", "__rtruediv__", "__itruediv__")
-    )
-    __floordiv__, __rfloordiv__, __ifloordiv__ = map(
-        _operator, ("__floordiv__", "__rfloordiv__", "__ifloordiv__")
-    )
+    __truediv__, __rtruediv__ = map(_operator, ("__truediv__", "__rtruediv__"))
+    __floordiv__, __rfloordiv__ = map(_operator, ("__floordiv__", "__rfloordiv__"))
+    __itruediv__, __ifloordiv__ = map(_operator, ("__itruediv__", "__ifloordiv__"))
     __and__, __iand__ = map(_operator, ("__and__", "__iand__"))
     __or__, __ior__ = map(_operator, ("__or__", "__ior__"))
     __xor__, __ixor__ = map(_operator, ("__xor__", "__ixor__"))

@@ -18,8 +18,6 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.torch_dtensors import redistribute
 
-__all__ = ["InputFn", "OutputFn", "distribute_module", "inputs_as", "outputs_as"]
-
 InputFn: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
 """Takes module, positional inputs and mesh, and returns other inputs, or None."""
 OutputFn: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
@@ -36,23 +34,22 @@ def distribute_module(
     outputs: Mapping[str, SpecLike] | None = None,
     src_rank: int | None = 0,
 ) -> nn.Module:
-    """Shard a module's parameters by rules, in place; every rank of the job calls it.
+    """Shard a module's parameters by rules, in place, and return it; every rank calls this.
 
-    Parameters and buffers become DTensors of torch, which its optimizers, `fully_shard` and
-    distributed checkpoints take. What no rule matches is replicated. A parameter on the meta device
-    stays without data, a DTensor of torch on `device_mesh` is redistributed. Dropout modules draw
-    the same numbers on all devices that hold the same box, and different ones for other boxes.
+    Parameters and buffers become DTensors of torch, for its optimizers, `fully_shard` and
+    distributed checkpoints. What no rule matches is replicated. Meta tensors stay without data, and
+    a DTensor of torch on `device_mesh` is redistributed. Dropout draws the same numbers on all
+    devices that hold the same box, and different ones for other boxes.
 
     Parameters
     ----------
     module
-        Of the same tensors, by name, shape and dtype, on every rank.
+        With the same tensors, by name, shape and dtype, on every rank.
     device_mesh
-        Where; for a module that `fully_shard` will shard too, the slice for the other axes, as
-        ``mesh["tp"]``.
+        The devices; for a module that `fully_shard` will shard too, the slice for the other axes,
+        as ``mesh["tp"]``.
     rules
-        Name pattern to spec, as everywhere (`shardspec.match_rules`); names are those of
-        ``state_dict()``.
+        Name pattern to spec (see `shardspec.match_rules`); names are those of ``state_dict()``.
     input_fn, output_fn
         Called before and after the module's forward with module, inputs or output, and mesh; what
         they return replaces inputs or output. See `inputs_as` and `outputs_as`.
@@ -60,13 +57,7 @@ def distribute_module(
         Name pattern of submodules to the spec that their output is redistributed to. This shards
         activations where propagation alone would not, as in sequence parallelism.
     src_rank
-        The rank whose values count, as for `DTensor`: 0 is the mesh's first device, None trusts
-        that all ranks have the same.
-
-    Returns
-    -------
-    torch.nn.Module
-        The module itself.
+        The rank whose values count, as for `DTensor`.
 
     Raises
     ------
@@ -86,11 +77,11 @@ def distribute_module(
         rules = {"up.weight": "[S(tp),R]", "up.bias": "[S(tp)]", "down.weight": "[R,S(tp)]"}
         distribute_module(block, mesh, rules, inputs_as("[S(dp),R]"), outputs_as("[S(dp),R]"))
     """
-    names = {name: tensor.dim() for name, _, _, tensor in _tensors(module)}
-    matched = match_rules(rules, names)
+    tensors = list(_tensors(module))
+    matched = match_rules(rules, {name: tensor.dim() for name, _, _, tensor in tensors})
     specs = {name: resolve_axes(spec, device_mesh) for name, spec in matched.items()}
     shared: dict[int, tuple[str, ShardingSpec]] = {}
-    for name, _, _, tensor in _tensors(module):
+    for name, _, _, tensor in tensors:
         spec = specs.get(name, ShardingSpec(tensor.dim()))
         if spec.partials:
             raise LayoutError(
@@ -106,7 +97,7 @@ def distribute_module(
         Layout(device_mesh, spec, tensor.shape, tensor.dtype)
     watched = _matched_modules(module, outputs or {}, device_mesh)
     made: dict[int, torch.Tensor] = {}
-    for name, owner, own_name, tensor in list(_tensors(module)):
+    for name, owner, own_name, tensor in tensors:
         if id(tensor) not in made:
             made[id(tensor)] = _sharded(tensor, device_mesh, specs.get(name), src_rank)
         # As torch's own distribute_module does: a parameter of another class cannot be assigned.
@@ -131,8 +122,7 @@ def distribute_module(
 def inputs_as(spec: SpecLike) -> InputFn:
     """Return an `input_fn` that takes each rank's tensors as shards of this spec.
 
-    DTensors are left as they are. A tensor may have more dims than the spec: further dims are
-    replicated.
+    DTensors are left as they are. Dims of a tensor beyond those of the spec are replicated.
     """
     target = ShardingSpec.of(spec)
 
@@ -156,11 +146,10 @@ def outputs_as(spec: SpecLike) -> OutputFn:
 
     def give(_: nn.Module, output: object, mesh: DeviceMesh) -> object:
         def shard_of(value: object) -> object:
+            value = _redistributed(target, mesh, value)
             if isinstance(value, TorchDTensor):
-                value = DTensor.from_torch(in_our_words(value), device_mesh=mesh)
-            if not isinstance(value, DTensor):
-                return value
-            return value.redistribute(_for_dims(target, value.dim())).to_local()
+                value = DTensor.from_torch(value, device_mesh=mesh)
+            return value.to_local() if isinstance(value, DTensor) else value
 
         return _mapped(shard_of, output)
 
@@ -191,14 +180,15 @@ def _finish_masked(_module: nn.Module, _inputs: object, output: object) -> objec
 def _redistribute_output(
     spec: ShardingSpec, mesh: DeviceMesh, _module: nn.Module, _inputs: object, output: object
 ) -> object:
-    def one(value: object) -> object:
-        if isinstance(value, DTensor):
-            return value.redistribute(_for_dims(spec, value.dim()))
-        if isinstance(value, TorchDTensor):
-            return redistribute(value, _for_dims(spec, value.dim()), mesh)
-        return value
+    return _mapped(partial(_redistributed, spec, mesh), output)
 
-    return _mapped(one, output)
+
+def _redistributed(spec: ShardingSpec, mesh: DeviceMesh, value: object) -> object:
+    if isinstance(value, DTensor):
+        return value.redistribute(_for_dims(spec, value.dim()))
+    if isinstance(value, TorchDTensor):
+        return redistribute(value, _for_dims(spec, value.dim()), mesh)
+    return value
 
 
 def _mapped(one: Callable[[object], object], value: object) -> object:
@@ -226,19 +216,17 @@ def _matched_modules(
     module: nn.Module, outputs: Mapping[str, SpecLike], mesh: DeviceMesh
 ) -> list[tuple[nn.Module, ShardingSpec]]:
     """Return the submodules that patterns match; each pattern and each module once."""
-    specs = {pattern: ShardingSpec.of(spec) for pattern, spec in outputs.items()}
+    modules = {name: submodule for name, submodule in module.named_modules() if name}
     found: dict[str, ShardingSpec] = {}
-    for dims in {spec.dims for spec in specs.values()}:
-        rules = {pattern: spec for pattern, spec in specs.items() if spec.dims == dims}
-        names = {name: dims for name, _ in module.named_modules() if name}
-        for name, spec in match_rules(rules, names).items():
+    for pattern, given in outputs.items():
+        spec = resolve_axes(ShardingSpec.of(given), mesh)
+        for name in match_rules({pattern: spec}, dict.fromkeys(modules, spec.dims)):
             if name in found:
                 raise LayoutError(
                     f"the output of module {name!r} is matched by two rules, as {found[name]} and "
                     f"as {spec}; narrow the patterns so that one is left"
                 )
-            found[name] = resolve_axes(spec, mesh)
-    modules = dict(module.named_modules())
+            found[name] = spec
     return [(modules[name], spec) for name, spec in found.items()]
 
 

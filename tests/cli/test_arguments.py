@@ -4,8 +4,14 @@ import re
 
 import pytest
 
-from shardspec.cli.arguments import MAX_DEVICES, parse_ids, parse_mesh, parse_numbers, parse_shape
-from shardspec.cli.options import ClusterOptions
+from shardspec.cli.options import (
+    IDS,
+    MAX_DEVICES,
+    ClusterOptions,
+    parse_mesh,
+    parse_numbers,
+    parse_shape,
+)
 from shardspec.errors import MeshError
 from shardspec.mesh import DeviceMesh
 
@@ -81,10 +87,10 @@ def test_no_shape(text, message):
 
 
 def test_parse_ids():
-    assert parse_ids("3, 1,0,2") == (3, 1, 0, 2)
+    assert IDS.read("3, 1,0,2") == (3, 1, 0, 2)
     message = "ids '3,,1': '' is no whole number; give them as in 3,1,0,2"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        parse_ids("3,,1")
+        IDS.read("3,,1")
 
 
 def test_parse_numbers():

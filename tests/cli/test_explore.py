@@ -106,7 +106,7 @@ def test_conversions_are_counted_as_they_are(axes, dims, pending):
         (("--mesh", "2x2x2x2"), "conversions, the limit is 50,000; give meshes of fewer axes"),
         (("--mesh", "2", "--shape", "2x2x2x2"), "cannot be drawn; give one of 1 to 3 dims"),
         (("--mesh", "2", "--shape", ""), "cannot be drawn; give one of 1 to 3 dims"),
-        (("--mesh", "2", "--shape", "0x4"), "has no elements to draw"),
+        (("--mesh", "2", "--shape", "0x4"), "give one of 1 to 3 dims that has elements"),
         (("--mesh", "2", "--links", "nowhere"), "no link preset 'nowhere'"),
         (("--mesh", "2", "--links", "unit,unit"), "links unit,unit fit no mesh"),
         (

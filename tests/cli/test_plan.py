@@ -7,8 +7,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from shardspec.cli.arguments import parse_bytes
 from shardspec.cli.main import cli
+from shardspec.cli.options import parse_bytes
 from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import PRESETS
 from shardspec.layout.converter import LayoutConverter

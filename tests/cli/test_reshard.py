@@ -68,7 +68,7 @@ def test_nothing_is_cut_without_rules_and_that_is_said(tmp_path):
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
     result = run("reshard", ckpt, "-o", tmp_path / "a", "--mesh", "3")
     assert result.exit_code == 0
-    note = "note: no rules were given, so every tensor is whole on every device\n"
+    note = "note: no rules were given, so every tensor is replicated on every device\n"
     assert result.stderr == note
     quiet = run("reshard", ckpt, "-o", tmp_path / "b", "--mesh", "3", "--quiet")
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")

@@ -6,7 +6,7 @@ import torch
 
 from shardspec import DTensor, Layout
 from shardspec.errors import LayoutError
-from shardspec.operations.refusals import ExplainedRefusals
+from shardspec.operations.apply import ExplainedRefusals
 from tests.conversions import index_of
 from tests.operation_table import TABLE
 

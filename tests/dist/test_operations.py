@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator, init_device_mesh
 from shardspec.errors import CommunicatorError, ShardSpecError
-from shardspec.operations.refusals import ExplainedRefusals, specs_on
+from shardspec.operations.apply import ExplainedRefusals
 from tests.conversions import index_of
 from tests.dist.operation_runs import Cut, the_table
 from tests.dist.processes import run_ranks
@@ -368,11 +368,3 @@ def test_without_a_job():
     assert repr(t).startswith("DTensor([S0,R] of [8, 6]")
     with pytest.raises(AttributeError, match="'DTensor' object has no attribute 'colour'"):
         t.colour  # noqa: B018  # the access is the test
-
-
-def test_specs_are_tried_in_order():
-    mesh = DeviceMesh(range(6), (2, 3))
-    specs = [str(spec) for spec in specs_on(mesh, 2)]
-    assert len(specs) == len(set(specs)) == 9
-    assert specs[0] == "[R,R]"
-    assert [str(spec) for spec in specs_on(mesh, 0)] == ["[]"]

@@ -20,7 +20,7 @@ from shardspec.errors import (
     LossyConversionError,
     ShardSpecError,
 )
-from shardspec.interop.torch_placements import to_shard_order
+from shardspec.interop.notations import to_shard_order
 from shardspec.layout.graph import TransitionGraph, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardspec import DeviceMesh, ShardingSpec
 from shardspec.errors import LossyConversionError
-from shardspec.interop.jax_specs import from_named_sharding, to_jax_mesh, to_partition_spec
+from shardspec.interop.notations import from_named_sharding, to_jax_mesh, to_partition_spec
 
 
 def boxes(mesh, shape, entries, unreduced):

@@ -14,7 +14,7 @@ import pytest
 
 from shardspec import DeviceMesh, Layout, ShardingSpec
 from shardspec.errors import LossyConversionError
-from shardspec.interop.jax_specs import from_partition_spec, to_partition_spec
+from shardspec.interop.notations import from_partition_spec, to_partition_spec
 from shardspec.layout.graph import count_states, space_of, spec_of
 
 ROOT = Path(__file__).parents[2]

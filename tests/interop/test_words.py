@@ -9,23 +9,20 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from shardspec import DeviceMesh, Layout, ShardingSpec
 from shardspec.errors import AxisError, LayoutError, LossyConversionError, SpecSyntaxError
-from shardspec.interop.dcp_chunks import from_chunks, to_chunks
-from shardspec.interop.jax_specs import (
-    from_partition_spec,
-    partition_spec_text,
-    to_jax_mesh,
-    to_partition_spec,
-)
-from shardspec.interop.other_specs import (
+from shardspec.interop.notations import (
+    from_chunks,
     from_colossal,
+    from_partition_spec,
+    from_placements,
+    partition_spec_text,
+    placements_text,
     sbp_text,
     shardy_mesh_text,
     shardy_text,
+    to_chunks,
     to_colossal,
-)
-from shardspec.interop.torch_placements import (
-    from_placements,
-    placements_text,
+    to_jax_mesh,
+    to_partition_spec,
     to_placements,
     to_shard_order,
 )
@@ -131,7 +128,7 @@ def test_jax_refusals():
         to_partition_spec("[S0|Pmax1]", MESH)
     with pytest.raises(LossyConversionError, match="dim 0 of size 7 into 4 parts; pad it to 8"):
         to_partition_spec("[S01,R]", MESH, (7, 3))
-    with pytest.raises(LayoutError, match=r"for 2 dims, but shape \(8,\) has 1"):
+    with pytest.raises(LayoutError, match=r"for 2 dims, but the tensor of shape \(8,\) has 1 dim"):
         to_partition_spec("[S01,R]", MESH, (8,))
     assert to_partition_spec("[S01,R]", MESH, (8, 3)) == ((("x", "y"),), frozenset())
     with pytest.raises(LossyConversionError, match="entry Ellipsis of dim 1 names no mesh axes"):
@@ -151,7 +148,7 @@ def test_colossal():
                 to_colossal(spec, MESH)
         else:
             assert from_colossal(to_colossal(spec, MESH), 2) == spec
-    with pytest.raises(LossyConversionError, match="no pending reductions"):
+    with pytest.raises(LossyConversionError, match="no pending sum"):
         to_colossal("[R|P0]", MESH)
     with pytest.raises(LossyConversionError, match="R, S0, S1 and S01 only"):
         to_colossal("[S2]", DeviceMesh(range(8), (2, 2, 2)))

@@ -1,0 +1,380 @@
+"""Specs in the notations of torch, JAX, Shardy, OneFlow and Colossal-AI, and chunks of checkpoints.
+
+Only functions that take or return placements of torch need one of these libraries. What the other
+notation cannot express is a `LossyConversionError`; an axis that the mesh lacks, an `AxisError`.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.boxes import box_shape
+from shardspec.comm.steps import ReduceOp
+from shardspec.errors import LayoutError, LossyConversionError
+from shardspec.layout import placements as own
+from shardspec.layout.graph import count_states, space_of, spec_of
+from shardspec.layout.layout import Layout, SpecLike, resolve_axes
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh import Axis, DeviceMesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+Entry: TypeAlias = str | tuple[str, ...] | None
+"""What a PartitionSpec of JAX has for one dim."""
+Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes, one entry a dim; as in torch's `ChunkStorageMetadata`."""
+
+_COLOSSAL: Final[tuple[list[int], ...]] = ([], [0], [1], [0, 1])
+"""R, S0, S1 and S01, the only ones in colossalai/tensor/d_tensor/sharding_spec.py."""
+_MOST_SPECS: Final = 20_000
+_OPS: Final[Mapping[str, ReduceOp]] = {op: op for op in get_args(ReduceOp)} | {"product": "prod"}
+
+
+def _resolved(
+    library: str, spec: SpecLike, mesh: DeviceMesh, known: Sequence[ReduceOp] = ("sum",)
+) -> ShardingSpec:
+    """Return a spec with axes by number; refuse what the library has no notation for."""
+    resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+    resolved.check_plain(library)
+    for partial in resolved.partials:
+        if partial.op not in known:
+            only = ", only sums" if known else ""
+            raise LossyConversionError(
+                f"spec {spec}: {library} has no pending {partial.op}{only}; finish it first"
+            )
+    return resolved
+
+
+def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["Placement", ...]:
+    """Return torch's placements for a spec, one per mesh axis.
+
+    Axes in another order than from left to right, and parts of one size, are a `_StridedShard`.
+    Other parts, and blocks, raise `LossyConversionError`.
+
+    Examples
+    --------
+    >>> to_placements("[S10,R]", DeviceMesh(range(4), (2, 2)))
+    (_StridedShard(dim=0, sf=2), Shard(dim=0))
+    """
+    from torch.distributed.tensor import placement_types
+
+    return tuple(
+        getattr(placement_types, kind)(*args, **options)
+        for kind, args, options in _calls(spec, mesh)
+    )
+
+
+def to_shard_order(
+    spec: SpecLike, mesh: DeviceMesh
+) -> tuple[tuple["Placement", ...], dict[int, tuple[int, ...]]]:
+    """Return torch's placements without strides, and per sharded dim its axes, major first.
+
+    ``DTensorSpec.shard_order`` has them as ``ShardOrderEntry(dim, axes)``.
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    resolved = _resolved("torch's order of axes", spec, mesh, get_args(ReduceOp))
+    placements = tuple(
+        Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
+        for placement in to_placements(resolved, mesh)
+    )
+    order = resolved.dim_partition_dict.items()
+    return placements, {dim: tuple(map(int, axes)) for dim, axes in order}
+
+
+def from_placements(
+    placements: Sequence["Placement"],
+    dims: int | Sequence[int],
+    mesh: DeviceMesh,
+    *,
+    shard_order: Mapping[int, Sequence[int]] | None = None,
+) -> ShardingSpec:
+    """Return the spec that torch's placements, one per mesh axis, describe.
+
+    `dims` is the number of dims, or the shape of the tensor, which gives the sizes where a
+    `_StridedShard` means parts, ``S0{8,8}``. `shard_order` is ``DTensorSpec.shard_order`` as a
+    dict. Raises as `spec_of_placements` does, and `LossyConversionError` for a masked or scaled
+    partial.
+    """
+    return own.spec_of_placements([*map(_ours, placements)], dims, mesh.shape, shard_order)
+
+
+def _ours(placement: "Placement") -> own.Placement:
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+    # By exact class: those derived from Partial mean something else.
+    kind = type(placement)
+    if kind is Replicate:
+        return own.Whole()
+    if isinstance(placement, Shard) and kind is Shard:
+        return own.Split(placement.dim)
+    if isinstance(placement, _StridedShard):
+        return own.Split(placement.dim, int(placement.split_factor))
+    if isinstance(placement, Partial) and kind is Partial and placement.reduce_op in _OPS:
+        return own.PartialPlacement(_OPS[placement.reduce_op])
+    raise LossyConversionError(
+        f"placement {placement} has no counterpart in a spec; redistribute to Shard, Replicate or "
+        "Partial of sum, avg, min, max or product first"
+    )
+
+
+def placements_text(spec: SpecLike, mesh: DeviceMesh) -> str:
+    """Return the Python source of torch's placements; works without torch."""
+    texts = (
+        f"{kind}({', '.join([*map(json.dumps, args), *(f'{k}={v}' for k, v in options.items())])})"
+        for kind, args, options in _calls(spec, mesh)
+    )
+    return f"[{', '.join(texts)}]"
+
+
+def _calls(
+    spec: SpecLike, mesh: DeviceMesh
+) -> Iterator[tuple[str, tuple[int | str, ...], dict[str, int]]]:
+    """Yield the name of torch's class, and its arguments, for every mesh axis."""
+    for placement in own.placements_of(resolve_axes(ShardingSpec.of(spec), mesh), mesh.shape):
+        match placement:
+            case own.Whole():
+                yield "Replicate", (), {}
+            case own.PartialPlacement(op):
+                yield "Partial", ("product" if op == "prod" else op,), {}
+            case own.Split(dim, 1):
+                yield "Shard", (dim,), {}
+            case own.Split(dim, factor):
+                yield "_StridedShard", (dim,), {"split_factor": factor}
+
+
+def to_partition_spec(
+    spec: SpecLike, mesh: DeviceMesh, global_shape: Sequence[int] | None = None
+) -> tuple[tuple[Entry, ...], frozenset[str]]:
+    """Return the entries of JAX's PartitionSpec, and its unreduced axes.
+
+    ``PartitionSpec(*entries, unreduced=set(unreduced))`` makes it. With a shape, sizes that JAX
+    refuses because they do not divide are refused.
+
+    Examples
+    --------
+    >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("x", "y"))
+    >>> to_partition_spec("[S(y,x),R]", mesh)
+    ((('y', 'x'),), frozenset())
+    """
+    resolved, names = _resolved("JAX", spec, mesh), _jax_names(mesh)
+    if global_shape is not None:
+        Layout(mesh, resolved, global_shape, "float32")  # the spec has to fit the shape
+    entries: list[Entry] = []
+    for dim, dim_spec in enumerate(resolved.dim_specs):
+        axes = [int(axis) for axis in dim_spec.axes]
+        parts = prod(mesh.shape[axis] for axis in axes)
+        if global_shape is not None and global_shape[dim] % parts:
+            raise LossyConversionError(
+                f"JAX refuses to split dim {dim} of size {global_shape[dim]} into {parts} parts; "
+                f"pad it to {-(-global_shape[dim] // parts) * parts}"
+            )
+        named = tuple(names[axis] for axis in axes)
+        entries.append(named if len(named) > 1 else named[0] if named else None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries), frozenset(names[int(p.axis)] for p in resolved.partials)
+
+
+def from_partition_spec(
+    partition_spec: Iterable[object], dims: int, *, unreduced: Iterable[str] = ()
+) -> ShardingSpec:
+    """Return the spec, axes by name, of a PartitionSpec of JAX or of its entries.
+
+    `unreduced` are axes over which a sum is pending, where `partition_spec` has entries only. A
+    `LayoutError` says that there are more entries than dims.
+
+    Examples
+    --------
+    >>> str(from_partition_spec([("y", "x")], 2))
+    '[S(y,x),R]'
+    """
+    # A PartitionSpec cannot be iterated over where something is unreduced.
+    entries = tuple(getattr(partition_spec, "partitions", partition_spec))
+    pending = {*unreduced, *getattr(partition_spec, "unreduced", ())}
+    if reduced := sorted(getattr(partition_spec, "reduced", ())):
+        raise LossyConversionError(
+            f"{partition_spec}: a spec cannot say that gradients are unreduced over {reduced}; "
+            "leave out reduced="
+        )
+    if len(entries) > dims:
+        raise LayoutError(f"{len(entries)} entries {entries} for a tensor of {dims} dims")
+    by_dim: dict[int, list[Axis]] = {}
+    for dim, entry in enumerate(entries):
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        if not all(isinstance(name, str) for name in axes):
+            raise LossyConversionError(
+                f"entry {entry!r} of dim {dim} names no mesh axes; a spec says of every dim how it "
+                "is sharded"
+            )
+        by_dim[dim] = list(axes)
+    return ShardingSpec(dims, by_dim, partial=dict.fromkeys(sorted(pending), "sum"))
+
+
+def from_named_sharding(
+    sharding: Any,  # noqa: ANN401  # JAX may be missing, and its types lack the devices of a mesh
+    dims: int,
+) -> tuple[DeviceMesh, ShardingSpec]:
+    """Return the mesh, with JAX's device ids, and the spec of a NamedSharding of JAX.
+
+    ``Layout(*from_named_sharding(a.sharding, a.ndim), a.shape, a.dtype.name)`` is the layout of an
+    array ``a``. A `MeshError` says that an axis name is not an identifier.
+    """
+    found = sharding.mesh
+    ids = [int(device.id) for device in found.devices.flat]
+    mesh = DeviceMesh(ids, found.devices.shape, axis_names=tuple(map(str, found.axis_names)))
+    return mesh, resolve_axes(from_partition_spec(sharding.spec, dims), mesh)
+
+
+def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[Any]) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Return devices and axis names for ``jax.sharding.Mesh(*to_jax_mesh(mesh, jax.devices()))``.
+
+    The devices may be in any order, and more than the mesh has.
+    """
+    by_id = {device.id: device for device in devices}
+    missing = [id_ for id_ in mesh.ids if id_ not in by_id]
+    if missing:
+        raise LossyConversionError(
+            f"device {missing[0]} of mesh {mesh} is none of JAX's devices {sorted(by_id)}; use "
+            "their ids in the mesh"
+        )
+    grid = np.empty(mesh.size, dtype=object)
+    grid[:] = [by_id[id_] for id_ in mesh.ids]
+    return grid.reshape(mesh.shape), _jax_names(mesh)
+
+
+def partition_spec_text(
+    spec: SpecLike, mesh: DeviceMesh, global_shape: Sequence[int] | None = None
+) -> str:
+    """Return the Python source of JAX's PartitionSpec; see `to_partition_spec`."""
+    entries, unreduced = to_partition_spec(spec, mesh, global_shape)
+    words = [repr(entry) for entry in entries]
+    if unreduced:
+        words.append(f"unreduced={{{', '.join(map(repr, sorted(unreduced)))}}}")
+    return f"P({', '.join(words)})"
+
+
+def _jax_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    if mesh.axis_names is None:
+        raise LossyConversionError(
+            f"JAX knows mesh axes by name, but mesh {mesh} has none; name them, as in x=2,y=2"
+        )
+    return mesh.axis_names
+
+
+def shardy_text(spec: SpecLike, mesh: DeviceMesh) -> str:
+    """Return the sharding attribute of Shardy, the partitioner of MLIR, with all dims closed.
+
+    Examples
+    --------
+    >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("x", "y"))
+    >>> shardy_text("[S(x),R|P(y)]", mesh)
+    '#sdy.sharding<@mesh, [{"x"}, {}], unreduced={"y"}>'
+    """
+    resolved, names = _resolved("Shardy", spec, mesh), _shardy_names(mesh)
+
+    def named(axes: Iterable[Axis]) -> str:
+        return "{" + ", ".join(f'"{names[int(axis)]}"' for axis in axes) + "}"
+
+    dims = ", ".join(named(dim_spec.axes) for dim_spec in resolved.dim_specs)
+    pending = [partial.axis for partial in resolved.partials]
+    unreduced = f", unreduced={named(pending)}" if pending else ""
+    return f"#sdy.sharding<@mesh, [{dims}]{unreduced}>"
+
+
+def shardy_mesh_text(mesh: DeviceMesh) -> str:
+    """Return the mesh that `shardy_text` refers to."""
+    sizes = zip(_shardy_names(mesh), mesh.shape, strict=True)
+    axes = ", ".join(f'"{name}"={size}' for name, size in sizes)
+    in_order = mesh.ids == tuple(range(mesh.size))
+    ids = "" if in_order else f", device_ids=[{', '.join(map(str, mesh.ids))}]"
+    return f"sdy.mesh @mesh = <[{axes}]{ids}>"
+
+
+def _shardy_names(mesh: DeviceMesh) -> Sequence[str]:
+    return mesh.axis_names or [f"axis_{axis}" for axis in range(mesh.ndim)]
+
+
+def sbp_text(spec: SpecLike, mesh: DeviceMesh) -> str:
+    """Return the SBP signature of OneFlow: per mesh axis ``S(dim)``, ``B`` or ``P``."""
+    resolved = _resolved("OneFlow", spec, mesh)
+    for dim, axes in resolved.dim_partition_dict.items():
+        if axes != sorted(axes, key=int):
+            raise LossyConversionError(
+                f"spec {spec}: OneFlow splits dim {dim} over axes {sorted(axes, key=int)} from "
+                f"left to right only, not over {axes}"
+            )
+
+    def word(placement: object) -> str:
+        if isinstance(placement, own.Split):
+            return f"S({placement.dim})"
+        return "P" if isinstance(placement, own.PartialPlacement) else "B"
+
+    return f"({','.join(map(word, own.placements_of(resolved, mesh.shape)))})"
+
+
+def to_colossal(spec: SpecLike, mesh: DeviceMesh) -> dict[int, list[int]]:
+    """Return Colossal-AI's ``dim_partition_dict``, from dim to the mesh axes that shard it."""
+    resolved = _resolved("Colossal-AI", spec, mesh, known=())
+    by_dim = {d: [int(axis) for axis in axes] for d, axes in resolved.dim_partition_dict.items()}
+    for dim, axes in by_dim.items():
+        if axes not in _COLOSSAL:
+            raise LossyConversionError(
+                f"spec {spec}: Colossal-AI knows dims as R, S0, S1 and S01 only, and dim {dim} is "
+                f"sharded over axes {axes}"
+            )
+    return by_dim
+
+
+def from_colossal(dim_partition_dict: Mapping[int, Sequence[int]], dims: int) -> ShardingSpec:
+    """Return the spec of Colossal-AI's ``dim_partition_dict``."""
+    return ShardingSpec(dims, {dim: list(axes) for dim, axes in dim_partition_dict.items()})
+
+
+def to_chunks(layout: Layout) -> dict[int, Chunk]:
+    """Return the chunk of every device; a pending reduction is refused."""
+    if layout.spec.partials:
+        raise LossyConversionError(
+            f"{layout.spec}: chunks cannot say that a reduction is pending; finish it first"
+        )
+    return {
+        device: (tuple(lo for lo, _ in box), box_shape(box))
+        for device, box in layout.boxes().items()
+    }
+
+
+def from_chunks(
+    chunks: Mapping[int, Chunk], mesh: DeviceMesh, global_shape: Sequence[int], dtype: object
+) -> Layout:
+    """Return the layout whose devices hold these chunks; offsets of empty chunks do not matter.
+
+    If several specs shard the tensor so, the one with the fewest sharded dims is chosen. A
+    `LayoutError` says that the chunks are not those of the mesh's devices, or that the mesh has too
+    many axes to try all specs; a `LossyConversionError`, that no spec has these chunks.
+    """
+    if set(chunks) != set(mesh.ids):
+        raise LayoutError(
+            f"chunks of the devices {sorted(chunks)} for a mesh of the devices {sorted(mesh.ids)}"
+        )
+    shape = tuple(global_shape)
+    count = count_states(mesh.ndim, len(shape), 0)
+    if count > _MOST_SPECS:
+        raise LayoutError(f"mesh {mesh} has {count} specs for {len(shape)} dims, too many to try")
+    wanted = _filled({device: (tuple(at), tuple(sizes)) for device, (at, sizes) in chunks.items()})
+    for state in space_of(mesh.ndim, len(shape), ()).states:
+        layout = Layout(mesh, spec_of(state), shape, dtype)
+        if _filled(to_chunks(layout)) == wanted:
+            return layout
+    raise LossyConversionError(
+        f"no spec on mesh {mesh} shards a tensor of shape {list(shape)} into these chunks: "
+        f"{dict(list(chunks.items())[:4])}{' …' if len(chunks) > 4 else ''}"
+    )
+
+
+def _filled(chunks: Mapping[int, Chunk]) -> dict[int, Chunk]:
+    return {device: chunk for device, chunk in chunks.items() if 0 not in chunk[1]}
