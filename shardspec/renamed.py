@@ -1,7 +1,9 @@
-"""Arguments that have a new name: the former one is taken for one release, with a warning."""
+"""Arguments and modules with a new name: the former one works for one release, with a warning."""
 
 import warnings
-from typing import TypeVar
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeVar
 
 from shardspec.errors import ShardSpecError
 
@@ -23,3 +25,19 @@ def renamed_argument(function: str, new: str, value: _T, old: str, former: _T | 
     if value:
         raise ShardSpecError(f"{function} was given both {new}= and {old}=; leave out {old}=")
     return former
+
+
+def renamed_module(former: str, new: str) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module whose names have moved to another one."""
+
+    def attribute(name: str) -> Any:  # noqa: ANN401  # of any type
+        if name.startswith("__"):
+            raise AttributeError(f"module {former!r} has no attribute {name!r}")
+        warnings.warn(
+            f"{former} is {new} now; the former name goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(import_module(new), name)
+
+    return attribute
