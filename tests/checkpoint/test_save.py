@@ -233,10 +233,10 @@ def test_nested_states_and_plain_values_come_back_as_they_were(tmp_path):
         ({"a": torch.ones(1, dtype=torch.complex128)}, "tensor 'a': unknown dtype 'complex128'"),
         (
             {"a": torch.eye(2).to_sparse()},
-            r"tensor 'a' is no plain dense tensor \(torch.sparse_coo, on cpu\); save its to_dense",
+            r"tensor 'a' is a .*, no plain dense tensor \(torch.sparse_coo, on cpu\); save its to_d",
         ),
-        ({"a": TwoHalves(torch.ones(2))}, r"tensor 'a' is a .*TwoHalves, which says nothing of"),
-        ({"a": torch.ones(2, device="meta")}, "is no plain dense tensor .*on meta"),
+        ({"a": TwoHalves(torch.ones(2))}, r"tensor 'a' is a .*TwoHalves, no plain dense tensor .*; save the plain tensors"),
+        ({"a": torch.ones(2, device="meta")}, "no plain dense tensor .*on meta.*leave it out"),
         ({"__metadata__": torch.ones(1)}, "cannot be named '__metadata__'"),
         ({"\ud800": torch.ones(0)}, "which UTF-8 cannot express; rename the tensor"),
         (

@@ -39,7 +39,7 @@ def test_records_are_read_where_they_lie(path):
     torch.save(STATE, path)
     with SourceFile(path) as file:
         found = read_torch_zip(file)
-        assert {"data/0", "data/1", "data/2"} <= set(found.directory.places)
+        assert {"data/0", "data/1", "data/2"} <= set(found.directory)
         records = [record(found, file, key) for key in ("0", "1", "2")]
         for at, tensor in zip(records, STATE.values(), strict=True):
             data = tensor.numpy().tobytes()

@@ -209,8 +209,9 @@ def test_every_set_of_missing_ranks_is_named(ckpt, lost, said):
             path.rename(ckpt / f"rank_{rank}.pt")
     missing = [rank for rank in range(4) if lost >> rank & 1]
     assert refused(ckpt) == (
-        f"{ckpt}: the files of {4 - len(missing)} ranks are there, but 4 ranks saved; missing: "
-        f"rank {', '.join(map(str, missing))}; restore them"
+        f"{ckpt}: 4 ranks saved one file each, but {4 - len(missing)} are there; missing: rank "
+        f"{', '.join(map(str, missing))}; wrong or doubled: none; restore the missing ones and "
+        "move the others away"
     )
 
 
@@ -264,22 +265,23 @@ def test_a_rank_that_contradicts_the_others(ckpt, stray, problem):
 def test_one_file_too_many(ckpt):
     shutil.copy(ckpt / NAME.format(0), ckpt / NAME.format(4))
     assert refused(ckpt) == (
-        f"{ckpt}: {NAME.format(4)} is of a rank that 4 ranks do not have; it belongs elsewhere, "
-        "move it away"
+        f"{ckpt}: 4 ranks saved one file each, but 5 are there; missing: none; wrong or doubled: "
+        f"file {NAME.format(4)}; restore the missing ones and move the others away"
     )
 
 
 def test_two_files_of_one_rank(ckpt):
     shutil.copy(ckpt / NAME.format(0), ckpt / NAME.format("00"))
     assert refused(ckpt) == (
-        f"{ckpt}: {NAME.format(0)} and {NAME.format('00')} are both of rank 0; move one of them "
+        f"{ckpt}: 4 ranks saved one file each, but 5 are there; missing: none; wrong or doubled: "
+        f"file {NAME.format(0)}, {NAME.format('00')}; restore the missing ones and move the others "
         "away"
     )
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [("model_world_size_2_rank_0.pt", "2 and 4 ranks"), ("model_rank_0.pt", "4 ranks and of anot")],
+    [("model_world_size_2_rank_0.pt", "2 and 4 ranks"), ("model_rank_0.pt", "4 and an unknown number of ranks")],
 )
 def test_files_of_two_saves(ckpt, other, said):
     shutil.copy(ckpt / NAME.format(0), ckpt / other)
