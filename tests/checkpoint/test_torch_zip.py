@@ -69,7 +69,7 @@ def test_few_and_small_reads(path):
         tensor = read_torch(found, found.pickle(file))
         assert isinstance(tensor, TorchTensor)
         tensor_place(tensor, file, found)
-    assert (file.reads, file.total < 4000) == (3, True)
+    assert (file.reads, file.total < 4000) == (4, True)
 
 
 def test_many_records(path):

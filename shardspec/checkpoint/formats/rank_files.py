@@ -71,36 +71,31 @@ class _RankFile(NamedTuple):
 
 def open_rank_files(directory: Path) -> "RankFilesCheckpoint":
     """Read the files of all ranks of the model in a directory; not their data."""
-    families = _families(directory)
-    if len(families) > 1 and _PREFERRED not in families:
+    return _open(directory, None)
+
+
+def open_family(path: Path) -> "RankFilesCheckpoint":
+    """Read the files of all ranks of the family that one of them belongs to."""
+    return _open(path.parent, path.name)
+
+
+def _open(directory: Path, chosen: str | None) -> "RankFilesCheckpoint":
+    families: dict[str, list[_RankFile]] = {}
+    family = None
+    for name in sorted(path.name for path in directory.iterdir()):
+        match = RANK_FILE.fullmatch(name)
+        if match is not None and is_rank_file(name):
+            of = match[1].rstrip("_.-")
+            family = of if name == chosen or (chosen is None and of == _PREFERRED) else family
+            file = _RankFile(name, None if match[2] is None else int(match[2]), int(match[3]))
+            families.setdefault(of, []).append(file)
+    if family is None and len(families) > 1:
         raise CheckpointError(
             f"{directory}: has files of several families ("
             f"{', '.join(files[0].name for files in families.values())}); name a file of the one "
             "to read instead of the directory"
         )
-    return _open(directory, families, _PREFERRED if len(families) > 1 else next(iter(families)))
-
-
-def open_family(path: Path) -> "RankFilesCheckpoint":
-    """Read the files of all ranks of the family that one of them belongs to."""
-    families = _families(path.parent)
-    family = next(f for f, files in families.items() if path.name in (at.name for at in files))
-    return _open(path.parent, families, family)
-
-
-def _families(directory: Path) -> dict[str, list[_RankFile]]:
-    families: dict[str, list[_RankFile]] = {}
-    for name in sorted(path.name for path in directory.iterdir()):
-        match = RANK_FILE.fullmatch(name)
-        if match is not None and is_rank_file(name):
-            file = _RankFile(name, None if match[2] is None else int(match[2]), int(match[3]))
-            families.setdefault(match[1].rstrip("_.-"), []).append(file)
-    return families
-
-
-def _open(
-    directory: Path, families: Mapping[str, list[_RankFile]], family: str
-) -> "RankFilesCheckpoint":
+    family = next(iter(families)) if family is None else family
     files = sorted(families[family], key=lambda file: file.rank)
     worlds = {file.world for file in files}
     if len(worlds) > 1:

@@ -22,11 +22,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, replica_keys
+from shardspec.checkpoint.catalog import ListedCatalog, ReplicaKey, StoredTensor, replica_keys
 from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PARTS
 from shardspec.checkpoint.formats.torch_file import (
     StateTensor,
@@ -285,14 +286,23 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
         cuts[cut] = DimSpec((0,), parts if len(parts) > 1 else ())
     spec = ShardingSpec(dims, cuts)
     ranks = range(chunk.first_rank, chunk.first_rank + len(held))
-    layout = Layout(DeviceMesh(ranks), spec, shape, first.dtype)
+    layout, parts = _parts(ranks, spec, tuple(shape), first.dtype)
     boxes = [
         part_of(layout, rank, part, path, one.place)
-        for rank, path, one in zip(ranks, chunk.paths, held, strict=True)
-        for part in replica_keys(layout, rank)
+        for rank, of_rank, path, one in zip(ranks, parts, chunk.paths, held, strict=True)
+        for part in of_rank
     ]
     told = spec if len(rule.parts) == 1 else None
     return StoredTensor(name, tuple(shape), first.dtype, told, (), tuple(boxes))
+
+
+@lru_cache(1024)
+def _parts(
+    ranks: range, spec: ShardingSpec, shape: tuple[int, ...], dtype: str
+) -> tuple[Layout, list[tuple[ReplicaKey, ...]]]:
+    """Return a layout, of which a model has few, and what each rank holds."""
+    layout = Layout(DeviceMesh(ranks), spec, shape, dtype)
+    return layout, [replica_keys(layout, rank) for rank in ranks]
 
 
 def _odd(

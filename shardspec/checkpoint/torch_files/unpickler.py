@@ -23,7 +23,7 @@ MOST_PICKLE_BYTES: Final = 256 << 20
 """Of some two million chunks of tensors; more would fill the memory."""
 _FREE_BYTES: Final = 48 << 20
 _BYTES_A_BYTE: Final = 20
-"""Memory that a pickle may take for each of its bytes, beyond what is free."""
+"""Memory that a pickle may take: so much, and so much for each of its bytes."""
 _COSTS: Final = {b"}\x8f": 232, b"]t\x85\x86\x87R\x81Q": 72}
 """Roughly the memory for what an instruction makes; others take some 10 times their bytes."""
 _MOST_MARKS: Final = 10_000
@@ -50,10 +50,6 @@ class RefusedError(Exception):
     """What is wrong with a pickle; `unpickle` says where."""
 
 
-class _UnlistedError(RefusedError):
-    pass
-
-
 class UnlistedNameError(CheckpointError):
     """A pickle is intact, as far as it was read, but has a name that is not on the list."""
 
@@ -77,16 +73,12 @@ def screen(data: bytes, fixed: bytearray | None = None) -> None:
     try:
         _follow(data, fixed)
     except (IndexError, ValueError, struct.error):
-        raise RefusedError(
-            "ends too early, or takes away what is not there; it is damaged"
-        ) from None
+        problem = "ends too early, or takes away what is not there; it is damaged"
+        raise RefusedError(problem) from None
 
 
 def _follow(data: bytes, fixed: bytearray | None) -> None:
-    """Follow the instructions; of each value only the number of its parts, as a tuple, is kept.
-
-    Where the unpickler itself would stop, what follows does not matter.
-    """
+    """Follow the instructions; of each value only the number of its parts, as a tuple, is kept."""
     stack, memo = bytearray(), bytearray()
     marks: list[int] = []
     sizes, number, push, number_it = _ARGUMENT_BYTES, _NUMBER, stack.append, memo.append
@@ -277,18 +269,19 @@ def _no_storage(value: object) -> Never:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, names: Names, persistent: Callable[[object], object]) -> None:
+    def __init__(
+        self, data: bytes, names: Names, persistent: Callable[[object], object], what: str
+    ) -> None:
         super().__init__(io.BytesIO(data))
-        self._names = names
-        self._persistent = persistent
+        self._names, self._persistent, self._what = names, persistent, what
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # as its parent
         found = self._names.get(f"{module}.{name}")
         if found is None:
-            raise _UnlistedError(
-                f"names {printable(f'{module}.{name}'[:200])}, which does not belong in a "
-                "checkpoint; nothing of it was run. If you trust its writer, save it again as a "
-                "state dict of tensors and plain values"
+            raise UnlistedNameError(
+                f"{self._what} names {printable(f'{module}.{name}'[:200])}, which does not belong "
+                "in a checkpoint; nothing of it was run. If you trust its writer, save it again as "
+                "a state dict of tensors and plain values"
             )
         return found
 
@@ -323,9 +316,9 @@ def unpickle(
         screened(data)
         # The collector would visit millions of new objects, all of them in use.
         gc.disable()
-        return _Unpickler(data, names, persistent).load()
-    except _UnlistedError as error:
-        raise UnlistedNameError(f"{path}: the {what} {error}") from None
+        return _Unpickler(data, names, persistent, f"{path}: the {what}").load()
+    except UnlistedNameError:
+        raise
     except RefusedError as error:
         problem = str(error)
     except UnicodeDecodeError:

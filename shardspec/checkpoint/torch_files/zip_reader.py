@@ -30,8 +30,6 @@ _TAIL_BYTES: Final = 2048
 """Read at once from the end; it holds the whole directory of a single tensor."""
 _MOST_DIRECTORY_BYTES: Final = 16 << 20
 """Of some 150,000 records; more than that would fill the memory."""
-_AT_ONCE_BYTES: Final = 1 << 16
-"""Read along with a header; taking a long record out of what was read would copy it."""
 _OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
 """A pickle of the number 0x1950a86a20f9469cfc6c: what torch wrote before version 1.6."""
 
@@ -77,16 +75,26 @@ class TorchZip:
     def start(self, file: SourceFile, name: str) -> int:
         """Return where the bytes of a record start; its own header is read and checked."""
         record = self.record(name)
-        return self._start(record, file.read(record.header, _LOCAL.size + len(record.full_name)))
+        head = file.read(record.header, _LOCAL.size + len(record.full_name))
+        signature, flags, method, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
+        start: int = record.header + _LOCAL.size + name_bytes + extra_bytes
+        if (
+            signature != b"PK\3\4"
+            or method != ZIP_STORED
+            or flags & _ENCRYPTED
+            or head[_LOCAL.size : _LOCAL.size + name_bytes] != record.full_name
+            or start + record.num_bytes > record.limit
+        ):
+            raise CheckpointError(
+                f"{self.what}: the header of record {record.full_name!r} at byte {record.header} "
+                "contradicts the directory; the file is damaged"
+            )
+        return start
 
     def read(self, file: SourceFile, name: str) -> bytes:
-        """Return the bytes of a record, compared with their CRC-32; short ones are read at once."""
+        """Return the bytes of a record, compared with their CRC-32."""
         record = self.record(name)
-        head = file.read(record.header, min(record.limit - record.header, _AT_ONCE_BYTES))
-        start = self._start(record, head)
-        data = head[start - record.header :][: record.num_bytes]
-        if len(data) < record.num_bytes:
-            data = file.read(start, record.num_bytes)
+        data = file.read(self.start(file, name), record.num_bytes)
         if record.crc32 is not None and crc32(data) != record.crc32:
             raise CheckpointError(
                 f"{self.what}: the bytes of record {record.full_name!r} are not as saved (CRC-32); "
@@ -103,23 +111,6 @@ class TorchZip:
                 "save tensors as tensors, not as lists"
             )
         return self.read(file, "data.pkl")
-
-    def _start(self, record: TorchRecord, head: bytes) -> int:
-        """Return where the bytes of a record start, by its own header."""
-        signature, flags, method, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
-        start: int = record.header + _LOCAL.size + name_bytes + extra_bytes
-        if (
-            signature != b"PK\3\4"
-            or method != ZIP_STORED
-            or flags & _ENCRYPTED
-            or head[_LOCAL.size : _LOCAL.size + name_bytes] != record.full_name
-            or start + record.num_bytes > record.limit
-        ):
-            raise CheckpointError(
-                f"{self.what}: the header of record {record.full_name!r} at byte {record.header} "
-                "contradicts the directory; the file is damaged"
-            )
-        return start
 
 
 def read_torch_zip(

@@ -281,7 +281,10 @@ def test_two_files_of_one_rank(ckpt):
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [("model_world_size_2_rank_0.pt", "2 and 4 ranks"), ("model_rank_0.pt", "4 and an unknown number of ranks")],
+    [
+        ("model_world_size_2_rank_0.pt", "2 and 4 ranks"),
+        ("model_rank_0.pt", "4 and an unknown number of ranks"),
+    ],
 )
 def test_files_of_two_saves(ckpt, other, said):
     shutil.copy(ckpt / NAME.format(0), ckpt / other)
