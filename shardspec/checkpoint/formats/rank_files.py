@@ -35,7 +35,12 @@ from shardspec.checkpoint.catalog import (
     stored_reductions,
 )
 from shardspec.checkpoint.formats.names import RANK_FILE, RANK_FILES, is_rank_file
-from shardspec.checkpoint.formats.torch_file import part_of, plain_value, read_contents
+from shardspec.checkpoint.formats.torch_file import (
+    check_same_names,
+    part_of,
+    plain_value,
+    read_contents,
+)
 from shardspec.checkpoint.rank_state import on_larger_mesh
 from shardspec.checkpoint.source_files import HeaderFiles, SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
@@ -188,19 +193,15 @@ def _look(path: Path) -> tuple[TorchZip, bytes]:
 
 def _others(states: Sequence[RankState]) -> dict[str, object]:
     """Return the plain values: one that all ranks share, or else one per rank."""
-    found: dict[str, dict[int, object]] = {}
-    for state in states:
-        for name, value in state.extras.items():
-            found.setdefault(name, {})[state.rank] = value
     others: dict[str, object] = {}
-    for name, by_rank in found.items():
+    for name in dict.fromkeys(name for state in states for name in state.extras):
+        by_rank = {state.rank: state.extras[name] for state in states if name in state.extras}
         first, *rest = by_rank.values()
         # NaN is not equal to itself.
         alike = all(value == first or repr(value) == repr(first) for value in rest)
-        if len(by_rank) == len(states) and alike:
-            others[name] = first
-        else:
-            others[name] = {f"rank {rank}": by_rank[rank] for rank in sorted(by_rank)}
+        if not alike or len(by_rank) < len(states):
+            first = {f"rank {rank}": value for rank, value in by_rank.items()}
+        others[name] = first
     return others
 
 
@@ -213,14 +214,7 @@ _Groups: TypeAlias = Sequence[Sequence[RankState]]
 def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layout, ...]]:
     """Return the layout of every tensor, as each group says; a plain one is on `everywhere`."""
     first = groups[0][0]
-    for group in groups:
-        for has, lacks in ((first, group[0]), (group[0], first)):
-            lacking = has.tensors.keys() - lacks.tensors.keys()
-            if lacking:
-                raise CheckpointError(
-                    f"{lacks.path}: lacks tensor {min(lacking)!r}, which {has.path} holds; the "
-                    "files are not of one save"
-                )
+    check_same_names((group[0].path, group[0].tensors) for group in groups)
     known: dict[Hashable, Layout] = {}
     right: set[Hashable] = set()
 

@@ -32,6 +32,7 @@ from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PAR
 from shardspec.checkpoint.formats.torch_file import (
     StateTensor,
     check_no_copies,
+    check_same_names,
     of_two_saves,
     open_torch_file,
     part_of,
@@ -66,9 +67,6 @@ class CutRule:
 
     spec: ShardingSpec
     parts: tuple[int, ...] = (1,)
-
-    def __str__(self) -> str:
-        return f"{self.spec}" if len(self.parts) == 1 else f"{self.spec} in parts {self.parts}"
 
 
 def read_toml(path: Path) -> dict[str, object]:
@@ -190,7 +188,7 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
     tensors: dict[str, StoredTensor] = {}
     layers_before: dict[str, int] = {}
     for chunk in chunks:
-        _check_names(chunk)
+        check_same_names(zip(chunk.paths, chunk.tensors, strict=True))
         layers, experts = _count(chunk, _LAYER, "layer"), _count_experts(chunk)
         for local_name in sorted(chunk.tensors[0]):
             name = local_name
@@ -203,24 +201,14 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
             found = _tensor(name, local_name, chunk, rules)
             known = tensors.setdefault(name, found)
             if known is not found:
-                if (known.shape, known.dtype) != (found.shape, found.dtype):
-                    raise _odd(chunk.paths[0], name, found, "an earlier stage", known)
+                if _said(known) != _said(found):
+                    what, before = f"tensor {name!r}", "an earlier stage"
+                    raise of_two_saves(chunk.paths[0], what, _said(found), before, _said(known))
                 tensors[name] = replace(known, boxes=known.boxes + found.boxes)
         if chunk.expert_rank + 1 == chunk.expert_ranks:
             for (before, _), count in layers.items():
                 layers_before[before] = layers_before.get(before, 0) + count
     return tensors
-
-
-def _check_names(chunk: Chunk) -> None:
-    first_path, first = chunk.paths[0], chunk.tensors[0]
-    for path, held in zip(chunk.paths, chunk.tensors, strict=True):
-        odd = min(first.keys() ^ held.keys(), default=None)
-        if odd is not None:
-            lacks, has = (path, first_path) if odd in first else (first_path, path)
-            raise CheckpointError(
-                f"{lacks}: lacks tensor {odd!r}, which {has} holds; the files are not of one save"
-            )
 
 
 def _count(chunk: Chunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str, str], int]:
@@ -265,12 +253,13 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
     first = held[0].local
     for path, other in zip(chunk.paths, held, strict=True):
         if (other.local.dtype, other.local.shape) != (first.dtype, first.shape):
-            raise _odd(path, local_name, other.local, chunk.paths[0], first)
+            what = f"tensor {local_name!r}"
+            raise of_two_saves(path, what, _said(other.local), chunk.paths[0], _said(first))
     dims = len(first.shape)
     rule = CutRule(ShardingSpec(dims)) if len(held) == 1 else rules.find(name, chunk.paths[0])
     if rule.spec.dims != dims:
         raise CheckpointError(
-            f"tensor {name!r}: its rule {rule} is for {rule.spec.dims} dims, but it has {dims}; "
+            f"tensor {name!r}: its rule {rule.spec} has {rule.spec.dims} dims, but it has {dims}; "
             "give it a rule of its own"
         )
     shape, cuts = list(first.shape), dict[int, DimSpec]()
@@ -282,8 +271,8 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
             )
         shape[cut] *= len(held)
         unit = shape[cut] // sum(rule.parts)
-        parts = tuple(Part(unit * part) for part in rule.parts if unit)
-        cuts[cut] = DimSpec((0,), parts if len(parts) > 1 else ())
+        sizes = [unit * part for part in rule.parts if unit]
+        cuts[cut] = DimSpec((0,), tuple(map(Part, sizes)) if len(sizes) > 1 else ())
     spec = ShardingSpec(dims, cuts)
     ranks = range(chunk.first_rank, chunk.first_rank + len(held))
     layout, parts = _parts(ranks, spec, tuple(shape), first.dtype)
@@ -305,15 +294,8 @@ def _parts(
     return layout, [replica_keys(layout, rank) for rank in ranks]
 
 
-def _odd(
-    path: Path,
-    name: str,
-    found: StoredTensor | TorchTensor,
-    other: Path | str,
-    due: StoredTensor | TorchTensor,
-) -> CheckpointError:
-    said, known = (f"{one.dtype} of shape {list(one.shape)}" for one in (found, due))
-    return of_two_saves(path, f"tensor {name!r}", said, other, known)
+def _said(one: StoredTensor | TorchTensor) -> str:
+    return f"{one.dtype} of shape {list(one.shape)}"
 
 
 # --- Meta

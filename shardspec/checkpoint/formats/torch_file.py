@@ -72,10 +72,9 @@ made; a record of its name stands for it."""
 
 
 class StateTensor(NamedTuple):
-    """A tensor of a file and where its bytes, or those of its local part, lie."""
+    """What a file holds of a tensor, and where its bytes are."""
 
     local: TorchTensor
-    """What the file holds of it."""
     place: TensorPlace
 
 
@@ -85,7 +84,7 @@ class TorchState(NamedTuple):
     path: Path
     tensors: Mapping[str, StateTensor]
     extras: Mapping[str, object]
-    """What is no tensor, as the pickle has it."""
+    """Everything else, as the pickle has it."""
 
 
 def read_torch_state(
@@ -93,9 +92,8 @@ def read_torch_state(
 ) -> TorchState:
     """Read what describes the state in a file of `torch.save`; not its data.
 
-    `rank` wrote it, if that is known; `more` are names that may stand in it beyond those of tensors
-    and `ARGUMENT_NAMES`. Raises `CheckpointError` if it is damaged, holds no dict, names what does
-    not belong in a checkpoint, or has two entries of one flat name.
+    `rank` wrote it, if that is known; `more` are names that may be in it beyond those of tensors
+    and `ARGUMENT_NAMES`.
     """
     with SourceFile(path) as file:
         found = read_torch_zip(file)
@@ -195,16 +193,12 @@ def plain_value(value: object) -> object:
         match value:
             case TorchTensor():
                 return OpaqueValue(f"tensor of shape {list(value.global_shape)}")
-            case Complex():
+            case bytes():
+                return OpaqueValue(f"{len(value)} bytes")
+            case Global() | Record() | Complex():
                 return OpaqueValue(str(value))
             case None | bool() | int() | float() | str():
                 return value
-            case bytes():
-                return OpaqueValue(f"{len(value)} bytes")
-            case Global():
-                return OpaqueValue(value.name)
-            case Record():
-                return OpaqueValue(f"<{value.name}>")
             case list() | tuple() | dict():
                 left -= len(value)
                 if left < 0 or depth > _MOST_PLAIN_DEPTH:
@@ -224,10 +218,8 @@ def plain_value(value: object) -> object:
 
 def whole_tensor(name: str, path: Path, found: StateTensor) -> StoredTensor:
     """Return a tensor that lies whole in one file."""
-    shape, place = found.local.shape, found.place
-    box = tuple((0, size) for size in shape)
-    stored = StoredBox(box, (), 0, path, place.offset, place.digest, place.strides)
-    boxes = () if 0 in shape else (stored,)
+    shape = found.local.shape
+    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), 0, path, *found.place),)
     return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
 
 
@@ -236,7 +228,7 @@ def part_of(
 ) -> StoredBox:
     """Return one of the boxes of a rank, whose shard is at `local`."""
     box, addend = part
-    offset, strides, digest = local
+    offset, digest, strides = local
     if not layout.spec.is_plain:
         shape, item = layout.local_shape(rank), item_bytes(layout.dtype)
         steps = strides or tuple(item * prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -255,6 +247,18 @@ def of_two_saves(
         f"{path}: {what} is {said!s:.60}, but {due!s:.60} in {other}; the files are not of one "
         "save, restore those of one"
     )
+
+
+def check_same_names(held: Iterable[tuple[Path, Mapping[str, object]]]) -> None:
+    """Check that the files of all ranks hold tensors of the same names."""
+    (first_path, first), *others = held
+    for path, tensors in others:
+        odd = min(first.keys() ^ tensors.keys(), default=None)
+        if odd is not None:
+            lacks, has = (path, first_path) if odd in first else (first_path, path)
+            raise CheckpointError(
+                f"{lacks}: lacks tensor {odd!r}, which {has} holds; the files are not of one save"
+            )
 
 
 def check_no_copies(states: Iterable[TorchState]) -> None:

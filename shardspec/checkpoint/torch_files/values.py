@@ -93,10 +93,10 @@ class TensorPlace(NamedTuple):
     """Where a tensor's bytes are in its file: what a `StoredBox` needs to know."""
 
     offset: int
-    strides: tuple[int, ...] | None
-    """Bytes from one element to the next along each dim; None if row-major and contiguous."""
     digest: Digest | None
     """Of the whole storage, where torch took it."""
+    strides: tuple[int, ...] | None
+    """Bytes from one element to the next along each dim; None if row-major and contiguous."""
 
 
 def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -122,7 +122,7 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> Tens
     digest = None
     if record.crc32 is not None and tensor.digested:
         digest = Digest(record.crc32, start, record.num_bytes)
-    return TensorPlace(start + tensor.start * size, strides, digest)
+    return TensorPlace(start + tensor.start * size, digest, strides)
 
 
 def check_record(tensor: TorchTensor, found: TorchZip) -> None:
@@ -241,19 +241,9 @@ def _sharded(*_: object) -> Never:
     )
 
 
-STORAGES: Final = {
-    "uint8": "Byte",
-    "float64": "Double",
-    "float32": "Float",
-    "float16": "Half",
-    "int64": "Long",
-    "int32": "Int",
-    "int16": "Short",
-    "int8": "Char",
-    "bool": "Bool",
-    "bfloat16": "BFloat16",
-    "complex64": "ComplexFloat",
-}
+_DTYPES: Final = "uint8 float64 float32 float16 int64 int32 int16 int8 bool bfloat16 complex64"
+_KINDS: Final = "Byte Double Float Half Long Int Short Char Bool BFloat16 ComplexFloat"
+STORAGES: Final = dict(zip(_DTYPES.split(), _KINDS.split(), strict=True))
 """Dtypes that have a storage of their own, ``torch.<KIND>Storage``."""
 _STORAGE_DTYPES: Final[Mapping[str, str]] = {
     **{f"torch.{kind}Storage": dtype for dtype, kind in STORAGES.items()},

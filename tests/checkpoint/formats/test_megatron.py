@@ -131,7 +131,7 @@ def test_rules_of_the_caller(tmp_path):
         "dim, or a list of their proportions. A pattern with dots or stars has to be in quotes too"
     )
     assert refused(ckpt, ranks=2, rules={**rules, "b.*": "[R,R]"}) == (
-        "tensor 'b.weight': its rule [R,R] is for 2 dims, but it has 1; give it a rule of its own"
+        "tensor 'b.weight': its rule [R,R] has 2 dims, but it has 1; give it a rule of its own"
     )
     assert refused(ckpt, ranks=2, rules={**rules, "b.*": {"spec": "[S(tp)]", "parts": 3}}) == (
         f"tensor 'b.weight': dim 0 has 4 elements in {ckpt}/mp_rank_00/model_optim_rng.pt, which "
