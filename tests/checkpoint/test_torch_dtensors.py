@@ -215,9 +215,9 @@ def test_one_mesh_for_many(path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (dtensor(mesh_of_ids(), ("Shard(0)", REPLICATE)), "a placement is a str"),
-        (dtensor(mesh_of_ids(), (shard("0"), REPLICATE)), "placement Shard is not known"),
-        (dtensor(mesh_of_ids(), (partial("premul_sum"), REPLICATE)), "placement Partial is not"),
+        (dtensor(mesh_of_ids(), ("Shard(0)", REPLICATE)), "placement 'Shard(0)' is not known"),
+        (dtensor(mesh_of_ids(), (shard("0"), REPLICATE)), "placement <Shard> is not known"),
+        (dtensor(mesh_of_ids(), (partial("premul_sum"), REPLICATE)), "placement <Partial> is not"),
         (
             dtensor(mesh_of_ids(), (Made(Name(KINDS, "_MaskPartial"), {}),)),
             f"names {KINDS}._MaskPartial, which does not belong",

@@ -2,8 +2,8 @@
 
 How torch keeps the mesh of a DTensor has changed twice: as a tensor of ids, as one layout over a
 list of ids, and as one such layout per axis. All are read. Source: ``device_mesh.py``,
-``_mesh_layout.py`` and ``tensor/_dtensor_spec.py`` of ``torch/distributed``. What raises
-`ValueError` here is told as wrong arguments of a call in the pickle.
+``_mesh_layout.py`` and ``tensor/_dtensor_spec.py`` of ``torch/distributed``. A `ValueError` here is
+reported as a call in the pickle with wrong arguments.
 """
 
 import struct
@@ -44,8 +44,8 @@ def read_torch(
 ) -> object:
     """Read what `torch.save` wrote, with a `TorchTensor` where each tensor or DTensor was.
 
-    `data` is its pickle. `more` are names beyond `TORCH_NAMES` that may stand in it. `rank` wrote
-    it, if that is known: torch up to 2.10 needs it to tell which slice of a mesh a DTensor was on.
+    `data` is its pickle. `more` are names beyond `TORCH_NAMES` that may be in it. `rank` wrote it,
+    if that is known: torch up to 2.10 needs it to tell which slice of a mesh a DTensor was on.
     """
     names = {**(more or {}), _FROM_TYPE: made_by(_FROM_TYPE, _DTensors(found, rank).from_type)}
     return read_torch_pickle(data, found.what, names, screened)
@@ -216,24 +216,21 @@ _split: Final = lru_cache(_MOST_NESTED)(Split)
 
 
 def _placement(value: object) -> Placement:
-    if not isinstance(value, Record):
-        raise ValueError(f"a placement is a {type(value).__name__}")
-    match value.name:
-        case "Replicate":
+    match value:
+        case Record(name="Shard", state={"dim": int(dim)}):
+            return _split(dim, 1)
+        case Record(name="Replicate"):
             return _WHOLE
-        case "Shard" | "_StridedShard":
-            dim = value.get("dim")
-            factor = 1 if value.name == "Shard" else value.get("split_factor")
-            if isinstance(dim, int) and isinstance(factor, int):
-                return _split(dim, factor)
-        case "Partial" | "_Partial":
-            match value.get("reduce_op"):
-                case "sum" | "avg" | "min" | "max" as op:
+        case Record(name="_StridedShard", state={"dim": int(dim), "split_factor": int(factor)}):
+            return _split(dim, factor)
+        case Record(name="Partial" | "_Partial", state={"reduce_op": str(op)}):
+            match op:
+                case "sum" | "avg" | "min" | "max":
                     return PartialPlacement(op)
                 case "product" | "prod":
                     return PartialPlacement("prod")
     raise ValueError(
-        f"placement {value.name} is not known, or not with its members; redistribute to Shard, "
+        f"placement {value!r:.60} is not known, or not with its members; redistribute to Shard, "
         "Replicate or Partial of a named operation before saving"
     )
 
