@@ -25,6 +25,12 @@ LEFT_OUT: Final = object()
 """Stands for a value that `unflatten` leaves out."""
 
 
+class _Place(tuple[int]):
+    """A position in a list, which is told from a tuple that is a key."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class FlatState:
     """A state dict without its nesting."""
@@ -47,7 +53,7 @@ def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
             yield from leaves(value, (*path, key))
     elif isinstance(state, list | tuple) and _holds_more(state) and len(path) < _MAX_DEPTH:
         for place, value in enumerate(state):
-            yield from leaves(value, (*path, (place,)))
+            yield from leaves(value, (*path, _Place((place,))))
     else:
         yield path, state
 
@@ -99,7 +105,7 @@ def flatten(state: Mapping[str, object]) -> FlatState:
 
 def _name(path: KeyPath) -> str:
     for depth, key in enumerate(path):
-        kinds = str | int | tuple if depth else str
+        kinds = str | int | _Place if depth else str
         if not isinstance(key, kinds) or isinstance(key, bool):
             raise CheckpointError(
                 f"the key {key!r} at {_shown(path)} is a {type(key).__name__}; name tensors by "
@@ -109,7 +115,7 @@ def _name(path: KeyPath) -> str:
 
 
 def _shown(path: KeyPath) -> str:
-    return "".join(f"[{key[0] if isinstance(key, tuple) else key!r}]" for key in path)
+    return "".join(f"[{key[0] if isinstance(key, _Place) else key!r}]" for key in path)
 
 
 def encode_value(value: object, name: str = "", depth: int = 0) -> object:

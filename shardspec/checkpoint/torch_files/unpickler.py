@@ -279,9 +279,9 @@ class _Unpickler(pickle.Unpickler):
         found = self._names.get(f"{module}.{name}")
         if found is None:
             raise UnlistedNameError(
-                f"{self._what} names {printable(f'{module}.{name}'[:200])}, which does not belong "
-                "in a checkpoint; nothing of it was run. If you trust its writer, save it again as "
-                "a state dict of tensors and plain values"
+                f"{self._what} names {printable(f'{module}.{name:.200}'):.200}, which does not "
+                "belong in a checkpoint; nothing of it was run. If you trust its writer, save it "
+                "again as a state dict of tensors and plain values"
             )
         return found
 
