@@ -61,14 +61,6 @@ _EXPERT: Final = re.compile(
 _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class CutRule:
-    """How a tensor was sharded: a spec, and the proportions of the sharded dim's parts."""
-
-    spec: ShardingSpec
-    parts: tuple[int, ...] = (1,)
-
-
 def read_toml(path: Path) -> dict[str, object]:
     """Read a small TOML file of rules; raises `CheckpointError` where it is none."""
     try:
@@ -82,29 +74,30 @@ def read_toml(path: Path) -> dict[str, object]:
         ) from None
 
 
-def cut_rules(rules: Mapping[str, object] | Path | str | None) -> dict[str, CutRule]:
-    """Return the rules of a caller: none, a pattern to a spec or table, or a TOML file of these."""
-    if rules is None:
-        return {}
-    if isinstance(rules, Mapping):
-        return _parsed(rules, "rules")
+def cut_rules(rules: Mapping[str, object] | Path | str | None) -> dict[str, ShardingSpec]:
+    """Return the rules of a caller: none, a pattern to a spec or table, or a TOML file of these.
+
+    The parts in the specs are proportions.
+    """
+    if rules is None or isinstance(rules, Mapping):
+        return _parsed(rules or {}, "rules")
     return _parsed(read_toml(Path(rules)), str(rules))
 
 
-def shipped_rules(name: str) -> dict[str, CutRule]:
+def shipped_rules(name: str) -> dict[str, ShardingSpec]:
     """Return rules that come with the library, such as ``megatron_gpt``."""
     text = files("shardspec.checkpoint").joinpath("rules", f"{name}.toml").read_text("utf-8")
     return _parsed(tomllib.loads(text), name)
 
 
-def _parsed(rules: Mapping[str, object], stated_by: str) -> dict[str, CutRule]:
+def _parsed(rules: Mapping[str, object], stated_by: str) -> dict[str, ShardingSpec]:
     return {
         pattern: _rule(value, f"{stated_by}: the rule of {pattern!r}")
         for pattern, value in rules.items()
     }
 
 
-def _rule(value: object, what: str) -> CutRule:
+def _rule(value: object, what: str) -> ShardingSpec:
     table = value if isinstance(value, Mapping) else {"spec": value}
     spec, parts = table.get("spec"), table.get("parts", 1)
     if type(parts) is int and parts <= _MOST_PARTS:
@@ -121,9 +114,10 @@ def _rule(value: object, what: str) -> CutRule:
         except ShardSpecError as error:
             # A picture of the place follows the first line.
             raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from None
-        fits = found.is_plain and not found.partials and {*found.axes} <= {_AXIS}
-        if fits and (found.axes or len(parts) == 1):
-            return CutRule(found, tuple(parts))
+        cut = DimSpec((_AXIS,), tuple(map(Part, parts)) if len(parts) > 1 else ())
+        known = found.is_plain and not found.partials and {*found.axes} <= {_AXIS}
+        if known and (found.axes or cut.is_plain):
+            return ShardingSpec(found.dims, dict.fromkeys(found.dim_partition_dict, cut))
     raise CheckpointError(
         f"{what} is {value!r:.80}; give a spec in quotes, over the axis {_AXIS} alone and with "
         "nothing pending, or a table of spec and parts: the number of parts of the sharded dim, or "
@@ -135,12 +129,12 @@ def _rule(value: object, what: str) -> CutRule:
 class Rules:
     """What says how tensors are sharded: rules of the caller, and then those that are shipped."""
 
-    own: Mapping[str, CutRule]
-    shipped: Mapping[str, CutRule]
+    own: Mapping[str, ShardingSpec]
+    shipped: Mapping[str, ShardingSpec]
     old_qkv: bool = False
     """Whether the files are so old that query_key_value is not sorted by heads."""
 
-    def find(self, name: str, path: Path) -> CutRule:
+    def find(self, name: str, path: Path) -> ShardingSpec:
         """Return the rule of a tensor; `path` is for errors."""
         rule = _matching(self.own, name)
         if rule is None and self.old_qkv and _FUSED_QKV.fullmatch(name):
@@ -159,7 +153,7 @@ class Rules:
         return rule
 
 
-def _matching(rules: Mapping[str, CutRule], name: str) -> CutRule | None:
+def _matching(rules: Mapping[str, ShardingSpec], name: str) -> ShardingSpec | None:
     matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
     if len({rules[pattern] for pattern in matching}) > 1:
         raise CheckpointError(
@@ -256,32 +250,33 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
             what = f"tensor {local_name!r}"
             raise of_two_saves(path, what, _said(other.local), chunk.paths[0], _said(first))
     dims = len(first.shape)
-    rule = CutRule(ShardingSpec(dims)) if len(held) == 1 else rules.find(name, chunk.paths[0])
-    if rule.spec.dims != dims:
+    rule = ShardingSpec(dims) if len(held) == 1 else rules.find(name, chunk.paths[0])
+    if rule.dims != dims:
         raise CheckpointError(
-            f"tensor {name!r}: its rule {rule.spec} has {rule.spec.dims} dims, but it has {dims}; "
-            "give it a rule of its own"
+            f"tensor {name!r}: its rule {rule} has {rule.dims} dims, but it has {dims}; give it a "
+            "rule of its own"
         )
     shape, cuts = list(first.shape), dict[int, DimSpec]()
-    for cut in rule.spec.dim_partition_dict:
-        if shape[cut] % sum(rule.parts):
+    for dim in rule.dim_partition_dict:
+        parts = [part.size for part in rule.dim_specs[dim].parts] or [1]
+        if shape[dim] % sum(parts):
             raise CheckpointError(
-                f"tensor {name!r}: dim {cut} has {shape[cut]} elements in {chunk.paths[0]}, which "
-                f"cannot be made of parts {list(rule.parts)}; correct its rule"
+                f"tensor {name!r}: dim {dim} has {shape[dim]} elements in {chunk.paths[0]}, which "
+                f"cannot be made of parts {parts}; correct its rule"
             )
-        shape[cut] *= len(held)
-        unit = shape[cut] // sum(rule.parts)
-        sizes = [unit * part for part in rule.parts if unit]
-        cuts[cut] = DimSpec((0,), tuple(map(Part, sizes)) if len(sizes) > 1 else ())
+        shape[dim] *= len(held)
+        unit = shape[dim] // sum(parts)
+        sizes = tuple(Part(unit * part) for part in parts if unit)
+        cuts[dim] = DimSpec((0,), sizes if len(sizes) > 1 else ())
     spec = ShardingSpec(dims, cuts)
     ranks = range(chunk.first_rank, chunk.first_rank + len(held))
-    layout, parts = _parts(ranks, spec, tuple(shape), first.dtype)
+    layout, held_by = _parts(ranks, spec, tuple(shape), first.dtype)
     boxes = [
         part_of(layout, rank, part, path, one.place)
-        for rank, of_rank, path, one in zip(ranks, parts, chunk.paths, held, strict=True)
+        for rank, of_rank, path, one in zip(ranks, held_by, chunk.paths, held, strict=True)
         for part in of_rank
     ]
-    told = spec if len(rule.parts) == 1 else None
+    told = spec if rule.is_plain else None
     return StoredTensor(name, tuple(shape), first.dtype, told, (), tuple(boxes))
 
 
@@ -336,7 +331,7 @@ def open_meta(
         )
     check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
-    shipped = shipped_rules("meta_llama") | {_TOKENS: CutRule(ShardingSpec.parse(embedding))}
+    shipped = shipped_rules("meta_llama") | {_TOKENS: ShardingSpec.parse(embedding)}
     chunk = Chunk(paths, tuple(state.tensors for state in states))
     tensors = merged_tensors([chunk], Rules(cut_rules(rules), shipped))
     extras: dict[str, object] = {}
