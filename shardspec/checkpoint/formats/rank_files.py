@@ -131,7 +131,7 @@ def _open(directory: Path, chosen: str | None) -> "RankFilesCheckpoint":
 def _check_ranks(directory: Path, files: list[_RankFile], world: int) -> None:
     """Check that there is one file of each of so many ranks, and no other."""
     count = Counter(file.rank for file in files)
-    missing = list(islice((rank for rank in range(world) if rank not in count), _SHOWN))
+    missing = list(islice((rank for rank in range(world) if rank not in count), _SHOWN + 1))
     odd = [file.name for file in files if file.rank >= world or count[file.rank] > 1]
     if missing or odd:
         raise CheckpointError(
@@ -142,7 +142,7 @@ def _check_ranks(directory: Path, files: list[_RankFile], world: int) -> None:
 
 
 def _some(kind: str, values: Sequence[object]) -> str:
-    more = ", …" if len(values) >= _SHOWN else ""
+    more = ", …" if len(values) > _SHOWN else ""
     return f"{kind} {', '.join(map(str, values[:_SHOWN]))}{more}" if values else "none"
 
 
@@ -185,7 +185,7 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
 
 
 def _look(path: Path) -> tuple[TorchZip, bytes]:
-    """Return what is where in a file, and its pickle."""
+    """Return the directory of a file, and its pickle."""
     with SourceFile(path) as file:
         found = read_torch_zip(file)
         return found, found.pickle(file)
@@ -239,18 +239,15 @@ def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layo
             right.add(part)
         return layout
 
-    def shown_of(layout: Layout) -> str:
-        how = "plain" if layout.mesh is everywhere else _on(layout)
-        return f"{layout.dtype} of shape {list(layout.global_shape)}, {how}"
-
     layouts = {}
     for name in sorted(first.tensors):
         layouts[name] = found = tuple(layout_of(name, group) for group in groups)
         for layout, group in zip(found, groups, strict=True):
-            if layout is not found[0] and shown_of(layout) != shown_of(found[0]):
+            # Ranks may name different slices of one mesh.
+            if layout is not found[0] and str(layout) != str(found[0]):
                 raise CheckpointError(
-                    f"tensor {name!r} is {shown_of(found[0])} in {first.path}, but "
-                    f"{shown_of(layout)} in {group[0].path}; the files are not of one save"
+                    f"tensor {name!r} is {found[0]} in {first.path}, but {layout} in "
+                    f"{group[0].path}; the files are not of one save"
                 )
     return layouts
 
@@ -269,13 +266,8 @@ def _check_part(state: RankState, name: str, layout: Layout) -> None:
     if due != local:
         raise CheckpointError(
             f"{state.path}: rank {state.rank} holds a part of shape {list(local)} of tensor "
-            f"{name!r}, but of shape {list(layout.global_shape)} under {_on(layout)} it has "
-            f"{list(due)}; the file contradicts itself"
+            f"{name!r}, but of {layout} it has {list(due)}; the file contradicts itself"
         )
-
-
-def _on(layout: Layout) -> str:
-    return f"{layout.spec} on {list(layout.mesh.shape)} devices"
 
 
 def _spec_on(
@@ -347,7 +339,7 @@ class RankFilesCheckpoint(Catalog):
         return Outline(name, shape, dtype, self._specs[layouts], pending, boxes)
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor; what torch puts around its bytes in every file is read and checked."""
+        """Return a tensor; the headers of its records in all files are read and checked."""
         return self._tensors(name)
 
     def _look_up(self, name: str) -> StoredTensor:

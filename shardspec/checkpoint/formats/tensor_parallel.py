@@ -1,4 +1,4 @@
-"""Models that tensor parallel ranks have sharded by the rules of their tool, put together again.
+"""Models sharded over tensor parallel ranks by the rules of a tool: Megatron's and Meta's.
 
 The files of Megatron and Meta do not say how a tensor was sharded; rules do: a pattern of names, as
 in a shell, to a spec over the axis ``tp``. For a fused tensor they also give the parts of the

@@ -67,8 +67,8 @@ ARGUMENT_NAMES: Final[Names] = {
         *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
     )
 }
-"""What trainers put beside tensors: arguments, paths, times, numpy's random state. None of it is
-made; a record of its name stands for it."""
+"""What trainers save beside tensors: arguments, paths, times, numpy's random state. None of it is
+made; records stand for it."""
 
 
 class StateTensor(NamedTuple):
@@ -117,7 +117,7 @@ def read_contents(
     rank: int | None = None,
     screened: Callable[[bytes], None] = screen,
 ) -> tuple[dict[str, TorchTensor], dict[str, object]]:
-    """Return the tensors of which a pickle speaks, and other entries, by flat names."""
+    """Return the tensors that a pickle describes, and other entries, by flat names."""
     value = read_torch(found, data, {**ARGUMENT_NAMES, **(more or {})}, rank, screened)
     if not isinstance(value, dict):
         raise CheckpointError(
@@ -217,7 +217,7 @@ def plain_value(value: object) -> object:
 
 
 def whole_tensor(name: str, path: Path, found: StateTensor) -> StoredTensor:
-    """Return a tensor that lies whole in one file."""
+    """Return a tensor that is whole in one file."""
     shape = found.local.shape
     boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), 0, path, *found.place),)
     return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
@@ -346,7 +346,7 @@ def _part_by_content(state: TorchState) -> str | None:
     ranks = state.extras.get("mp_world_size")
     if "ds_version" in state.extras and isinstance(ranks, int) and ranks > 1:
         return "DeepSpeed's tensor parallel"
-    # Meta cuts along its second dim what is square.
+    # Meta shards this square matrix along its second dim.
     square = state.tensors.get("layers.0.attention.wo.weight")
     shape = (0, 0) if square is None else square.local.shape
     few = len(shape) == 2 and 0 < shape[1] < shape[0] and shape[0] % shape[1] == 0
@@ -380,7 +380,7 @@ def torch_target(
     others: Mapping[str, object],
     same: Mapping[str, str],
 ) -> Target:
-    """Return the output that is one file for torch.load, with `others`, which are no tensors.
+    """Return the output that is one file for torch.load, with `others`, plain values.
 
     `same` is the name of a tensor to that of another, listed before it, whose storage it shares.
     """

@@ -171,7 +171,7 @@ def alike_screen() -> Callable[[bytes], None]:
 
 
 class Global(type):
-    """What a name in a pickle stands for: a class of ours that runs nothing of the pickle's."""
+    """What a name in a pickle stands for: an inert class of ours."""
 
     name: str
 
@@ -191,14 +191,11 @@ class Global(type):
 
 
 Names: TypeAlias = Mapping[str, Global]
-"""Full names, such as ``torch.float32``, to what stands for them."""
+"""Full names, such as ``torch.float32``, and what they stand for."""
 
 
 class Record(metaclass=Global):
-    """What stands for an object: the name of its class, how it was made and its state.
-
-    Records are compared and hashed by identity.
-    """
+    """Stands for an object: its class's name, arguments and state; compared by identity."""
 
     __slots__ = ("args", "state")
 
@@ -240,7 +237,7 @@ def record_class(name: str) -> Global:
 
 
 def made_by(name: str, function: Callable[..., object]) -> Global:
-    """Return what makes a value of the arguments of a call; it may refuse with `ValueError`."""
+    """Return what calls a function with a pickle's arguments; it may refuse with `ValueError`."""
 
     def make(_: type, *args: object) -> object:
         try:
@@ -256,10 +253,10 @@ def made_by(name: str, function: Callable[..., object]) -> Global:
 def mere_name(name: str) -> Global:
     """Return what may be named, but not called."""
 
-    def refuse(_: type, *_args: object) -> Never:
+    def refuse(*_: object) -> Never:
         raise RefusedError(f"calls {name}, which is no function; nothing was run")
 
-    return Global(name, (), {"__new__": refuse})
+    return made_by(name, refuse)
 
 
 def _no_storage(value: object) -> Never:

@@ -1,4 +1,4 @@
-"""What `torch.save` says of tensors: shapes, placements, and which record holds the bytes.
+"""Tensors as `torch.save` describes them: shapes, placements, and the record with the bytes.
 
 The names that torch writes for tensors, parameters, storages, dtypes and DTensors are on a list;
 nothing is imported or called. Source: ``torch/_utils.py`` (``_rebuild_*``), ``torch/storage.py``,
@@ -126,7 +126,7 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> Tens
 
 
 def check_record(tensor: TorchTensor, found: TorchZip) -> None:
-    """Compare what the pickle says of a tensor with what the directory does; nothing is read."""
+    """Compare what pickle and directory say of a tensor; nothing is read."""
     storage, start = tensor.storage, tensor.start
     num_bytes = found.record(f"data/{storage.key}").num_bytes
     if num_bytes != storage.size * item_bytes(storage.dtype):
@@ -168,7 +168,7 @@ def sizes_of(value: object = ()) -> tuple[int, ...]:
 
 
 def _storage(value: object) -> TorchStorage:
-    """Return what a reference to a record stands for."""
+    """Return the storage that a reference means."""
     match value:
         case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
             dtype = _STORAGE_DTYPES.get(name)
@@ -306,4 +306,4 @@ TORCH_NAMES: Final[Names] = {
     **{name: made_by(name, function) for name, function in _FUNCTIONS.items()},
     **{name: record_class(kind) for name, kind in _RECORDS},
 }
-"""Every name that may stand in what torch writes for tensors, DTensors and plain values."""
+"""Every name that torch writes for tensors, DTensors and plain values."""

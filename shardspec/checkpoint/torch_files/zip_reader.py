@@ -1,4 +1,4 @@
-"""The zip that `torch.save` writes: where every record lies, without reading any of them.
+"""The zip that `torch.save` writes: where every record is, without reading any of them.
 
 Records are stored uncompressed and aligned by padding, so that a tensor's bytes can be read in
 place. `zipfile` reads the directory at the end. What torch never writes is refused: compression,
@@ -150,7 +150,7 @@ def read_torch_zip(
     is_64 = tail[-_END_BYTES - _LOCATOR_BYTES :].startswith(b"PK\6\7")
     if not infos or count not in (len(infos), 0xFFFF if is_64 else None):
         raise _contradiction(what, f"it has {len(infos)} lines, not {count}")
-    # zipfile counts from the start of what it is given, so that records lie before that.
+    # zipfile counts from the start of the tail, so the positions of records are negative.
     at = offset + num_bytes - len(tail)
     found = _checked(file.path, what, infos, offset, at, end)
     if "constants.pkl" in found.directory:
@@ -193,9 +193,9 @@ def _no_zip(head: bytes) -> str:
 def _checked(
     path: Path, what: str, infos: list[ZipInfo], first: int, at: int, end: int
 ) -> TorchZip:
-    """Return the records, of which no two share a byte or a name.
+    """Return the records; no two may share a byte or a name.
 
-    The zip starts at byte `first` of the file. zipfile read from byte `at` on, and there found the
+    The zip starts at byte `first` of the file. zipfile counted from byte `at` on, and found the
     directory at `end`.
     """
     infos.sort(key=lambda info: info.header_offset)

@@ -236,23 +236,23 @@ def test_a_copy_in_place_of_another_file(ckpt):
     [
         (
             "dtype",
-            "tensor 'grid' is int64 of shape [5, 7], [S0,S1] on [2, 2] devices in {0}, but int32 "
-            "of shape [5, 7], [S0,S1] on [2, 2] devices in {3}; the files are not of one save",
+            "tensor 'grid' is [S0,S1] of [5, 7] int64 on dp=2,tp=2 in {0}, but [S0,S1] of [5, 7] "
+            "int32 on dp=2,tp=2 in {3}; the files are not of one save",
         ),
         (
             "placements",
-            "tensor 'grid' is int64 of shape [5, 7], [S0,S1] on [2, 2] devices in {0}, but int64 "
-            "of shape [5, 7], [S1,S0] on [2, 2] devices in {3}; the files are not of one save",
+            "tensor 'grid' is [S0,S1] of [5, 7] int64 on dp=2,tp=2 in {0}, but [S1,S0] of [5, 7] "
+            "int64 on dp=2,tp=2 in {3}; the files are not of one save",
         ),
         (
             "shape",
-            "{3}: rank 3 holds a part of shape [2, 3] of tensor 'grid', but of shape [5, 8] under "
-            "[S0,S1] on [2, 2] devices it has [2, 4]; the file contradicts itself",
+            "{3}: rank 3 holds a part of shape [2, 3] of tensor 'grid', but of [S0,S1] of [5, 8] "
+            "int64 on dp=2,tp=2 it has [2, 4]; the file contradicts itself",
         ),
         (
             "part",
-            "{3}: rank 3 holds a part of shape [1, 3] of tensor 'grid', but of shape [5, 7] under "
-            "[S0,S1] on [2, 2] devices it has [2, 3]; the file contradicts itself",
+            "{3}: rank 3 holds a part of shape [1, 3] of tensor 'grid', but of [S0,S1] of [5, 7] "
+            "int64 on dp=2,tp=2 it has [2, 3]; the file contradicts itself",
         ),
     ],
 )
@@ -344,13 +344,13 @@ def test_plain_tensors_are_whole_and_alike_on_all_ranks(tmp_path):
         ),
         (
             {"w": torch.ones(3)},
-            "tensor 'w' is float32 of shape [2], plain in {0}, but float32 of shape [3], plain in "
-            "{1}; the files are not of one save",
+            "tensor 'w' is [R] of [2] float32 on 2 in {0}, but [R] of [3] float32 on 2 in {1}; the "
+            "files are not of one save",
         ),
         (
             {"w": torch.ones(2, dtype=torch.int32)},
-            "tensor 'w' is float32 of shape [2], plain in {0}, but int32 of shape [2], plain in "
-            "{1}; the files are not of one save",
+            "tensor 'w' is [R] of [2] float32 on 2 in {0}, but [R] of [2] int32 on 2 in {1}; the "
+            "files are not of one save",
         ),
         ([torch.ones(2)], "{1}: holds a list, not a dict of tensors; save a state dict"),
         (
