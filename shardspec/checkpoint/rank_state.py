@@ -7,7 +7,7 @@ from functools import lru_cache, reduce
 from hashlib import sha256
 from itertools import permutations
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import box_text, replica_holders
@@ -71,13 +71,11 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A state dict, and how its tensors are laid out."""
+    """A state dict; by name the shard of every addressable device, and the layout."""
 
     flat: FlatState
     shards: Mapping[str, Mapping[int, "torch.Tensor"]]
-    """Name to the shard of every addressable device."""
     layouts: Mapping[str, Layout]
-    """Sorted by name, as the shards are."""
 
 
 def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
@@ -227,8 +225,7 @@ def check_same(what: Described, communicator: Communicator, replicas: Replicas) 
     # The long lists are only sent now.
     every = communicator.gather(dict.fromkeys(ranks, facts))
     first, other = next((i, j) for i in every for j in every if every[i] != every[j])
-    one, two = every[first], every[other]
-    key = min(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
+    key = min(every[first].items() ^ every[other].items())[0]
     has = []
     for rank in (first, other):
         text = every[rank].get(key, f"no such {key.split()[0]}")
@@ -236,19 +233,11 @@ def check_same(what: Described, communicator: Communicator, replicas: Replicas) 
     raise CheckpointError(f"{key}: {' but '.join(has)}; save the same on every rank")
 
 
-class _Copies(NamedTuple):
-    """A box that several ranks hold."""
-
-    name: str
-    box: Box
-    ranks: tuple[int, ...]
-
-
 def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None:
     """Raise on every rank if copies of a box on several ranks differ, by their CRC-32."""
     holders = lru_cache(None)(replica_holders)
     shared = [
-        _Copies(name, box, ranks)
+        (name, box, ranks)
         for name, layout in what.layouts.items()
         for (box, _), ranks in holders(layout).items()
         if len(ranks) > 1

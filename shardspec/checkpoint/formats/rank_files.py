@@ -23,24 +23,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    FileBox,
-    LazyTensorCache,
-    OpaqueValue,
-    Outline,
-    ReplicaKey,
-    StoredTensor,
-    replica_keys,
-    stored_reductions,
-)
+from shardspec.checkpoint import catalog
+from shardspec.checkpoint.catalog import replica_keys
+from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import RANK_FILE, RANK_FILES, is_rank_file
-from shardspec.checkpoint.formats.torch_file import (
-    check_same_names,
-    part_of,
-    plain_value,
-    read_contents,
-)
 from shardspec.checkpoint.rank_state import on_larger_mesh
 from shardspec.checkpoint.source_files import HeaderFiles, SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
@@ -122,7 +108,7 @@ def _open(directory: Path, chosen: str | None) -> "RankFilesCheckpoint":
     others = _others(states)
     for kind, beside in families.items():
         if kind != family:
-            others[f"({beside[0].name})"] = OpaqueValue(
+            others[f"({beside[0].name})"] = catalog.OpaqueValue(
                 f"{counted(len(beside), 'file')} of another family; name one to read it"
             )
     return RankFilesCheckpoint(directory, states, others)
@@ -171,7 +157,7 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
     states: list[RankState] = []
     with prefetch_map([path for path, _ in files], _look, ahead) as looks:
         for (path, rank), (found, data) in zip(files, looks, strict=True):
-            tensors, extras = read_contents(found, data, None, rank, screened)
+            tensors, extras = torch_file.read_contents(found, data, None, rank, screened)
             contents = tensors, found.directory
             known = next((other for other in distinct if other == contents), None)
             if known is None:
@@ -179,7 +165,7 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
                     check_record(tensor, found)
                 distinct.append(known := contents)
             found.directory = known[1]
-            plain = {name: plain_value(one) for name, one in extras.items()}
+            plain = {name: torch_file.plain_value(one) for name, one in extras.items()}
             states.append(RankState(path, rank, known[0], plain, found))
     return states
 
@@ -214,7 +200,7 @@ _Groups: TypeAlias = Sequence[Sequence[RankState]]
 def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layout, ...]]:
     """Return the layout of every tensor, as each group says; a plain one is on `everywhere`."""
     first = groups[0][0]
-    check_same_names((group[0].path, group[0].tensors) for group in groups)
+    torch_file.check_same_names((group[0].path, group[0].tensors) for group in groups)
     known: dict[Hashable, Layout] = {}
     right: set[Hashable] = set()
 
@@ -293,7 +279,7 @@ def _spec_on(
     return over_all.spec
 
 
-class RankFilesCheckpoint(Catalog):
+class RankFilesCheckpoint(catalog.Catalog):
     """A `Catalog` over the files of all ranks; made by `open_rank_files`."""
 
     def __init__(
@@ -318,31 +304,31 @@ class RankFilesCheckpoint(Catalog):
         mesh = next((mesh for mesh in meshes if mesh.size == len(states)), None)
         distinct = set(self._layouts.values())
         self._specs = {layouts: _spec_on(mesh, layouts, groups) for layouts in distinct}
-        self._boxes: dict[tuple[Layout, ...], tuple[FileBox, ...]] = {}
+        self._boxes: dict[tuple[Layout, ...], tuple[catalog.FileBox, ...]] = {}
         self._glances = HeaderFiles()
-        self._tensors = LazyTensorCache(self._look_up)
+        self._tensors = catalog.LazyTensorCache(self._look_up)
         # Names inside nested dicts and lists are joined by dots.
         paths = (state.path for state in states)
         super().__init__(RANK_FILES, directory, self._layouts, paths, mesh, others)
 
-    def outline(self, name: str) -> Outline[FileBox]:
+    def outline(self, name: str) -> catalog.Outline[catalog.FileBox]:
         """Return a tensor by what the pickles say."""
         layouts = self._layouts[name]
         if layouts not in self._boxes:
             self._boxes[layouts] = tuple(
-                FileBox(box, addend, state.rank, state.path)
+                catalog.FileBox(box, addend, state.rank, state.path)
                 for state in self._states
                 for box, addend in replica_keys(layouts[self._group_of[state.rank]], state.rank)
             )
         shape, dtype = layouts[0].global_shape, layouts[0].dtype
-        pending, boxes = stored_reductions(layouts[0]), self._boxes[layouts]
-        return Outline(name, shape, dtype, self._specs[layouts], pending, boxes)
+        pending, boxes = catalog.stored_reductions(layouts[0]), self._boxes[layouts]
+        return catalog.Outline(name, shape, dtype, self._specs[layouts], pending, boxes)
 
-    def tensor(self, name: str) -> StoredTensor:
+    def tensor(self, name: str) -> catalog.StoredTensor:
         """Return a tensor; the headers of its records in all files are read and checked."""
         return self._tensors(name)
 
-    def _look_up(self, name: str) -> StoredTensor:
+    def _look_up(self, name: str) -> catalog.StoredTensor:
         def look(state: RankState) -> TensorPlace:
             with self._glances.file(state.path) as file:
                 return tensor_place(state.tensors[name], file, state.found)
@@ -352,14 +338,14 @@ class RankFilesCheckpoint(Catalog):
             places = dict(zip((state.rank for state in self._states), found, strict=True))
         outline, layouts = self.outline(name), self._layouts[name]
         boxes = (
-            part_of(
+            torch_file.part_of(
                 layouts[self._group_of[part.rank]],
                 *(part.rank, (part.box, part.addend), part.path, places[part.rank]),
             )
             for part in outline.boxes
         )
         told = outline.shape, outline.dtype, outline.spec, outline.pending
-        return StoredTensor(name, *told, tuple(boxes))
+        return catalog.StoredTensor(name, *told, tuple(boxes))
 
     def origin(self, name: str) -> Hashable:
         """Return where in storages the ranks have it."""
@@ -380,7 +366,7 @@ class RankFilesCheckpoint(Catalog):
             state.rank: state.found.record(f"data/{state.tensors[name].storage.key}").crc32
             for state in self._states
         }
-        noted: dict[ReplicaKey, list[int | None]] = {}
+        noted: dict[catalog.ReplicaKey, list[int | None]] = {}
         for part in self.outline(name).boxes:
             noted.setdefault((part.box, part.addend), []).append(of_rank[part.rank])
         return all(

@@ -28,17 +28,9 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import ListedCatalog, ReplicaKey, StoredTensor, replica_keys
+from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PARTS
-from shardspec.checkpoint.formats.torch_file import (
-    StateTensor,
-    check_no_copies,
-    check_same_names,
-    of_two_saves,
-    open_torch_file,
-    part_of,
-    plain_value,
-    read_torch_states,
-)
+from shardspec.checkpoint.formats.torch_file import of_two_saves
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.strict_json import checked, parse_json
@@ -136,31 +128,26 @@ class Rules:
 
     def find(self, name: str, path: Path) -> ShardingSpec:
         """Return the rule of a tensor; `path` is for errors."""
-        rule = _matching(self.own, name)
-        if rule is None and self.old_qkv and _FUSED_QKV.fullmatch(name):
-            raise CheckpointError(
-                f"{path}: tensor {name!r} is of checkpoint version 0, where ranks hold all of "
-                "their q above k above v; give it a rule with 3 parts: "
-                f'"{name}" = {{ spec = "[S(tp),R]", parts = 3 }}'
-            )
-        rule = rule or _matching(self.shipped, name)
-        if rule is None:
-            raise CheckpointError(
-                f"{path}: no rule says how tensor {name!r} is cut over tensor parallel ranks; give "
-                f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same '
-                "(--source-rules FILE, rules=)"
-            )
-        return rule
-
-
-def _matching(rules: Mapping[str, ShardingSpec], name: str) -> ShardingSpec | None:
-    matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
-    if len({rules[pattern] for pattern in matching}) > 1:
+        for rules in (self.own, self.shipped):
+            matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
+            if len({rules[pattern] for pattern in matching}) > 1:
+                raise CheckpointError(
+                    f"tensor {name!r} is matched by the rules {matching}; narrow the patterns so "
+                    "that one is left"
+                )
+            if matching:
+                return rules[matching[0]]
+            if self.old_qkv and _FUSED_QKV.fullmatch(name):
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is of checkpoint version 0, where ranks hold all of "
+                    "their q above k above v; give it a rule with 3 parts: "
+                    f'"{name}" = {{ spec = "[S(tp),R]", parts = 3 }}'
+                )
         raise CheckpointError(
-            f"tensor {name!r} is matched by the rules {matching}; narrow the patterns so that one "
-            "is left"
+            f"{path}: no rule says how tensor {name!r} is cut over tensor parallel ranks; give "
+            f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same '
+            "(--source-rules FILE, rules=)"
         )
-    return rules[matching[0]] if matching else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +156,7 @@ class Chunk:
 
     paths: tuple[Path, ...]
     """The file of each rank."""
-    tensors: tuple[Mapping[str, StateTensor], ...]
+    tensors: tuple[Mapping[str, torch_file.StateTensor], ...]
     first_rank: int = 0
     """The number of the first of them among all ranks."""
     expert_rank: int = 0
@@ -182,7 +169,7 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
     tensors: dict[str, StoredTensor] = {}
     layers_before: dict[str, int] = {}
     for chunk in chunks:
-        check_same_names(zip(chunk.paths, chunk.tensors, strict=True))
+        torch_file.check_same_names(zip(chunk.paths, chunk.tensors, strict=True))
         layers, experts = _count(chunk, _LAYER, "layer"), _count_experts(chunk)
         for local_name in sorted(chunk.tensors[0]):
             name = local_name
@@ -272,7 +259,7 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
     ranks = range(chunk.first_rank, chunk.first_rank + len(held))
     layout, held_by = _parts(ranks, spec, tuple(shape), first.dtype)
     boxes = [
-        part_of(layout, rank, part, path, one.place)
+        torch_file.part_of(layout, rank, part, path, one.place)
         for rank, of_rank, path, one in zip(ranks, held_by, chunk.paths, held, strict=True)
         for part in of_rank
     ]
@@ -312,11 +299,11 @@ def open_meta(
     names = sorted(path.name for path in directory.iterdir())
     found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
     paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
-    states = read_torch_states(paths)
+    states = torch_file.read_torch_states(paths)
     shapes = {name: tensor.local.shape for name, tensor in states[0].tensors.items()}
     width, share = shapes.get(_WIDTH, ()), shapes.get(_SHARE, ())
     if sorted(found) == [0] and not (width and share):
-        return open_torch_file(paths[0])
+        return torch_file.open_torch_file(paths[0])
     if len(width) != 1 or len(share) != 2 or not share[1] or width[0] % share[1]:
         raise CheckpointError(
             f"{paths[0]}: its {_WIDTH} and {_SHARE} are not those of LLaMA ({list(width)} and "
@@ -329,7 +316,7 @@ def open_meta(
             f"{directory}: has {len(found)} files consolidated.NN.pth, but by the shapes in them "
             f"{ranks} ranks wrote one ({lacks} is missing); restore them, or move others away"
         )
-    check_no_copies(states)
+    torch_file.check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
     shipped = shipped_rules("meta_llama") | {_TOKENS: ShardingSpec.parse(embedding)}
     chunk = Chunk(paths, tuple(state.tensors for state in states))
@@ -338,7 +325,7 @@ def open_meta(
     if META_PARAMS in names:
         extras = _params(file_inside(directory, META_PARAMS, directory), tensors)
         paths = (*paths, directory / META_PARAMS)
-    extras |= {key: plain_value(value) for key, value in states[0].extras.items()}
+    extras |= {key: torch_file.plain_value(value) for key, value in states[0].extras.items()}
     mesh = DeviceMesh(range(ranks), (ranks,), axis_names=("tp",))
     return ListedCatalog(META, directory, tensors, paths, mesh, extras)
 

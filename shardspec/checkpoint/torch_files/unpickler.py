@@ -11,7 +11,6 @@ instructions first, without building anything. Lib/pickletools.py of CPython des
 import gc
 import io
 import pickle
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Never, Self, TypeAlias
@@ -32,7 +31,6 @@ _MOST_KEY_PARTS: Final = 66
 _MOST_ALIKE: Final = 10_000
 """Tuples as keys, and numbers of more than 64 bits: they could all be given the same hash."""
 
-_NUMBER: Final = struct.Struct("<L").unpack_from
 _STARTS: Final = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
 _PUSHES: Final = b"N\x88\x89)]}\x8fGKMJ"
 """Instructions that push a constant, a number or an empty container."""
@@ -72,7 +70,7 @@ def screen(data: bytes, fixed: bytearray | None = None) -> None:
         )
     try:
         _follow(data, fixed)
-    except (IndexError, ValueError, struct.error):
+    except (IndexError, ValueError):
         problem = "ends too early, or takes away what is not there; it is damaged"
         raise RefusedError(problem) from None
 
@@ -81,7 +79,7 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:
     """Follow the instructions; of each value only the number of its parts, as a tuple, is kept."""
     stack, memo = bytearray(), bytearray()
     marks: list[int] = []
-    sizes, number, push, number_it = _ARGUMENT_BYTES, _NUMBER, stack.append, memo.append
+    sizes, number, push, number_it = _ARGUMENT_BYTES, int.from_bytes, stack.append, memo.append
     at, alike = 2, 0
     while True:
         code = data[at]
@@ -96,9 +94,9 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:
         elif code == 0x68:  # BINGET
             push(memo[data[at - 1]])
         elif code == 0x6A:  # LONG_BINGET
-            push(memo[number(data, at - 4)[0]])
+            push(memo[number(data[at - 4 : at], "little")])
         elif code in b"qr":  # BINPUT, LONG_BINPUT
-            place = data[at - 1] if size == 1 else number(data, at - 4)[0]
+            place = number(data[at - size : at], "little")
             if place > len(memo):
                 # Writers number from 0 without gaps; the unpickler makes room up to the number.
                 raise RefusedError(f"numbers an object {place} after {len(memo)} of them")
@@ -126,7 +124,7 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:
         elif code == 0x65:  # APPENDS
             del stack[marks.pop() :]
         elif code in _COUNTED:
-            count = int.from_bytes(data[at - size : at], "little")
+            count = number(data[at - size : at], "little")
             at += count
             if fixed is not None and code in b"X\x8c" and at < len(data):
                 fixed[at - count : at] = bytes(count)
