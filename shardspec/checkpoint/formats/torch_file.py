@@ -11,7 +11,6 @@ the part is the whole, as on a mesh of one device.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -87,25 +86,22 @@ class TorchState(NamedTuple):
     """Everything else, as the pickle has it."""
 
 
-def read_torch_state(
-    path: Path, *, rank: int | None = None, more: Names | None = None
-) -> TorchState:
-    """Read what describes the state in a file of `torch.save`; not its data.
-
-    `rank` wrote it, if that is known; `more` are names that may be in it beyond those of tensors
-    and `ARGUMENT_NAMES`.
-    """
-    with SourceFile(path) as file:
-        found = read_torch_zip(file)
-        held, extras = read_contents(found, found.pickle(file), more, rank)
-        places = {name: tensor_place(tensor, file, found) for name, tensor in held.items()}
-    tensors = {name: StateTensor(tensor, places[name]) for name, tensor in held.items()}
-    return TorchState(path, tensors, extras)
-
-
 def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[TorchState]:
-    """Read the states in the files of one checkpoint as `read_torch_state`, of stores at once."""
-    look = partial(read_torch_state, more=more)
+    """Read what describes the states in files of `torch.save`; not their data.
+
+    `more` are names that may be in them beyond those of tensors and `ARGUMENT_NAMES`.
+    """
+
+    def look(path: Path) -> TorchState:
+        with SourceFile(path) as file:
+            found = read_torch_zip(file)
+            held, extras = read_contents(found, found.pickle(file), more)
+            tensors = {
+                name: StateTensor(tensor, tensor_place(tensor, file, found))
+                for name, tensor in held.items()
+            }
+        return TorchState(path, tensors, extras)
+
     with prefetch_map(paths, look, prefetch_depth(paths[0])) as states:
         return list(states)
 
@@ -309,8 +305,7 @@ def _opened(
     """Return the catalog of files that hold whole tensors: those that an index lists, or all."""
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, object] = {}
-    for path, listed in files.items():
-        state = read_torch_state(path)
+    for (path, listed), state in zip(files.items(), read_torch_states([*files]), strict=True):
         if index is not None:
             check_listed(path, state.tensors, listed, index)
         kind = _part_by_content(state)
