@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.catalog import ReplicaKey, box_text, replica_holders
+from shardspec.checkpoint.catalog import box_text, replica_holders
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.formats.safetensors_header import TensorSlot, encode_header
 from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten, leaves
@@ -35,16 +35,15 @@ _PIECE_BYTES: Final = 1 << 20
 T = TypeVar("T")
 
 _FAILURES: Final = (ShardSpecError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
-"""What reading, writing and torch raise. An error of programming is raised as it is, where it
-happened; the other ranks hear of it all the same."""
+"""What reading, writing and torch raise. Other errors are raised unchanged where they happened, and
+fail the other ranks too."""
 
 
 def agree(communicator: Communicator, act: Callable[[], T]) -> T:
-    """Do something in every process, and go on only if it worked in all of them.
+    """Do something in every process of the mesh, and go on only if it worked in all of them.
 
-    Every process of the mesh calls this at the same point; one outside acts for itself. What is
-    done must not communicate. Where it fails anywhere, every rank raises CheckpointError, which
-    names the first such rank, or OutputExistsError if that was one.
+    `act` must not communicate. If it fails anywhere, every rank raises CheckpointError, which names
+    the first such rank, or OutputExistsError if that was one. A process outside acts for itself.
     """
     if not communicator.addressable:
         return act()
@@ -53,7 +52,7 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
     cause: Exception | None = None
     try:
         done.append(act())
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # or the other ranks would wait for this one
         cause = error
         ours = isinstance(error, ShardSpecError)
         text = str(error) if ours else f"{type(error).__name__}: {error}"
@@ -72,13 +71,11 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A state dict, and how its tensors are laid out."""
+    """A state dict; by name the shard of every addressable device, and the layout."""
 
     flat: FlatState
     shards: Mapping[str, Mapping[int, "torch.Tensor"]]
-    """Name to the shard of every addressable device."""
     layouts: Mapping[str, Layout]
-    """Sorted by name, as the shards are."""
 
 
 def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
@@ -89,16 +86,14 @@ def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
     from shardspec.comm.torch_mesh import from_torch
     from shardspec.dtensor import DTensor
 
-    found: list[Communicator] = []
-    meshes: dict[Any, Communicator] = {}
+    found: dict[object, Communicator] = {}
     for _, value in leaves(state_dict):
         if isinstance(value, DTensor):
-            found.append(value.communicator)
-        elif isinstance(value, TorchDTensor) and value.device_mesh not in meshes:
-            meshes[value.device_mesh] = communicator_of(from_torch(value.device_mesh))
-            found.append(meshes[value.device_mesh])
+            found[value.layout.mesh] = value.communicator
+        elif isinstance(value, TorchDTensor) and value.device_mesh not in found:
+            found[value.device_mesh] = communicator_of(from_torch(value.device_mesh))
     if found:
-        return max(found, key=lambda communicator: communicator.mesh.size)
+        return max(found.values(), key=lambda communicator: communicator.mesh.size)
     return communicator_of(world_mesh())
 
 
@@ -141,7 +136,7 @@ def _shards_of(
         except DTypeError as error:
             raise CheckpointError(f"tensor {name!r}: {error}") from None
         return dict.fromkeys(communicator.addressable, value), layout
-    larger = _on_larger(value.layout, mesh)
+    larger = on_larger_mesh(value.layout, mesh)
     if larger is None or not set(communicator.addressable) <= value.shards.keys():
         own = value.layout.mesh
         raise CheckpointError(
@@ -151,7 +146,7 @@ def _shards_of(
     return value.shards, larger
 
 
-def _on_larger(layout: Layout, mesh: DeviceMesh) -> Layout | None:
+def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
     """Return a layout on a mesh of which its own is a slice; None if it is none."""
     if layout.mesh == mesh:
         return layout
@@ -189,35 +184,33 @@ def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
 
 
 def _check_plain(name: str, tensor: "torch.Tensor") -> None:
-    """Refuse what has no bytes of its own, one element after the other."""
+    """Refuse tensors that do not have their elements in memory, one after the other."""
     import torch
 
-    where = f"tensor {name!r} is"
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    remedy = ""
+    if tensor.is_meta:
         remedy = "leave it out, or give it values"
-        if not tensor.is_meta:
-            remedy = f"save its {'dequantize()' if tensor.is_quantized else 'to_dense()'}"
+    elif tensor.layout is not torch.strided or tensor.is_quantized:
+        remedy = f"save its {'dequantize()' if tensor.is_quantized else 'to_dense()'}"
+    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        remedy = "save the plain tensors that it is made of"
+    if remedy:
         raise CheckpointError(
-            f"{where} no plain dense tensor ({tensor.layout}, on {tensor.device}); {remedy}"
-        )
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise CheckpointError(
-            f"{where} a {type(tensor).__module__}.{type(tensor).__name__}, which says nothing of "
-            "its bytes; save the plain tensors that it is made of"
+            f"tensor {name!r} is a {type(tensor).__module__}.{type(tensor).__name__}, no plain "
+            f"dense tensor ({tensor.layout}, on {tensor.device}); {remedy}"
         )
 
 
 def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
     """Return what all ranks have to agree on, each with the words that say what it is."""
     facts = {"the mesh": f"{mesh} of ids {mesh.ids}", "replicas": repr(replicas)}
-    paths = what.flat.paths
+    at = {name: f" at {path}" for name, path in what.flat.paths.items()}
     for name, layout in what.layouts.items():
-        at = f" at {paths[name]}" if name in paths else ""
-        spec, shape = layout.spec, list(layout.global_shape)
-        facts[f"tensor {name!r}"] = f"{spec} of {shape} {layout.dtype}{at}"
+        shown = f"{layout.spec} of {list(layout.global_shape)} {layout.dtype}"
+        facts[f"tensor {name!r}"] = shown + at.get(name, "")
     for name, value in what.flat.values.items():
-        at = f" at {paths[name]}" if name in paths else ""
-        facts[f"value {name!r}"] = f"{value!r}{at}" if replicas == "equal" else f"a value{at}"
+        shown = repr(value) if replicas == "equal" else "a value"
+        facts[f"value {name!r}"] = shown + at.get(name, "")
     return facts
 
 
@@ -229,11 +222,10 @@ def check_same(what: Described, communicator: Communicator, replicas: Replicas) 
     digests = communicator.gather(dict.fromkeys(ranks, digest))
     if len(set(digests.values())) == 1:
         return
-    # Only now the long lists travel.
+    # The long lists are only sent now.
     every = communicator.gather(dict.fromkeys(ranks, facts))
     first, other = next((i, j) for i in every for j in every if every[i] != every[j])
-    one, two = every[first], every[other]
-    key = min(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
+    key = min(every[first].items() ^ every[other].items())[0]
     has = []
     for rank in (first, other):
         text = every[rank].get(key, f"no such {key.split()[0]}")
@@ -241,52 +233,43 @@ def check_same(what: Described, communicator: Communicator, replicas: Replicas) 
     raise CheckpointError(f"{key}: {' but '.join(has)}; save the same on every rank")
 
 
-_Shared: TypeAlias = Mapping[Layout, Mapping[ReplicaKey, tuple[int, ...]]]
-"""The boxes that are not empty and that several ranks hold, and these."""
-
-
-def _replicas(what: Described, communicator: Communicator, shared: _Shared) -> dict[int, bytes]:
-    """Return by rank the CRC-32 of each of its boxes that other ranks hold too, by name."""
-    known: dict[tuple[int, Box], int] = {}
-    found = {}
-    for rank in communicator.addressable:
-        crcs = array("I")
-        # In the order in which all ranks look at them.
-        mine = {
-            layout: [box for (box, _), ranks in held.items() if rank in ranks]
-            for layout, held in shared.items()
-        }
-        for name, layout in what.layouts.items():
-            tensor = what.shards[name][rank]
-            for box in mine[layout]:
-                # A plain tensor is one for all devices of this process.
-                of = id(tensor), box
-                if of not in known:
-                    pieces = tensor_bytes(box_of_shard(tensor, layout, rank, box))
-                    known[of] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
-                crcs.append(known[of])
-        found[rank] = crcs.tobytes()
-    return found
-
-
 def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None:
-    """Raise on every rank if copies of a box on several ranks differ."""
-    shared = {
-        layout: {part: ranks for part, ranks in replica_holders(layout).items() if len(ranks) > 1}
-        for layout in set(what.layouts.values())
-    }
-    crcs = communicator.gather(agree(communicator, lambda: _replicas(what, communicator, shared)))
-    digests = {rank: iter(array("I", found)) for rank, found in crcs.items()}
+    """Raise on every rank if copies of a box on several ranks differ, by their CRC-32."""
+    holders = lru_cache(None)(replica_holders)
+    shared = [
+        (name, box, ranks)
+        for name, layout in what.layouts.items()
+        for (box, _), ranks in holders(layout).items()
+        if len(ranks) > 1
+    ]
+    # A plain tensor is one object for all devices of this process.
+    known: dict[tuple[int, Box], int] = {}
+
+    def crc(rank: int, name: str, box: Box) -> int:
+        tensor = what.shards[name][rank]
+        if (id(tensor), box) not in known:
+            pieces = tensor_bytes(box_of_shard(tensor, what.layouts[name], rank, box))
+            known[id(tensor), box] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
+        return known[id(tensor), box]
+
+    def crcs() -> dict[int, bytes]:
+        """Return by rank the CRC-32 of each of its shared boxes, in the order of `shared`."""
+        return {
+            rank: array("I", [crc(rank, n, box) for n, box, on in shared if rank in on]).tobytes()
+            for rank in communicator.addressable
+        }
+
+    gathered = communicator.gather(agree(communicator, crcs))
+    left = {rank: iter(array("I", found)) for rank, found in gathered.items()}
     differ: dict[str, str] = {}
-    for name, layout in what.layouts.items():
-        for (box, _), ranks in shared[layout].items():
-            holders: dict[int, list[int]] = {}
-            for rank in ranks:
-                holders.setdefault(next(digests[rank]), []).append(rank)
-            if len(holders) > 1 and name not in differ:
-                groups = [f"rank{'s' * (len(g) > 1)} {ids_text(g)}" for g in holders.values()]
-                whose = ", another on ".join(groups[:3]) + (", and more" if groups[3:] else "")
-                differ[name] = f"its copies of box {box_text(box)} differ: one is on {whose}"
+    for name, box, ranks in shared:
+        groups: dict[int, list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(next(left[rank]), []).append(rank)
+        if len(groups) > 1 and name not in differ:
+            texts = [f"rank{'s' * (len(g) > 1)} {ids_text(g)}" for g in groups.values()]
+            whose = ", another on ".join(texts[:3]) + (", and more" if texts[3:] else "")
+            differ[name] = f"its copies of box {box_text(box)} differ: one is on {whose}"
     for name, problem in differ.items():
         more = f" ({counted(len(differ) - 1, 'other tensor')} too)" if len(differ) > 1 else ""
         raise CheckpointError(
@@ -303,7 +286,7 @@ def box_of_shard(shard: "torch.Tensor", layout: Layout, rank: int, box: Box) -> 
 
 
 def tensor_bytes(tensor: "torch.Tensor") -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, row-major; copied only where they are not at hand that way."""
+    """Yield the bytes of a tensor, row-major; copied only where memory has them otherwise."""
     import torch
 
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -25,14 +25,19 @@ LEFT_OUT: Final = object()
 """Stands for a value that `unflatten` leaves out."""
 
 
+class _Place(tuple[int]):
+    """A position in a list, which is told from a tuple that is a key."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class FlatState:
     """A state dict without its nesting."""
 
     tensors: Mapping[str, Leaf]
-    """Name to tensor."""
     values: Mapping[str, object]
-    """Name to plain value."""
+    """Plain values."""
     paths: Mapping[str, KeyPath]
     """The keys of those names that are not keys themselves."""
 
@@ -48,19 +53,17 @@ def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
             yield from leaves(value, (*path, key))
     elif isinstance(state, list | tuple) and _holds_more(state) and len(path) < _MAX_DEPTH:
         for place, value in enumerate(state):
-            yield from leaves(value, (*path, (place,)))
+            yield from leaves(value, (*path, _Place((place,))))
     else:
         yield path, state
 
 
-def _holds_more(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
-    """Whether a list holds something that is no plain value, but may be descended into."""
-    if depth > _MAX_DEPTH:
-        return False
-    return any(
-        isinstance(item, Mapping)
-        or _is_tensor(item)
-        or (isinstance(item, list | tuple) and _holds_more(item, depth + 1))
+def _holds_more(items: Iterable[object], depth: int = 0) -> bool:
+    """Whether a list holds a tensor or a mapping, at any depth."""
+    return depth <= _MAX_DEPTH and any(
+        _holds_more(item, depth + 1)
+        if isinstance(item, list | tuple)
+        else isinstance(item, Mapping) or _is_tensor(item)
         for item in items
     )
 
@@ -101,21 +104,18 @@ def flatten(state: Mapping[str, object]) -> FlatState:
 
 
 def _name(path: KeyPath) -> str:
-    if not path:
-        return ""
-    if not isinstance(path[0], str):
-        raise CheckpointError(f"the name {path[0]!r} is no text; name tensors by strings")
-    for key in path:
-        if not isinstance(key, str | int | tuple) or isinstance(key, bool):
+    for depth, key in enumerate(path):
+        kinds = str | int | _Place if depth else str
+        if not isinstance(key, kinds) or isinstance(key, bool):
             raise CheckpointError(
-                f"the key {key!r} at {_shown(path)} is a {type(key).__name__}; a checkpoint names "
-                "values by text and whole numbers"
+                f"the key {key!r} at {_shown(path)} is a {type(key).__name__}; name tensors by "
+                "text, and values inside of dicts by text and whole numbers"
             )
     return ".".join(str(key[0]) if isinstance(key, tuple) else str(key) for key in path)
 
 
 def _shown(path: KeyPath) -> str:
-    return "".join(f"[{key[0] if isinstance(key, tuple) else key!r}]" for key in path)
+    return "".join(f"[{key[0] if isinstance(key, _Place) else key!r}]" for key in path)
 
 
 def encode_value(value: object, name: str = "", depth: int = 0) -> object:
@@ -170,15 +170,11 @@ def decode_value(value: object) -> object:
             return tuple(map(decode_value, items))
         case {"dict": list(items), **rest} if not rest:
             if all(isinstance(item, list) and len(item) == 2 for item in items):
-                return {_hashable(decode_value(k)): decode_value(v) for k, v in items}
+                pairs = [(decode_value(key), decode_value(inner)) for key, inner in items]
+                if all(key is None or isinstance(key, str | int | float) for key, _ in pairs):
+                    return dict(pairs)
         case None | bool() | int() | float() | str():
             return value
-    raise ValueError("is no encoded value")
-
-
-def _hashable(key: object) -> object:
-    if isinstance(key, str | int | float) or key is None:
-        return key
     raise ValueError("is no encoded value")
 
 
@@ -189,44 +185,38 @@ def encode_path(path: KeyPath) -> list[object]:
 
 def decode_path(path: object) -> KeyPath:
     """Return the keys that `encode_path` has encoded; ValueError if they are none such."""
+    if not isinstance(path, list) or not path[:1] or len(path) > _MAX_DEPTH:
+        raise ValueError("is no list of keys")
     found: list[str | int | tuple[int]] = []
-    for key in path if isinstance(path, list) else ():
+    for key in path:
         match key:
-            case bool():
-                break
-            case str() | int():
+            case str() | int() if not isinstance(key, bool) and (found or isinstance(key, str)):
                 found.append(key)
-            case [int(place)] if not isinstance(place, bool) and place >= 0:
+            case [int(place)] if not isinstance(place, bool) and place >= 0 and found:
                 found.append((place,))
             case _:
-                break
-    if not isinstance(path, list) or not 0 < len(found) == len(path) <= _MAX_DEPTH:
-        raise ValueError("is no list of keys")
-    if not isinstance(found[0], str):
-        raise ValueError("does not begin with a text")
+                raise ValueError(f"has the key {key!r:.60}, but texts and whole numbers are due")
     return tuple(found)
 
 
 class _Node(dict[Any, Any]):
-    """What is nested, and no value."""
+    """A dict or list in the making; any other dict is a value."""
 
 
 def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict[Any, Any]:
     """Return nested dicts and lists of values, given the keys of every name, and its value.
 
     A value may be `LEFT_OUT`; None takes its place in a list. Raises CheckpointError if keys
-    contradict each other: a value stands where others lie, or a list has a gap.
+    contradict each other: a value has the place of others, or a list has a gap.
 
     >>> unflatten({"a.0": ("a", (0,)), "b": ("b",)}, str.upper)
     {'a': ['A.0'], 'b': 'B'}
     """
     root = _Node()
     for name, path in paths.items():
-        node = root
+        node: Any = root
         for key in path[:-1]:
-            node = node.setdefault(key, _Node())
-            if not isinstance(node, _Node):
-                break
+            node = node.setdefault(key, _Node()) if isinstance(node, _Node) else node
         if not isinstance(node, _Node) or path[-1] in node:
             raise CheckpointError(
                 f"the keys of {name!r} lead to where another value is; rename it otherwise, or "

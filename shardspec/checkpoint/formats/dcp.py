@@ -42,10 +42,10 @@ from shardspec.checkpoint.formats.names import (
     DCP_OWN_METADATA,
     METADATA_NAME,
 )
+from shardspec.checkpoint.formats.torch_file import plain_value
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
 from shardspec.checkpoint.torch_files.dtensors import read_torch
-from shardspec.checkpoint.torch_files.state import plain_value
 from shardspec.checkpoint.torch_files.unpickler import (
     MOST_PICKLE_BYTES,
     Global,

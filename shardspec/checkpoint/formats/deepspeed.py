@@ -33,14 +33,14 @@ from shardspec.checkpoint.formats.deepspeed_files import (
     tag_directory,
 )
 from shardspec.checkpoint.formats.names import DEEPSPEED, DEEPSPEED_LATEST
-from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.state import (
+from shardspec.checkpoint.formats.torch_file import (
     StateTensor,
     TorchState,
     of_two_saves,
     plain_value,
     whole_tensor,
 )
+from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.dtypes import item_bytes

@@ -18,14 +18,14 @@ from shardspec.checkpoint.formats.names import (
     PARTS,
     find_deepspeed,
 )
-from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.state import (
+from shardspec.checkpoint.formats.torch_file import (
     TorchState,
     check_no_copies,
     of_two_saves,
     read_torch_states,
 )
+from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
 

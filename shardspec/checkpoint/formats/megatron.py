@@ -37,14 +37,14 @@ from shardspec.checkpoint.formats.tensor_parallel import (
     merged_tensors,
     shipped_rules,
 )
-from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.state import (
+from shardspec.checkpoint.formats.torch_file import (
     StateTensor,
     TorchState,
     of_two_saves,
     plain_value,
     read_torch_states,
 )
+from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh

@@ -149,7 +149,14 @@ FORMATS: Final = (
         in_parts=True,
         nested=True,
     ),
-    Format(META, "consolidated.00.pth", META_FILE, "meta:open_meta", _RULES, in_parts=True),
+    Format(
+        META,
+        "consolidated.00.pth",
+        META_FILE,
+        "tensor_parallel:open_meta",
+        _RULES,
+        in_parts=True,
+    ),
     Format(RANK_FILES, "…_rank_0.pt", _UNHIDDEN_RANK_FILE, "rank_files:open_rank_files"),
     Format(
         TORCH_FILE,

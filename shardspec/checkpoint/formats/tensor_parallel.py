@@ -1,35 +1,45 @@
-"""Models that tensor parallel ranks have cut by the rules of their tool, put together again.
+"""Models sharded over tensor parallel ranks by the rules of a tool: Megatron's and Meta's.
 
-The files of Megatron and Meta do not say how a tensor was cut; rules do: a pattern of names (that
-of the shell) to a spec over the axis ``tp``, and for a fused tensor the parts of the dim that is
-cut, each cut for itself. In TOML::
+The files of Megatron and Meta do not say how a tensor was sharded; rules do: a pattern of names, as
+in a shell, to a spec over the axis ``tp``. For a fused tensor they also give the parts of the
+sharded dim, each sharded by itself. In TOML::
 
     "*.linear_fc2.weight" = "[R,S(tp)]"
     "*.linear_fc1.weight" = { spec = "[S(tp),R]", parts = 2 }
     "*.qkv.weight" = { spec = "[S(tp),R]", parts = [4, 1, 1] }
 
 Those of the caller come before those shipped in ``rules/``. A tensor without a rule is refused:
-that it is alike on all ranks proves nothing. Tensors that are not cut are stored by each rank, and
-the copies are compared.
+equal bytes on all ranks prove nothing. Every rank stores the tensors that are not sharded, and the
+copies are compared.
+
+Meta's checkpoints are ``consolidated.NN.pth``, one a rank, and ``params.json``. The number of ranks
+follows from shapes: the norms have all of the model's width, and ``attention.wo`` of each rank its
+share of the columns. **That two files were swapped cannot be told.**
 """
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from importlib.resources import files
-from math import prod
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.catalog import StoredBox, StoredTensor
-from shardspec.checkpoint.torch_files.state import StateTensor, of_two_saves
+from shardspec.checkpoint.catalog import ListedCatalog, ReplicaKey, StoredTensor, replica_keys
+from shardspec.checkpoint.formats import torch_file
+from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PARTS
+from shardspec.checkpoint.formats.torch_file import of_two_saves
+from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.strict_json import checked, parse_json
 from shardspec.checkpoint.torch_files.values import TorchTensor
-from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
 from shardspec.input_files import read_input_file
-from shardspec.layout.spec import ShardingSpec
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import DimSpec, Part, ShardingSpec
+from shardspec.mesh import DeviceMesh
 
 _AXIS: Final = "tp"
 _MOST_BYTES: Final = 1 << 20
@@ -39,20 +49,8 @@ _EXPERT: Final = re.compile(
     r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,6})((?:\..*)?\Z)",
     re.DOTALL,
 )
-"""What is numbered: the texts before the number and after it say of which list, with that of layers
-the same for all tensors of a layer."""
+"""What is numbered; the texts before and after the number say in which list."""
 _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class CutRule:
-    """How a tensor was cut: a spec of named axes, and the proportions of the cut dim's parts."""
-
-    spec: ShardingSpec
-    parts: tuple[int, ...] = (1,)
-
-    def __str__(self) -> str:
-        return f"{self.spec}" if len(self.parts) == 1 else f"{self.spec} in parts {self.parts}"
 
 
 def read_toml(path: Path) -> dict[str, object]:
@@ -68,29 +66,30 @@ def read_toml(path: Path) -> dict[str, object]:
         ) from None
 
 
-def cut_rules(rules: Mapping[str, object] | Path | str | None) -> dict[str, CutRule]:
-    """Return the rules of a caller: none, a pattern to a spec or table, or a TOML file of these."""
-    if rules is None:
-        return {}
-    if isinstance(rules, Mapping):
-        return _parsed(rules, "rules")
+def cut_rules(rules: Mapping[str, object] | Path | str | None) -> dict[str, ShardingSpec]:
+    """Return the rules of a caller: none, a pattern to a spec or table, or a TOML file of these.
+
+    The parts in the specs are proportions.
+    """
+    if rules is None or isinstance(rules, Mapping):
+        return _parsed(rules or {}, "rules")
     return _parsed(read_toml(Path(rules)), str(rules))
 
 
-def shipped_rules(name: str) -> dict[str, CutRule]:
+def shipped_rules(name: str) -> dict[str, ShardingSpec]:
     """Return rules that come with the library, such as ``megatron_gpt``."""
     text = files("shardspec.checkpoint").joinpath("rules", f"{name}.toml").read_text("utf-8")
     return _parsed(tomllib.loads(text), name)
 
 
-def _parsed(rules: Mapping[str, object], stated_by: str) -> dict[str, CutRule]:
+def _parsed(rules: Mapping[str, object], stated_by: str) -> dict[str, ShardingSpec]:
     return {
         pattern: _rule(value, f"{stated_by}: the rule of {pattern!r}")
         for pattern, value in rules.items()
     }
 
 
-def _rule(value: object, what: str) -> CutRule:
+def _rule(value: object, what: str) -> ShardingSpec:
     table = value if isinstance(value, Mapping) else {"spec": value}
     spec, parts = table.get("spec"), table.get("parts", 1)
     if type(parts) is int and parts <= _MOST_PARTS:
@@ -107,58 +106,48 @@ def _rule(value: object, what: str) -> CutRule:
         except ShardSpecError as error:
             # A picture of the place follows the first line.
             raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from None
-        cuts_one = len(found.dim_partition_dict) == 1
-        if found.is_plain and not found.partials and (cuts_one or len(parts) == 1):
-            return CutRule(found, tuple(parts))
+        cut = DimSpec((_AXIS,), tuple(map(Part, parts)) if len(parts) > 1 else ())
+        known = found.is_plain and not found.partials and {*found.axes} <= {_AXIS}
+        if known and (found.axes or cut.is_plain):
+            return ShardingSpec(found.dims, dict.fromkeys(found.dim_partition_dict, cut))
     raise CheckpointError(
-        f"{what} is {value!r:.80}; give a spec in quotes, of axes alone and with nothing pending, "
-        "or a table of spec and parts: the number of parts of the one dim that is cut, or a list "
-        "of their proportions. A pattern with dots or stars has to be in quotes too"
+        f"{what} is {value!r:.80}; give a spec in quotes, over the axis {_AXIS} alone and with "
+        "nothing pending, or a table of spec and parts: the number of parts of the sharded dim, or "
+        "a list of their proportions. A pattern with dots or stars has to be in quotes too"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What says how tensors are cut."""
+    """What says how tensors are sharded: rules of the caller, and then those that are shipped."""
 
-    own: Mapping[str, CutRule]
-    """Of the caller; they come first."""
-    shipped: Mapping[str, CutRule]
+    own: Mapping[str, ShardingSpec]
+    shipped: Mapping[str, ShardingSpec]
     old_qkv: bool = False
     """Whether the files are so old that query_key_value is not sorted by heads."""
 
-    def find(self, name: str, path: Path) -> CutRule:
+    def find(self, name: str, path: Path) -> ShardingSpec:
         """Return the rule of a tensor; `path` is for errors."""
-        rule = _matching(self.own, name)
-        if rule is None and self.old_qkv and _FUSED_QKV.fullmatch(name):
-            raise CheckpointError(
-                f"{path}: tensor {name!r} is of checkpoint version 0, where ranks hold all of "
-                "their q above k above v; give it a rule with 3 parts: "
-                f'"{name}" = {{ spec = "[S(tp),R]", parts = 3 }}'
-            )
-        rule = rule or _matching(self.shipped, name)
-        if rule is None:
-            raise CheckpointError(
-                f"{path}: no rule says how tensor {name!r} is cut over tensor parallel ranks; give "
-                f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same '
-                "(--source-rules FILE, rules=)"
-            )
-        if set(rule.spec.axes) - {_AXIS}:
-            raise CheckpointError(
-                f"tensor {name!r}: its rule {rule} has another axis than {_AXIS!r}, which is the "
-                "one over which Megatron cuts"
-            )
-        return rule
-
-
-def _matching(rules: Mapping[str, CutRule], name: str) -> CutRule | None:
-    matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
-    if len({rules[pattern] for pattern in matching}) > 1:
+        for rules in (self.own, self.shipped):
+            matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
+            if len({rules[pattern] for pattern in matching}) > 1:
+                raise CheckpointError(
+                    f"tensor {name!r} is matched by the rules {matching}; narrow the patterns so "
+                    "that one is left"
+                )
+            if matching:
+                return rules[matching[0]]
+            if self.old_qkv and _FUSED_QKV.fullmatch(name):
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is of checkpoint version 0, where ranks hold all of "
+                    "their q above k above v; give it a rule with 3 parts: "
+                    f'"{name}" = {{ spec = "[S(tp),R]", parts = 3 }}'
+                )
         raise CheckpointError(
-            f"tensor {name!r} is matched by the rules {matching}; narrow the patterns so that one "
-            "is left"
+            f"{path}: no rule says how tensor {name!r} is cut over tensor parallel ranks; give "
+            f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same '
+            "(--source-rules FILE, rules=)"
         )
-    return rules[matching[0]] if matching else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +156,7 @@ class Chunk:
 
     paths: tuple[Path, ...]
     """The file of each rank."""
-    tensors: tuple[Mapping[str, StateTensor], ...]
+    tensors: tuple[Mapping[str, torch_file.StateTensor], ...]
     first_rank: int = 0
     """The number of the first of them among all ranks."""
     expert_rank: int = 0
@@ -180,7 +169,7 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
     tensors: dict[str, StoredTensor] = {}
     layers_before: dict[str, int] = {}
     for chunk in chunks:
-        _check_names(chunk)
+        torch_file.check_same_names(zip(chunk.paths, chunk.tensors, strict=True))
         layers, experts = _count(chunk, _LAYER, "layer"), _count_experts(chunk)
         for local_name in sorted(chunk.tensors[0]):
             name = local_name
@@ -193,24 +182,14 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
             found = _tensor(name, local_name, chunk, rules)
             known = tensors.setdefault(name, found)
             if known is not found:
-                if (known.shape, known.dtype) != (found.shape, found.dtype):
-                    raise _odd(chunk.paths[0], name, found, "an earlier stage", known)
+                if _said(known) != _said(found):
+                    what, before = f"tensor {name!r}", "an earlier stage"
+                    raise of_two_saves(chunk.paths[0], what, _said(found), before, _said(known))
                 tensors[name] = replace(known, boxes=known.boxes + found.boxes)
         if chunk.expert_rank + 1 == chunk.expert_ranks:
             for (before, _), count in layers.items():
                 layers_before[before] = layers_before.get(before, 0) + count
     return tensors
-
-
-def _check_names(chunk: Chunk) -> None:
-    first_path, first = chunk.paths[0], chunk.tensors[0]
-    for path, held in zip(chunk.paths, chunk.tensors, strict=True):
-        odd = min(first.keys() ^ held.keys(), default=None)
-        if odd is not None:
-            lacks, has = (path, first_path) if odd in first else (first_path, path)
-            raise CheckpointError(
-                f"{lacks}: lacks tensor {odd!r}, which {has} holds; the files are not of one save"
-            )
 
 
 def _count(chunk: Chunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str, str], int]:
@@ -255,63 +234,122 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
     first = held[0].local
     for path, other in zip(chunk.paths, held, strict=True):
         if (other.local.dtype, other.local.shape) != (first.dtype, first.shape):
-            raise _odd(path, local_name, other.local, chunk.paths[0], first)
+            what = f"tensor {local_name!r}"
+            raise of_two_saves(path, what, _said(other.local), chunk.paths[0], _said(first))
     dims = len(first.shape)
-    rule = CutRule(ShardingSpec(dims)) if len(held) == 1 else rules.find(name, chunk.paths[0])
-    if rule.spec.dims != dims:
+    rule = ShardingSpec(dims) if len(held) == 1 else rules.find(name, chunk.paths[0])
+    if rule.dims != dims:
         raise CheckpointError(
-            f"tensor {name!r}: its rule {rule} is for {rule.spec.dims} dims, but it has {dims}; "
-            "give it a rule of its own"
+            f"tensor {name!r}: its rule {rule} has {rule.dims} dims, but it has {dims}; give it a "
+            "rule of its own"
         )
-    cut = next(iter(rule.spec.dim_partition_dict), None)
-    shape = list(first.shape)
-    spec: ShardingSpec | None = ShardingSpec(dims)
-    if cut is not None:
-        if shape[cut] % sum(rule.parts):
+    shape, cuts = list(first.shape), dict[int, DimSpec]()
+    for dim in rule.dim_partition_dict:
+        parts = [part.size for part in rule.dim_specs[dim].parts] or [1]
+        if shape[dim] % sum(parts):
             raise CheckpointError(
-                f"tensor {name!r}: dim {cut} has {shape[cut]} elements in {chunk.paths[0]}, which "
-                f"cannot be made of parts {list(rule.parts)}; correct its rule"
+                f"tensor {name!r}: dim {dim} has {shape[dim]} elements in {chunk.paths[0]}, which "
+                f"cannot be made of parts {parts}; correct its rule"
             )
-        shape[cut] *= len(held)
-        spec = ShardingSpec(dims, {cut: [0]}) if len(rule.parts) == 1 else None
+        shape[dim] *= len(held)
+        unit = shape[dim] // sum(parts)
+        sizes = tuple(Part(unit * part) for part in parts if unit)
+        cuts[dim] = DimSpec((0,), sizes if len(sizes) > 1 else ())
+    spec = ShardingSpec(dims, cuts)
+    ranks = range(chunk.first_rank, chunk.first_rank + len(held))
+    layout, held_by = _parts(ranks, spec, tuple(shape), first.dtype)
     boxes = [
-        box
-        for rank, one in enumerate(held if 0 not in shape else ())
-        for box in _boxes(one, cut, rule.parts, rank, chunk)
+        torch_file.part_of(layout, rank, part, path, one.place)
+        for rank, of_rank, path, one in zip(ranks, held_by, chunk.paths, held, strict=True)
+        for part in of_rank
     ]
-    return StoredTensor(name, tuple(shape), first.dtype, spec, (), tuple(boxes))
+    told = spec if rule.is_plain else None
+    return StoredTensor(name, tuple(shape), first.dtype, told, (), tuple(boxes))
 
 
-def _odd(
-    path: Path,
-    name: str,
-    found: StoredTensor | TorchTensor,
-    other: Path | str,
-    due: StoredTensor | TorchTensor,
-) -> CheckpointError:
-    said, known = (f"{one.dtype} of shape {list(one.shape)}" for one in (found, due))
-    return of_two_saves(path, f"tensor {name!r}", said, other, known)
+@lru_cache(1024)
+def _parts(
+    ranks: range, spec: ShardingSpec, shape: tuple[int, ...], dtype: str
+) -> tuple[Layout, list[tuple[ReplicaKey, ...]]]:
+    """Return a layout, of which a model has few, and what each rank holds."""
+    layout = Layout(DeviceMesh(ranks), spec, shape, dtype)
+    return layout, [replica_keys(layout, rank) for rank in ranks]
 
 
-def _boxes(
-    held: StateTensor, cut: int | None, parts: tuple[int, ...], rank: int, chunk: Chunk
-) -> Iterator[StoredBox]:
-    """Yield the boxes that one rank holds: one, or one for each part of the cut dim."""
-    shape, place, writer = held.local.shape, held.place, chunk.first_rank + rank
-    path, offset, digest = chunk.paths[rank], place.offset, place.digest
-    local = tuple((0, size) for size in shape)
-    if cut is None:
-        yield StoredBox(local, (), writer, path, offset, digest, place.strides)
-        return
-    size = item_bytes(held.local.dtype)
-    strides = place.strides or tuple(prod(shape[dim + 1 :]) * size for dim in range(len(shape)))
-    # Parts of the outermost dim that is longer than 1 lie one after the other.
-    apart = len(parts) > 1 and prod(shape[:cut]) > 1
-    unit, before = shape[cut] // sum(parts), 0
-    for part in parts:
-        length = part * unit
-        lo = before * len(chunk.paths) + rank * length
-        box = (*local[:cut], (lo, lo + length), *local[cut + 1 :])
-        start = offset + before * strides[cut]
-        yield StoredBox(box, (), writer, path, start, digest, strides if apart else place.strides)
-        before += length
+def _said(one: StoredTensor | TorchTensor) -> str:
+    return f"{one.dtype} of shape {list(one.shape)}"
+
+
+# --- Meta
+
+_WIDTH: Final = "norm.weight"
+_SHARE: Final = "layers.0.attention.wo.weight"
+_TOKENS: Final = "tok_embeddings.weight"
+_KEYS: Final = "layers.0.attention.wk.weight"
+
+
+def open_meta(
+    directory: Path, *, rules: Mapping[str, object] | Path | str | None = None
+) -> ListedCatalog:
+    """Read what describes the tensors in the files of all ranks; not their data.
+
+    Refused are files that are missing, damaged, copies, or that contradict each other or
+    ``params.json``. `rules` come before the shipped ones.
+    """
+    names = sorted(path.name for path in directory.iterdir())
+    found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
+    paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
+    states = torch_file.read_torch_states(paths)
+    shapes = {name: tensor.local.shape for name, tensor in states[0].tensors.items()}
+    width, share = shapes.get(_WIDTH, ()), shapes.get(_SHARE, ())
+    if sorted(found) == [0] and not (width and share):
+        return torch_file.open_torch_file(paths[0])
+    if len(width) != 1 or len(share) != 2 or not share[1] or width[0] % share[1]:
+        raise CheckpointError(
+            f"{paths[0]}: its {_WIDTH} and {_SHARE} are not those of LLaMA ({list(width)} and "
+            f"{list(share)}), by whose rules it would be read; convert it with {PARTS[META][1]}"
+        )
+    ranks = width[0] // share[1]
+    if sorted(found) != list(range(ranks)):
+        lacks = next((f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in found), "none")
+        raise CheckpointError(
+            f"{directory}: has {len(found)} files consolidated.NN.pth, but by the shapes in them "
+            f"{ranks} ranks wrote one ({lacks} is missing); restore them, or move others away"
+        )
+    torch_file.check_no_copies(states)
+    embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
+    shipped = shipped_rules("meta_llama") | {_TOKENS: ShardingSpec.parse(embedding)}
+    chunk = Chunk(paths, tuple(state.tensors for state in states))
+    tensors = merged_tensors([chunk], Rules(cut_rules(rules), shipped))
+    extras: dict[str, object] = {}
+    if META_PARAMS in names:
+        extras = _params(file_inside(directory, META_PARAMS, directory), tensors)
+        paths = (*paths, directory / META_PARAMS)
+    extras |= {key: torch_file.plain_value(value) for key, value in states[0].extras.items()}
+    mesh = DeviceMesh(range(ranks), (ranks,), axis_names=("tp",))
+    return ListedCatalog(META, directory, tensors, paths, mesh, extras)
+
+
+def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
+    """Read what the model is said to be, and compare it with the tensors."""
+    with SourceFile(path) as file:
+        data = file.read(0, min(file.num_bytes, _MOST_BYTES))
+    params = checked(parse_json(data, path, META_PARAMS), dict, path, META_PARAMS)
+    rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
+    heads, width = params.get("n_heads"), rows[_WIDTH]
+    due: dict[str, int | None] = {
+        "dim": width,
+        "n_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
+    }
+    if type(heads) is int and heads > 0 and _KEYS in rows:
+        due["n_kv_heads"] = rows[_KEYS] * heads // width
+    if params.get("vocab_size") != -1:
+        due["vocab_size"] = rows.get("output.weight")
+    for key, value in due.items():
+        said = params.get(key)
+        if type(said) is int and value is not None and said != value:
+            raise CheckpointError(
+                f"{path}: says {key} {said}, but the tensors in the files make up {value}; a file "
+                "is missing or of another model, or ranks share heads, which is not read"
+            )
+    return dict(params)

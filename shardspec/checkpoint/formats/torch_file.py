@@ -1,14 +1,29 @@
-"""Whole tensors in one file of `torch.save`, or in several that an index lists, and writing one.
+"""Files of `torch.save`: what one holds, whole models in one or several of them, and writing one.
+
+Nested dicts are flattened with dots, and lists that hold tensors with dots and numbers, so that
+``{"optim": {"state": [{"step": t}]}}`` has the tensor ``optim.state.0.step``. Two entries with the
+same flat name are refused. Source of the rule: ``flatten_state_dict`` of
+torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves.
 
 ``pytorch_model.bin.index.json`` is read by the rules of ``model.safetensors.index.json``: index and
-files are compared both ways. A file with DTensors is one rank's part, and is read only where the
-part is the whole, as on a mesh of one device.
+files are compared both ways. A file with DTensors is one rank's part. It is read alone only where
+the part is the whole, as on a mesh of one device.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from math import prod
 from pathlib import Path
+from typing import Final, NamedTuple
 
-from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, whole_box
+from shardspec.boxes import box_shape
+from shardspec.checkpoint.catalog import (
+    ListedCatalog,
+    OpaqueValue,
+    ReplicaKey,
+    StoredBox,
+    StoredTensor,
+    whole_box,
+)
 from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
     BIN_NAME,
@@ -18,32 +33,301 @@ from shardspec.checkpoint.formats.names import (
     part_text,
 )
 from shardspec.checkpoint.formats.safetensors import by_file, check_listed, check_numbering
+from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Target
-from shardspec.checkpoint.torch_files.state import (
-    TorchState,
-    plain_value,
-    read_torch_state,
-    whole_tensor,
+from shardspec.checkpoint.torch_files.dtensors import read_torch
+from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class, screen
+from shardspec.checkpoint.torch_files.values import (
+    Complex,
+    TensorPlace,
+    TorchTensor,
+    row_major,
+    tensor_place,
 )
 from shardspec.checkpoint.torch_files.writer import ZipPlan, add_state, tensor_value
+from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
+from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout, LayoutCell
+
+_MOST_PARTS: Final = 4 << 20
+_MOST_DEPTH: Final = 64
+_MOST_PLAIN_PARTS: Final = 100_000
+_MOST_PLAIN_DEPTH: Final = 100
+
+ARGUMENT_NAMES: Final[Names] = {
+    name: record_class(name)
+    for name in (
+        *("argparse.Namespace", "types.SimpleNamespace"),
+        *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.Path", "pathlib._local.PosixPath"),
+        *("datetime.datetime", "datetime.timedelta", "numpy.ndarray", "numpy.dtype"),
+        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+        *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    )
+}
+"""What trainers save beside tensors: arguments, paths, times, numpy's random state. None of it is
+made; records stand for it."""
+
+
+class StateTensor(NamedTuple):
+    """What a file holds of a tensor, and where its bytes are."""
+
+    local: TorchTensor
+    place: TensorPlace
+
+
+class TorchState(NamedTuple):
+    """What one file holds."""
+
+    path: Path
+    tensors: Mapping[str, StateTensor]
+    extras: Mapping[str, object]
+    """Everything else, as the pickle has it."""
+
+
+def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[TorchState]:
+    """Read what describes the states in files of `torch.save`; not their data.
+
+    `more` are names that may be in them beyond those of tensors and `ARGUMENT_NAMES`.
+    """
+
+    def look(path: Path) -> TorchState:
+        with SourceFile(path) as file:
+            found = read_torch_zip(file)
+            held, extras = read_contents(found, found.pickle(file), more)
+            tensors = {
+                name: StateTensor(tensor, tensor_place(tensor, file, found))
+                for name, tensor in held.items()
+            }
+        return TorchState(path, tensors, extras)
+
+    with prefetch_map(paths, look, prefetch_depth(paths[0])) as states:
+        return list(states)
+
+
+def read_contents(
+    found: TorchZip,
+    data: bytes,
+    more: Names | None = None,
+    rank: int | None = None,
+    screened: Callable[[bytes], None] = screen,
+) -> tuple[dict[str, TorchTensor], dict[str, object]]:
+    """Return the tensors that a pickle describes, and other entries, by flat names."""
+    value = read_torch(found, data, {**ARGUMENT_NAMES, **(more or {})}, rank, screened)
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{found.path}: holds a {type(value).__name__}, not a dict of tensors; save a state "
+            "dict"
+        )
+    tensors: dict[str, TorchTensor] = {}
+    others: dict[str, object] = {}
+    seen: set[str] = set()
+    for name, part in _flat_state(value, found.path).items():
+        if not isinstance(part, TorchTensor):
+            others[name] = part
+            continue
+        if part.is_part:
+            if part.storage.key in seen:
+                part = part._replace(digested=False)
+            seen.add(part.storage.key)
+        tensors[name] = part
+    return tensors, others
+
+
+def _flat_state(state: dict[object, object], path: Path) -> dict[str, object]:
+    """Return every part of nested dicts, and of lists that hold tensors, by its flat name."""
+    flat: dict[str, object] = {}
+    left = _MOST_PARTS
+
+    def count(depth: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > _MOST_DEPTH:
+            raise CheckpointError(
+                f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
+                "end; save a plain state dict"
+            )
+
+    def holds_tensors(value: object, depth: int) -> bool:
+        count(depth)
+        if isinstance(value, TorchTensor):
+            return True
+        parts: Iterable[object] = value if isinstance(value, list | tuple) else ()
+        if isinstance(value, dict):
+            parts = value.values()
+        return any(holds_tensors(part, depth + 1) for part in parts)
+
+    def add(name: str, value: object, depth: int) -> None:
+        count(depth)
+        parts: Iterable[tuple[object, object]] | None = None
+        if isinstance(value, dict) and (value or not depth):
+            parts = value.items()
+        elif isinstance(value, list | tuple) and not isinstance(value, TorchTensor):
+            parts = enumerate(value) if holds_tensors(value, depth) else None
+        if parts is not None:
+            for key, part in parts:
+                add(f"{name}.{key}" if depth else str(key), part, depth + 1)
+        elif name in flat:
+            raise CheckpointError(
+                f"{path}: two entries have the name {name!r} once their dicts are joined with "
+                "dots; rename one of them and save again"
+            )
+        else:
+            flat[name] = value
+
+    add("", state, 0)
+    return flat
+
+
+def plain_value(value: object) -> object:
+    """Return a value of a pickle as None, numbers, texts, lists, tuples, dicts, `OpaqueValue`s."""
+    left = _MOST_PLAIN_PARTS
+
+    def plain(value: object, depth: int) -> object:
+        nonlocal left
+        match value:
+            case TorchTensor():
+                return OpaqueValue(f"tensor of shape {list(value.global_shape)}")
+            case bytes():
+                return OpaqueValue(f"{len(value)} bytes")
+            case Global() | Record() | Complex():
+                return OpaqueValue(str(value))
+            case None | bool() | int() | float() | str():
+                return value
+            case list() | tuple() | dict():
+                left -= len(value)
+                if left < 0 or depth > _MOST_PLAIN_DEPTH:
+                    raise OverflowError
+            case _:
+                return OpaqueValue(type(value).__name__)
+        if isinstance(value, dict):
+            return {plain(key, depth + 1): plain(at, depth + 1) for key, at in value.items()}
+        parts = [plain(item, depth + 1) for item in value]
+        return parts if isinstance(value, list) else tuple(parts)
+
+    try:
+        return plain(value, 0)
+    except OverflowError:
+        return OpaqueValue(f"a {type(value).__name__} of many or deeply nested parts")
+
+
+def whole_tensor(name: str, path: Path, found: StateTensor) -> StoredTensor:
+    """Return a tensor that is whole in one file."""
+    shape = found.local.shape
+    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), 0, path, *found.place),)
+    return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
+
+
+def part_of(
+    layout: Layout, rank: int, part: ReplicaKey, path: Path, local: TensorPlace
+) -> StoredBox:
+    """Return one of the boxes of a rank, whose shard is at `local`."""
+    box, addend = part
+    offset, digest, strides = local
+    if not layout.spec.is_plain:
+        shape, item = layout.local_shape(rank), item_bytes(layout.dtype)
+        steps = strides or tuple(item * prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        index = LayoutCell(layout, box).index(rank)
+        offset += sum(side.start * step for side, step in zip(index, steps, strict=True))
+        in_order = row_major(box_shape(box), tuple(step // item for step in steps))
+        strides = None if in_order else steps
+    return StoredBox(box, addend, rank, path, offset, digest, strides)
+
+
+def of_two_saves(
+    path: Path, what: str, said: object, other: Path | str, due: object
+) -> CheckpointError:
+    """Return the error that one file says something else than another, or than others together."""
+    return CheckpointError(
+        f"{path}: {what} is {said!s:.60}, but {due!s:.60} in {other}; the files are not of one "
+        "save, restore those of one"
+    )
+
+
+def check_same_names(held: Iterable[tuple[Path, Mapping[str, object]]]) -> None:
+    """Check that the files of all ranks hold tensors of the same names."""
+    (first_path, first), *others = held
+    for path, tensors in others:
+        odd = min(first.keys() ^ tensors.keys(), default=None)
+        if odd is not None:
+            lacks, has = (path, first_path) if odd in first else (first_path, path)
+            raise CheckpointError(
+                f"{lacks}: lacks tensor {odd!r}, which {has} holds; the files are not of one save"
+            )
+
+
+def check_no_copies(states: Iterable[TorchState]) -> None:
+    """Refuse a rank's file that is that of another, by the digests of torch's zips."""
+    seen: dict[frozenset[tuple[str, int]], Path] = {}
+    for state in states:
+        digests = [(name, found.place.digest) for name, found in state.tensors.items()]
+        key = frozenset((name, digest.crc32) for name, digest in digests if digest is not None)
+        other = seen.setdefault(key, state.path)
+        if other != state.path and len(key) == len(state.tensors):
+            raise CheckpointError(
+                f"{state.path}: holds just what {other} does; one is a copy of the other, restore "
+                "it"
+            )
+
+
+# --- whole models
 
 
 def open_torch_file(path: Path) -> ListedCatalog:
     """Read what describes the state in one file; not its data. Parts of tensors are refused."""
-    _check_alone(
-        path, part_of_several(path.name, lambda: [at.name for at in path.parent.iterdir()])
-    )
-    state = read_torch_state(path)
-    _check_alone(path, _part_by_content(state))
-    others = {name: plain_value(value) for name, value in state.extras.items()}
-    return ListedCatalog(TORCH_FILE, path, _whole(state), (path,), None, others)
-
-
-def _check_alone(path: Path, kind: str | None) -> None:
+    kind = part_of_several(path.name, lambda: [at.name for at in path.parent.iterdir()])
     if kind is not None:
         raise CheckpointError(f"{path}: is {part_text(kind)}")
+    return _opened(path, {path: set()})
+
+
+def open_bin_directory(directory: Path) -> ListedCatalog:
+    """Read the index of a directory, or its one ``pytorch_model.bin``, or all numbered files."""
+    names = sorted(path.name for path in directory.iterdir())
+    if BIN_INDEX in names:
+        return open_bin_index(directory / BIN_INDEX)
+    if BIN_NAME in names:
+        return open_torch_file(directory / BIN_NAME)
+    numbered = [name for name in names if BIN_NUMBERED.fullmatch(name)]
+    check_numbering(directory, numbered)
+    return _opened(directory, {file_inside(directory, name, directory): set() for name in numbered})
+
+
+def open_bin_index(index: Path) -> ListedCatalog:
+    """Read an index and what describes its files, and check that they agree."""
+    return _opened(index.parent, by_file(index), index)
+
+
+def _opened(
+    place: Path, files: Mapping[Path, Set[str]], index: Path | None = None
+) -> ListedCatalog:
+    """Return the catalog of files that hold whole tensors: those that an index lists, or all."""
+    tensors: dict[str, StoredTensor] = {}
+    others: dict[str, object] = {}
+    for (path, listed), state in zip(files.items(), read_torch_states([*files]), strict=True):
+        if index is not None:
+            check_listed(path, state.tensors, listed, index)
+        kind = _part_by_content(state)
+        if kind is not None:
+            raise CheckpointError(f"{path}: is {part_text(kind)}")
+        for name, found in state.tensors.items():
+            shape, whole = found.local.shape, found.local.global_shape
+            if shape != whole:
+                raise CheckpointError(
+                    f"{path}: holds a part of shape {list(shape)} of tensor {name!r} of shape "
+                    f"{list(whole)}; name the directory with the files of all ranks (files named "
+                    "like model_world_size_4_rank_0.pt are found by themselves)"
+                )
+            if name in tensors:
+                raise CheckpointError(
+                    f"{path}: holds tensor {name!r}, which another file of the same model does "
+                    "too; move the one that is of another save away"
+                )
+            tensors[name] = whole_tensor(name, path, found)
+        others.update((name, plain_value(value)) for name, value in state.extras.items())
+    paths = tuple(files) if index is None else (index, *files)
+    return ListedCatalog(TORCH_FILE, place, tensors, paths, None, others)
 
 
 def _part_by_content(state: TorchState) -> str | None:
@@ -57,63 +341,11 @@ def _part_by_content(state: TorchState) -> str | None:
     ranks = state.extras.get("mp_world_size")
     if "ds_version" in state.extras and isinstance(ranks, int) and ranks > 1:
         return "DeepSpeed's tensor parallel"
-    # Meta cuts along its second dim what is square.
+    # Meta shards this square matrix along its second dim.
     square = state.tensors.get("layers.0.attention.wo.weight")
     shape = (0, 0) if square is None else square.local.shape
     few = len(shape) == 2 and 0 < shape[1] < shape[0] and shape[0] % shape[1] == 0
     return "Meta's model parallel" if few and "rope.freqs" in state.tensors else None
-
-
-def open_bin_directory(directory: Path) -> ListedCatalog:
-    """Read the index of a directory, or its one ``pytorch_model.bin``, or all numbered files."""
-    index = directory / BIN_INDEX
-    names = sorted(path.name for path in directory.iterdir())
-    if index.name in names:
-        return open_bin_index(index)
-    if BIN_NAME in names:
-        return open_torch_file(directory / BIN_NAME)
-    numbered = [name for name in names if BIN_NUMBERED.fullmatch(name)]
-    check_numbering(directory, numbered)
-    states = [read_torch_state(file_inside(directory, name, directory)) for name in numbered]
-    return _listed(directory, states, ())
-
-
-def open_bin_index(index: Path) -> ListedCatalog:
-    """Read an index and what describes its files, and check that they agree."""
-    states = []
-    for path, names in by_file(index).items():
-        states.append(read_torch_state(path))
-        check_listed(path, states[-1].tensors, names, index)
-    return _listed(index.parent, states, (index,))
-
-
-def _listed(directory: Path, states: Iterable[TorchState], more: tuple[Path, ...]) -> ListedCatalog:
-    tensors: dict[str, StoredTensor] = {}
-    others: dict[str, object] = {}
-    paths = list(more)
-    for state in states:
-        twice = tensors.keys() & state.tensors.keys()
-        if twice:
-            raise CheckpointError(
-                f"{state.path}: holds tensor {min(twice)!r}, which another file of the same model "
-                "does too; move the one that is of another save away"
-            )
-        tensors.update(_whole(state))
-        others.update((name, plain_value(value)) for name, value in state.extras.items())
-        paths.append(state.path)
-    return ListedCatalog(TORCH_FILE, directory, tensors, paths, None, others)
-
-
-def _whole(state: TorchState) -> Mapping[str, StoredTensor]:
-    for name, found in state.tensors.items():
-        shape, whole = found.local.shape, found.local.global_shape
-        if shape != whole:
-            raise CheckpointError(
-                f"{state.path}: holds a part of shape {list(shape)} of tensor {name!r} of shape "
-                f"{list(whole)}; name the directory with the files of all ranks (files named like "
-                "model_world_size_4_rank_0.pt are found by themselves)"
-            )
-    return {name: whole_tensor(name, state.path, found) for name, found in state.tensors.items()}
 
 
 def state_file(
@@ -143,7 +375,7 @@ def torch_target(
     others: Mapping[str, object],
     same: Mapping[str, str],
 ) -> Target:
-    """Return the output that is one file for torch.load, with `others`, which are no tensors.
+    """Return the output that is one file for torch.load, with `others`, plain values.
 
     `same` is the name of a tensor to that of another, listed before it, whose storage it shares.
     """

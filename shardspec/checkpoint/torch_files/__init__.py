@@ -1,1 +1,1 @@
-"""Files that torch wrote, read without it: zips, pickles that are never run, what lies in them."""
+"""Files of torch, read and written without it: zips, and pickles that are never run."""

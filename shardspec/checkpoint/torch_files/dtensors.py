@@ -2,8 +2,8 @@
 
 How torch keeps the mesh of a DTensor has changed twice: as a tensor of ids, as one layout over a
 list of ids, and as one such layout per axis. All are read. Source: ``device_mesh.py``,
-``_mesh_layout.py`` and ``tensor/_dtensor_spec.py`` of ``torch/distributed``. What raises
-`ValueError` here is told as wrong arguments of a call in the pickle.
+``_mesh_layout.py`` and ``tensor/_dtensor_spec.py`` of ``torch/distributed``. A `ValueError` here is
+reported as a call in the pickle with wrong arguments.
 """
 
 import struct
@@ -44,8 +44,8 @@ def read_torch(
 ) -> object:
     """Read what `torch.save` wrote, with a `TorchTensor` where each tensor or DTensor was.
 
-    `data` is its pickle. `more` are names beyond `TORCH_NAMES` that may stand in it. `rank` wrote
-    it, if that is known: torch up to 2.10 needs it to tell which slice of a mesh a DTensor was on.
+    `data` is its pickle. `more` are names beyond `TORCH_NAMES` that may be in it. `rank` wrote it,
+    if that is known: torch up to 2.10 needs it to tell which slice of a mesh a DTensor was on.
     """
     names = {**(more or {}), _FROM_TYPE: made_by(_FROM_TYPE, _DTensors(found, rank).from_type)}
     return read_torch_pickle(data, found.what, names, screened)
@@ -78,19 +78,21 @@ class _DTensors:
                 members.update(part)
             elif part is not None:
                 raise ValueError("the state of a tensor is no dict")
-        match kind.name, members.get("_spec"), members.get("_local_tensor"):
-            case "DTensor", Record(name="DTensorSpec") as spec, TorchTensor() as local:
+        spec, local = members.get("_spec"), members.get("_local_tensor")
+        if kind.name != "DTensor" or not isinstance(spec, Record):
+            raise ValueError(f"a {kind.name} is no DTensor with a spec")
+        mesh, placements = spec.get("mesh"), spec.get("placements")
+        match local, mesh, placements:
+            case TorchTensor(), Record(name="DeviceMesh"), (tuple() | list()):
                 pass
             case _:
-                raise ValueError(f"a {kind.name} is no DTensor with a local tensor and a spec")
-        match spec.get("mesh"), spec.get("placements"):
-            case Record(name="DeviceMesh") as mesh, (tuple() | list()) as placements:
-                pass
-            case _:
-                raise ValueError("the spec of a DTensor lacks its mesh or its placements")
+                raise ValueError("a DTensor lacks its local tensor, its mesh or its placements")
         if mesh not in self._meshes:
             made = self._mesh(mesh)
-            writer = _writer(mesh, made)
+            # The rank that saved it, or at least its place in the mesh, may be noted.
+            writer, at = mesh.get("_rank"), _position(mesh, made.shape)
+            if not isinstance(writer, int):
+                writer = None if at is None else made.ids[at]
             self._meshes[mesh] = made, None if writer == self._rank else writer
         on, saver = self._meshes[mesh]
         order = _shard_order(spec.get("shard_order"))
@@ -100,8 +102,6 @@ class _DTensors:
     def _mesh(self, mesh: Record) -> DeviceMesh:
         names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names")
         axis_names = tuple(names) if isinstance(names, tuple | list) else None
-        if any(not isinstance(name, str) for name in axis_names or ()):
-            raise ValueError("the names of a mesh are no texts")
         tensor = mesh.get("mesh")
         if isinstance(tensor, TorchTensor):
             return _make_mesh(self._ids(tensor), tensor.shape, axis_names)
@@ -121,9 +121,9 @@ class _DTensors:
         offsets = _offsets(*(tuple(chain(*parts)) for parts in zip(*axes, strict=True)))
         first = 0
         if prod(shape) < len(ids):
-            # Which slice of a larger mesh it is: that of the rank that wrote it.
+            # A slice of a larger mesh: the one with the rank that wrote it.
             rank = self._rank if mesh.get("_rank") is None else mesh.get("_rank")
-            at = _position(mesh.get("_coordinate_on_dim"), shape)
+            at = _position(mesh, shape)
             if at is None or rank not in ids:
                 raise ValueError(
                     "a mesh is a slice of a larger one and does not say which; distribute over the "
@@ -135,7 +135,7 @@ class _DTensors:
         return _make_mesh(tuple(ids[first + offset] for offset in offsets), shape, axis_names)
 
     def _ids(self, tensor: TorchTensor) -> tuple[int, ...]:
-        """Read a small tensor of ids, with all of its storage, which may be that of more."""
+        """Read a small tensor of ids, with all of its storage, which other tensors may share."""
         letter = {"int32": "i", "int64": "q"}.get(tensor.dtype)
         name = f"data/{tensor.storage.key}"
         num_bytes = self._found.record(name).num_bytes
@@ -158,14 +158,9 @@ def _make_mesh(
     return DeviceMesh(ids, shape, axis_names=axis_names)
 
 
-def _writer(mesh: Record, made: DeviceMesh) -> int | None:
-    """Return the rank that saved a mesh, which notes it, or at least its place in the mesh."""
-    rank, at = mesh.get("_rank"), _position(mesh.get("_coordinate_on_dim"), made.shape)
-    return rank if isinstance(rank, int) else None if at is None else made.ids[at]
-
-
-def _position(coordinate: object, shape: tuple[int, ...]) -> int | None:
-    """Return the place of a coordinate in row-major order; None if it is none."""
+def _position(mesh: Record, shape: tuple[int, ...]) -> int | None:
+    """Return the place, in row-major order, of the rank that saved a mesh, if it is known."""
+    coordinate = mesh.get("_coordinate_on_dim")
     if not isinstance(coordinate, tuple | list) or len(coordinate) != len(shape):
         return None
     place = 0
@@ -221,24 +216,21 @@ _split: Final = lru_cache(_MOST_NESTED)(Split)
 
 
 def _placement(value: object) -> Placement:
-    if not isinstance(value, Record):
-        raise ValueError(f"a placement is a {type(value).__name__}")
-    match value.name:
-        case "Replicate":
+    match value:
+        case Record(name="Shard", state={"dim": int(dim)}):
+            return _split(dim, 1)
+        case Record(name="Replicate"):
             return _WHOLE
-        case "Shard" | "_StridedShard":
-            dim = value.get("dim")
-            factor = 1 if value.name == "Shard" else value.get("split_factor")
-            if isinstance(dim, int) and isinstance(factor, int):
-                return _split(dim, factor)
-        case "Partial" | "_Partial":
-            match value.get("reduce_op"):
-                case "sum" | "avg" | "min" | "max" as op:
+        case Record(name="_StridedShard", state={"dim": int(dim), "split_factor": int(factor)}):
+            return _split(dim, factor)
+        case Record(name="Partial" | "_Partial", state={"reduce_op": str(op)}):
+            match op:
+                case "sum" | "avg" | "min" | "max":
                     return PartialPlacement(op)
                 case "product" | "prod":
                     return PartialPlacement("prod")
     raise ValueError(
-        f"placement {value.name} is not known, or not with its members; redistribute to Shard, "
+        f"placement {value!r:.60} is not known, or not with its members; redistribute to Shard, "
         "Replicate or Partial of a named operation before saving"
     )
 

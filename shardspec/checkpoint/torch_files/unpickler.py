@@ -1,42 +1,41 @@
-"""Pickles read by Python's own unpickler, without importing or calling anything that they name.
+"""Pickles read without importing or calling anything that they name.
 
-Every name in a pickle is looked up in a list that the format gives, and stands for an inert class
-of ours: it keeps its arguments, or makes a plain value of them. No instruction can change these
-classes, or what was made of checked arguments: they refuse a state and have no attributes.
+Python's own unpickler reads them. It looks every name up in a list that the format gives. There a
+name stands for an inert class of ours, which keeps its arguments or makes a plain value of them. No
+instruction can change these classes, or what was made of checked arguments: they refuse a state.
 
-The unpickler believes the numbers and lengths that it is told, and hashes keys of any depth. So
-`screen` follows the instructions before, without making anything. They are described in
-Lib/pickletools.py of CPython.
+The unpickler trusts sizes and lengths, and hashes keys of any depth. So `screen` follows the
+instructions first, without building anything. Lib/pickletools.py of CPython describes them.
 """
 
 import gc
 import io
 import pickle
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Never, Self, TypeAlias
 
 from shardspec.errors import CheckpointError
+from shardspec.text import printable, shown
 
 MOST_PICKLE_BYTES: Final = 256 << 20
 """Of some two million chunks of tensors; more would fill the memory."""
 _FREE_BYTES: Final = 48 << 20
 _BYTES_A_BYTE: Final = 20
-"""What a pickle may take of memory for each of its bytes, beyond what is free."""
+"""Memory that a pickle may take: so much, and so much for each of its bytes."""
 _COSTS: Final = {b"}\x8f": 232, b"]t\x85\x86\x87R\x81Q": 72}
-"""About what the values of instructions take of memory; others take some 10 times their bytes."""
+"""Roughly the memory for what an instruction makes; others take some 10 times their bytes."""
 _MOST_MARKS: Final = 10_000
 _MOST_INT_BYTES: Final = 64
 _MOST_KEY_PARTS: Final = 66
 _MOST_ALIKE: Final = 10_000
-"""Tuples as keys, and numbers of more than 64 bits: all may be chosen to have one hash."""
+"""Tuples as keys, and numbers of more than 64 bits: they could all be given the same hash."""
 
-_NUMBER: Final = struct.Struct("<L").unpack_from
-_PUSHES: Final = b"N\x88\x89)]}\x8fG"
-"""Instructions that push a constant or an empty container."""
+_STARTS: Final = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
+_PUSHES: Final = b"N\x88\x89)]}\x8fGKMJ"
+"""Instructions that push a constant, a number or an empty container."""
 _COUNTED: Final = b"X\x8c\x8dCB\x8a\x8b"
-"""Those of texts, bytes and long numbers: how many bytes these have, and the bytes."""
+"""Those of texts, bytes and long numbers: a count of bytes, and the bytes."""
 _ARGUMENT_BYTES: Final = bytearray(256)
 for _codes, _size in ((b"Kqh\x8cC\x8a", 1), (b"M", 2), (b"JrjXB\x8b", 4), (b"G\x8d\x95", 8)):
     for _code in _codes:
@@ -49,25 +48,20 @@ class RefusedError(Exception):
     """What is wrong with a pickle; `unpickle` says where."""
 
 
-class _UnlistedError(RefusedError):
-    pass
-
-
 class UnlistedNameError(CheckpointError):
-    """A pickle is whole, as far as it was read, but names what the list does not have."""
+    """A pickle is intact, as far as it was read, but has a name that is not on the list."""
 
 
 def screen(data: bytes, fixed: bytearray | None = None) -> None:
-    """Refuse a pickle that takes much time or memory, or uses what no checkpoint needs.
+    """Refuse a pickle that would take much time or memory, or uses what no checkpoint needs.
 
-    Of `fixed`, those bytes are set to 0 that may be others and nothing would change. Raises
-    `IndexError` if it ends too early, or takes away what is not there.
+    Sets those bytes of `fixed` to 0 that could be any others without changing the answer.
     """
     if len(data) > MOST_PICKLE_BYTES:
         raise RefusedError(f"has {len(data)} bytes, past the limit of {MOST_PICKLE_BYTES}")
-    if data[:1] != b"\x80" or not 2 <= data[1] <= 5:
+    if not data.startswith(_STARTS):
         raise RefusedError("is no pickle of protocol 2 to 5; it is damaged")
-    # What stands inside of texts and numbers is counted too.
+    # Bytes inside of texts and numbers are counted too.
     cost = sum(each * data.count(code) for codes, each in _COSTS.items() for code in codes)
     if cost > _FREE_BYTES + _BYTES_A_BYTE * len(data):
         raise RefusedError(
@@ -76,18 +70,16 @@ def screen(data: bytes, fixed: bytearray | None = None) -> None:
         )
     try:
         _follow(data, fixed)
-    except (ValueError, struct.error):  # no end of a line, no four bytes
-        raise IndexError from None
+    except (IndexError, ValueError):
+        problem = "ends too early, or takes away what is not there; it is damaged"
+        raise RefusedError(problem) from None
 
 
 def _follow(data: bytes, fixed: bytearray | None) -> None:
-    """Follow the instructions; a value is known by how many parts it has, if it is a tuple.
-
-    Where the unpickler itself would stop, what follows does not matter.
-    """
+    """Follow the instructions; of each value only the number of its parts, as a tuple, is kept."""
     stack, memo = bytearray(), bytearray()
     marks: list[int] = []
-    sizes, number, push, number_it = _ARGUMENT_BYTES, _NUMBER, stack.append, memo.append
+    sizes, number, push, number_it = _ARGUMENT_BYTES, int.from_bytes, stack.append, memo.append
     at, alike = 2, 0
     while True:
         code = data[at]
@@ -97,16 +89,14 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:
             number_it(stack[-1])
         elif code in _PUSHES:
             push(1)
+            if size and fixed is not None:
+                fixed[at - size : at] = bytes(size)
         elif code == 0x68:  # BINGET
             push(memo[data[at - 1]])
         elif code == 0x6A:  # LONG_BINGET
-            push(memo[number(data, at - 4)[0]])
-        elif code in b"KMJ":  # BININT1, BININT2, BININT
-            push(1)
-            if fixed is not None:
-                fixed[at - size : at] = bytes(size)
+            push(memo[number(data[at - 4 : at], "little")])
         elif code in b"qr":  # BINPUT, LONG_BINPUT
-            place = data[at - 1] if size == 1 else number(data, at - 4)[0]
+            place = number(data[at - size : at], "little")
             if place > len(memo):
                 # Writers number from 0 without gaps; the unpickler makes room up to the number.
                 raise RefusedError(f"numbers an object {place} after {len(memo)} of them")
@@ -118,7 +108,7 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:
             marks.append(len(stack))
             if len(marks) > _MOST_MARKS:
                 raise RefusedError(f"nests more than {_MOST_MARKS} deep")
-        elif code in b"R\x81":  # REDUCE, NEWOBJ: perhaps one of the arguments
+        elif code in b"R\x81":  # REDUCE, NEWOBJ: the result may be one of the arguments
             parts = stack.pop()
             stack[-1] = parts - 1 or 1
         elif code in b"su\x90\x91":  # SETITEM, SETITEMS, ADDITEMS, FROZENSET
@@ -134,7 +124,7 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:
         elif code == 0x65:  # APPENDS
             del stack[marks.pop() :]
         elif code in _COUNTED:
-            count = int.from_bytes(data[at - size : at], "little")
+            count = number(data[at - size : at], "little")
             at += count
             if fixed is not None and code in b"X\x8c" and at < len(data):
                 fixed[at - count : at] = bytes(count)
@@ -156,34 +146,32 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:
             return
         elif code != 0x95:  # FRAME
             raise RefusedError(
-                f"uses instruction {bytes((code,))!r} at byte {at - 1}, which no checkpoint needs; "
-                "nothing of it was run"
+                f"uses instruction {bytes((code,))!r} at byte {at - 1 - size}, which no checkpoint "
+                "needs; nothing of it was run"
             )
 
 
-class AlikeScreen:
-    """Screens pickles of which many are alike but for some numbers, as those of ranks are."""
+def alike_screen() -> Callable[[bytes], None]:
+    """Return a `screen` for pickles that mostly differ in numbers and texts, as those of ranks."""
+    # Length, the bytes as a number, and 255 for each byte that has to be the same.
+    passed: list[tuple[int, int, int]] = []
 
-    def __init__(self) -> None:
-        self._known: list[tuple[int, int, int]] = []
-        """Of pickles that passed: length, bytes as a number, and 255 for each that must be so."""
-
-    def __call__(self, data: bytes) -> None:
-        """Refuse a pickle, as `screen` does."""
+    def screen_alike(data: bytes) -> None:
         value = int.from_bytes(data, "little")
-        if any(len(data) == n and not (value ^ known) & due for n, known, due in self._known):
+        if any(len(data) == n and not (value ^ known) & due for n, known, due in passed):
             return
         fixed = bytearray(b"\xff") * len(data)
         screen(data, fixed)
-        if len(self._known) < _MOST_KNOWN and len(data) < _MOST_KNOWN_BYTES:
-            self._known.append((len(data), value, int.from_bytes(fixed, "little")))
+        if len(passed) < _MOST_KNOWN and len(data) < _MOST_KNOWN_BYTES:
+            passed.append((len(data), value, int.from_bytes(fixed, "little")))
+
+    return screen_alike
 
 
 class Global(type):
-    """What a name in a pickle stands for: a class of ours that runs nothing of the pickle's."""
+    """What a name in a pickle stands for: an inert class of ours."""
 
     name: str
-    """How values of it are called."""
 
     def __new__(  # noqa: D102  # described by its class
         cls, name: str, bases: tuple[type, ...], members: dict[str, object]
@@ -201,14 +189,11 @@ class Global(type):
 
 
 Names: TypeAlias = Mapping[str, Global]
-"""Full names, such as ``torch.float32``, to what stands for them."""
+"""Full names, such as ``torch.float32``, and what they stand for."""
 
 
 class Record(metaclass=Global):
-    """What stands for an object: the name of its class, how it was made and its state.
-
-    Two records are equal only if they are one, so that hashing them looks at nothing inside.
-    """
+    """Stands for an object: its class's name, arguments and state; compared by identity."""
 
     __slots__ = ("args", "state")
 
@@ -236,7 +221,7 @@ class Record(metaclass=Global):
 
 
 class StateDict(dict[object, object]):
-    """A dict with attributes, such as a state dict's versions; these are left out."""
+    """A dict that drops its attributes, such as the versions of a module's state dict."""
 
     __slots__ = ()
 
@@ -250,7 +235,7 @@ def record_class(name: str) -> Global:
 
 
 def made_by(name: str, function: Callable[..., object]) -> Global:
-    """Return what makes a value of the arguments of a call; it may refuse with `ValueError`."""
+    """Return what calls a function with a pickle's arguments; it may refuse with `ValueError`."""
 
     def make(_: type, *args: object) -> object:
         try:
@@ -266,32 +251,32 @@ def made_by(name: str, function: Callable[..., object]) -> Global:
 def mere_name(name: str) -> Global:
     """Return what may be named, but not called."""
 
-    def refuse(_: type, *_args: object) -> Never:
+    def refuse(*_: object) -> Never:
         raise RefusedError(f"calls {name}, which is no function; nothing was run")
 
-    return Global(name, (), {"__new__": refuse})
+    return made_by(name, refuse)
 
 
 def _no_storage(value: object) -> Never:
-    # What nests is named only, for it may hold itself many times over.
-    shown = repr(value)[:60] if isinstance(value, str | int) else f"a {type(value).__name__}"
-    raise RefusedError(f"refers to {shown}, outside of itself; it is damaged")
+    # A nested value could hold itself many times over, so only its type is named.
+    text = shown(value, 60) if isinstance(value, str | int) else f"a {type(value).__name__}"
+    raise RefusedError(f"refers to {text}, outside of itself; it is damaged")
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, names: Names, persistent: Callable[[object], object]) -> None:
+    def __init__(
+        self, data: bytes, names: Names, persistent: Callable[[object], object], what: str
+    ) -> None:
         super().__init__(io.BytesIO(data))
-        self._names = names
-        self._persistent = persistent
+        self._names, self._persistent, self._what = names, persistent, what
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # as its parent
-        full = f"{module}.{name}"
-        found = self._names.get(full)
+        found = self._names.get(f"{module}.{name}")
         if found is None:
-            raise _UnlistedError(
-                f"names {full if full.isprintable() else ascii(full):.200}, which does not belong "
-                "in a checkpoint; nothing of it was run. If you trust its writer, save it again as "
-                "a state dict of tensors and plain values"
+            raise UnlistedNameError(
+                f"{self._what} names {printable(f'{module}.{name:.200}'):.200}, which does not "
+                "belong in a checkpoint; nothing of it was run. If you trust its writer, save it "
+                "again as a state dict of tensors and plain values"
             )
         return found
 
@@ -318,27 +303,23 @@ def unpickle(
 ) -> object:
     """Return the value that a pickle describes, made of what `names` has for its names.
 
-    `path` and `what` say in errors where it comes from and what it is (``"metadata"``). Whatever it
-    refers to outside of itself is asked of `persistent`; `screened` refuses what would hurt.
-    Raises `UnlistedNameError` for a name that is not listed.
+    Errors say that `what` (``"metadata"``) in `path` is damaged. `persistent` is asked for what the
+    pickle refers to outside of itself. Raises `UnlistedNameError` for a name that is not listed.
     """
     collects = gc.isenabled()
     try:
         screened(data)
-        # The collector would go over millions of new objects, of which all are in use.
+        # The collector would visit millions of new objects, all of them in use.
         gc.disable()
-        return _Unpickler(data, names, persistent).load()
-    except _UnlistedError as error:
-        raise UnlistedNameError(f"{path}: the {what} {error}") from None
+        return _Unpickler(data, names, persistent, f"{path}: the {what}").load()
+    except UnlistedNameError:
+        raise
     except RefusedError as error:
         problem = str(error)
-    except IndexError:
-        problem = "ends too early, or takes away what is not there; it is damaged"
     except UnicodeDecodeError:
         problem = "holds text that is not UTF-8; it is damaged"
     except _DAMAGED as error:
-        told = str(error) or type(error).__name__
-        told = told if told.isprintable() else ascii(told)
+        told = printable(str(error) or type(error).__name__)
         problem = f"cannot be read ({told:.200}); it is damaged"
     finally:
         if collects:

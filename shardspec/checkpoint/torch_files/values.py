@@ -1,4 +1,4 @@
-"""What `torch.save` says of tensors: shapes, placements, and which record holds the bytes.
+"""Tensors as `torch.save` describes them: shapes, placements, and the record with the bytes.
 
 The names that torch writes for tensors, parameters, storages, dtypes and DTensors are on a list;
 nothing is imported or called. Source: ``torch/_utils.py`` (``_rebuild_*``), ``torch/storage.py``,
@@ -23,7 +23,7 @@ from shardspec.checkpoint.torch_files.unpickler import (
 )
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip
 from shardspec.dtypes import dtype_name, item_bytes
-from shardspec.errors import CheckpointError, DTypeError
+from shardspec.errors import CheckpointError
 from shardspec.layout.placements import Placement
 from shardspec.mesh import DeviceMesh
 
@@ -32,10 +32,9 @@ _MOST_SIZE: Final = 2**63 - 1
 
 
 class TorchStorage(NamedTuple):
-    """A storage: a record of bytes that tensors look into."""
+    """A storage: a record of bytes, ``data/<key>``, that tensors look into."""
 
     key: str
-    """The record ``data/<key>``."""
     dtype: str
     """Of its elements; ``"uint8"`` where it has none of its own."""
     size: int
@@ -43,7 +42,7 @@ class TorchStorage(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """How a DTensor lies on the ranks."""
+    """How a DTensor is sharded."""
 
     shape: tuple[int, ...]
     """Sizes of the global tensor."""
@@ -57,12 +56,11 @@ class Placed(NamedTuple):
 
 
 class TorchTensor(NamedTuple):
-    """A tensor: how it looks into a storage. Nothing of its bytes has been read."""
+    """A tensor: how it looks into a storage."""
 
     dtype: str
-    """torch's name of the element type."""
     shape: tuple[int, ...]
-    """Sizes of what the file holds: of a DTensor the local part."""
+    """Of a DTensor, that of the local tensor."""
     strides: tuple[int, ...]
     """Elements from one to the next along each dim."""
     start: int
@@ -71,7 +69,7 @@ class TorchTensor(NamedTuple):
     placed: Placed | None = None
     """None if it is no DTensor."""
     digested: bool = True
-    """Whether the digest of its storage is judged with it, as with one of those in a storage."""
+    """Whether the digest of its storage is checked with it; of several views with one only."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -81,9 +79,8 @@ class TorchTensor(NamedTuple):
     @property
     def is_part(self) -> bool:
         """Whether its storage has more bytes than it."""
-        storage = self.storage
-        num_bytes = prod(self.shape) * item_bytes(self.dtype)
-        return num_bytes < storage.size * item_bytes(storage.dtype)
+        size, dtype = self.storage.size, self.storage.dtype
+        return prod(self.shape) * item_bytes(self.dtype) < size * item_bytes(dtype)
 
 
 class Complex(str):
@@ -93,18 +90,17 @@ class Complex(str):
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor's bytes lie in its file: what a `StoredBox` needs to know."""
+    """Where a tensor's bytes are in its file: what a `StoredBox` needs to know."""
 
     offset: int
-    """Position of the first byte in the file."""
-    strides: tuple[int, ...] | None
-    """Bytes from one element to the next along each dim; None if row-major and contiguous."""
     digest: Digest | None
     """Of the whole storage, where torch took it."""
+    strides: tuple[int, ...] | None
+    """Bytes from one element to the next along each dim; None if row-major and contiguous."""
 
 
 def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Say whether elements lie one after the other; sizes of 1 and empty tensors do not matter."""
+    """Say whether elements follow each other; strides of dims of size 1 do not matter."""
     due = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1:
@@ -115,7 +111,7 @@ def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> TensorPlace:
-    """Return where a tensor's bytes lie; the header of its record is read and checked."""
+    """Return where a tensor's bytes are; the header of its record is read and checked."""
     check_record(tensor, found)
     name = f"data/{tensor.storage.key}"
     start, record = found.start(file, name), found.record(name)
@@ -126,26 +122,23 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> Tens
     digest = None
     if record.crc32 is not None and tensor.digested:
         digest = Digest(record.crc32, start, record.num_bytes)
-    return TensorPlace(start + tensor.start * size, strides, digest)
+    return TensorPlace(start + tensor.start * size, digest, strides)
 
 
 def check_record(tensor: TorchTensor, found: TorchZip) -> None:
-    """Compare what the pickle says of a tensor with what the directory does; nothing is read."""
-    storage = tensor.storage
+    """Compare what pickle and directory say of a tensor; nothing is read."""
+    storage, start = tensor.storage, tensor.start
     num_bytes = found.record(f"data/{storage.key}").num_bytes
     if num_bytes != storage.size * item_bytes(storage.dtype):
         raise CheckpointError(
             f"{found.what}: record data/{storage.key:.40} has {num_bytes} bytes, but the "
             f"pickle says {storage.size} elements of {storage.dtype}; the file is damaged"
         )
-    if row_major(tensor.shape, tensor.strides):
-        last = prod(tensor.shape) - 1
-    else:
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
-    if 0 not in tensor.shape and (tensor.start + last + 1) * item_bytes(tensor.dtype) > num_bytes:
+    last = start + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
+    if 0 not in tensor.shape and (last + 1) * item_bytes(tensor.dtype) > num_bytes:
         raise CheckpointError(
             f"{found.what}: a tensor of shape {list(tensor.shape)} and strides "
-            f"{list(tensor.strides)} from element {tensor.start} reaches past its storage of "
+            f"{list(tensor.strides)} from element {start} reaches past its storage of "
             f"{num_bytes} bytes; the file is damaged"
         )
 
@@ -175,10 +168,10 @@ def sizes_of(value: object = ()) -> tuple[int, ...]:
 
 
 def _storage(value: object) -> TorchStorage:
-    """Return what a reference to a record stands for."""
+    """Return the storage that a reference means."""
     match value:
         case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
-            dtype = _STORAGES.get(name)
+            dtype = _STORAGE_DTYPES.get(name)
             if dtype is None:
                 raise ValueError(
                     f"a storage of {name} is of no dtype that is known here; cast it and save again"
@@ -213,16 +206,7 @@ def _rebuild_v3(*args: object) -> TorchTensor:
     storage, start, shape, strides, *_, dtype, metadata = (*args, None)[:8]
     if not isinstance(dtype, Global) or not dtype.name.startswith("torch."):
         raise ValueError("a dtype is named as torch.…")
-    try:
-        name = dtype_name(dtype.name)
-    except DTypeError as error:
-        raise ValueError(str(error)) from None
-    return _rebuild(storage, start, shape, strides, None, None, metadata, name)
-
-
-def _first(value: object, *_: object) -> object:
-    """Return what is wrapped: a parameter is its tensor."""
-    return value
+    return _rebuild(storage, start, shape, strides, None, None, metadata, dtype_name(dtype.name))
 
 
 def _dict(*args: object) -> StateDict:
@@ -257,24 +241,23 @@ def _sharded(*_: object) -> Never:
     )
 
 
-_STORAGES: Final[Mapping[str, str]] = {
-    f"torch.{kind}Storage": dtype
-    for kind, dtype in (
-        *(("Byte", "uint8"), ("Double", "float64"), ("Float", "float32"), ("Half", "float16")),
-        *(("Long", "int64"), ("Int", "int32"), ("Short", "int16"), ("Char", "int8")),
-        *(("Bool", "bool"), ("BFloat16", "bfloat16"), ("ComplexFloat", "complex64")),
-        # Its size is in bytes, and the tensor has a dtype of its own.
-        *(("Untyped", "uint8"), ("storage.Untyped", "uint8")),
-    )
+_DTYPES: Final = "uint8 float64 float32 float16 int64 int32 int16 int8 bool bfloat16 complex64"
+_KINDS: Final = "Byte Double Float Half Long Int Short Char Bool BFloat16 ComplexFloat"
+STORAGES: Final = dict(zip(_DTYPES.split(), _KINDS.split(), strict=True))
+"""Dtypes that have a storage of their own, ``torch.<KIND>Storage``."""
+_STORAGE_DTYPES: Final[Mapping[str, str]] = {
+    **{f"torch.{kind}Storage": dtype for dtype, kind in STORAGES.items()},
+    # Its size is in bytes, and the tensor has a dtype of its own.
+    **dict.fromkeys(("torch.UntypedStorage", "torch.storage.UntypedStorage"), "uint8"),
 }
-"""Names that stand only in references to storages, and what their elements are."""
 _BUILTINS: Final = ("builtins", "__builtin__")
 _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "torch._utils._rebuild_tensor": _rebuild,
     "torch._utils._rebuild_tensor_v2": _rebuild,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
-    "torch._utils._rebuild_parameter": _first,
-    "torch._utils._rebuild_parameter_with_state": _first,
+    # A parameter is its tensor.
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
     "torch.Size": sizes_of,
     "collections.OrderedDict": _dict,
     "collections.defaultdict": _dict,
@@ -299,7 +282,7 @@ def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[tuple
 
 
 _MERE_NAMES: Final = (
-    *((name, name) for name in (*_STORAGES, "torch.strided", "torch.Tensor")),
+    *((name, name) for name in (*_STORAGE_DTYPES, "torch.strided", "torch.Tensor")),
     *_named(("torch",), "ComplexDouble QUInt8 QInt8 QInt32 QUInt4x2 QUInt2x4", "Storage"),
     *_named(("torch",), "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2"),
     *_named(("torch",), "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bool"),
@@ -313,14 +296,14 @@ _RECORDS: Final = (
     *_named(_DTENSOR_HOMES, "DTensor DTensorSpec TensorMeta ShardOrderEntry DeviceMesh"),
     *_named(_DTENSOR_HOMES, "_MeshLayout _FlatLayout Shard _StridedShard Replicate Partial"),
     *_named(_DTENSOR_HOMES, "_Partial"),
-    *_named(("torch",), "device"),
-    *_named(("torch.serialization",), "_get_layout"),
-    *_named(("torch._tensor",), "_rebuild_from_type_v2"),
-    *_named(("torch._utils",), "_rebuild_wrapper_subclass"),
+    ("torch.device", "device"),
+    ("torch.serialization._get_layout", "_get_layout"),
+    ("torch._tensor._rebuild_from_type_v2", "_rebuild_from_type_v2"),
+    ("torch._utils._rebuild_wrapper_subclass", "_rebuild_wrapper_subclass"),
 )
 TORCH_NAMES: Final[Names] = {
     **{name: mere_name(name) for name, _ in _MERE_NAMES},
     **{name: made_by(name, function) for name, function in _FUNCTIONS.items()},
     **{name: record_class(kind) for name, kind in _RECORDS},
 }
-"""Every name that may stand in what torch writes for tensors, DTensors and plain values."""
+"""Every name that torch writes for tensors, DTensors and plain values."""

@@ -2,9 +2,9 @@
 
 Python's own pickler imports what it names; this one writes the few instructions that a state dict
 and torch's checkpoint metadata need. In the zip nothing is compressed, and every record starts at a
-multiple of 64 bytes. The CRC-32 of a record is written after it and in the directory at the end: so
-a file of archives can be written from its start on. Every byte between records is where torch has
-it, as torch may work out where they lie and not look
+multiple of 64 bytes. The CRC-32 of a record is written after it and in the directory at the end, so
+that a file can be written from its start on. Every byte between records is where torch has it, as
+torch may compute where they lie instead of looking
 (`torch.utils.serialization.config.load.calculate_storage_offsets`). Source: Lib/pickletools.py of
 CPython; APPNOTE.TXT of PKWARE, 4.3 to 4.5; torch/serialization.py, torch/_utils.py,
 caffe2/serialize/inline_container.cc and third_party/miniz of torch.
@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.targets import RawBytes
+from shardspec.checkpoint.torch_files.values import STORAGES
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -31,7 +32,7 @@ class Name(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call of something gives."""
+    """The result of a call."""
 
     function: Name
     args: tuple[object, ...] = ()
@@ -51,13 +52,13 @@ class Outside(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A dict whose keys Python cannot hash here, or of which no more than an item is held."""
+    """A dict with keys that Python cannot hash here, or too large to hold all items at once."""
 
     items: Iterable[tuple[object, object]]
 
 
 def pickled(value: object) -> bytes:
-    """Return a value as a pickle of protocol 2, as torch's files have it.
+    """Return a value as a pickle of protocol 2, which torch's files have.
 
     It is None, a number, text, bytes, a tuple, list or dict of such, or one of the values above;
     `CheckpointError` if it is something else.
@@ -67,88 +68,82 @@ def pickled(value: object) -> bytes:
     return out.getvalue()
 
 
-def pickle_into(value: object, write: Callable[[bytes], object]) -> None:
-    """Write a value piece by piece, as `pickled` does."""
-    write(b"\x80\x02")
-    _put(value, write, {})
-    write(b".")
-
-
-def _put(value: object, out: Callable[[bytes], object], known: dict[object, int]) -> None:
-    """Write a value; texts and names that are `known` are referred to by their numbers."""
-    match value:
-        case None | bool():
-            out(pickle.dumps(value, 2)[2:-1])
-        case int() | float():
-            # A subclass would be written by its name.
-            number = int(value) if isinstance(value, int) else float(value)
-            if isinstance(number, int) and number.bit_length() >= 8 * 255:
-                raise CheckpointError(
-                    "a whole number of more than 255 bytes cannot be carried along"
-                )
-            # What stands between the protocol and the end.
-            out(pickle.dumps(number, 2)[2:-1])
-        case str() | Name():
-            if value in known:
-                out(_numbered(b"h", b"j", known[value]))
-                return
-            if isinstance(value, Name):
-                out(b"c" + _utf8(value.module) + b"\n" + _utf8(value.name) + b"\n")
-            else:
-                data = _utf8(value)
-                out(b"X" + struct.pack("<I", len(data)) + data)
-            out(_numbered(b"q", b"r", len(known)))
-            known[value] = len(known)
-        case Pairs(items):
-            out(b"}(")
-            for key, item in items:
-                _put(key, out, known)
-                _put(item, out, known)
-            out(b"u")
-        case Call(function, args):
-            _put(function, out, known)
-            _put(args, out, known)
-            out(b"R")
-        case Made(kind, state):
-            _put(kind, out, known)
-            out(b")\x81")
-            if state is not None:
-                _put(state, out, known)
-                out(b"b")
-        case Outside(key):
-            _put(key, out, known)
-            out(b"Q")
-        case bytes():
-            # Python writes them so where the protocol has none of its own.
-            text = value.decode("latin-1")
-            _put(Call(Name("_codecs", "encode"), (text, "latin1")), out, known)
-        case tuple() | list():
-            # The mark of a list follows the list; short tuples need none.
-            start, end = (b"](", b"e")
-            if isinstance(value, tuple):
-                start, end = _SHORT_TUPLES.get(len(value), (b"(", b"t"))
-            out(start)
-            for item in value:
-                _put(item, out, known)
-            out(end)
-        case Mapping():
-            _put(Pairs(value.items()), out, known)
-        case _:
-            raise CheckpointError(
-                f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"
-            )
-
-
 _SHORT_TUPLES: Final = {0: (b")", b""), 1: (b"", b"\x85"), 2: (b"", b"\x86"), 3: (b"", b"\x87")}
+
+
+def pickle_into(value: object, out: Callable[[bytes], object]) -> None:
+    """Write a value piece by piece, as `pickled` does."""
+    # Texts and names are written once and then referred to by their numbers.
+    known: dict[object, int] = {}
+
+    def put(value: object) -> None:
+        match value:
+            case None | bool() | int() | float():
+                # A subclass would be written by its name.
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    value = int(value) if isinstance(value, int) else float(value)
+                if isinstance(value, int) and value.bit_length() >= 8 * 255:
+                    raise CheckpointError(
+                        "a whole number of more than 255 bytes cannot be carried along"
+                    )
+                # Without the protocol and the end.
+                out(pickle.dumps(value, 2)[2:-1])
+            case str() | Name():
+                if value in known:
+                    out(_numbered(b"h", b"j", known[value]))
+                    return
+                if isinstance(value, Name):
+                    out(b"c" + _utf8(value.module) + b"\n" + _utf8(value.name) + b"\n")
+                else:
+                    data = _utf8(value)
+                    out(b"X" + struct.pack("<I", len(data)) + data)
+                out(_numbered(b"q", b"r", len(known)))
+                known[value] = len(known)
+            case Pairs(items):
+                out(b"}(")
+                for key, item in items:
+                    put(key)
+                    put(item)
+                out(b"u")
+            case Call(function, args):
+                put(function)
+                put(args)
+                out(b"R")
+            case Made(kind, state):
+                put(kind)
+                out(b")\x81")
+                if state is not None:
+                    put(state)
+                    out(b"b")
+            case Outside(key):
+                put(key)
+                out(b"Q")
+            case bytes():
+                # As Python writes them: protocol 2 has no instruction for bytes.
+                put(Call(Name("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
+            case tuple() | list():
+                # The mark of a list follows the list; short tuples need none.
+                start, end = (b"](", b"e")
+                if isinstance(value, tuple):
+                    start, end = _SHORT_TUPLES.get(len(value), (b"(", b"t"))
+                out(start)
+                for item in value:
+                    put(item)
+                out(end)
+            case Mapping():
+                put(Pairs(value.items()))
+            case _:
+                raise CheckpointError(
+                    f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"
+                )
+
+    out(b"\x80\x02")
+    put(value)
+    out(b".")
 
 
 def _numbered(short: bytes, long: bytes, number: int) -> bytes:
     return short + bytes((number,)) if number < 256 else long + struct.pack("<I", number)
-
-
-def check_text(text: str) -> None:
-    """Raise `CheckpointError` if a text cannot be written."""
-    _utf8(text)
 
 
 def _utf8(text: str) -> bytes:
@@ -160,23 +155,11 @@ def _utf8(text: str) -> bytes:
         ) from None
 
 
-# --- tensors
+check_text: Final[Callable[[str], object]] = _utf8
+"""Raises `CheckpointError` if a text cannot be written."""
 
-_STORAGES: Final = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
-"""Dtypes that have a storage of their own; the others are kept as bytes."""
+
+# --- tensors
 
 
 def tensor_value(shape: Sequence[int], dtype: str, key: str) -> Call:
@@ -184,9 +167,10 @@ def tensor_value(shape: Sequence[int], dtype: str, key: str) -> Call:
     sizes = tuple(shape)
     strides = tuple(prod(max(1, n) for n in sizes[dim + 1 :]) for dim in range(len(sizes)))
     count = prod(sizes)
-    kind = Name("torch", _STORAGES.get(dtype, ""))
     function, more = "_rebuild_tensor_v2", tuple[Name, ...]()
-    if dtype not in _STORAGES:
+    if dtype in STORAGES:
+        kind = Name("torch", f"{STORAGES[dtype]}Storage")
+    else:
         kind, count = Name("torch.storage", "UntypedStorage"), count * item_bytes(dtype)
         function, more = "_rebuild_tensor_v3", (Name("torch", dtype),)
     storage = Outside(("storage", kind, key, "cpu", count))
@@ -231,17 +215,14 @@ _END_BYTES: Final = 56 + 20 + 22
 
 
 class _Record(NamedTuple):
-    """A file of the archive; its header's position counts from the start of the archive."""
+    """A file of the archive; the CRC-32 of a tensor is not known yet."""
 
     name: bytes
     num_bytes: int
     header: int
     crc32: int | None
-    """None if it is a tensor's, known later."""
 
-    @property
     def flags(self) -> int:
-        """What is special about it."""
         return _UTF8 | (_FOLLOWED if self.num_bytes else 0)
 
     def sizes_64(self) -> bytes:
@@ -256,7 +237,7 @@ class _Record(NamedTuple):
         # torch marks its padding so.
         room = -(self.header + 30 + len(self.name) + len(extra) + 4) % _ALIGNMENT
         extra += struct.pack("<2sH", b"FB", room) + b"Z" * room
-        numbers = (_VERSION, self.flags, 0, 0, 0, 0, 0, 0, len(self.name), len(extra))
+        numbers = (_VERSION, self.flags(), 0, 0, 0, 0, 0, 0, len(self.name), len(extra))
         return struct.pack("<4s5H3I2H", b"PK\x03\x04", *numbers) + self.name + extra
 
     def after(self, value: int) -> bytes:
@@ -269,45 +250,45 @@ class _Record(NamedTuple):
     def listed(self, value: int) -> bytes:
         """Return its entry in the directory."""
         extra, size = self.sizes_64(), min(self.num_bytes, _BIG)
-        numbers = (_VERSION, _VERSION, self.flags, 0, 0, 0, value, size, size)
+        numbers = (_VERSION, _VERSION, self.flags(), 0, 0, 0, value, size, size)
         places = (len(self.name), len(extra), 0, 0, 0, 0, min(self.header, _BIG))
         head = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *numbers, *places)
         return head + self.name + extra
 
 
 class ZipPlan:
-    """An archive in the making, which starts at byte `offset` of its file."""
+    """An archive in the making."""
 
-    def __init__(self, offset: int = 0) -> None:
-        self._offset = offset
+    def __init__(self) -> None:
         self._at = 0
         self._records: list[_Record] = []
-        self._tensors: list[_Record] = []
-        # Where it starts and what it is: what is known before the first tensor, after it, ...
-        self._known: list[tuple[int, bytearray]] = [(0, bytearray())]
+        self._tensors: list[tuple[_Record, int]] = []
+        """Each with the position of its end."""
+        self._known = [bytearray()]
+        """What comes before the first tensor, between it and the second, and so on."""
 
     def add(self, name: str, data: bytes) -> None:
         """Add a record of known bytes."""
         record = self._begin(name, len(data), crc32(data))
-        self._extend(data + record.after(crc32(data)))
+        self._add_known(data + record.after(crc32(data)))
 
     def add_tensor(self, name: str, num_bytes: int) -> int:
         """Add a record to be filled later; return its position in the file."""
         record = self._begin(name, num_bytes, None)
         start = self._at
-        self._tensors.append(record)
+        self._tensors.append((record, start + num_bytes))
+        self._known.append(bytearray())
         self._at += num_bytes + len(record.after(0))
-        self._known.append((self._at, bytearray()))
-        return self._offset + start
+        return start
 
     def _begin(self, name: str, num_bytes: int, value: int | None) -> _Record:
         record = _Record(f"archive/{name}".encode(), num_bytes, self._at, value)
         self._records.append(record)
-        self._extend(record.before())
+        self._add_known(record.before())
         return record
 
-    def _extend(self, data: bytes) -> None:
-        self._known[-1][1].extend(data)
+    def _add_known(self, data: bytes) -> None:
+        self._known[-1] += data
         self._at += len(data)
 
     @property
@@ -317,20 +298,18 @@ class ZipPlan:
 
     def pieces(self) -> list[RawBytes]:
         """Return the bytes that are known already: those up to the first tensor."""
-        data = bytes(self._known[0][1])
-        return [RawBytes(self._offset, data if self._tensors else data + self._directory(()))]
+        data = bytes(self._known[0])
+        return [RawBytes(0, data if self._tensors else data + self._directory(()))]
 
     def late(self, crcs: Sequence[int], first: int = 0) -> list[RawBytes]:
         """Return what follows tensors, given the CRC-32 of each; as `Trailer` says."""
         pieces = []
         for number in range(first, len(crcs)):
-            start, known = self._known[number + 1]
-            data = self._tensors[number].after(crcs[number])
-            start -= len(data)
-            data += known
+            record, end = self._tensors[number]
+            data = record.after(crcs[number]) + self._known[number + 1]
             if number + 1 == len(self._tensors):
                 data += self._directory(crcs)
-            pieces.append(RawBytes(self._offset + start, data))
+            pieces.append(RawBytes(end, data))
         return pieces
 
     def _directory(self, crcs: Sequence[int]) -> bytes:

@@ -126,11 +126,12 @@ def test_rules_of_the_caller(tmp_path):
     assert cut_rules(tmp_path / "rules.toml") == cut_rules(rules)
     assert_same(read_whole(ckpt, rules=tmp_path / "rules.toml", ranks=2), whole)
     assert refused(ckpt, ranks=2, rules={**rules, "b.*": "[S(dp)]"}) == (
-        "tensor 'b.weight': its rule [S(dp)] has another axis than 'tp', which is the one over "
-        "which Megatron cuts"
+        "rules: the rule of 'b.*' is '[S(dp)]'; give a spec in quotes, over the axis tp alone and "
+        "with nothing pending, or a table of spec and parts: the number of parts of the sharded "
+        "dim, or a list of their proportions. A pattern with dots or stars has to be in quotes too"
     )
     assert refused(ckpt, ranks=2, rules={**rules, "b.*": "[R,R]"}) == (
-        "tensor 'b.weight': its rule [R,R] is for 2 dims, but it has 1; give it a rule of its own"
+        "tensor 'b.weight': its rule [R,R] has 2 dims, but it has 1; give it a rule of its own"
     )
     assert refused(ckpt, ranks=2, rules={**rules, "b.*": {"spec": "[S(tp)]", "parts": 3}}) == (
         f"tensor 'b.weight': dim 0 has 4 elements in {ckpt}/mp_rank_00/model_optim_rng.pt, which "

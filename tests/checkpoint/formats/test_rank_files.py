@@ -209,8 +209,9 @@ def test_every_set_of_missing_ranks_is_named(ckpt, lost, said):
             path.rename(ckpt / f"rank_{rank}.pt")
     missing = [rank for rank in range(4) if lost >> rank & 1]
     assert refused(ckpt) == (
-        f"{ckpt}: the files of {4 - len(missing)} ranks are there, but 4 ranks saved; missing: "
-        f"rank {', '.join(map(str, missing))}; restore them"
+        f"{ckpt}: 4 ranks saved one file each, but {4 - len(missing)} are there; missing: rank "
+        f"{', '.join(map(str, missing))}; wrong or doubled: none; restore the missing ones and "
+        "move the others away"
     )
 
 
@@ -235,23 +236,23 @@ def test_a_copy_in_place_of_another_file(ckpt):
     [
         (
             "dtype",
-            "tensor 'grid' is int64 of shape [5, 7], [S0,S1] on [2, 2] devices in {0}, but int32 "
-            "of shape [5, 7], [S0,S1] on [2, 2] devices in {3}; the files are not of one save",
+            "tensor 'grid' is [S0,S1] of [5, 7] int64 on dp=2,tp=2 in {0}, but [S0,S1] of [5, 7] "
+            "int32 on dp=2,tp=2 in {3}; the files are not of one save",
         ),
         (
             "placements",
-            "tensor 'grid' is int64 of shape [5, 7], [S0,S1] on [2, 2] devices in {0}, but int64 "
-            "of shape [5, 7], [S1,S0] on [2, 2] devices in {3}; the files are not of one save",
+            "tensor 'grid' is [S0,S1] of [5, 7] int64 on dp=2,tp=2 in {0}, but [S1,S0] of [5, 7] "
+            "int64 on dp=2,tp=2 in {3}; the files are not of one save",
         ),
         (
             "shape",
-            "{3}: rank 3 holds a part of shape [2, 3] of tensor 'grid', but of shape [5, 8] under "
-            "[S0,S1] on [2, 2] devices it has [2, 4]; the file contradicts itself",
+            "{3}: rank 3 holds a part of shape [2, 3] of tensor 'grid', but of [S0,S1] of [5, 8] "
+            "int64 on dp=2,tp=2 it has [2, 4]; the file contradicts itself",
         ),
         (
             "part",
-            "{3}: rank 3 holds a part of shape [1, 3] of tensor 'grid', but of shape [5, 7] under "
-            "[S0,S1] on [2, 2] devices it has [2, 3]; the file contradicts itself",
+            "{3}: rank 3 holds a part of shape [1, 3] of tensor 'grid', but of [S0,S1] of [5, 7] "
+            "int64 on dp=2,tp=2 it has [2, 3]; the file contradicts itself",
         ),
     ],
 )
@@ -264,22 +265,26 @@ def test_a_rank_that_contradicts_the_others(ckpt, stray, problem):
 def test_one_file_too_many(ckpt):
     shutil.copy(ckpt / NAME.format(0), ckpt / NAME.format(4))
     assert refused(ckpt) == (
-        f"{ckpt}: {NAME.format(4)} is of a rank that 4 ranks do not have; it belongs elsewhere, "
-        "move it away"
+        f"{ckpt}: 4 ranks saved one file each, but 5 are there; missing: none; wrong or doubled: "
+        f"file {NAME.format(4)}; restore the missing ones and move the others away"
     )
 
 
 def test_two_files_of_one_rank(ckpt):
     shutil.copy(ckpt / NAME.format(0), ckpt / NAME.format("00"))
     assert refused(ckpt) == (
-        f"{ckpt}: {NAME.format(0)} and {NAME.format('00')} are both of rank 0; move one of them "
+        f"{ckpt}: 4 ranks saved one file each, but 5 are there; missing: none; wrong or doubled: "
+        f"file {NAME.format(0)}, {NAME.format('00')}; restore the missing ones and move the others "
         "away"
     )
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [("model_world_size_2_rank_0.pt", "2 and 4 ranks"), ("model_rank_0.pt", "4 ranks and of anot")],
+    [
+        ("model_world_size_2_rank_0.pt", "2 and 4 ranks"),
+        ("model_rank_0.pt", "4 and an unknown number of ranks"),
+    ],
 )
 def test_files_of_two_saves(ckpt, other, said):
     shutil.copy(ckpt / NAME.format(0), ckpt / other)
@@ -339,13 +344,13 @@ def test_plain_tensors_are_whole_and_alike_on_all_ranks(tmp_path):
         ),
         (
             {"w": torch.ones(3)},
-            "tensor 'w' is float32 of shape [2], plain in {0}, but float32 of shape [3], plain in "
-            "{1}; the files are not of one save",
+            "tensor 'w' is [R] of [2] float32 on 2 in {0}, but [R] of [3] float32 on 2 in {1}; the "
+            "files are not of one save",
         ),
         (
             {"w": torch.ones(2, dtype=torch.int32)},
-            "tensor 'w' is float32 of shape [2], plain in {0}, but int32 of shape [2], plain in "
-            "{1}; the files are not of one save",
+            "tensor 'w' is [R] of [2] float32 on 2 in {0}, but [R] of [2] int32 on 2 in {1}; the "
+            "files are not of one save",
         ),
         ([torch.ones(2)], "{1}: holds a list, not a dict of tensors; save a state dict"),
         (
