@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeGuard
 
 from shardspec.boxes import Box, box_shape, box_size, row_major_boxes
 from shardspec.checkpoint import catalog
@@ -373,7 +373,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...
     return box
 
 
-def _is_text(name: object) -> bool:
+def _is_text(name: object) -> TypeGuard[str]:
     """Return whether a name can be written: a pickle may hold half characters."""
     try:
         return isinstance(name, str) and name.encode() is not None
