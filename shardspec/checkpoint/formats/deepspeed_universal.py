@@ -23,8 +23,14 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, ListedCatalog, StoredTensor
-from shardspec.checkpoint.formats.deepspeed import add_tied, beside, extras_of, shape_of
-from shardspec.checkpoint.formats.deepspeed_files import DEEPSPEED_NAMES, OPTIMIZER
+from shardspec.checkpoint.formats.deepspeed import (
+    DEEPSPEED_NAMES,
+    OPTIMIZER,
+    add_tied,
+    extras_of,
+    shape_of,
+    untrained,
+)
 from shardspec.checkpoint.formats.names import (
     DEEPSPEED,
     DEEPSPEED_MODEL,
@@ -126,7 +132,7 @@ def open_universal(directory: Path) -> ListedCatalog:
             if stored.shape != like:
                 said = f"its shape by {kind}.pt"
                 raise of_two_saves(zero / name, said, stored.shape, first.path.name, like)
-    others = beside(models if flat else models[:1], 3 if flat else 2)
+    others = untrained(models if flat else models[:1], 3 if flat else 2)
     lacking = min(others.keys() - tensors.keys(), default=None)
     if not whole and lacking is not None:
         raise CheckpointError(

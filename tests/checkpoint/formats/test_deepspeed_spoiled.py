@@ -17,7 +17,7 @@ from tests.checkpoint.formats.test_deepspeed import write
 
 REMEDIES = (
     *("restore", "move ", "name the directory", "save it again", "ds_to_universal"),
-    "check the file",
+    *("check the file", "check the path"),
 )
 TAG = "global_step2"
 
@@ -206,14 +206,14 @@ def test_a_latest_that_names_nothing_is_refused(run, said):
     (place / "latest").write_text(said)
     message = refused_by_command(place)
     assert message.startswith(f"{place / 'latest'}: ")
-    assert message.endswith("name the directory of the tag itself")
+    assert message.endswith("name the directory of the checkpoint itself")
 
 
 def test_a_latest_that_names_a_file_or_another_directory_is_refused(run):
     place = run("zero2")
     (place / "latest").write_text("notes")
     (place / "notes").write_text("x")
-    assert "name the directory of the tag itself" in refused_by_command(place)
+    assert "name the directory of the checkpoint itself" in refused_by_command(place)
     (place / "notes").unlink()
     (place / "notes").mkdir()
     refused_by_command(place)
@@ -225,6 +225,6 @@ def test_two_tags_without_latest_are_refused(run, name):
     shutil.copytree(place / TAG, place / "best")
     (place / "latest").unlink()
     assert refused_by_command(place) == (
-        f"{place}: has the tags best, {TAG} and no latest that says which counts; name the "
-        "directory of one"
+        f"{place}: has the checkpoints best, {TAG} and no latest that says which counts; name "
+        "the directory of one"
     )

@@ -248,11 +248,11 @@ def test_which_iteration_counts(saved, tmp_path):
     tracker.write_text("30")
     assert refused(root) == (
         f"{tracker}: says '30', but no such checkpoint is beside it; name the directory of the "
-        "iteration itself"
+        "checkpoint itself"
     )
     tracker.unlink()
     assert refused(root) == (
-        f"{root}: has the iterations iter_0000010, iter_0000020, release and no "
+        f"{root}: has the checkpoints iter_0000010, iter_0000020, release and no "
         "latest_checkpointed_iteration.txt that says which counts; name the directory of one"
     )
     shutil.rmtree(root / "iter_0000020")
@@ -260,7 +260,10 @@ def test_which_iteration_counts(saved, tmp_path):
     assert open_checkpoint(root).directory == root / "iter_0000010"
     for path in (root / "iter_0000010").iterdir():
         shutil.rmtree(path)
-    assert refused(root) == f"{root}/iter_0000010: is empty, there is no checkpoint in it"
+    assert (
+        refused(root)
+        == f"{root}/iter_0000010: is empty, there is no checkpoint in it; check the path"
+    )
 
 
 def test_names_of_directories_that_do_not_fit(ckpt):
