@@ -1,27 +1,22 @@
 """Loading: a plan whose holders are files, carried out by reading.
 
 Every rank reads what its own devices are to hold, and casts where the plan says so. Of copies in
-several files the first is read: were they to differ, a model would otherwise be mixed of several.
+several files the first is read: if they differed, a model would otherwise be mixed from several.
 """
 
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardspec.boxes import Box, box_size
+from shardspec.checkpoint import rank_state
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor, distinct
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
-from shardspec.checkpoint.rank_state import (
-    Described,
-    agree,
-    communicator_of_state,
-    describe,
-    world_mesh,
-)
+from shardspec.checkpoint.rank_state import agree
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into, stretches
 from shardspec.checkpoint.select import (
     Choice,
@@ -33,14 +28,16 @@ from shardspec.checkpoint.select import (
 )
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
+from shardspec.checkpoint.targets import OutputTensor
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError
-from shardspec.layout.layout import Layout, LayoutCell, SpecLike, resolve_axes
+from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed_argument
 from shardspec.resharding.copies import StateCopies, StoredLayout, flat_state
+from shardspec.text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -65,26 +62,25 @@ def load_sharded(
     Parameters
     ----------
     directory
-        A checkpoint in any format that `open_checkpoint` knows, or what that has made of it.
+        A checkpoint in any format that `open_checkpoint` reads, or one that is open.
     device_mesh
-        The devices to load into; the mesh that was saved if it is left out.
+        The devices to load into; by default the mesh that was saved.
     rules
-        Name pattern to spec, as `match_rules` takes them. What no pattern matches is sharded as it
-        was saved: over axes of the same names where both meshes name theirs, else of the same
-        numbers. If there are patterns, what none matches is replicated where the checkpoint does
-        not say how it was sharded.
+        Name pattern to spec, as `match_rules` takes them. A tensor that no pattern matches is
+        sharded as it was saved: over axes of the same names where both meshes name theirs, else of
+        the same numbers. Given any patterns, it is replicated if the checkpoint does not say how it
+        was sharded.
     into
         A state dict, as `save_sharded` takes it, whose tensors are filled in place, instead of a
         mesh and rules: DTensors, also torch's, get their shards. Each has the shape and dtype that
-        was saved. What else the checkpoint holds is not read.
+        was saved. Other tensors of the checkpoint are not read.
     include, exclude, rename
         Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
         have the new names. What these patterns leave out stays as it is in `into`.
     names
-        What makes of the tensors that were saved those of another model, as one that is served: a
-        `NameMap`, a list of some to be taken one after the other, or new names. All of the above
-        then have the names that it gives. How it was sharded says nothing of these tensors: give
-        rules.
+        Makes the tensors of another model of those that were saved: a `NameMap`, a list of maps to
+        be applied in order, or new names. All of the above then have the names that it gives. How
+        the checkpoint was sharded says nothing of these tensors: give rules.
     communicator
         Who moves shards; as for `DTensor`.
     mesh, specs
@@ -95,15 +91,15 @@ def load_sharded(
     dict
         Name to DTensor, sorted by name, in the memory of the CPU; pending reductions are finished.
         A nested state dict that `save_sharded` has written comes back nested, with its plain
-        values; what is renamed stands outside of the nesting. With `into`, that state dict: the
-        same tensors, and the values of the checkpoint.
+        values; renamed entries are at the top. With `into`, that state dict: the same tensors, and
+        the values of the checkpoint.
 
     Raises
     ------
     CheckpointError
         On every rank, if any rank cannot read what it needs, or the checkpoint contradicts itself,
-        or the rules do not fit, or `into` wants what the checkpoint does not have. Tensors of
-        `into` may then be filled in part.
+        or the rules do not fit, or `into` has what the checkpoint has not. Tensors of `into` may
+        then be partly filled.
 
     Examples
     --------
@@ -130,62 +126,79 @@ def load_sharded(
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         return _load_into(directory, into, choice, names, communicator)
     # In a job all ranks find out together whether each of them can open the checkpoint.
-    opening = communicator or communicator_of(onto or world_mesh())
+    opening = communicator or communicator_of(onto or rank_state.world_mesh())
     source = agree(opening, lambda: mapped(as_catalog(directory), names))
-    onto = onto or (communicator.mesh if communicator else source.mesh)
-    if onto is None:
+    target = onto or (communicator.mesh if communicator else source.mesh)
+    if target is None:
         raise LayoutError(
             f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh to load "
             "into (device_mesh=)"
         )
-    target = onto
     chosen = communicator or communicator_of(target)
 
-    def selected() -> tuple[dict[str, str], dict[str, Layout], dict[str, str]]:
+    def planned() -> tuple[dict[str, str], dict[str, Layout], dict[str, object], _Paths]:
         wanted = select(source, choice) if source.names else []
         old = {tensor.name: tensor.source for tensor in wanted}
-        values = plain(_saved(source)[0], choice)
-        # Names that contradict each other are refused before anything is read.
-        _nested(source, dict.fromkeys(old), old, values)
-        as_saved = partial(_as_saved, source.mesh, target, bool(by_rules))
-        layouts = layouts_by_rules(
-            target, by_rules, wanted, lambda tensor: as_saved(source.outline(tensor.source))
-        )
-        return old, layouts, values
+        values, paths = _values_and_paths(source, choice, old)
+        as_saved = partial(_spec_as_saved, source, target, bool(by_rules))
+        return old, layouts_by_rules(target, by_rules, wanted, as_saved), values, paths
 
-    old, layouts, values = agree(chosen, selected)
-    loaded = agree(chosen, lambda: _read(source, old, layouts, chosen))
-    return _nested(source, loaded, old, values)
-
-
-def _saved(source: Catalog) -> tuple[Mapping[str, object], Mapping[str, KeyPath]]:
-    """Return the plain values of a state dict that was saved, and the keys of all by name."""
-    return (source.extras, source.paths) if isinstance(source, NativeCatalog) else ({}, {})
-
-
-def _nested(
-    source: Catalog,
-    loaded: Mapping[str, object],
-    names: Mapping[str, str],
-    values: Mapping[str, str],
-) -> dict[str, Any]:
-    """Return what was loaded, nested as the state dict that was saved.
-
-    `names` has the new names of tensors with those in the checkpoint, `values` the names of values
-    in the checkpoint with the new ones.
-    """
-    known, saved = _saved(source)
-    for name, new in values.items():
-        if new in names:
-            raise CheckpointError(
-                f"tensor {names[new]!r} and value {name!r} would both be named {new!r}; rename "
-                "them apart"
-            )
-    found = {**loaded, **{new: known[name] for name, new in values.items()}}
-    paths: dict[str, KeyPath] = {new: (new,) for new in sorted(found)}
-    old = {**names, **{new: name for name, new in values.items()}}
-    paths.update({name: path for name, path in saved.items() if old.get(name, name) == name})
+    old, layouts, values, paths = agree(chosen, planned)
+    found = values | agree(chosen, lambda: _read(source, old, layouts, chosen))
     return unflatten(paths, lambda name: found.get(name, LEFT_OUT))
+
+
+_Paths: TypeAlias = dict[str, KeyPath]
+
+
+def _values_and_paths(
+    source: Catalog, choice: Choice, old: Mapping[str, str]
+) -> tuple[dict[str, object], _Paths]:
+    """Return the plain values that are wanted, and the keys of all entries in the nested result.
+
+    `old` has the names in the checkpoint of the tensors that are wanted.
+    """
+    if not isinstance(source, NativeCatalog):
+        return {}, {name: (name,) for name in sorted(old)}
+    renamed = dict(old)
+    values = {}
+    for name, new in plain(source.extras, choice).items():
+        if new in old:
+            raise CheckpointError(
+                f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename them "
+                "apart"
+            )
+        renamed[new], values[new] = name, source.extras[name]
+    paths: _Paths = {name: (name,) for name in sorted(renamed)}
+    kept = source.paths.items()
+    paths |= {name: path for name, path in kept if renamed.get(name, name) == name}
+    # Names that contradict each other are refused before anything is read.
+    unflatten(paths, lambda _: None)
+    return values, paths
+
+
+def _spec_as_saved(
+    source: Catalog, mesh: DeviceMesh, replicated: bool, tensor: OutputTensor
+) -> ShardingSpec:
+    """Return how a tensor was sharded, for another mesh; or replicated if that is not known."""
+    spec, saved = source.outline(tensor.source).spec, source.mesh
+    if spec is None or saved is None:
+        if replicated:
+            return ShardingSpec(len(tensor.shape))
+        raise LayoutError(
+            f"tensor {tensor.source!r} was saved without a spec; say in rules how to shard "
+            "tensors; what matches none of them is then replicated"
+        )
+    spec = by_axes = spec.without_partial()
+    if saved.axis_names is not None and mesh.axis_names is not None:
+        by_axes = spec.with_axes(lambda axis: saved.axis_label(saved.axis(axis)))
+    try:
+        return resolve_axes(by_axes, mesh)
+    except AxisError as error:
+        raise LayoutError(
+            f"tensor {tensor.source!r} was saved as {spec} on mesh {saved}: {error}; give a rule "
+            "with a spec that fits"
+        ) from None
 
 
 def _load_into(
@@ -196,31 +209,29 @@ def _load_into(
     communicator: Communicator | None,
 ) -> dict[str, Any]:
     """Fill the tensors of a state dict; return it with the values of the checkpoint."""
-    chosen = communicator or communicator_of_state(into)
+    chosen = communicator or rank_state.communicator_of_state(into)
 
-    def selected() -> tuple[Catalog, Described, dict[str, str], dict[str, object]]:
+    def planned() -> tuple[Catalog, rank_state.Described, dict[str, str], dict[str, object]]:
         source = mapped(as_catalog(directory), by)
-        state = describe(into, chosen)
+        state = rank_state.describe(into, chosen)
         wanted = select(source, choice) if source.names else []
         names = {tensor.name: tensor.source for tensor in wanted}
         values = {new: source.extras[name] for name, new in plain(source.extras, choice).items()}
-        for name, layout in state.layouts.items():
-            if name in names:
-                _check_into(name, layout, source.outline(names[name]))
-            elif choice.wants(name):
-                raise CheckpointError(
-                    f"{source.directory}: has no tensor {name!r}; leave it out of what is loaded "
-                    "into, exclude it, or rename one"
-                )
-        for name in state.flat.values:
-            if choice.wants(name) and name not in values:
-                raise CheckpointError(
-                    f"{source.directory}: has no value {name!r}; leave it out of what is loaded "
-                    "into, or exclude it"
-                )
+        for kind, due, known in (
+            ("tensor", state.layouts, names),
+            ("value", state.flat.values, values),
+        ):
+            for name in due:
+                if choice.wants(name) and name not in known:
+                    raise CheckpointError(
+                        f"{source.directory}: has no {kind} {name!r}; leave it out of what is "
+                        "loaded into, exclude it, or rename one"
+                    )
+        for name in state.layouts.keys() & names.keys():
+            _check_into(name, state.layouts[name], source.outline(names[name]))
         return source, state, {n: names[n] for n in state.layouts if n in names}, values
 
-    source, state, names, values = agree(chosen, selected)
+    source, state, names, values = agree(chosen, planned)
     layouts = {name: state.layouts[name] for name in names}
     agree(chosen, lambda: _read(source, names, layouts, chosen, state.shards))
     flat = state.flat
@@ -242,27 +253,7 @@ def _check_into(name: str, layout: Layout, tensor: Outline[FileBox]) -> None:
         )
 
 
-def _as_saved(
-    saved: DeviceMesh | None, mesh: DeviceMesh, replicated: bool, tensor: Outline[FileBox]
-) -> ShardingSpec:
-    """Return the cuts that were saved, for another mesh; or none where nothing is known of them."""
-    if tensor.spec is None or saved is None:
-        if replicated:
-            return ShardingSpec(len(tensor.shape))
-        raise LayoutError(
-            f"tensor {tensor.name!r} was saved without a spec; say in rules how to shard tensors; "
-            "what matches none of them is then replicated"
-        )
-    spec = by_axes = tensor.spec.without_partial()
-    if saved.axis_names is not None and mesh.axis_names is not None:
-        by_axes = spec.with_axes(lambda axis: saved.axis_label(saved.axis(axis)))
-    try:
-        return resolve_axes(by_axes, mesh)
-    except AxisError as error:
-        raise LayoutError(
-            f"tensor {tensor.name!r} was saved as {spec} on mesh {saved}: {error}; give a rule "
-            "with a spec that fits"
-        ) from None
+# --- plans whose source is a checkpoint
 
 
 def stored_layouts(
@@ -276,7 +267,7 @@ def stored_layouts(
     catalog = as_catalog(place)
     outlines = [catalog.outline(name) for name in catalog.names]
     paths = sorted({box.path for tensor in outlines for box in tensor.boxes})
-    numbers = {path: first + place for place, path in enumerate(paths)}
+    numbers = {path: first + at for at, path in enumerate(paths)}
     files = DeviceMesh(list(numbers.values()) or [first])
     known: dict[object, StoredLayout] = {}
     found: dict[str, StoredLayout] = {}
@@ -309,23 +300,20 @@ def load_by_plan(
     found: dict[str, Any] = {}
     for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
         chosen = communicator_of(mesh)
-        if chosen.addressable:
-            here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
-            _check_same_plan(plan, chosen)
-            source, into = agree(chosen, partial(_opened, plan, given, here, chosen))
-            found |= agree(chosen, partial(_read, source, {n: n for n in here}, here, chosen, into))
+        if not chosen.addressable:
+            continue
+        here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
+        digests = chosen.gather(dict.fromkeys(chosen.addressable, plan.digest[:12]))
+        first = min(digests)
+        for rank, digest in digests.items():
+            if digest != digests[first]:
+                raise LayoutError(
+                    f"rank {rank} has reshard plan {digest} where rank {first} has "
+                    f"{digests[first]}; make the same plan on every rank"
+                )
+        source, into = agree(chosen, partial(_opened, plan, given, here, chosen))
+        found |= agree(chosen, partial(_read, source, {n: n for n in here}, here, chosen, into))
     return {name: (given or found)[name] for name in layouts if name in found}
-
-
-def _check_same_plan(plan: StateCopies, communicator: Communicator) -> None:
-    digests = communicator.gather(dict.fromkeys(communicator.addressable, plan.digest[:12]))
-    first = min(digests)
-    for rank, digest in digests.items():
-        if digest != digests[first]:
-            raise LayoutError(
-                f"rank {rank} has reshard plan {digest} where rank {first} has {digests[first]}; "
-                "make the same plan on every rank"
-            )
 
 
 def _opened(
@@ -344,18 +332,22 @@ def _opened(
                 f"{plan.checkpoint}: tensor {move.source_name!r} is not as it was when the plan "
                 "was made; make the plan again"
             )
+    source = mapped(source, plan.names)
     if out is None:
-        return mapped(source, plan.names), None
+        return source, None
     if missing := [name for name in layouts if name not in out]:
-        raise LayoutError(f"tensor {missing[0]!r} is missing from the state dict")
-    given = describe({name: out[name] for name in layouts}, communicator)
+        raise LayoutError(f"tensor {shown(missing[0])} is missing from the state dict")
+    given = rank_state.describe({name: out[name] for name in layouts}, communicator)
     for name, layout in layouts.items():
         if given.layouts[name] != layout:
             raise LayoutError(
                 f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
                 "give it as the plan says"
             )
-    return mapped(source, plan.names), given.shards
+    return source, given.shards
+
+
+# --- reading
 
 
 def _read(
@@ -392,22 +384,22 @@ def _read(
             shards: dict[int, torch.Tensor] = {}
             for device in devices:
                 boxes = tuple(layout.local_boxes(device))
-                shape, dtype = layout.local_shape(device), getattr(torch, layout.dtype)
-                given = torch.empty(shape, dtype=dtype) if into is None else into[name][device]
-                shard = given.detach()
+                if into is None:
+                    dtype = getattr(torch, layout.dtype)
+                    shard = torch.empty(layout.local_shape(device), dtype=dtype)
+                else:
+                    shard = into[name][device].detach()
                 if boxes not in read:
                     for box in boxes:
-                        room = shard
-                        if len(boxes) > 1:
-                            room = shard[LayoutCell(layout, box).index(device)]
-                        _fill(room, tensor, box, files, buffers)
+                        part = rank_state.box_of_shard(shard, layout, device, box)
+                        _fill(part, tensor, box, files, buffers)
                     read[boxes] = shard
                 elif shard is not read[boxes]:
                     shard.copy_(read[boxes])
                 shards[device] = shard
-            loaded[name] = shards
-            if into is None:
-                loaded[name] = DTensor.from_shards(shards, layout, communicator)
+            loaded[name] = (
+                DTensor.from_shards(shards, layout, communicator) if into is None else shards
+            )
     source.check_unchanged()
     return loaded
 
@@ -422,9 +414,9 @@ def _fill(
         return
     stored = getattr(torch, tensor.dtype)
     flat = shard.device.type == "cpu" and shard.is_contiguous() and shard.dtype == stored
-    place = shard if flat and not (shard.is_conj() or shard.is_neg()) else None
-    room = torch.empty(shard.shape, dtype=stored) if place is None else place
+    in_place = flat and not (shard.is_conj() or shard.is_neg())
+    room = shard if in_place else torch.empty(shard.shape, dtype=stored)
     out = room.view(-1).view(torch.uint8).numpy().data
     read_box_into(tensor, box, out, files, buffers, checks=Checks(tensor))
-    if place is None:
+    if not in_place:
         shard.copy_(room)
