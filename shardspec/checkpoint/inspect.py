@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -228,7 +228,7 @@ def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     """Return what a checkpoint holds, by what describes it, which is checked; no data is read."""
     source = as_catalog(directory)
     # Many tensors are sharded alike.
-    check = MemoizedByBoxes(partial(check_tiling, tiled=set()))
+    check = MemoizedByBoxes(check_tiling)
     layout_of = lru_cache(None)(Layout)
     tensors = []
     for name in source.names:

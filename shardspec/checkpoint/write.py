@@ -304,8 +304,7 @@ def _check_tensors(
     """
     paths: set[Path] = set()
     num_bytes = 0
-    tiled: set[object] = set()
-    copies_of = MemoizedByBoxes(partial(check_tiling, tiled=tiled))
+    copies_of = MemoizedByBoxes(check_tiling)
     files_of = MemoizedByBoxes(lambda outline: {held.path for held in distinct(outline)})
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
@@ -314,7 +313,7 @@ def _check_tensors(
             # Each of several processes compares its share.
             if unsure and place % member.size == member.rank:
                 tensor = source.tensor(name)
-                for group in check_tiling(tensor, tiled):
+                for group in check_tiling(tensor):
                     check_replicas(tensor, group, files, trust_digests=verify)
             paths |= files_of(outline)
             # They tile it, for every addend once.
