@@ -1,12 +1,12 @@
 """A checkpoint under the names and shapes of another model, by a name map; nothing is copied.
 
 An equation between views says where in a source tensor the elements of a target lie. So a stored
-box of the source is a few boxes of the target, each with strides of its own in the same file, and
-whatever reads checkpoints reads the mapped one.
+box of the source is a few boxes of the target, each with strides of its own in the same file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -30,10 +30,10 @@ from shardspec.resharding.views import Factor, TensorView, View
 from shardspec.text import shown
 
 _ZEROS: Final = Path(__file__).with_name("zeros.bin")
-"""As many bytes as the widest element has, all zero: what padding is read from."""
+"""Zeros, as many bytes as the widest element has: padding is read from it."""
 
 Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap]
-"""A map, or several to be taken one after the other, or new names; others are kept."""
+"""A map, several to be applied in order, or new names; other names are kept."""
 
 
 def mapped(source: Catalog, names: Names | None) -> Catalog:
@@ -44,19 +44,20 @@ def mapped(source: Catalog, names: Names | None) -> Catalog:
     """
     given: object = names
     if isinstance(given, str):
-        raise LayoutError(f"names={shown(given)} is text; give a map: load_map makes one of a name")
-    if names is None:
-        return source
-    if isinstance(names, NameMap):
-        return _MappedCatalog(source, names)
-    if isinstance(names, Sequence):
-        for each in names:
-            source = mapped(source, each)
-        return source
-    if unknown := [name for name in names if name not in source.names]:
-        raise LayoutError(f"names= maps {shown(unknown[0])}, which {source.directory} lacks")
-    rules = (((name,), (names.get(name, name),)) for name in source.names)
-    return _MappedCatalog(source, NameMap(tuple(rules)))
+        raise LayoutError(f"names={shown(given)} is text; give a map, as load_map makes")
+    match names:
+        case None:
+            return source
+        case NameMap():
+            return _MappedCatalog(source, names)
+        case Mapping():
+            if unknown := [name for name in names if name not in source.names]:
+                raise LayoutError(
+                    f"names= maps {shown(unknown[0])}, which {source.directory} lacks"
+                )
+            rules = (((name,), (names.get(name, name),)) for name in source.names)
+            return _MappedCatalog(source, NameMap(tuple(rules)))
+    return reduce(mapped, names, source)
 
 
 def require_finished(tensor: Outline[FileBox]) -> None:
@@ -69,7 +70,7 @@ def require_finished(tensor: Outline[FileBox]) -> None:
 
 
 class _MappedCatalog(Catalog):
-    """A checkpoint as a map makes it; boxes are made when they are asked for."""
+    """A checkpoint as a map makes it; boxes are made on demand."""
 
     def __init__(self, source: Catalog, names: NameMap) -> None:
         outlines = {name: source.outline(name) for name in source.names}
@@ -107,17 +108,11 @@ class _MappedCatalog(Catalog):
                 raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
             self._padding.setdefault(target, []).append(side)
         left = {name: OpaqueValue("a tensor that the map does not use") for name in report.unused}
-        super().__init__(
-            source.format,
-            source.directory,
-            self._equations,
-            source.files,
-            source.mesh,
-            {**source.extras, **left},
-        )
+        extras = {**source.extras, **left}
+        home = source.directory
+        super().__init__(source.format, home, self._equations, source.files, source.mesh, extras)
         self.snapshot = source.snapshot
-        self._source = source
-        self._shapes = found
+        self._source, self._shapes = source, found
         self._tensors = LazyTensorCache(self._look_up)
 
     def tensor(self, name: str) -> StoredTensor:
@@ -144,7 +139,7 @@ class _MappedCatalog(Catalog):
 
 
 def _boxes(view: View, stored: StoredBox, width: int) -> Iterator[StoredBox]:
-    """Yield what a stored box of the source is of the target."""
+    """Yield the boxes of the target that a stored box of the source is."""
     strides = stored.strides or _row_major(box_shape(stored.box), width)
     steps = view.source.strides(strides, len(view.shape))
     held = [[side] for side in stored.box]
