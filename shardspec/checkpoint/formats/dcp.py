@@ -16,7 +16,7 @@ elements of a block; ``mcore_data`` has its original shape. Source: ``strategies
 """
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -50,8 +50,6 @@ _MOST_OBJECT_BYTES: Final = 2**26
 _MEGATRON_OBJECT: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
 """End of the names of Megatron-core's objects, such as ``/shard_0.1_4.2``."""
 _OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.")
-_ORIGINAL_SHAPE: Final = "nd_reformulated_orig_global_shape"
-_CONVERT: Final = "convert it with Megatron's own tools to fully_reshardable"
 
 
 class _Place(NamedTuple):
@@ -66,22 +64,26 @@ _Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Place]
 """By the name of an entry and, of a chunk, its offsets."""
 
 
+class _Chunk(NamedTuple):
+    """A box of a tensor, and the chunk that has it."""
+
+    box: Box
+    place: _Place
+    stored: tuple[int, ...]
+    """Shape of the chunk."""
+    start: int = 0
+    """Elements of the chunk before the box: a stretch of a flat tensor may be several boxes."""
+
+
 class _Entry(NamedTuple):
     """A tensor as the metadata lists it."""
 
     dtype: str
     """As torch names it (``"torch.float32"``)."""
     shape: tuple[int, ...]
-    chunks: tuple[tuple[Box, _Place], ...]
-    """Each non-empty chunk once."""
+    chunks: tuple[_Chunk, ...]
     repeated: bool
     """Whether a chunk was listed twice, as older versions of torch list replicas."""
-    block: tuple[int, ...] | None = None
-    """Shape of the blocks of which chunks are stretches, if Megatron-core made the tensor flat."""
-
-    def boxes(self, chunk: Box) -> list[tuple[Box, int]]:
-        """Return the boxes that a chunk holds, each with the number of elements before it."""
-        return [(chunk, 0)] if self.block is None else boxes_of_stretch(self.block, chunk)
 
 
 class _DcpCatalog(catalog.Catalog):
@@ -119,9 +121,8 @@ class _DcpCatalog(catalog.Catalog):
         """Return a tensor by the metadata alone."""
         entry = self._entries[name]
         boxes = tuple(
-            FileBox(box, (), self._ranks[place.file], self._files[place.file])
-            for chunk, place in entry.chunks
-            for box, _ in entry.boxes(chunk)
+            FileBox(chunk.box, (), self._ranks[chunk.place.file], self._files[chunk.place.file])
+            for chunk in entry.chunks
         )
         try:
             return Outline(name, entry.shape, dtype_name(entry.dtype), None, (), boxes)
@@ -137,27 +138,23 @@ class _DcpCatalog(catalog.Catalog):
 
     def origin(self, name: str) -> Hashable:
         """Return where its chunks lie, by the metadata."""
-        return frozenset(
-            (place.file, place.offset, box) for box, place in self._entries[name].chunks
-        )
+        chunks = self._entries[name].chunks
+        return frozenset((chunk.place.file, chunk.place.offset, chunk.box) for chunk in chunks)
 
     def _look_up(self, name: str) -> StoredTensor:
         entry, outline = self._entries[name], self.outline(name)
-        read = partial(self._read_chunk, entry, outline)
-        with prefetch_map(entry.chunks, read, prefetch_depth(self.directory)) as chunks:
-            boxes = tuple(box for chunk in chunks for box in chunk)
-        return StoredTensor(name, outline.shape, outline.dtype, None, (), boxes)
+        read = partial(self._read_chunk, outline)
+        with prefetch_map(entry.chunks, read, prefetch_depth(self.directory)) as boxes:
+            return StoredTensor(name, outline.shape, outline.dtype, None, (), tuple(boxes))
 
-    def _read_chunk(
-        self, entry: _Entry, outline: Outline[FileBox], chunk: tuple[Box, _Place]
-    ) -> list[StoredBox]:
-        box, (in_file, offset, num_bytes) = chunk
+    def _read_chunk(self, outline: Outline[FileBox], chunk: _Chunk) -> StoredBox:
+        in_file, offset, num_bytes = chunk.place
         path = self._files[in_file]
-        what = f"{path}: tensor {outline.name!r}, box {box_text(box)}"
+        what = f"{path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
         with SourceFile(path) as file:
             found = read_torch_zip(file, offset, num_bytes, what)
             value = read_torch_pickle(found.pickle(file), what)
-            said, due = f"a {type(value).__name__}", f"{list(box_shape(box))} of {outline.dtype}"
+            said, due = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
             if isinstance(value, TorchTensor):
                 said = f"{list(value.shape)} of {value.dtype}"
             if not isinstance(value, TorchTensor) or said != due:
@@ -166,15 +163,11 @@ class _DcpCatalog(catalog.Catalog):
                     "another save, restore the right one"
                 )
             place = tensor_place(value, file, found)
-        if entry.block is not None and place.strides is not None:
+        if place.strides is not None and chunk.stored != box_shape(chunk.box):
             raise CheckpointError(f"{what}: a stretch of a flat tensor has strides; it is damaged")
-        rank, size = self._ranks[in_file], item_bytes(outline.dtype)
-        return [
-            StoredBox(
-                part, (), rank, path, place.offset + start * size, place.digest, place.strides
-            )
-            for part, start in entry.boxes(box)
-        ]
+        at = place.offset + chunk.start * item_bytes(outline.dtype)
+        rank = self._ranks[in_file]
+        return StoredBox(chunk.box, (), rank, path, at, place.digest, place.strides)
 
     def _read_value(self, name: str, place: _Place) -> object:
         path = self._files[place.file]
@@ -194,15 +187,14 @@ def open_dcp(directory: Path) -> catalog.Catalog:
         if any(names.DCP_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir()):
             why = "each rank has one of its own; save with use_collectives=True"
         raise CheckpointError(f"{directory}: has no {METADATA_NAME}, {why}")
-    metadata = _read_metadata(path)
-    places = _places(metadata["storage_data"], path)
+    entries, places, flat = _read_metadata(path)
     tensors: dict[str, _Entry] = {}
     others: dict[str, _Place] = {}
-    for name, entry in metadata["state_dict_metadata"].items():
+    for name, entry in entries.items():
         try:
             match entry:
                 case Record(name="TensorStorageMetadata") if _is_text(name):
-                    tensors[name] = _entry(name, entry, places)
+                    tensors[name] = _entry(name, entry, places, flat.get(name))
                 case Record(name="BytesStorageMetadata") if _is_text(name):
                     if (name, None) not in places:
                         raise ValueError("no file holds this entry")
@@ -213,7 +205,15 @@ def open_dcp(directory: Path) -> catalog.Catalog:
             raise CheckpointError(
                 f"{path}: {name!r:.200}: {error}; the metadata contradicts itself, save again"
             ) from None
-    _restore_shapes(tensors, metadata.get("mcore_data"), path)
+    for name, tensor in tensors.items():
+        match = _OF_OPTIMIZER.match(name)
+        model = tensors.get(name[match.end() :]) if match else None
+        if model and tensor.shape != model.shape and prod(tensor.shape) == prod(model.shape):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is {list(tensor.shape)}, but that of the model "
+                f"{list(model.shape)}, and nothing says how it was made flat (mcore_data); convert "
+                "it with Megatron's own tools to fully_reshardable"
+            )
     by_file: dict[str, list[_Place]] = {}
     for place in places.values():
         by_file.setdefault(place.file, []).append(place)
@@ -289,18 +289,20 @@ _NAMES: Final[unpickler.Names] = {
 }
 
 
-def _read_metadata(path: Path) -> dict[str, dict[object, object]]:
-    """Return the members of the metadata that are dicts; those that are needed are there."""
+def _read_metadata(
+    path: Path,
+) -> tuple[dict[object, object], _Places, dict[object, object]]:
+    """Return the entries, where they are stored, and what Megatron-core says of flat tensors."""
     with SourceFile(path) as file:
         data = file.read(0, min(file.num_bytes, unpickler.MOST_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata")
     if not isinstance(root, Record) or root.name not in ("Metadata", "MCoreMetadata"):
         raise CheckpointError(f"{path}: is no metadata of a torch distributed checkpoint")
-    needed = ("state_dict_metadata", "storage_data", "mcore_data")
-    found = {key: value for key in needed if isinstance(value := root.get(key), dict)}
-    if not found.keys() >= {*needed[:2]}:
-        raise CheckpointError(f"{path}: lacks its list of entries or of files; it is damaged")
-    return found
+    flat = root.get("mcore_data") or {}
+    match root.get("state_dict_metadata"), root.get("storage_data"), flat:
+        case (dict() as entries, dict() as storage, dict()):
+            return entries, _places(storage, path), flat
+    raise CheckpointError(f"{path}: lacks its list of entries or of files; it is damaged")
 
 
 def _places(storage: dict[object, object], path: Path) -> _Places:
@@ -332,19 +334,19 @@ def _places(storage: dict[object, object], path: Path) -> _Places:
     return places
 
 
-def _entry(name: str, entry: Record, places: _Places) -> _Entry:
+def _entry(name: str, entry: Record, places: _Places, flat: object) -> _Entry:
     """Return what the metadata says of a tensor; raises `ValueError` if it is contradictory."""
     match entry.get("properties"), entry.get("chunks"):
-        case (Record(state=(Global() as dtype, *_)), list() as chunks):
+        case (Record(state=(Global() as dtype, *_)), list() as listed):
             shape, size = sizes_of(entry.get("size")), 0
         case _:
             raise ValueError("it has no dtype or no chunks")
     # Other dtypes are refused when the tensor is asked for.
     with suppress(DTypeError):
         size = item_bytes(dtype_name(dtype.name))
-    boxes: dict[Box, _Place] = {}
+    boxes: dict[Box, _Chunk] = {}
     repeated = False
-    for chunk in chunks:
+    for chunk in listed:
         if not isinstance(chunk, Record):
             raise ValueError(f"a chunk is a {type(chunk).__name__}")
         offsets, sizes = sizes_of(chunk.get("offsets")), sizes_of(chunk.get("sizes"))
@@ -360,8 +362,23 @@ def _entry(name: str, entry: Record, places: _Places) -> _Entry:
                 "not hold it"
             )
         repeated |= box in boxes
-        boxes[box] = place
-    return _Entry(dtype.name, shape, tuple(boxes.items()), repeated)
+        boxes[box] = _Chunk(box, place, sizes)
+    chunks = tuple(boxes.values())
+    match flat:
+        case None | dict() if not flat:
+            return _Entry(dtype.name, shape, chunks, repeated)
+        case {"nd_reformulated_orig_global_shape": original, **rest} if not rest:
+            whole = sizes_of(original)
+            chunks = tuple(
+                chunk._replace(box=part, start=start)
+                for chunk in chunks
+                for part, start in unflattened(shape, whole, chunk.box)
+            )
+            return _Entry(dtype.name, whole, chunks, repeated)
+    raise ValueError(
+        f"mcore_data says {flat!r:.100} of it, as no version of Megatron-core up to 0.16 does; "
+        "convert it with Megatron's own tools to fully_reshardable"
+    )
 
 
 @lru_cache(1 << 17)  # many tensors are sharded alike
@@ -381,71 +398,29 @@ def _is_text(name: object) -> TypeGuard[str]:
         return False
 
 
-# --- Megatron-core's flat tensors
+def unflattened(
+    flat: tuple[int, ...], shape: tuple[int, ...], chunk: Box
+) -> Iterator[tuple[Box, int]]:
+    """Yield the boxes that a chunk of a flat tensor holds, each with the elements before it.
 
-
-def _restore_shapes(tensors: dict[str, _Entry], said: object, path: Path) -> None:
-    """Give flat tensors their original shapes, and compare the optimizer's with the model's."""
-    for name, data in (said if isinstance(said, dict) else {}).items():
-        if (
-            not isinstance(data, dict)
-            or not isinstance(name, str)
-            or data.keys() - {_ORIGINAL_SHAPE}
-        ):
-            raise CheckpointError(
-                f"{path}: says of {name!r:.200} what no version of Megatron-core up to 0.16 does "
-                f"(mcore_data); {_CONVERT}"
-            )
-        if not data or name not in tensors:
-            continue
-        try:
-            shape = sizes_of(data[_ORIGINAL_SHAPE])
-            block = block_of(tensors[name].shape, shape)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path}: tensor {name!r}: {error}; the metadata contradicts itself, save again"
-            ) from None
-        tensors[name] = tensors[name]._replace(shape=shape, block=block)
-    for name, entry in tensors.items():
-        match = _OF_OPTIMIZER.match(name)
-        model = tensors.get(name[match.end() :]) if match else None
-        if model and entry.shape != model.shape and prod(entry.shape) == prod(model.shape):
-            raise CheckpointError(
-                f"{path}: tensor {name!r} is {list(entry.shape)}, but that of the model "
-                f"{list(model.shape)}, and nothing says how it was made flat (mcore_data); "
-                f"{_CONVERT}"
-            )
-
-
-def block_of(flat: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the blocks of a flat tensor: `flat` is their number a dim, and size."""
+    >>> list(unflattened((2, 1, 6), (4, 3), ((1, 2), (0, 1), (2, 6))))
+    [(((2, 3), (2, 3)), 0), (((3, 4), (0, 3)), 1)]
+    """
     *counts, elements = flat or (-1,)
     block = tuple(size // max(1, count) for size, count in zip(shape, counts, strict=False))
     whole = tuple(count * size for count, size in zip(counts, block, strict=False))
-    if len(counts) != len(shape) or whole != shape or prod(block) != elements:
+    *at, (lo, hi) = chunk or ((0, 0),)
+    several = any(end - start != 1 for start, end in at)
+    if len(counts) != len(shape) or whole != shape or prod(block) != elements or several:
         raise ValueError(
             f"it is said to be flat, {list(flat)}, of shape {list(shape)}, which is not made of "
-            "such blocks"
+            f"such blocks, or its chunk {box_text(chunk)} is of several"
         )
-    return block
-
-
-def boxes_of_stretch(block: tuple[int, ...], chunk: Box) -> list[tuple[Box, int]]:
-    """Return the boxes that a chunk of a flat tensor holds, and the elements before each.
-
-    >>> boxes_of_stretch((2, 3), ((1, 2), (0, 1), (2, 6)))
-    [(((2, 3), (2, 3)), 0), (((3, 4), (0, 3)), 1)]
-    """
-    *at, (lo, hi) = chunk
-    if any(end - start != 1 for start, end in at):
-        raise CheckpointError(f"a chunk {chunk} of a flat tensor is of several blocks; save again")
-    found = []
     done = 0
     for inner in row_major_boxes(block, lo, hi):
         box = tuple(
             (first + start * size, last + start * size)
             for (first, last), (start, _), size in zip(inner, at, block, strict=True)
         )
-        found.append((box, done))
+        yield box, done
         done += box_size(box)
-    return found

@@ -292,17 +292,16 @@ def _kept(run: _Run) -> tuple[_ByRank, _ByRank]:
 def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _Lines]:
     """Return the flat tensors of every kind in order; all have the lengths that are needed."""
     stage, ranks = run.stage, len(run.optimizers)
-    groups = sorted(group for kind, group in flat if kind == _WEIGHT)
-    count = max(1, len(groups)) if stage == 3 else len(needed)
-    if groups != list(range(count)):
-        path, listed = run.optimizers[0].path, list(range(count))
-        raise of_two_saves(path, "the list of flat groups", groups, run.models[0].path, listed)
+    groups = range(1 + max((group for kind, group in flat if kind == _WEIGHT), default=0))
+    if stage < 3:
+        groups = range(max(len(groups), len(needed)))
     lines: dict[str, _Lines] = {kind: {} for kind in (_WEIGHT, *(kind for kind, _ in flat))}
     for kind, group in product(lines, groups):
         parts = flat.get((kind, group), {})
-        if stage < 3 and not parts:
+        if stage < 3 and kind != _WEIGHT and not parts:
             continue  # the optimizer keeps nothing of a group that was never updated
-        first = flat[_WEIGHT, group].get(0)
+        first = flat.get((_WEIGHT, group), {}).get(0)
+        total = needed[group] if stage < 3 and group < len(needed) else 0
         for rank, state in enumerate(run.optimizers):
             line = lines[kind].setdefault(rank if stage == 3 else group, [])
             if stage == 3:
@@ -311,9 +310,9 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _Lines]
                 due = {rest if first is None or group == groups[-1] else first.local.shape[0]}
             else:
                 # Behind the last parameter ranks have padding, or leave it out.
-                share = -(-needed[group] // (2 * ranks)) * 2
+                share = -(-total // (2 * ranks)) * 2
                 start = rank * share
-                due = {share, min(max(0, needed[group] - start), share)}
+                due = {share, min(max(0, total - start), share)}
             part = parts.get(rank)
             if part is None or part.local.shape[0] not in due:
                 length = 0 if part is None else part.local.shape[0]

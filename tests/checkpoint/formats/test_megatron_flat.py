@@ -6,8 +6,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from shardspec.checkpoint.formats.dcp import block_of, boxes_of_stretch
-from shardspec.errors import CheckpointError
+from shardspec.checkpoint.formats.dcp import unflattened
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,7 @@ def test_every_stretch_is_where_a_reshape_of_its_block_puts_it(
             if lo >= hi:
                 continue
             chunk = (*((i, i + 1) for i in at), (lo, hi))
-            found = boxes_of_stretch(block, chunk)
+            found = list(unflattened((*counts, elements), shape, chunk))
             held = [whole[tuple(slice(*side) for side in box)].reshape(-1) for box, _ in found]
             assert np.array_equal(np.concatenate(held), flat[lo:hi])
             starts = [start for _, start in found]
@@ -35,8 +34,6 @@ def test_every_stretch_is_where_a_reshape_of_its_block_puts_it(
 
 
 def test_blocks_are_those_that_make_up_the_tensor() -> None:
-    assert block_of((4, 4, 1, 4096), (4, 256, 64)) == (1, 64, 64)
-    assert block_of((1, 64), (64,)) == (64,)
     for flat, shape in (
         ((4, 3, 1, 4096), (4, 256, 64)),
         ((4, 4, 1, 4095), (4, 256, 64)),
@@ -44,7 +41,8 @@ def test_blocks_are_those_that_make_up_the_tensor() -> None:
         ((0, 64), (64,)),
         ((), (64,)),
     ):
+        chunk = (*((0, 1) for _ in flat[1:]), (0, 1)) if flat else ()
         with pytest.raises(ValueError, match="not made of such blocks"):
-            block_of(flat, shape)
-    with pytest.raises(CheckpointError, match="several blocks"):
-        boxes_of_stretch((2, 2), ((0, 2), (0, 1), (0, 4)))
+            list(unflattened(flat, shape, chunk))
+    with pytest.raises(ValueError, match="is of several"):
+        list(unflattened((2, 2, 4), (4, 4), ((0, 2), (0, 1), (0, 4))))
