@@ -19,7 +19,7 @@ stage 3 cannot be detected**; those of stages 1 and 2 say where they belong
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -124,10 +124,11 @@ def open_deepspeed(directory: Path) -> ListedCatalog:
         if run.stage == 3:
             weights = lines[_WEIGHT][0]
             group = bisect_right(weights, one.start, key=lambda piece: piece.start) - 1
-        kept = dict(of_groups.get(group, {}))
-        for kind, line in lines.items():
-            if run.stage == 3 or group in line:
-                kept[kind] = _tensor(one, line, run.stage)
+        kept = of_groups.get(group, {}) | {
+            kind: _tensor(one, line, run.stage)
+            for kind, line in lines.items()
+            if run.stage == 3 or group in line
+        }
         for kind, tensor in kept.items():
             name = f"optimizer.{kind}.{one.name}" if kind else one.name
             tensors[name] = replace(tensor, name=name)
@@ -156,9 +157,8 @@ def _read_run(place: Path) -> _Run:
             f"{place}: {parallel} is of a run with tensor parallel ranks, experts or pipeline "
             f"stages, which are not read; make a Universal Checkpoint of it: {TO_UNIVERSAL}"
         )
-    optimizers = read_torch_states(
-        _files(place, there, names.DEEPSPEED_OPTIMIZER, None), DEEPSPEED_NAMES
-    )
+    paths = _files(place, there, names.DEEPSPEED_OPTIMIZER, None)
+    optimizers = read_torch_states(paths, DEEPSPEED_NAMES)
     stage, ranks = _number(optimizers[0], "zero_stage"), len(optimizers)
     if stage not in (1, 2, 3):
         raise CheckpointError(
@@ -216,49 +216,47 @@ def _files(
 def _number(state: TorchState, key: str) -> int | None:
     """Return a number of an optimizer's state, however DeepSpeed has wrapped it."""
     value = state.extras.get(f"{OPTIMIZER}.{key}")
-    if isinstance(value, Record) and len(value.args) == 1:
-        (value,) = value.args
-    if isinstance(value, list):
-        value = max((one for one in value if type(one) is int), default=None)
-    return value if type(value) is int else None
+    values = value.args if isinstance(value, Record) else value
+    values = values if isinstance(values, list | tuple) else [values]
+    return max((one for one in values if type(one) is int), default=None)
 
 
 # --- flat tensors
 
 
-def shape_of(state: TorchState, name: object, value: object) -> tuple[str, tuple[int, ...]]:
-    """Return the name and shape of a parameter, as a model's file says them."""
+def shapes_of(state: TorchState, said: object) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of parameters, as a model's file says them."""
     try:
-        if isinstance(name, str):
-            return name, sizes_of(value)
+        if isinstance(said, dict) and all(isinstance(name, str) for name in said):
+            return {name: sizes_of(value) for name, value in said.items()}
     except ValueError:
         pass
     raise CheckpointError(
-        f"{state.path}: says of parameter {name!r:.200} that it has shape {value!r:.60}; the file "
-        "was changed, restore it"
+        f"{state.path}: says {said!r:.200} where names and shapes of parameters are due "
+        "(param_shapes); the file was changed, restore it"
     )
 
 
 def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
     """Return where parameters lie, and the length of each line that they need."""
-    model, ranks = run.models[0], len(run.optimizers)
+    optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
-    said = run.optimizers[0].extras.get(f"{OPTIMIZER}.param_alignment_paddings")
+    said = optimizer.extras.get(f"{OPTIMIZER}.param_alignment_paddings")
     paddings = said if isinstance(said, list) and run.stage < 3 else []
     found: list[_Parameter] = []
     needed: list[int] = []
     at = 0
-    for number, group in enumerate(groups if isinstance(groups, list) else [None]):
+    for number, group in enumerate(groups if isinstance(groups, list) else [groups]):
         at = at if run.stage == 3 else 0
-        shapes = group if isinstance(group, dict) else {}
+        shapes = shapes_of(model, group)
         gaps = paddings[number] if number < len(paddings) else [0] * len(shapes)
-        if shapes is not group or not isinstance(gaps, list) or len(gaps) != len(shapes):
+        counts = isinstance(gaps, list) and all(type(gap) is int and gap >= 0 for gap in gaps)
+        if not counts or len(gaps) != len(shapes):
             raise CheckpointError(
-                f"{model.path}: has no param_shapes, or other ones than the optimizer's "
-                "param_alignment_paddings, and flat tensors cannot be taken apart; restore the file"
+                f"{optimizer.path}: param_alignment_paddings has {gaps!r:.60} for {len(shapes)} "
+                f"parameters in {model.path}; restore the files of one save"
             )
-        for (key, value), gap in zip(shapes.items(), gaps, strict=True):
-            name, shape = shape_of(model, key, value)
+        for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             found.append(_Parameter(name, shape, number, at))
             at += -(-prod(shape) // ranks) if run.stage == 3 else prod(shape) + gap
         needed.append(at)
@@ -292,9 +290,8 @@ def _kept(run: _Run) -> tuple[_ByRank, _ByRank]:
 def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _Lines]:
     """Return the flat tensors of every kind in order; all have the lengths that are needed."""
     stage, ranks = run.stage, len(run.optimizers)
-    groups = range(1 + max((group for kind, group in flat if kind == _WEIGHT), default=0))
-    if stage < 3:
-        groups = range(max(len(groups), len(needed)))
+    count = sum(kind == _WEIGHT for kind, _ in flat)
+    groups = range(max(count, 1 if stage == 3 else len(needed)))
     lines: dict[str, _Lines] = {kind: {} for kind in (_WEIGHT, *(kind for kind, _ in flat))}
     for kind, group in product(lines, groups):
         parts = flat.get((kind, group), {})
@@ -411,11 +408,10 @@ def untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTenso
         # With stage 3 the files have no elements of parameters here.
         if name != key and (stage < 3 or 0 not in found.local.shape):
             tensors[name] = whole_tensor(name, model.path, found)
-    for key, value in _under(model, "frozen_param_shapes").items():
-        name, shape = shape_of(model, key, value)
+    for name, shape in shapes_of(model, _under(model, "frozen_param_shapes")).items():
         due = (-(-prod(shape) // len(models)),) if stage == 3 else shape
         lines: _Lines = {}
-        for rank, state in enumerate(models if stage == 3 else models[:1]):
+        for rank, state in enumerate(models[: len(models) if stage == 3 else 1]):
             part = state.tensors.get(f"frozen_param_fragments.{name}")
             if part is None or part.local.shape != due:
                 raise CheckpointError(
@@ -423,11 +419,9 @@ def untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTenso
                     f"{name!r} of shape {list(shape)}; the file was changed, restore it"
                 )
             lines[rank] = [_Piece(rank, state.path, part, 0)]
-        tensors[name] = (
-            _tensor(_Parameter(name, shape), lines, stage)
-            if stage == 3
-            else whole_tensor(name, model.path, lines[0][0].tensor)
-        )
+            tensors[name] = whole_tensor(name, state.path, part)
+        if stage == 3:
+            tensors[name] = _tensor(_Parameter(name, shape), lines, stage)
     return tensors
 
 
@@ -438,7 +432,7 @@ def add_tied(model: TorchState, tensors: dict[str, StoredTensor]) -> None:
             tensors[alias] = replace(tensors[target], name=alias)
 
 
-def _under(state: TorchState, key: str) -> Mapping[str, object]:
+def _under(state: TorchState, key: str) -> dict[str, object]:
     """Return the entries of a dict that was flattened."""
     start = f"{key}."
     return {k.removeprefix(start): v for k, v in state.extras.items() if k.startswith(start)}

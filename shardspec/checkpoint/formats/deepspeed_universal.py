@@ -91,8 +91,7 @@ def open_universal(directory: Path) -> ListedCatalog:
     for model in models:
         groups = model.extras.get("param_shapes")
         for group in groups if isinstance(groups, list) else ():
-            if isinstance(group, dict):
-                due.update(deepspeed.shape_of(model, *one) for one in group.items())
+            due.update(deepspeed.shapes_of(model, group))
     zero = file_inside(directory, "zero", directory)
     files, tensors = _tensors(zero, due if stage3 else {})
     kinds = sorted({kind for name, kind in files if name in due} | {_WEIGHT})
