@@ -7,11 +7,11 @@ several files the first is read: if they differed, a model would otherwise be mi
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint import rank_state
-from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor, distinct
+from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, mapped, require_finished
@@ -124,57 +124,61 @@ def load_sharded(
     if into is not None:
         if onto is not None or by_rules:
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
-        return _load_into(directory, into, choice, names, communicator)
+        chosen = communicator or rank_state.communicator_of_state(into)
+    else:
+        chosen = communicator or communicator_of(onto or rank_state.world_mesh())
     # In a job all ranks find out together whether each of them can open the checkpoint.
-    opening = communicator or communicator_of(onto or rank_state.world_mesh())
-    source = agree(opening, lambda: mapped(as_catalog(directory), names))
-    target = onto or (communicator.mesh if communicator else source.mesh)
-    if target is None:
-        raise LayoutError(
-            f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh to load "
-            "into (device_mesh=)"
-        )
-    chosen = communicator or communicator_of(target)
-
-    def planned() -> tuple[dict[str, str], dict[str, Layout], dict[str, object], _Paths]:
-        wanted = select(source, choice) if source.names else []
-        old = {tensor.name: tensor.source for tensor in wanted}
-        values, paths = _values_and_paths(source, choice, old)
-        as_saved = partial(_spec_as_saved, source, target, bool(by_rules))
-        return old, layouts_by_rules(target, by_rules, wanted, as_saved), values, paths
-
-    old, layouts, values, paths = agree(chosen, planned)
-    found = values | agree(chosen, lambda: _read(source, old, layouts, chosen))
-    return unflatten(paths, lambda name: found.get(name, LEFT_OUT))
-
-
-_Paths: TypeAlias = dict[str, KeyPath]
-
-
-def _values_and_paths(
-    source: Catalog, choice: Choice, old: Mapping[str, str]
-) -> tuple[dict[str, object], _Paths]:
-    """Return the plain values that are wanted, and the keys of all entries in the nested result.
-
-    `old` has the names in the checkpoint of the tensors that are wanted.
-    """
-    if not isinstance(source, NativeCatalog):
-        return {}, {name: (name,) for name in sorted(old)}
-    renamed = dict(old)
-    values = {}
-    for name, new in plain(source.extras, choice).items():
-        if new in old:
-            raise CheckpointError(
-                f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename them "
-                "apart"
+    source = agree(chosen, lambda: mapped(as_catalog(directory), names))
+    if into is not None:
+        plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
+    else:
+        target = onto or (communicator.mesh if communicator else source.mesh)
+        if target is None:
+            raise LayoutError(
+                f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh to "
+                "load into (device_mesh=)"
             )
-        renamed[new], values[new] = name, source.extras[name]
-    paths: _Paths = {name: (name,) for name in sorted(renamed)}
-    kept = source.paths.items()
-    paths |= {name: path for name, path in kept if renamed.get(name, name) == name}
+        chosen = communicator or communicator_of(target)
+        plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, by_rules))
+    loaded = agree(chosen, lambda: _read(source, plan.names, plan.layouts, chosen, plan.shards))
+    found = {**loaded, **plan.found}
+    return unflatten(plan.paths, lambda name: found.get(name, LEFT_OUT))
+
+
+class _Plan(NamedTuple):
+    """What is read, and where it goes in the nested result."""
+
+    names: Mapping[str, str]
+    """Name of each tensor to that in the checkpoint."""
+    layouts: Mapping[str, Layout]
+    paths: Mapping[str, KeyPath]
+    found: Mapping[str, object]
+    """Entries of the result that are not read."""
+    shards: "Mapping[str, Mapping[int, torch.Tensor]] | None" = None
+    """Those to fill."""
+
+
+def _plan_by_rules(
+    source: Catalog, choice: Choice, mesh: DeviceMesh, rules: Mapping[str, SpecLike]
+) -> _Plan:
+    wanted = select(source, choice) if source.names else []
+    old = {tensor.name: tensor.source for tensor in wanted}
+    as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
+    renamed, values, kept = dict(old), {}, {}
+    if isinstance(source, NativeCatalog):
+        for name, new in plain(source.extras, choice).items():
+            if new in old:
+                raise CheckpointError(
+                    f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename "
+                    "them apart"
+                )
+            renamed[new], values[new] = name, source.extras[name]
+        kept = {n: path for n, path in source.paths.items() if renamed.get(n, n) == n}
+    paths: dict[str, KeyPath] = {name: (name,) for name in sorted(renamed)}
+    paths |= kept
     # Names that contradict each other are refused before anything is read.
     unflatten(paths, lambda _: None)
-    return values, paths
+    return _Plan(old, layouts_by_rules(mesh, rules, wanted, as_saved), paths, values)
 
 
 def _spec_as_saved(
@@ -201,56 +205,37 @@ def _spec_as_saved(
         ) from None
 
 
-def _load_into(
-    directory: Path | str | Catalog,
-    into: Mapping[str, Any],
-    choice: Choice,
-    by: Names | None,
-    communicator: Communicator | None,
-) -> dict[str, Any]:
-    """Fill the tensors of a state dict; return it with the values of the checkpoint."""
-    chosen = communicator or rank_state.communicator_of_state(into)
-
-    def planned() -> tuple[Catalog, rank_state.Described, dict[str, str], dict[str, object]]:
-        source = mapped(as_catalog(directory), by)
-        state = rank_state.describe(into, chosen)
-        wanted = select(source, choice) if source.names else []
-        names = {tensor.name: tensor.source for tensor in wanted}
-        values = {new: source.extras[name] for name, new in plain(source.extras, choice).items()}
-        for kind, due, known in (
-            ("tensor", state.layouts, names),
-            ("value", state.flat.values, values),
-        ):
-            for name in due:
-                if choice.wants(name) and name not in known:
-                    raise CheckpointError(
-                        f"{source.directory}: has no {kind} {name!r}; leave it out of what is "
-                        "loaded into, exclude it, or rename one"
-                    )
-        for name in state.layouts.keys() & names.keys():
-            _check_into(name, state.layouts[name], source.outline(names[name]))
-        return source, state, {n: names[n] for n in state.layouts if n in names}, values
-
-    source, state, names, values = agree(chosen, planned)
-    layouts = {name: state.layouts[name] for name in names}
-    agree(chosen, lambda: _read(source, names, layouts, chosen, state.shards))
+def _plan_into(
+    source: Catalog, choice: Choice, into: Mapping[str, Any], communicator: Communicator
+) -> _Plan:
+    state = rank_state.describe(into, communicator)
+    wanted = select(source, choice) if source.names else []
+    names = {tensor.name: tensor.source for tensor in wanted}
+    values = {new: source.extras[name] for name, new in plain(source.extras, choice).items()}
     flat = state.flat
-    kept = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
-    return unflatten({name: flat.paths.get(name, (name,)) for name in kept}, kept.__getitem__)
-
-
-def _check_into(name: str, layout: Layout, tensor: Outline[FileBox]) -> None:
-    """Raise unless a tensor that is to be filled is as the checkpoint has it."""
-    if (tensor.shape, tensor.dtype) != (layout.global_shape, layout.dtype):
-        raise CheckpointError(
-            f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
-            f"checkpoint has {list(tensor.shape)} {tensor.dtype}; make them alike"
-        )
-    if layout.spec.partials:
-        raise LayoutError(
-            f"tensor {name!r}: spec {layout.spec} has pending reductions, but a loaded tensor has "
-            "none; redistribute it first"
-        )
+    for kind, due, known in (("tensor", state.layouts, names), ("value", flat.values, values)):
+        for name in due:
+            if choice.wants(name) and name not in known:
+                raise CheckpointError(
+                    f"{source.directory}: has no {kind} {name!r}; leave it out of what is loaded "
+                    "into, exclude it, or rename one"
+                )
+    layouts = {name: layout for name, layout in state.layouts.items() if name in names}
+    for name, layout in layouts.items():
+        tensor = source.outline(names[name])
+        if (tensor.shape, tensor.dtype) != (layout.global_shape, layout.dtype):
+            raise CheckpointError(
+                f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
+                f"checkpoint has {list(tensor.shape)} {tensor.dtype}; make them alike"
+            )
+        if layout.spec.partials:
+            raise LayoutError(
+                f"tensor {name!r}: spec {layout.spec} has pending reductions, but a loaded tensor "
+                "has none; redistribute it first"
+            )
+    found = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
+    paths = {name: flat.paths.get(name, (name,)) for name in found}
+    return _Plan(names, layouts, paths, found, state.shards)
 
 
 # --- plans whose source is a checkpoint

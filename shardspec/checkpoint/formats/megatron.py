@@ -35,6 +35,7 @@ from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.state import (
     StateTensor,
     TorchState,
+    check_no_copies,
     of_two_saves,
     plain_value,
     read_torch_states,
@@ -130,7 +131,14 @@ def open_megatron(
     tensors = tensor_parallel.merged_tensors(chunks, _rules(rules, files[0]))
     _check_layers(directory, files[0], tensors)
     if not ordered:
-        _check_copies(files, tensors)
+        boxes = ((tensor.shape, box) for tensor in tensors.values() for box in tensor.boxes)
+        sharded = {box.path for shape, box in boxes if box_shape(box.box) != shape}
+        for expert in range(experts):  # experts may have started alike on all of their ranks
+            check_no_copies(
+                file.state
+                for file in files
+                if file.expert == expert and (file.path in sharded or file.tensor_rank == 0)
+            )
     mesh = None
     if len(chunks) == 1:
         mesh = DeviceMesh(range(tensor_ranks), (tensor_ranks,), axis_names=("tp",))
@@ -245,31 +253,6 @@ def _ordered(files: Sequence[_File]) -> bool:
                 "swapped, copied or not of one save, restore their places"
             )
     return True
-
-
-def _check_copies(files: Sequence[_File], tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that no two files hold the same parts of a model, by the digests of torch's zips."""
-    sharded = {
-        box.path
-        for tensor in tensors.values()
-        for box in tensor.boxes
-        if box_shape(box.box) != tensor.shape
-    }
-    seen: dict[object, _File] = {}
-    for file in files:
-        held = frozenset(
-            (name, found.local.shape, found.place.digest.crc32)
-            for name, found in file.state.tensors.items()
-            if _MODEL.fullmatch(name) and found.place.digest is not None
-        )
-        # Experts may have started alike on all expert parallel ranks.
-        first = seen.setdefault((file.expert, held), file)
-        # Ranks of one stage are alike where no rule shards anything.
-        if held and first is not file and (first.stage != file.stage or file.path in sharded):
-            raise CheckpointError(
-                f"{first.path} and {file.path} hold the same parts of the model; one is a copy in "
-                "the place of another rank's file, restore that"
-            )
 
 
 def _check_layers(place: Path, file: _File, tensors: Mapping[str, StoredTensor]) -> None:

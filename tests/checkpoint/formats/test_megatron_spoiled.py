@@ -100,8 +100,7 @@ def test_ranks_that_are_not_said(tmp_path, how):
     first, _, last = (path.read_bytes() for path in paths)
     paths[2].write_bytes(first)
     assert refused(ckpt, **OPTIONS) == (
-        f"{paths[0]} and {paths[2]} hold the same parts of the model; one is a copy in the place "
-        "of another rank's file, restore that"
+        f"{paths[2]}: holds just what {paths[0]} does; one is a copy of the other, restore it"
     )
     paths[0].write_bytes(last)
     found = read_whole(ckpt, **OPTIONS)
