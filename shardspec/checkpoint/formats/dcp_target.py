@@ -8,7 +8,7 @@ from functools import lru_cache
 from io import BytesIO
 from itertools import chain
 from math import prod
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 from zipfile import BadZipFile, ZipFile
 from zlib import error as ZlibError
 
@@ -34,6 +34,7 @@ from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
+_INFO: Final = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 _Place: TypeAlias = tuple[str, int, int]
 """File, offset and number of bytes."""
@@ -63,10 +64,10 @@ def dcp_target(
         # Released one by one: together they take as much memory as what is made of them.
         for entry in assigned.pop(rank):
             tensor = by_name[entry.tensor]
-            archive = _archive(box_shape(entry.box), tensor.dtype)
-            extents.append(Extent(tensor, entry.box, end + archive.start))
-            chunks[tensor.name].append((entry.box, (file, end, archive.num_bytes)))
-            end += archive.num_bytes
+            _, start, num_bytes = _archive(box_shape(entry.box), tensor.dtype)
+            extents.append(Extent(tensor, entry.box, end + start))
+            chunks[tensor.name].append((entry.box, (file, end, num_bytes)))
+            end += num_bytes
         raw = []
         for name, value in others.items() if rank == mesh.ids[0] else ():
             data = _value_bytes(value)
@@ -83,40 +84,32 @@ def dcp_target(
     return Target(tuple(files), directory=True, last=last, digested=True)
 
 
-class _Archive(NamedTuple):
-    """What torch.save writes for a tensor; it depends on shape and dtype only."""
-
-    plan: writer.ZipPlan
-    start: int
-    """Where the bytes of the tensor begin."""
-    num_bytes: int
-
-
 @lru_cache(64)  # a model has few shapes
-def _archive(shape: tuple[int, ...], dtype: str) -> _Archive:
+def _archive(shape: tuple[int, ...], dtype: str) -> tuple[writer.ZipPlan, int, int]:
+    """Return what torch.save writes for a tensor, where its bytes begin, and the size of all."""
     plan = writer.ZipPlan()
     size = prod(shape) * item_bytes(dtype)
     (start,) = writer.add_state(plan, writer.tensor_value(shape, dtype, "0"), [("0", size)])
-    return _Archive(plan, start, plan.num_bytes)
+    return plan, start, plan.num_bytes
 
 
 def _output_file(
     name: str, num_bytes: int, extents: Sequence[Extent], values: Sequence[RawBytes]
 ) -> OutputFile:
-    def around(extent: Extent) -> tuple[writer.ZipPlan, int]:
-        """Return the archive of an extent, and where in the file it starts."""
-        archive = _archive(box_shape(extent.box), extent.tensor.dtype)
-        return archive.plan, extent.offset - archive.start
+    def archive(number: int) -> tuple[writer.ZipPlan, int]:
+        extent = extents[number]
+        plan, start, _ = _archive(box_shape(extent.box), extent.tensor.dtype)
+        return plan, extent.offset - start
 
     def head(number: int) -> RawBytes:
         if number >= len(extents):
             return values[number - len(extents)]
-        plan, at = around(extents[number])
+        plan, at = archive(number)
         return RawBytes(at, plan.pieces()[0].data)
 
     def trailer(crcs: Sequence[int], first: int = 0) -> Sequence[RawBytes]:
         def tail(number: int) -> RawBytes:
-            plan, at = around(extents[first + number])
+            plan, at = archive(first + number)
             (after,) = plan.late([crcs[first + number]])
             return RawBytes(at + after.offset, after.data)
 
@@ -155,41 +148,41 @@ def _metadata(
 ) -> Made:
     """Return the content of `.metadata`; its items are made as they are written."""
 
-    def stored(name: str, box: Box | None, number: int | None, place: _Place) -> tuple[Made, Made]:
+    def made(kind: str, state: object = None) -> Made:
+        return Made(Name(_MODULE, kind), state)
+
+    def size(sizes: Sequence[int]) -> Call:
+        return Call(Name("torch", "Size"), (tuple(sizes),))
+
+    def stored(
+        name: str, place: _Place, box: Box | None = None, number: int | None = None
+    ) -> tuple[Made, Made]:
         index: dict[str, object] = {"fqn": name, "index": number}
         if box is not None:
-            index["offset"] = _size([lo for lo, _ in box])
+            index["offset"] = size([lo for lo, _ in box])
         info = dict(zip(("relative_path", "offset", "length"), place, strict=True))
-        home = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-        return _made("MetadataIndex", index), Made(home, info)
+        return made("MetadataIndex", index), Made(_INFO, info)
 
     def described(tensor: OutputTensor) -> Made:
         encoding = Call(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
         layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-        dtype = Name("torch", tensor.dtype)
-        listed = [
-            _made(
-                "ChunkStorageMetadata",
-                {"offsets": _size([lo for lo, _ in box]), "sizes": _size(box_shape(box))},
-            )
-            for box, _ in chunks[tensor.name]
-        ]
-        state = {
-            "properties": _made("TensorProperties", (dtype, layout, False, encoding, False)),
-            "size": _size(tensor.shape),
-            "chunks": listed,
-        }
-        return _made("TensorStorageMetadata", state)
+        how = (Name("torch", tensor.dtype), layout, False, encoding, False)
+        listed = []
+        for box, _ in chunks[tensor.name]:
+            at = {"offsets": size([lo for lo, _ in box]), "sizes": size(box_shape(box))}
+            listed.append(made("ChunkStorageMetadata", at))
+        state = {"properties": made("TensorProperties", how), "size": size(tensor.shape)}
+        return made("TensorStorageMetadata", state | {"chunks": listed})
 
-    kind = _made("BytesStorageMetadata")
+    kind = made("BytesStorageMetadata")
     entries = chain(((t.name, described(t)) for t in tensors), ((name, kind) for name in values))
     places = chain(
         (
-            stored(name, box, number, place)
+            stored(name, place, box, number)
             for name, found in chunks.items()
             for number, (box, place) in enumerate(found)
         ),
-        (stored(name, None, None, place) for name, place in values.items()),
+        (stored(name, place) for name, place in values.items()),
     )
     state = {
         "state_dict_metadata": Pairs(entries),
@@ -198,12 +191,4 @@ def _metadata(
         "storage_meta": None,
         "version": "1.0.0",
     }
-    return _made("Metadata", state)
-
-
-def _made(kind: str, state: object = None) -> Made:
-    return Made(Name(_MODULE, kind), state)
-
-
-def _size(sizes: Sequence[int]) -> Call:
-    return Call(Name("torch", "Size"), (tuple(sizes),))
+    return made("Metadata", state)

@@ -10,10 +10,9 @@
 - ``latest_universal`` names the directory itself, for ``engine.load_checkpoint(OUT)``.
 
 Tensors have the names that they have in the run's own checkpoint. Tied parameters are the one that
-they are tied to: their own fp32.pt has the rounded values of the model.
-
-Source: deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py, and what loads them in
-deepspeed/runtime/engine.py, base_optimizer.py and zero/stage3.py.
+they are tied to: their own fp32.pt has the rounded values of the model. Source: ds_to_universal.py
+and universal_checkpoint.py of deepspeed/checkpoint; engine.py, base_optimizer.py and zero/stage3.py
+of deepspeed/runtime.
 """
 
 import os
@@ -52,9 +51,7 @@ _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 _KEPT: Final = re.compile(r"optimizer\.(\w+)\.(.+)", re.DOTALL)
 _CAST: Final = ("float32", "bfloat16", "float16")
 """What is written as fp32 though it is not trained."""
-_OF_PARAMETERS: Final = (
-    *("fp32_flat_groups", "single_partition_of_fp32_groups", "param_slice_mappings"),
-)
+_FLAT: Final = ("fp32_flat_groups", "single_partition_of_fp32_groups", "param_slice_mappings")
 _BUILTINS: Final = ("set", "frozenset", "bytearray", "range", "slice")
 _PLAIN_NAME: Final = re.compile(r"(?!\.\.?\Z|optimizer_state\.pt\Z)[^/\\\0]+", re.DOTALL)
 _MOST_NAME_BYTES: Final = 255
@@ -82,7 +79,8 @@ def open_universal(directory: Path) -> ListedCatalog:
     whole = len({match[2] for match in matches}) == 1
     stage3 = whole and all(match[1] for match in matches)
     count = first.extras.get("dp_world_size", len(models)) if stage3 else len(models)
-    if count != len(models) or (stage3 and int(matches[-1][1]) != count - 1):
+    ranks = [int(match[1]) for match in matches] if stage3 else range(len(models))
+    if count != len(models) or [*ranks] != [*range(len(models))]:
         raise CheckpointError(
             f"{directory}: was saved by {count!r:.60} ranks, but {len(models)} have a file "
             "…_model_states.pt here; restore what is missing"
@@ -262,7 +260,7 @@ def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
                 f"{path}: has no state and param_groups of the optimizer in one dict, which "
                 "DeepSpeed loads; save it again with a later DeepSpeed"
             )
-        kept = {key: one for key, one in held.items() if key not in (*_OF_PARAMETERS, inner)}
+        kept = {key: one for key, one in held.items() if key not in (*_FLAT, inner)}
         if stage3:
             kept[inner] = base | {"state": {n: _without_flat(one) for n, one in states.items()}}
         paddings = kept.get("group_paddings")
