@@ -4,11 +4,11 @@ Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_plan
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import BytesIO
 from itertools import chain
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 from zipfile import BadZipFile, ZipFile
 from zlib import error as ZlibError
 
@@ -61,21 +61,22 @@ def dcp_target(
     for rank in mesh.ids:
         file, end = f"__{rank}_0.distcp", 0
         extents: list[Extent] = []
+        raw: list[RawBytes] = []
         # Released one by one: together they take as much memory as what is made of them.
         for entry in assigned.pop(rank):
             tensor = by_name[entry.tensor]
-            _, start, num_bytes = _archive(box_shape(entry.box), tensor.dtype)
-            extents.append(Extent(tensor, entry.box, end + start))
-            chunks[tensor.name].append((entry.box, (file, end, num_bytes)))
-            end += num_bytes
-        raw = []
+            archive = _archive(box_shape(entry.box), tensor.dtype)
+            extents.append(Extent(tensor, entry.box, end + len(archive.head)))
+            raw.append(RawBytes(end, archive.head))
+            chunks[tensor.name].append((entry.box, (file, end, archive.num_bytes)))
+            end += archive.num_bytes
         for name, value in others.items() if rank == mesh.ids[0] else ():
             data = _value_bytes(value)
             raw.append(RawBytes(end, data))
             values[name] = (file, end, len(data))
             end += len(data)
         if end:
-            files.append(_output_file(file, end, extents, raw))
+            files.append(OutputFile(file, end, raw, extents, partial(_trailer, extents)))
 
     def last(_: Mapping[str, Sequence[int]], put: Put) -> None:
         metadata = _metadata(tensors, chunks, values)
@@ -84,40 +85,33 @@ def dcp_target(
     return Target(tuple(files), directory=True, last=last, digested=True)
 
 
+class _Archive(NamedTuple):
+    """What torch.save writes for a tensor; it depends on shape and dtype only."""
+
+    plan: writer.ZipPlan
+    head: bytes
+    """What comes before the bytes of the tensor."""
+    num_bytes: int
+
+
 @lru_cache(64)  # a model has few shapes
-def _archive(shape: tuple[int, ...], dtype: str) -> tuple[writer.ZipPlan, int, int]:
-    """Return what torch.save writes for a tensor, where its bytes begin, and the size of all."""
+def _archive(shape: tuple[int, ...], dtype: str) -> _Archive:
     plan = writer.ZipPlan()
     size = prod(shape) * item_bytes(dtype)
-    (start,) = writer.add_state(plan, writer.tensor_value(shape, dtype, "0"), [("0", size)])
-    return plan, start, plan.num_bytes
+    writer.add_state(plan, writer.tensor_value(shape, dtype, "0"), [("0", size)])
+    return _Archive(plan, plan.pieces()[0].data, plan.num_bytes)
 
 
-def _output_file(
-    name: str, num_bytes: int, extents: Sequence[Extent], values: Sequence[RawBytes]
-) -> OutputFile:
-    def archive(number: int) -> tuple[writer.ZipPlan, int]:
-        extent = extents[number]
-        plan, start, _ = _archive(box_shape(extent.box), extent.tensor.dtype)
-        return plan, extent.offset - start
+def _trailer(extents: Sequence[Extent], crcs: Sequence[int], first: int = 0) -> Sequence[RawBytes]:
+    """Return what follows tensors, made when it is written: a kilobyte for each."""
 
-    def head(number: int) -> RawBytes:
-        if number >= len(extents):
-            return values[number - len(extents)]
-        plan, at = archive(number)
-        return RawBytes(at, plan.pieces()[0].data)
+    def tail(number: int) -> RawBytes:
+        extent = extents[first + number]
+        archive = _archive(box_shape(extent.box), extent.tensor.dtype)
+        (after,) = archive.plan.late([crcs[first + number]])
+        return RawBytes(extent.offset - len(archive.head) + after.offset, after.data)
 
-    def trailer(crcs: Sequence[int], first: int = 0) -> Sequence[RawBytes]:
-        def tail(number: int) -> RawBytes:
-            plan, at = archive(first + number)
-            (after,) = plan.late([crcs[first + number]])
-            return RawBytes(at + after.offset, after.data)
-
-        return made_bytes(len(crcs) - first, tail)
-
-    # Made when they are written: a kilobyte for each tensor.
-    raw = made_bytes(len(extents) + len(values), head)
-    return OutputFile(name, num_bytes, raw, extents, trailer)
+    return made_bytes(len(crcs) - first, tail)
 
 
 def _value_bytes(value: object) -> bytes:
