@@ -238,9 +238,6 @@ def _plan_into(
     return _Plan(names, layouts, paths, found, state.shards)
 
 
-# --- plans whose source is a checkpoint
-
-
 def stored_layouts(
     place: Catalog | Path, first: int
 ) -> tuple[dict[str, StoredLayout], dict[int, str]]:
@@ -330,9 +327,6 @@ def _opened(
                 "give it as the plan says"
             )
     return source, given.shards
-
-
-# --- reading
 
 
 def _read(

@@ -209,9 +209,6 @@ def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
     return whole and a.digest.crc32 == b.digest.crc32
 
 
-# --- quantisation
-
-
 def check_blocks(source: Catalog, layouts: Mapping[str, Layout]) -> None:
     """Refuse layouts, by name in a checkpoint, that cut a tensor inside a block."""
     blocks = dict(_blocks(source))

@@ -1,18 +1,15 @@
 """Directories of `torch.distributed.checkpoint`: ``.metadata`` and ``*.distcp`` files.
 
 The metadata, a pickle, lists the chunks of every tensor and the file that stores each. A chunk is a
-small zip of its own, in which the tensor's bytes are read in place. Source: ``metadata.py``,
-``planner.py``, ``filesystem.py`` and ``default_planner.py`` of ``torch/distributed/checkpoint``.
+small zip, in which the tensor's bytes are read in place. No file names its rank, and the metadata
+has no digests: a file in the place of another is found by the lengths, shapes and dtypes of its
+chunks. **Swapped or copied files whose chunks agree in these cannot be told apart.**
 
-No file names its rank, and the metadata has no digests. A file in the place of another is found by
-the lengths, shapes and dtypes of its chunks. **Swapped or copied files whose chunks agree in these
-cannot be told apart.**
-
-Megatron-core's ``torch_dist`` is such a directory with ``common.pt`` and ``metadata.json``. Before
-0.13 its distributed optimizer stores tensors **flat**: each data parallel rank has a stretch of a
-block of the tensor. The tensor is listed with one dim for each fragmented axis and one for the
-elements of a block; ``mcore_data`` has its original shape. Source: ``strategies/torch.py`` and
-``resharding.py`` of ``megatron/core/dist_checkpointing``.
+Megatron-core's ``torch_dist`` is such a directory. Before 0.13 its distributed optimizer stores
+tensors **flat**: each data parallel rank has a stretch of a block of the tensor, which is listed
+with one dim for each fragmented axis and one for the elements of a block. Source: metadata.py,
+planner.py, filesystem.py, default_planner.py of torch/distributed/checkpoint; strategies/torch.py
+and resharding.py of megatron/core/dist_checkpointing.
 """
 
 import re
@@ -248,8 +245,6 @@ def _check_file(path: Path, places: list[_Place], *, exact: bool) -> None:
             f"it {why}, restore the right one"
         )
 
-
-# --- the metadata
 
 _HOME: Final = "torch.distributed.checkpoint"
 _OLD_HOME: Final = "torch.distributed._shard.sharded_tensor.metadata"

@@ -1,22 +1,19 @@
 """torch DCP in Hugging Face format: safetensors files per rank, with the offsets of their boxes.
 
-``torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`` lets rank r write
-``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of 1 to n, the number of files of
-the merged model, for which it has something. Every box is stored once, with its offsets in the
-global tensor (`saved_offsets`). **Nothing says how large that is, nor how many ranks there were**:
-without the last shards everything looks like a smaller model. So the extent of the boxes counts as
-the shape only where one of these confirms it:
+With ``HuggingFaceStorageWriter(save_distributed=True)``, rank r writes
+``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of the n files of the merged model
+for which it has something; every box once, with its offsets in the global tensor. **Nothing says
+how large that is, nor how many ranks there were**: without the last shards everything looks like a
+smaller model. So the extent of the boxes counts as the shape only if one of these confirms it:
 
 - the caller says how many ranks have written files (`ranks`), and as many are there;
 - the shards of several ranks, whose numbers and boxes leave no gap and whose sizes are those of
   `torch.chunk` for as many ranks or an axis of theirs; a note tells the user of the assumption;
-- merged tensors of the same names, shapes and dtypes lie above the shards, whose folder is called
+- merged tensors of the same names, shapes and dtypes above the shards, whose folder is called
   ``sharded``: torch writes them with ``enable_consolidation=True``.
 
-With n above 1, every rank has to have written all n files, unless there are merged tensors. Not
-detected: a wrong `ranks`; files of another save with the same names and boxes; changed bytes (there
-are no digests). Source: torch/distributed/checkpoint/hf_storage.py and _hf_utils.py, torch 2.8 to
-2.13.
+Not detected: a wrong `ranks`; files of another save with the same names and boxes; changed bytes.
+Source: hf_storage.py and _hf_utils.py of torch/distributed/checkpoint, torch 2.8 to 2.13.
 """
 
 from collections.abc import Mapping

@@ -145,9 +145,6 @@ def open_deepspeed(directory: Path) -> ListedCatalog:
     return ListedCatalog(names.DEEPSPEED, directory, tensors, paths, None, extras)
 
 
-# --- the files
-
-
 def _read_run(place: Path) -> _Run:
     """Return what all ranks saved, in their order, if all is there and of one save."""
     there = sorted(path.name for path in place.iterdir())
@@ -219,9 +216,6 @@ def _number(state: TorchState, key: str) -> int | None:
     values = value.args if isinstance(value, Record) else value
     values = values if isinstance(values, list | tuple) else [values]
     return max((one for one in values if type(one) is int), default=None)
-
-
-# --- flat tensors
 
 
 def shapes_of(state: TorchState, said: object) -> dict[str, tuple[int, ...]]:
@@ -394,9 +388,6 @@ def _tensor(one: _Parameter, lines: _Lines, stage: int) -> StoredTensor:
                 digest = None
                 offset += size * box_size(box)
     return StoredTensor(one.name, one.shape, dtype, None, (), tuple(boxes))
-
-
-# --- what else the model's files hold
 
 
 def untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTensor]:

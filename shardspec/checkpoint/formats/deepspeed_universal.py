@@ -63,9 +63,6 @@ def _full_name(kind: str, name: str) -> str:
     return name if kind == _WEIGHT else f"optimizer.{kind}.{name}"
 
 
-# --- reading
-
-
 def open_universal(directory: Path) -> ListedCatalog:
     """Read what describes the tensors of all files; not their data."""
     matches = sorted(
@@ -156,9 +153,6 @@ def _read(path: Path) -> StateTensor | None:
     if isinstance(value, int | float):
         return None
     raise CheckpointError(f"{path}: holds no tensor; restore the file")
-
-
-# --- writing
 
 
 def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:

@@ -8,15 +8,13 @@ stands without YYY where there are no stages. Tensors are sharded by the rules s
 Each file counts its layers and experts from 0; here they follow on from those of the stages and
 expert parallel ranks before. With a virtual pipeline (``model0``, ``model1``) the first chunks of
 all stages come before the second ones. What several stages or expert parallel ranks hold under a
-name that is not a layer's or expert's is a copy, and is compared. Tied embeddings have a name of
-their own in the last stage, which is kept.
+name that is not a layer's or expert's is a copy, and is compared.
 
 The arguments say how many ranks and layers there are; without them the caller has to (``ranks``).
 They also hold the global rank, by which swapped and copied files are found. Without it copies are
 found by the digests of torch's zips; **that files of equal shapes were swapped cannot be told**.
 The optimizer has no names for its tensors: it is listed among the `extras`, as are arguments,
-random states and the ``_extra_state`` of Transformer Engine. Ranks are numbered stage by stage,
-without the data parallel ones between them, which save nothing.
+random states and the ``_extra_state`` of Transformer Engine.
 """
 
 import re
