@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    FileBox,
-    LazyTensorCache,
-    OpaqueValue,
-    Outline,
-    StoredBox,
-    StoredTensor,
-)
+from shardspec.checkpoint import catalog
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.resharding.check import check_map
@@ -36,7 +28,7 @@ Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap]
 """A map, several to be applied in order, or new names; other names are kept."""
 
 
-def mapped(source: Catalog, names: Names | None) -> Catalog:
+def mapped(source: catalog.Catalog, names: Names | None) -> catalog.Catalog:
     """Return a checkpoint as what a map makes of it; as it is without one.
 
     Raises LayoutError if the map is not total for these tensors, mixes dtypes, or names none of
@@ -60,7 +52,7 @@ def mapped(source: Catalog, names: Names | None) -> Catalog:
     return reduce(mapped, names, source)
 
 
-def require_finished(tensor: Outline[FileBox]) -> None:
+def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:
     """Raise LayoutError if a tensor is stored with a reduction pending."""
     if tensor.pending:
         raise LayoutError(
@@ -69,10 +61,10 @@ def require_finished(tensor: Outline[FileBox]) -> None:
         )
 
 
-class _MappedCatalog(Catalog):
+class _MappedCatalog(catalog.Catalog):
     """A checkpoint as a map makes it; boxes are made on demand."""
 
-    def __init__(self, source: Catalog, names: NameMap) -> None:
+    def __init__(self, source: catalog.Catalog, names: NameMap) -> None:
         outlines = {name: source.outline(name) for name in source.names}
         shapes = {name: outline.shape for name, outline in outlines.items()}
         found = names.target_shapes(shapes)
@@ -107,19 +99,22 @@ class _MappedCatalog(Catalog):
             if target not in self._equations:
                 raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
             self._padding.setdefault(target, []).append(side)
-        left = {name: OpaqueValue("a tensor that the map does not use") for name in report.unused}
+        left = {
+            name: catalog.OpaqueValue("a tensor that the map does not use")
+            for name in report.unused
+        }
         extras = {**source.extras, **left}
         home = source.directory
         super().__init__(source.format, home, self._equations, source.files, source.mesh, extras)
         self.snapshot = source.snapshot
         self._source, self._shapes = source, found
-        self._tensors = LazyTensorCache(self._look_up)
+        self._tensors = catalog.LazyTensorCache(self._look_up)
 
-    def tensor(self, name: str) -> StoredTensor:
+    def tensor(self, name: str) -> catalog.StoredTensor:
         """Return a tensor of the target, whose boxes are parts of stored ones."""
         return self._tensors(name)
 
-    def _look_up(self, name: str) -> StoredTensor:
+    def _look_up(self, name: str) -> catalog.StoredTensor:
         width = item_bytes(self._dtypes[name])
         boxes = [
             box
@@ -131,14 +126,16 @@ class _MappedCatalog(Catalog):
             factors = sorted(factor for dim in side.dims for factor in dim)
             whole = tuple((0, factor.length) for factor in factors)
             boxes += [
-                StoredBox(part, (), 0, _ZEROS, 0, None, (0,) * len(part))
+                catalog.StoredBox(part, (), 0, _ZEROS, 0, None, (0,) * len(part))
                 for part, _, _ in _parts(side, whole, [0] * len(whole))
                 if box_size(part)
             ]
-        return StoredTensor(name, self._shapes[name], self._dtypes[name], None, (), tuple(boxes))
+        return catalog.StoredTensor(
+            name, self._shapes[name], self._dtypes[name], None, (), tuple(boxes)
+        )
 
 
-def _boxes(view: View, stored: StoredBox, width: int) -> Iterator[StoredBox]:
+def _boxes(view: View, stored: catalog.StoredBox, width: int) -> Iterator[catalog.StoredBox]:
     """Yield the boxes of the target that a stored box of the source is."""
     strides = stored.strides or _row_major(box_shape(stored.box), width)
     steps = view.source.strides(strides, len(view.shape))

@@ -16,16 +16,7 @@ from math import prod
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from shardspec.boxes import Box, box_size, chunks, contains
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    FileBox,
-    Outline,
-    ReplicaKey,
-    StoredBox,
-    StoredTensor,
-    box_text,
-    whole_box,
-)
+from shardspec.checkpoint import catalog
 from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, read_box_into
 from shardspec.checkpoint.source_files import OpenFiles, SourceFile
 from shardspec.checkpoint.store import file_inside
@@ -33,7 +24,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
 
-_Box = TypeVar("_Box", bound=FileBox)
+_Box = TypeVar("_Box", bound=catalog.FileBox)
 _Found = TypeVar("_Found")
 
 _MOST_KNOWN: Final = 64
@@ -86,15 +77,15 @@ def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Hole | Overlap 
     return None if 0 in shape else sweep(range(len(boxes)), ())
 
 
-def check_tiling(tensor: Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
+def check_tiling(tensor: catalog.Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
     """Check that the boxes of a tensor tile it, once for every addend that is pending.
 
     Returns groups of two or more boxes that claim the same part: their bytes must agree.
     """
-    same: dict[ReplicaKey, list[_Box]] = {}
+    same: dict[catalog.ReplicaKey, list[_Box]] = {}
     for stored in tensor.boxes:
         same.setdefault((stored.box, stored.addend), []).append(stored)
-    whole = whole_box(tensor.shape)
+    whole = catalog.whole_box(tensor.shape)
     addends = [pending.addends for pending in tensor.pending]
     by_addend: dict[tuple[int, ...], list[_Box]] = {
         addend: [] for addend in product(*map(range, addends))
@@ -107,8 +98,8 @@ def check_tiling(tensor: Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
             problem = f"is addend {list(addend)} of a pending reduction of {addends} addends"
         if problem:
             raise CheckpointError(
-                f"tensor {tensor.name!r}: rank {first.rank}'s box {box_text(box)} in {first.path} "
-                f"{problem}"
+                f"tensor {tensor.name!r}: rank {first.rank}'s box {catalog.box_text(box)} in "
+                f"{first.path} {problem}"
             )
         by_addend[addend].append(first)
     for addend, group in by_addend.items():
@@ -117,11 +108,11 @@ def check_tiling(tensor: Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
                 of = f" of addend {list(addend)}" if addend else ""
                 raise CheckpointError(
                     f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
-                    f"part {box_text(box)}{of}; restore the missing file or save again"
+                    f"part {catalog.box_text(box)}{of}; restore the missing file or save again"
                 )
             case Overlap(i, j):
                 one, other = (
-                    f"rank {at.rank}'s box {box_text(at.box)} in {at.path}"
+                    f"rank {at.rank}'s box {catalog.box_text(at.box)} in {at.path}"
                     for at in (group[i], group[j])
                 )
                 raise CheckpointError(
@@ -134,12 +125,12 @@ def check_tiling(tensor: Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
 class MemoizedByBoxes(Generic[_Found]):
     """What follows from the boxes of outlines, found once for those that share the same tuple."""
 
-    def __init__(self, find: Callable[[Outline[FileBox]], _Found]) -> None:
+    def __init__(self, find: Callable[[catalog.Outline[catalog.FileBox]], _Found]) -> None:
         self._find = find
         # Keys have the ids of boxes, which the outlines keep alive.
-        self._known: dict[tuple[object, ...], tuple[Outline[FileBox], _Found]] = {}
+        self._known: dict[tuple[object, ...], tuple[catalog.Outline[catalog.FileBox], _Found]] = {}
 
-    def __call__(self, outline: Outline[FileBox]) -> _Found:
+    def __call__(self, outline: catalog.Outline[catalog.FileBox]) -> _Found:
         """Return what was found for these boxes; raises what `find` does."""
         key = id(outline.boxes), outline.shape, outline.pending
         if key not in self._known:
@@ -160,8 +151,8 @@ def element_index(box: Box, element: int) -> tuple[int, ...]:
 
 
 def check_replicas(
-    tensor: StoredTensor,
-    group: Sequence[StoredBox],
+    tensor: catalog.StoredTensor,
+    group: Sequence[catalog.StoredBox],
     files: OpenFiles,
     *,
     trust_digests: bool = False,
@@ -195,13 +186,13 @@ def check_replicas(
                 )
             raise CheckpointError(
                 f"tensor {tensor.name!r}: ranks {first.rank} and {other.rank} claim different data "
-                f"for box {box_text(first.box)}, first at index "
+                f"for box {catalog.box_text(first.box)}, first at index "
                 f"{list(element_index(block, at // size))}, in {first.path} and {other.path}; "
                 f"{remedy}"
             )
 
 
-def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
+def _same_digest(a: catalog.StoredBox, b: catalog.StoredBox, num_bytes: int) -> bool:
     """Return whether both have a digest of just their bytes, in the same order, and it is equal."""
     if a.digest is None or b.digest is None or a.strides != b.strides:
         return False
@@ -209,7 +200,7 @@ def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
     return whole and a.digest.crc32 == b.digest.crc32
 
 
-def check_blocks(source: Catalog, layouts: Mapping[str, Layout]) -> None:
+def check_blocks(source: catalog.Catalog, layouts: Mapping[str, Layout]) -> None:
     """Refuse layouts, by name in a checkpoint, that cut a tensor inside a block."""
     blocks = dict(_blocks(source))
     for name in sorted(blocks.keys() & layouts.keys()):
@@ -227,7 +218,7 @@ def check_blocks(source: Catalog, layouts: Mapping[str, Layout]) -> None:
                     )
 
 
-def _blocks(source: Catalog) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _blocks(source: catalog.Catalog) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the tensors that are quantised in blocks, and the shape of these."""
     for key, text in source.file_metadata.values.items():
         block = _sizes(text, "_data", "block_size")

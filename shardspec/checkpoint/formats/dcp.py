@@ -28,17 +28,10 @@ from shardspec.checkpoint.formats import names
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
-from shardspec.checkpoint.torch_files import unpickler
+from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.state import plain_value
 from shardspec.checkpoint.torch_files.unpickler import Global, Record, made_by, record_class
-from shardspec.checkpoint.torch_files.values import (
-    TORCH_NAMES,
-    TorchTensor,
-    read_torch_pickle,
-    sizes_of,
-    tensor_place,
-)
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
@@ -150,16 +143,16 @@ class _DcpCatalog(catalog.Catalog):
         what = f"{path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
         with SourceFile(path) as file:
             found = read_torch_zip(file, offset, num_bytes, what)
-            value = read_torch_pickle(found.pickle(file), what)
+            value = values.read_torch_pickle(found.pickle(file), what)
             said, due = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
-            if isinstance(value, TorchTensor):
+            if isinstance(value, values.TorchTensor):
                 said = f"{list(value.shape)} of {value.dtype}"
-            if not isinstance(value, TorchTensor) or said != due:
+            if not isinstance(value, values.TorchTensor) or said != due:
                 raise CheckpointError(
                     f"{what}: is {said} there, but {METADATA_NAME} says {due}; the file is from "
                     "another save, restore the right one"
                 )
-            place = tensor_place(value, file, found)
+            place = values.tensor_place(value, file, found)
         if place.strides is not None and chunk.stored != box_shape(chunk.box):
             raise CheckpointError(f"{what}: a stretch of a flat tensor has strides; it is damaged")
         at = place.offset + chunk.start * item_bytes(outline.dtype)
@@ -278,7 +271,7 @@ def _member(*args: object) -> Record:
 
 
 _NAMES: Final[unpickler.Names] = {
-    **TORCH_NAMES,
+    **values.TORCH_NAMES,
     **{f"{home}.{kind}": record_class(kind) for home in _KINDS for kind in _KINDS[home].split()},
     "builtins.getattr": made_by("builtins.getattr", _member),
 }
@@ -315,7 +308,7 @@ def _places(storage: dict[object, object], path: Path) -> _Places:
                     raise ValueError
             if not isinstance(name, str) or not all(0 <= at < 2**63 for at in place[1:]):
                 raise ValueError
-            places[name, None if offset is None else sizes_of(offset)] = place
+            places[name, None if offset is None else values.sizes_of(offset)] = place
         except ValueError:
             raise CheckpointError(
                 f"{path}: storage_data has an entry without a name, file, offset or length; it is "
@@ -333,7 +326,7 @@ def _entry(name: str, entry: Record, places: _Places, flat: object) -> _Entry:
     """Return what the metadata says of a tensor; raises `ValueError` if it is contradictory."""
     match entry.get("properties"), entry.get("chunks"):
         case (Record(state=(Global() as dtype, *_)), list() as listed):
-            shape, size = sizes_of(entry.get("size")), 0
+            shape, size = values.sizes_of(entry.get("size")), 0
         case _:
             raise ValueError("it has no dtype or no chunks")
     # Other dtypes are refused when the tensor is asked for.
@@ -344,7 +337,7 @@ def _entry(name: str, entry: Record, places: _Places, flat: object) -> _Entry:
     for chunk in listed:
         if not isinstance(chunk, Record):
             raise ValueError(f"a chunk is a {type(chunk).__name__}")
-        offsets, sizes = sizes_of(chunk.get("offsets")), sizes_of(chunk.get("sizes"))
+        offsets, sizes = values.sizes_of(chunk.get("offsets")), values.sizes_of(chunk.get("sizes"))
         if 0 in sizes:
             continue
         box = _box(offsets, sizes, shape)
@@ -363,7 +356,7 @@ def _entry(name: str, entry: Record, places: _Places, flat: object) -> _Entry:
         case None | dict() if not flat:
             return _Entry(dtype.name, shape, chunks, repeated)
         case {"nd_reformulated_orig_global_shape": original, **rest} if not rest:
-            whole = sizes_of(original)
+            whole = values.sizes_of(original)
             chunks = tuple(
                 chunk._replace(box=part, start=start)
                 for chunk in chunks

@@ -13,19 +13,10 @@ from zipfile import BadZipFile, ZipFile
 from zlib import error as ZlibError
 
 from shardspec.boxes import Box, box_shape
+from shardspec.checkpoint import targets
 from shardspec.checkpoint.catalog import StoredObject
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.targets import (
-    Extent,
-    OutputFile,
-    OutputTensor,
-    Put,
-    RawBytes,
-    Target,
-    assign_boxes,
-    made_bytes,
-)
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Pairs
 from shardspec.dtypes import item_bytes
@@ -42,10 +33,10 @@ _Place: TypeAlias = tuple[str, int, int]
 
 def dcp_target(
     mesh: DeviceMesh,
-    tensors: Sequence[OutputTensor],
+    tensors: Sequence[targets.OutputTensor],
     layouts: Mapping[str, Layout],
     others: Mapping[str, object],
-) -> Target:
+) -> targets.Target:
     """Return the output that is a directory which `torch.distributed.checkpoint.load` reads.
 
     `layouts`, by name in the output, have no pending reductions. `others` are no tensors; they are
@@ -54,35 +45,35 @@ def dcp_target(
     by_name = {tensor.name: tensor for tensor in tensors}
     for name in chain(by_name, others):
         writer.check_text(name)
-    assigned = assign_boxes(mesh, layouts)
+    assigned = targets.assign_boxes(mesh, layouts)
     chunks: dict[str, list[tuple[Box, _Place]]] = {name: [] for name in by_name}
     values: dict[str, _Place] = {}
     files = []
     for rank in mesh.ids:
         file, end = f"__{rank}_0.distcp", 0
-        extents: list[Extent] = []
-        raw: list[RawBytes] = []
+        extents: list[targets.Extent] = []
+        raw: list[targets.RawBytes] = []
         # Released one by one: together they take as much memory as what is made of them.
         for entry in assigned.pop(rank):
             tensor = by_name[entry.tensor]
             archive = _archive(box_shape(entry.box), tensor.dtype)
-            extents.append(Extent(tensor, entry.box, end + len(archive.head)))
-            raw.append(RawBytes(end, archive.head))
+            extents.append(targets.Extent(tensor, entry.box, end + len(archive.head)))
+            raw.append(targets.RawBytes(end, archive.head))
             chunks[tensor.name].append((entry.box, (file, end, archive.num_bytes)))
             end += archive.num_bytes
         for name, value in others.items() if rank == mesh.ids[0] else ():
             data = _value_bytes(value)
-            raw.append(RawBytes(end, data))
+            raw.append(targets.RawBytes(end, data))
             values[name] = (file, end, len(data))
             end += len(data)
         if end:
-            files.append(OutputFile(file, end, raw, extents, partial(_trailer, extents)))
+            files.append(targets.OutputFile(file, end, raw, extents, partial(_trailer, extents)))
 
-    def last(_: Mapping[str, Sequence[int]], put: Put) -> None:
+    def last(_: Mapping[str, Sequence[int]], put: targets.Put) -> None:
         metadata = _metadata(tensors, chunks, values)
         put(METADATA_NAME, lambda write: writer.pickle_into(metadata, write))
 
-    return Target(tuple(files), directory=True, last=last, digested=True)
+    return targets.Target(tuple(files), directory=True, last=last, digested=True)
 
 
 class _Archive(NamedTuple):
@@ -102,16 +93,18 @@ def _archive(shape: tuple[int, ...], dtype: str) -> _Archive:
     return _Archive(plan, plan.pieces()[0].data, plan.num_bytes)
 
 
-def _trailer(extents: Sequence[Extent], crcs: Sequence[int], first: int = 0) -> Sequence[RawBytes]:
+def _trailer(
+    extents: Sequence[targets.Extent], crcs: Sequence[int], first: int = 0
+) -> Sequence[targets.RawBytes]:
     """Return what follows tensors, made when it is written: a kilobyte for each."""
 
-    def tail(number: int) -> RawBytes:
+    def tail(number: int) -> targets.RawBytes:
         extent = extents[first + number]
         archive = _archive(box_shape(extent.box), extent.tensor.dtype)
         (after,) = archive.plan.late([crcs[first + number]])
-        return RawBytes(extent.offset - len(archive.head) + after.offset, after.data)
+        return targets.RawBytes(extent.offset - len(archive.head) + after.offset, after.data)
 
-    return made_bytes(len(crcs) - first, tail)
+    return targets.made_bytes(len(crcs) - first, tail)
 
 
 def _value_bytes(value: object) -> bytes:
@@ -136,7 +129,7 @@ def _value_bytes(value: object) -> bytes:
 
 
 def _metadata(
-    tensors: Sequence[OutputTensor],
+    tensors: Sequence[targets.OutputTensor],
     chunks: Mapping[str, Sequence[tuple[Box, _Place]]],
     values: Mapping[str, _Place],
 ) -> Made:
@@ -157,7 +150,7 @@ def _metadata(
         info = dict(zip(("relative_path", "offset", "length"), place, strict=True))
         return made("MetadataIndex", index), Made(_INFO, info)
 
-    def described(tensor: OutputTensor) -> Made:
+    def described(tensor: targets.OutputTensor) -> Made:
         encoding = Call(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
         layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
         how = (Name("torch", tensor.dtype), layout, False, encoding, False)

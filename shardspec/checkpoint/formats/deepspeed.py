@@ -80,16 +80,12 @@ class _Run(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A flat tensor of one rank, at a place in the line of those that it is joined with."""
+    """A flat tensor of one rank, and its place in the line of those that it is joined with."""
 
     rank: int
     path: Path
     tensor: StateTensor
-    start: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.tensor.local.shape[0]
+    span: range
 
 
 _ByRank: TypeAlias = dict[tuple[str, int], dict[int, StateTensor]]
@@ -101,13 +97,9 @@ _Lines: TypeAlias = dict[int, list[_Piece]]
 class _Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
-    group: int = 0
-    start: int = 0
-    """Elements before it in its line."""
-
-    @property
-    def end(self) -> int:
-        return self.start + prod(self.shape)
+    group: int
+    span: range
+    """Its place in its line, or with stage 3 in that of each rank."""
 
 
 def open_deepspeed(directory: Path) -> ListedCatalog:
@@ -123,7 +115,7 @@ def open_deepspeed(directory: Path) -> ListedCatalog:
         group = one.group
         if run.stage == 3:
             weights = lines[_WEIGHT][0]
-            group = bisect_right(weights, one.start, key=lambda piece: piece.start) - 1
+            group = bisect_right(weights, one.span.start, key=lambda piece: piece.span.start) - 1
         kept = of_groups.get(group, {}) | {
             kind: _tensor(one, line, run.stage)
             for kind, line in lines.items()
@@ -251,8 +243,9 @@ def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
                 f"parameters in {model.path}; restore the files of one save"
             )
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-            found.append(_Parameter(name, shape, number, at))
-            at += -(-prod(shape) // ranks) if run.stage == 3 else prod(shape) + gap
+            count = -(-prod(shape) // ranks) if run.stage == 3 else prod(shape)
+            found.append(_Parameter(name, shape, number, range(at, at + count)))
+            at += count + gap
         needed.append(at)
     return found, [at] * ranks if run.stage == 3 else needed
 
@@ -296,7 +289,7 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _Lines]
         for rank, state in enumerate(run.optimizers):
             line = lines[kind].setdefault(rank if stage == 3 else group, [])
             if stage == 3:
-                start = line[-1].end if line else 0
+                start = line[-1].span.stop if line else 0
                 rest = needed[rank] - start
                 due = {rest if first is None or group == groups[-1] else first.local.shape[0]}
             else:
@@ -312,7 +305,8 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _Lines]
                     f"elements, but {min(due)} are due by param_shapes; it was padded or cut off, "
                     "or these are of another save; restore the files of one"
                 )
-            line.append(_Piece(rank, state.path, part, start))
+            span = range(start, start + part.local.shape[0])
+            line.append(_Piece(rank, state.path, part, span))
     return lines
 
 
@@ -329,9 +323,9 @@ def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _Lines) 
             for name, note in slices.items() if isinstance(slices, dict) else ():
                 due = None
                 if one := known.get((group, name)):
-                    piece = weights[group][rank]
-                    lo = max(one.start, piece.start)
-                    due = lo - piece.start, min(one.end, piece.end) - lo
+                    piece = weights[group][rank].span
+                    lo = max(one.span.start, piece.start)
+                    due = lo - piece.start, min(one.span.stop, piece.stop) - lo
                 if not isinstance(note, Record) or due != (note.get("start"), note.get("numel")):
                     raise CheckpointError(
                         f"{state.path}: says that its part of {name!r} lies elsewhere than that of "
@@ -364,26 +358,23 @@ def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
 
 def _tensor(one: _Parameter, lines: _Lines, stage: int) -> StoredTensor:
     """Return what flat tensors hold of a parameter."""
-    count = prod(one.shape)
-    share = -(-count // len(lines)) if stage == 3 else count
     chosen = lines if stage == 3 else {0: lines[one.group]}
     dtype = next(iter(chosen.values()))[0].tensor.local.dtype
     size = item_bytes(dtype)
     boxes = []
     for rank, pieces in chosen.items():
-        # The elements of the parameter from `first` on lie in the line from its start on.
-        first = rank * share
-        end = one.start + min(share, count - first)
-        begin = bisect_right(pieces, one.start, key=lambda piece: piece.start) - 1
+        # The elements of the parameter from `first` on lie in this line.
+        first, start = rank * len(one.span), one.span.start
+        end = min(one.span.stop, start + prod(one.shape) - first)
+        begin = bisect_right(pieces, start, key=lambda piece: piece.span.start) - 1
         for piece in pieces[max(0, begin) :]:
-            lo, hi = max(one.start, piece.start), min(end, piece.end)
+            lo, hi = max(start, piece.span.start), min(end, piece.span.stop)
             if lo >= hi:
                 break
-            offset = piece.tensor.place.offset + (lo - piece.start) * size
+            offset = piece.tensor.place.offset + (lo - piece.span.start) * size
             # The digest is of the whole piece, and checked with what comes first in it.
-            digest = piece.tensor.place.digest if lo == piece.start else None
-            shift = first - one.start
-            for box in row_major_boxes(one.shape, lo + shift, hi + shift):
+            digest = piece.tensor.place.digest if lo == piece.span.start else None
+            for box in row_major_boxes(one.shape, first + lo - start, first + hi - start):
                 boxes.append(StoredBox(box, (), piece.rank, piece.path, offset, digest))
                 digest = None
                 offset += size * box_size(box)
@@ -409,10 +400,10 @@ def untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTenso
                     f"{state.path}: lacks its {prod(due)} elements of the frozen parameter "
                     f"{name!r} of shape {list(shape)}; the file was changed, restore it"
                 )
-            lines[rank] = [_Piece(rank, state.path, part, 0)]
+            lines[rank] = [_Piece(rank, state.path, part, range(prod(due)))]
             tensors[name] = whole_tensor(name, state.path, part)
         if stage == 3:
-            tensors[name] = _tensor(_Parameter(name, shape), lines, stage)
+            tensors[name] = _tensor(_Parameter(name, shape, 0, range(prod(due))), lines, stage)
     return tensors
 
 
