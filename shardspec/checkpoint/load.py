@@ -251,17 +251,13 @@ def stored_layouts(
     paths = sorted({box.path for tensor in outlines for box in tensor.boxes})
     numbers = {path: first + at for at, path in enumerate(paths)}
     files = DeviceMesh(list(numbers.values()) or [first])
-    known: dict[object, StoredLayout] = {}
     found: dict[str, StoredLayout] = {}
     for tensor in outlines:
         require_finished(tensor)
-        key = (tensor.shape, tensor.dtype, tensor.boxes)
-        if key not in known:
-            held: dict[int, list[Box]] = {}
-            for box in distinct(tensor):
-                held.setdefault(numbers[box.path], []).append(box.box)
-            known[key] = StoredLayout(files, held, tensor.shape, tensor.dtype)
-        found[tensor.name] = known[key]
+        held: dict[int, list[Box]] = {}
+        for box in distinct(tensor):
+            held.setdefault(numbers[box.path], []).append(box.box)
+        found[tensor.name] = StoredLayout(files, held, tensor.shape, tensor.dtype)
     return found, {number: path.name for path, number in numbers.items()}
 
 

@@ -183,7 +183,7 @@ def _newest(place: Path, there: Sequence[str], known: Format | None) -> tuple[Pa
 
 def _find_file(place: Path) -> _Found:
     """Find out what a file is, or is a part of."""
-    if place.name == MEGATRON_TRACKER:
+    if place.name in (MEGATRON_TRACKER, names.DEEPSPEED_SCRIPT):
         return _find(place.parent)
     if other := names.not_read((place.name,)):
         raise CheckpointError(f"{place}: {other}")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, chunks, contains
 from shardspec.checkpoint import catalog
@@ -26,6 +26,7 @@ from shardspec.layout.layout import Layout
 
 _Box = TypeVar("_Box", bound=catalog.FileBox)
 _Found = TypeVar("_Found")
+_Outline: TypeAlias = catalog.Outline[catalog.FileBox]
 
 _MOST_KNOWN: Final = 64
 """Kinds of tensors of which results are kept: a model has few."""
@@ -122,23 +123,20 @@ def check_tiling(tensor: catalog.Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
     return tuple(tuple(group) for group in same.values() if len(group) > 1)
 
 
-class MemoizedByBoxes(Generic[_Found]):
-    """What follows from the boxes of outlines, found once for those that share the same tuple."""
+def memoize_by_boxes(find: Callable[[_Outline], _Found]) -> Callable[[_Outline], _Found]:
+    """Return a function that is called once for outlines that share the same tuple of boxes."""
+    # Keys have the ids of boxes, which the outlines keep alive.
+    known: dict[tuple[object, ...], tuple[_Outline, _Found]] = {}
 
-    def __init__(self, find: Callable[[catalog.Outline[catalog.FileBox]], _Found]) -> None:
-        self._find = find
-        # Keys have the ids of boxes, which the outlines keep alive.
-        self._known: dict[tuple[object, ...], tuple[catalog.Outline[catalog.FileBox], _Found]] = {}
-
-    def __call__(self, outline: catalog.Outline[catalog.FileBox]) -> _Found:
-        """Return what was found for these boxes; raises what `find` does."""
+    def found(outline: _Outline) -> _Found:
         key = id(outline.boxes), outline.shape, outline.pending
-        if key not in self._known:
-            found = self._find(outline)
-            if len(self._known) >= _MOST_KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[key] = outline, found
-        return self._known[key][1]
+        if key not in known:
+            known[key] = outline, find(outline)
+            if len(known) > _MOST_KNOWN:
+                del known[next(iter(known))]
+        return known[key][1]
+
+    return found
 
 
 def element_index(box: Box, element: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.targets import OutputTensor, Put, Target
-from shardspec.checkpoint.tiling import MemoizedByBoxes, check_replicas, check_tiling
+from shardspec.checkpoint.tiling import check_replicas, check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -304,8 +304,8 @@ def _check_tensors(
     """
     paths: set[Path] = set()
     num_bytes = 0
-    copies_of = MemoizedByBoxes(check_tiling)
-    files_of = MemoizedByBoxes(lambda outline: {held.path for held in distinct(outline)})
+    copies_of = memoize_by_boxes(check_tiling)
+    files_of = memoize_by_boxes(lambda outline: {held.path for held in distinct(outline)})
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
             outline = source.outline(name)

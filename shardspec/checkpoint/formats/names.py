@@ -31,6 +31,7 @@ VERL_STEP: Final = "global_step_"
 DEEPSPEED: Final = "DeepSpeed ZeRO"
 DEEPSPEED_UNIVERSAL: Final = "DeepSpeed Universal Checkpoint"
 DEEPSPEED_LATEST: Final = "latest"
+DEEPSPEED_SCRIPT: Final = "zero_to_fp32.py"
 UNIVERSAL_LATEST: Final = "latest_universal"
 UNIVERSAL_OPTIMIZER: Final = "zero/optimizer_state.pt"
 DEEPSPEED_OPTIMIZER: Final = re.compile(
@@ -96,7 +97,7 @@ _DCP: Final = _any_of(METADATA_NAME, DCP_OF_A_RANK, DCP_OWN_METADATA)
 _MEGATRON: Final = _any_of(MEGATRON_TRACKER, MEGATRON_RANK, re.compile(r"iter_\d{7,12}"))
 # A single file of model states of all ranks may be of a run without ZeRO.
 _DEEPSPEED: Final = _any_of(
-    *("zero_to_fp32.py", re.compile(r"global_step\d+"), DEEPSPEED_OPTIMIZER),
+    *(DEEPSPEED_SCRIPT, re.compile(r"global_step\d+"), DEEPSPEED_OPTIMIZER),
     re.compile(rf"(?!mp_){DEEPSPEED_MODEL.pattern}"),
 )
 _BIN: Final = _any_of(BIN_INDEX, BIN_NAME, BIN_NUMBERED)
