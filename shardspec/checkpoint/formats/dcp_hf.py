@@ -59,23 +59,28 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
             "same model merged"
         )
     merged = _merged_above(directory)
-    for name in sorted(tensors.keys() | merged.keys()) if merged is not None else ():
-        sides = [
-            f"{found[name].dtype} of shape {list(found[name].shape)}" if name in found else "absent"
-            for found in (tensors, merged or {})
-        ]
-        if sides[0] != sides[1]:
-            raise CheckpointError(
-                f"tensor {name!r} is {sides[0]} in the shards and {sides[1]} in the merged files "
-                "above them; a shard is missing, or the two are not of one save"
-            )
+    if merged is not None:
+        said, due = map(_described, (tensors, merged))
+        for name in sorted(said.keys() | due.keys()):
+            if said.get(name) != due.get(name):
+                raise CheckpointError(
+                    f"tensor {name!r} is {said.get(name, 'absent')} in the shards and "
+                    f"{due.get(name, 'absent')} in the merged files above them; a shard is "
+                    "missing, or the two are not of one save"
+                )
     found = ListedCatalog(DCP_HF, directory, tensors, tuple(shards.values()))
+    numbers = {number for number, _ in shards}
     if merged is None or ranks is not None:
-        _check_ranks(directory, shards, ranks)
-    if merged is None:
-        _check_grid(directory, shards, models)
+        _check_ranks(directory, numbers, ranks)
+    for number, model in product(sorted(numbers), range(1, models + 1)):
+        if merged is None and (number, model) not in shards:
+            name = f"shard-{number:05}-model-{model:05}-of-{models:05}.safetensors"
+            raise CheckpointError(
+                f"{directory}: {name} is missing; restore it, or put the merged files of the same "
+                "save above a folder 'sharded' to show that there was none"
+            )
     if merged is None and ranks is None:
-        count = len({number for number, _ in shards})
+        count = len(numbers)
         for tensor in tensors.values():
             check_tiling(tensor)
             _check_chunks(directory, tensor, count)
@@ -84,6 +89,10 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
             f"says that there was no later one; --ranks {count} checks the number",
         )
     return found
+
+
+def _described(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    return {name: f"{found.dtype} of shape {list(found.shape)}" for name, found in tensors.items()}
 
 
 def _read(shards: _Shards) -> dict[str, StoredTensor]:
@@ -144,9 +153,8 @@ def _merged_above(directory: Path) -> Mapping[str, StoredTensor] | None:
     return None
 
 
-def _check_ranks(directory: Path, shards: _Shards, ranks: int | None) -> None:
+def _check_ranks(directory: Path, known: set[int], ranks: int | None) -> None:
     """Compare the ranks that are there with how many there were; refuse if nothing says that."""
-    known = {number for number, _ in shards}
     count = len(known)
     missing = min(set(range(1, max(ranks or 0, *known, 0) + 1)) - known, default=None)
     if ranks is None:
@@ -160,18 +168,6 @@ def _check_ranks(directory: Path, shards: _Shards, ranks: int | None) -> None:
             "restore what is missing, or say how many ranks had something to write: --ranks "
             f"{count} (ranks={count})"
         )
-
-
-def _check_grid(directory: Path, shards: _Shards, models: int) -> None:
-    """Check that every rank has written a part of every merged file."""
-    due = product(sorted({number for number, _ in shards}), range(1, models + 1))
-    for number, model in due:
-        if (number, model) not in shards:
-            name = f"shard-{number:05}-model-{model:05}-of-{models:05}.safetensors"
-            raise CheckpointError(
-                f"{directory}: {name} is missing; restore it, or put the merged files of the same "
-                "save above a folder 'sharded' to show that there was none"
-            )
 
 
 def _check_chunks(directory: Path, tensor: StoredTensor, ranks: int) -> None:

@@ -317,10 +317,9 @@ def _rewritten(value: object, file: SourceFile) -> tuple[object, list[tuple[str,
                 return named(value)
             case dict():
                 return dict(zip(value, each(value.values(), depth), strict=True))
-            case list():
-                return each(value, depth)
-            case tuple():
-                return tuple(each(value, depth))
+            case list() | tuple():
+                parts = each(value, depth)
+                return tuple(parts) if isinstance(value, tuple) else parts
         if value is None or type(value) in (bool, int, float, bytes, str):
             return value
         raise refused(f"a {type(value).__name__}")

@@ -163,16 +163,16 @@ def _read(place: Path) -> list[_File]:
                     "of the other away"
                 )
     (count,) = counts
-    stages, experts, ranks = (range(1 + max(key[at] for key in found)) for at in range(3))
-    keys = list(product(stages, experts, ranks))
-    paths = []
-    for stage, expert, rank in keys:
+    keys, paths = [], []
+    # Up to the first that is missing: names may claim any number.
+    ranges = (range(1 + max(key[at] for key in found)) for at in range(3))
+    for stage, expert, rank in product(*ranges):
         name = "_".join((f"mp_rank_{rank:02d}", *(f"{n:03d}" for n in (stage, expert)[:count])))
-        name = found.get((stage, expert, rank), name)
-        folder = file_inside(place, name, place)
+        folder = file_inside(place, found.get((stage, expert, rank), name), place)
         path = file_inside(folder, MEGATRON_FILE, folder) if folder.exists() else folder
         if not path.exists():
             raise CheckpointError(f"{path}: is missing; restore it")
+        keys.append((stage, expert, rank))
         paths.append(path)
     states = read_torch_states(paths, _NAMES)
     files = [_File(*key, state) for key, state in zip(keys, states, strict=True)]

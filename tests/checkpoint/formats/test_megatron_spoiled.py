@@ -273,6 +273,9 @@ def test_names_of_directories_that_do_not_fit(ckpt):
     (ckpt / "mp_rank_00").rename(ckpt / "mp_rank_00_000_001")
     assert refused(ckpt).endswith("cannot be of one save; move those of the other away")
     shutil.rmtree(ckpt / "mp_rank_00_000_001")
+    (ckpt / "mp_rank_999999_999999").mkdir()
+    assert refused(ckpt) == f"{ckpt}/mp_rank_03_000: is missing; restore it"
+    (ckpt / "mp_rank_999999_999999").rmdir()
     (ckpt / "mp_rank_00_000" / "model_optim_rng.pt").unlink()
     assert refused(ckpt) == (f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: is missing; restore it")
 
