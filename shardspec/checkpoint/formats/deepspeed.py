@@ -421,7 +421,7 @@ def _under(state: TorchState, key: str) -> dict[str, object]:
 
 
 def extras_of(*states: TorchState) -> dict[str, object]:
-    """Return what is no tensor and does not describe how tensors lie."""
+    """Return entries that are not tensors and do not describe the layout of any."""
     left = ("param_shapes", "frozen_param_", "shared_params", "buffer_names", "param_slice_")
     return {
         name: plain_value(value)

@@ -212,7 +212,7 @@ def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
 
 
 def _check_source(source: Catalog) -> None:
-    """Refuse what is no ZeRO run, and rules of how parameters are put together."""
+    """Refuse a source that is not a ZeRO run, or that has rules for joining parameters."""
     if source.format != names.DEEPSPEED:
         raise CheckpointError(
             f"{source.directory}: is in the format of {source.format}, but a Universal Checkpoint "

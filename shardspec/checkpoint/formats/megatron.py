@@ -277,7 +277,7 @@ def _rules(rules: Mapping[str, object] | Path | str | None, file: _File) -> tens
 
 
 def _others(files: Sequence[_File]) -> dict[str, object]:
-    """Return what is no tensor of the model; what ranks hold of their own is counted."""
+    """Return entries that are not tensors of the model; those of each rank are only counted."""
     first = files[0].state.extras
     counts: Counter[str] = Counter()
     for file in files:

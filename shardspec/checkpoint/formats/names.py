@@ -108,7 +108,9 @@ FORMATS: Final = (
     Format(NATIVE, INFO_NAME, _any_of(INFO_NAME), "native:open_native", in_parts=True),
     Format(DCP, METADATA_NAME, _DCP, "dcp:open_dcp", in_parts=True),
     Format(
-        MEGATRON, "mp_rank_00", _MEGATRON, "megatron:open_megatron", _RANKS | _RULES, True, True
+        *(MEGATRON, "mp_rank_00", _MEGATRON, "megatron:open_megatron", _RANKS | _RULES),
+        in_parts=True,
+        nested=True,
     ),
     Format(
         DCP_HF,
@@ -181,8 +183,8 @@ PARTS: Final = {
         "--output_dir OUTPUT",
     ),
 }
-"""Formats with a file for each rank: the names of these files, with a number that is 0 in a file
-that may be alone, and what puts them together."""
+"""Formats with a file for each rank: pattern of the files, and the tool that joins them. A file whose
+number is 0 may be the only one."""
 
 _FROM_TRANSFORMERS: Final = (
     'python -c "from transformers import AutoModel as m; '
