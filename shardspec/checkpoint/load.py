@@ -7,6 +7,7 @@ several files the first is read: if they differed, a model would otherwise be mi
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardspec.boxes import Box, box_size
@@ -140,22 +141,23 @@ def load_sharded(
             )
         chosen = communicator or communicator_of(target)
         plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, by_rules))
-    loaded = agree(chosen, lambda: _read(source, plan.names, plan.layouts, chosen, plan.shards))
-    found = {**loaded, **plan.found}
+    found = {**agree(chosen, lambda: _read(plan, chosen)), **plan.found}
     return unflatten(plan.paths, lambda name: found.get(name, LEFT_OUT))
 
 
 class _Plan(NamedTuple):
-    """What is read, and where it goes in the nested result."""
+    """What is read, and where it goes."""
 
+    source: Catalog
     names: Mapping[str, str]
     """Name of each tensor to that in the checkpoint."""
     layouts: Mapping[str, Layout]
-    paths: Mapping[str, KeyPath]
-    found: Mapping[str, object]
-    """Entries of the result that are not read."""
     shards: "Mapping[str, Mapping[int, torch.Tensor]] | None" = None
-    """Those to fill."""
+    """Those to fill; by default new DTensors are made."""
+    paths: Mapping[str, KeyPath] = MappingProxyType({})
+    """Keys of all entries in the nested result."""
+    found: Mapping[str, object] = MappingProxyType({})
+    """Entries of the result that are not read."""
 
 
 def _plan_by_rules(
@@ -178,7 +180,8 @@ def _plan_by_rules(
     paths |= kept
     # Names that contradict each other are refused before anything is read.
     unflatten(paths, lambda _: None)
-    return _Plan(old, layouts_by_rules(mesh, rules, wanted, as_saved), paths, values)
+    layouts = layouts_by_rules(mesh, rules, wanted, as_saved)
+    return _Plan(source, old, layouts, paths=paths, found=values)
 
 
 def _spec_as_saved(
@@ -235,7 +238,7 @@ def _plan_into(
             )
     found = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
     paths = {name: flat.paths.get(name, (name,)) for name in found}
-    return _Plan(names, layouts, paths, found, state.shards)
+    return _Plan(source, names, layouts, state.shards, paths, found)
 
 
 def stored_layouts(
@@ -289,18 +292,18 @@ def load_by_plan(
                     f"rank {rank} has reshard plan {digest} where rank {first} has "
                     f"{digests[first]}; make the same plan on every rank"
                 )
-        source, into = agree(chosen, partial(_opened, plan, given, here, chosen))
-        found |= agree(chosen, partial(_read, source, {n: n for n in here}, here, chosen, into))
+        reading = agree(chosen, partial(_plan_as_made, plan, given, here, chosen))
+        found |= agree(chosen, partial(_read, reading, chosen))
     return {name: (given or found)[name] for name in layouts if name in found}
 
 
-def _opened(
+def _plan_as_made(
     plan: StateCopies,
     out: Mapping[str, object] | None,
     layouts: Mapping[str, Layout],
     communicator: Communicator,
-) -> "tuple[Catalog, Mapping[str, Mapping[int, torch.Tensor]] | None]":
-    """Open the checkpoint of a plan, and return the shards to fill; both as the plan says."""
+) -> _Plan:
+    """Open the checkpoint of a reshard plan; it, and what is filled, are as the plan says."""
     assert plan.checkpoint is not None, "the plan has one"
     source = open_checkpoint(plan.checkpoint)
     now, _ = stored_layouts(source, min(plan.files, default=0))
@@ -310,9 +313,9 @@ def _opened(
                 f"{plan.checkpoint}: tensor {move.source_name!r} is not as it was when the plan "
                 "was made; make the plan again"
             )
-    source = mapped(source, plan.names)
+    reading = _Plan(mapped(source, plan.names), dict(zip(layouts, layouts, strict=True)), layouts)
     if out is None:
-        return source, None
+        return reading
     if missing := [name for name in layouts if name not in out]:
         raise LayoutError(f"tensor {shown(missing[0])} is missing from the state dict")
     given = rank_state.describe({name: out[name] for name in layouts}, communicator)
@@ -322,20 +325,11 @@ def _opened(
                 f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
                 "give it as the plan says"
             )
-    return source, given.shards
+    return reading._replace(shards=given.shards)
 
 
-def _read(
-    source: Catalog,
-    names: Mapping[str, str],
-    layouts: Mapping[str, Layout],
-    communicator: Communicator,
-    into: "Mapping[str, Mapping[int, torch.Tensor]] | None" = None,
-) -> dict[str, Any]:
-    """Read the shards of this process, into those that are there or into new DTensors.
-
-    `names` has the names of tensors in the checkpoint, by those in `layouts` and `into`.
-    """
+def _read(plan: _Plan, communicator: Communicator) -> dict[str, Any]:
+    """Read the shards of this process, into those that are there or into new DTensors."""
     import torch
 
     from shardspec.dtensor import DTensor
@@ -344,26 +338,26 @@ def _read(
     buffers, devices = Buffers(), communicator.addressable
     with OpenFiles() as files, torch.no_grad():
         files.will_read(
-            source.directory,
+            plan.source.directory,
             (
                 stretch
-                for name, layout in layouts.items()
+                for name, layout in plan.layouts.items()
                 for box in dict.fromkeys(box for d in devices for box in layout.local_boxes(d))
-                for stretch in stretches(source.tensor(names[name]), box)
+                for stretch in stretches(plan.source.tensor(plan.names[name]), box)
             ),
         )
-        for name, layout in layouts.items():
-            tensor = source.tensor(names[name])
+        for name, layout in plan.layouts.items():
+            tensor = plan.source.tensor(plan.names[name])
             check_tiling(tensor)
             read: dict[tuple[Box, ...], torch.Tensor] = {}
             shards: dict[int, torch.Tensor] = {}
             for device in devices:
                 boxes = tuple(layout.local_boxes(device))
-                if into is None:
+                if plan.shards is None:
                     dtype = getattr(torch, layout.dtype)
                     shard = torch.empty(layout.local_shape(device), dtype=dtype)
                 else:
-                    shard = into[name][device].detach()
+                    shard = plan.shards[name][device].detach()
                 if boxes not in read:
                     for box in boxes:
                         part = rank_state.box_of_shard(shard, layout, device, box)
@@ -373,9 +367,9 @@ def _read(
                     shard.copy_(read[boxes])
                 shards[device] = shard
             loaded[name] = (
-                DTensor.from_shards(shards, layout, communicator) if into is None else shards
+                DTensor.from_shards(shards, layout, communicator) if plan.shards is None else shards
             )
-    source.check_unchanged()
+    plan.source.check_unchanged()
     return loaded
 
 

@@ -183,8 +183,8 @@ PARTS: Final = {
         "--output_dir OUTPUT",
     ),
 }
-"""Formats with a file for each rank: pattern of the files, and the tool that joins them. A file whose
-number is 0 may be the only one."""
+"""Formats with a file for each rank: pattern of the files, and the tool that joins them. A file
+whose number is 0 may be the only one."""
 
 _FROM_TRANSFORMERS: Final = (
     'python -c "from transformers import AutoModel as m; '
