@@ -151,7 +151,8 @@ def _newest(place: Path, there: Sequence[str], known: Format | None) -> tuple[Pa
         tracker = names.DEEPSPEED_LATEST
         patterns = (names.DEEPSPEED_OPTIMIZER, names.DEEPSPEED_MODEL)
         of_ranks = any(pattern.fullmatch(name) for pattern in patterns for name in there)
-        below = [] if of_ranks else [name for name in there if (place / name).is_dir()]
+        # In a store every look would be a request.
+        below = () if of_ranks or tracker in there else there
         found = [name for name in below if known.finds(_names(place / name))]
     elif tracker not in there and found == ["release"]:
         found = []
