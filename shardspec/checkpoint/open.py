@@ -151,9 +151,10 @@ def _newest(place: Path, there: Sequence[str], known: Format | None) -> tuple[Pa
         tracker = names.DEEPSPEED_LATEST
         patterns = (names.DEEPSPEED_OPTIMIZER, names.DEEPSPEED_MODEL)
         of_ranks = any(pattern.fullmatch(name) for pattern in patterns for name in there)
-        # In a store every look would be a request.
-        below = () if of_ranks or tracker in there else there
-        found = [name for name in below if known.finds(_names(place / name))]
+        found = []
+        if not of_ranks and tracker not in there:
+            folders = (name for name in there if (place / name).is_dir())
+            found = [name for name in folders if known.finds(_names(place / name))]
     elif tracker not in there and found == ["release"]:
         found = []
     if of_ranks or (tracker not in there and not found and tracker == MEGATRON_TRACKER):
