@@ -385,7 +385,7 @@ def _resharded(
         from shardspec.checkpoint.formats.deepspeed_universal import universal_target
 
         return universal_target(source)
-    from shardspec.checkpoint.quantized import check_blocks
+    from shardspec.checkpoint.tiling import check_blocks
 
     wanted = select(source, choice)
     if like is not None:

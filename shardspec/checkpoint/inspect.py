@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,7 +17,7 @@ from shardspec.checkpoint.catalog import (
     replica_keys,
 )
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.tiling import MemoizedByBoxes, check_tiling
+from shardspec.checkpoint.tiling import check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -228,7 +228,7 @@ def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     """Return what a checkpoint holds, by what describes it, which is checked; no data is read."""
     source = as_catalog(directory)
     # Many tensors are sharded alike.
-    check = MemoizedByBoxes(partial(check_tiling, tiled=set()))
+    check = memoize_by_boxes(check_tiling)
     layout_of = lru_cache(None)(Layout)
     tensors = []
     for name in source.names:

@@ -1,27 +1,23 @@
 """Loading: a plan whose holders are files, carried out by reading.
 
 Every rank reads what its own devices are to hold, and casts where the plan says so. Of copies in
-several files the first is read: were they to differ, a model would otherwise be mixed of several.
+several files the first is read: if they differed, a model would otherwise be mixed from several.
 """
 
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor, distinct
+from shardspec.checkpoint import rank_state
+from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
 from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
-from shardspec.checkpoint.rank_state import (
-    Described,
-    agree,
-    communicator_of_state,
-    describe,
-    world_mesh,
-)
+from shardspec.checkpoint.rank_state import agree
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into, stretches
 from shardspec.checkpoint.select import (
     Choice,
@@ -33,14 +29,16 @@ from shardspec.checkpoint.select import (
 )
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
+from shardspec.checkpoint.targets import OutputTensor
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError
-from shardspec.layout.layout import Layout, LayoutCell, SpecLike, resolve_axes
+from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed_argument
 from shardspec.resharding.copies import StateCopies, StoredLayout, flat_state
+from shardspec.text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -65,26 +63,25 @@ def load_sharded(
     Parameters
     ----------
     directory
-        A checkpoint in any format that `open_checkpoint` knows, or what that has made of it.
+        A checkpoint in any format that `open_checkpoint` reads, or one that is open.
     device_mesh
-        The devices to load into; the mesh that was saved if it is left out.
+        The devices to load into; by default the mesh that was saved.
     rules
-        Name pattern to spec, as `match_rules` takes them. What no pattern matches is sharded as it
-        was saved: over axes of the same names where both meshes name theirs, else of the same
-        numbers. If there are patterns, what none matches is replicated where the checkpoint does
-        not say how it was sharded.
+        Name pattern to spec, as `match_rules` takes them. A tensor that no pattern matches is
+        sharded as it was saved: over axes of the same names where both meshes name theirs, else of
+        the same numbers. Given any patterns, it is replicated if the checkpoint does not say how it
+        was sharded.
     into
         A state dict, as `save_sharded` takes it, whose tensors are filled in place, instead of a
         mesh and rules: DTensors, also torch's, get their shards. Each has the shape and dtype that
-        was saved. What else the checkpoint holds is not read.
+        was saved. Other tensors of the checkpoint are not read.
     include, exclude, rename
         Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
         have the new names. What these patterns leave out stays as it is in `into`.
     names
-        What makes of the tensors that were saved those of another model, as one that is served: a
-        `NameMap`, a list of some to be taken one after the other, or new names. All of the above
-        then have the names that it gives. How it was sharded says nothing of these tensors: give
-        rules.
+        Makes the tensors of another model of those that were saved: a `NameMap`, a list of maps to
+        be applied in order, or new names. All of the above then have the names that it gives. How
+        the checkpoint was sharded says nothing of these tensors: give rules.
     communicator
         Who moves shards; as for `DTensor`.
     mesh, specs
@@ -95,15 +92,15 @@ def load_sharded(
     dict
         Name to DTensor, sorted by name, in the memory of the CPU; pending reductions are finished.
         A nested state dict that `save_sharded` has written comes back nested, with its plain
-        values; what is renamed stands outside of the nesting. With `into`, that state dict: the
-        same tensors, and the values of the checkpoint.
+        values; renamed entries are at the top. With `into`, that state dict: the same tensors, and
+        the values of the checkpoint.
 
     Raises
     ------
     CheckpointError
         On every rank, if any rank cannot read what it needs, or the checkpoint contradicts itself,
-        or the rules do not fit, or `into` wants what the checkpoint does not have. Tensors of
-        `into` may then be filled in part.
+        or the rules do not fit, or `into` has what the checkpoint has not. Tensors of `into` may
+        then be partly filled.
 
     Examples
     --------
@@ -128,141 +125,120 @@ def load_sharded(
     if into is not None:
         if onto is not None or by_rules:
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
-        return _load_into(directory, into, choice, names, communicator)
+        chosen = communicator or rank_state.communicator_of_state(into)
+    else:
+        chosen = communicator or communicator_of(onto or rank_state.world_mesh())
     # In a job all ranks find out together whether each of them can open the checkpoint.
-    opening = communicator or communicator_of(onto or world_mesh())
-    source = agree(opening, lambda: mapped(as_catalog(directory), names))
-    onto = onto or (communicator.mesh if communicator else source.mesh)
-    if onto is None:
-        raise LayoutError(
-            f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh to load "
-            "into (device_mesh=)"
-        )
-    target = onto
-    chosen = communicator or communicator_of(target)
-
-    def selected() -> tuple[dict[str, str], dict[str, Layout], dict[str, str]]:
-        wanted = select(source, choice) if source.names else []
-        old = {tensor.name: tensor.source for tensor in wanted}
-        values = plain(_saved(source)[0], choice)
-        # Names that contradict each other are refused before anything is read.
-        _nested(source, dict.fromkeys(old), old, values)
-        as_saved = partial(_as_saved, source.mesh, target, bool(by_rules))
-        layouts = layouts_by_rules(
-            target, by_rules, wanted, lambda tensor: as_saved(source.outline(tensor.source))
-        )
-        return old, layouts, values
-
-    old, layouts, values = agree(chosen, selected)
-    loaded = agree(chosen, lambda: _read(source, old, layouts, chosen))
-    return _nested(source, loaded, old, values)
-
-
-def _saved(source: Catalog) -> tuple[Mapping[str, object], Mapping[str, KeyPath]]:
-    """Return the plain values of a state dict that was saved, and the keys of all by name."""
-    return (source.extras, source.paths) if isinstance(source, NativeCatalog) else ({}, {})
-
-
-def _nested(
-    source: Catalog,
-    loaded: Mapping[str, object],
-    names: Mapping[str, str],
-    values: Mapping[str, str],
-) -> dict[str, Any]:
-    """Return what was loaded, nested as the state dict that was saved.
-
-    `names` has the new names of tensors with those in the checkpoint, `values` the names of values
-    in the checkpoint with the new ones.
-    """
-    known, saved = _saved(source)
-    for name, new in values.items():
-        if new in names:
-            raise CheckpointError(
-                f"tensor {names[new]!r} and value {name!r} would both be named {new!r}; rename "
-                "them apart"
+    source = agree(chosen, lambda: mapped(as_catalog(directory), names))
+    if into is not None:
+        plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
+    else:
+        target = onto or (communicator.mesh if communicator else source.mesh)
+        if target is None:
+            raise LayoutError(
+                f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh to "
+                "load into (device_mesh=)"
             )
-    found = {**loaded, **{new: known[name] for name, new in values.items()}}
-    paths: dict[str, KeyPath] = {new: (new,) for new in sorted(found)}
-    old = {**names, **{new: name for name, new in values.items()}}
-    paths.update({name: path for name, path in saved.items() if old.get(name, name) == name})
-    return unflatten(paths, lambda name: found.get(name, LEFT_OUT))
+        chosen = communicator or communicator_of(target)
+        plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, by_rules))
+    found = {**agree(chosen, lambda: _read(plan, chosen)), **plan.found}
+    return unflatten(plan.paths, lambda name: found.get(name, LEFT_OUT))
 
 
-def _load_into(
-    directory: Path | str | Catalog,
-    into: Mapping[str, Any],
-    choice: Choice,
-    by: Names | None,
-    communicator: Communicator | None,
-) -> dict[str, Any]:
-    """Fill the tensors of a state dict; return it with the values of the checkpoint."""
-    chosen = communicator or communicator_of_state(into)
+class _Plan(NamedTuple):
+    """What is read, and where it goes."""
 
-    def selected() -> tuple[Catalog, Described, dict[str, str], dict[str, object]]:
-        source = mapped(as_catalog(directory), by)
-        state = describe(into, chosen)
-        wanted = select(source, choice) if source.names else []
-        names = {tensor.name: tensor.source for tensor in wanted}
-        values = {new: source.extras[name] for name, new in plain(source.extras, choice).items()}
-        for name, layout in state.layouts.items():
-            if name in names:
-                _check_into(name, layout, source.outline(names[name]))
-            elif choice.wants(name):
+    source: Catalog
+    names: Mapping[str, str]
+    """Name of each tensor to that in the checkpoint."""
+    layouts: Mapping[str, Layout]
+    shards: "Mapping[str, Mapping[int, torch.Tensor]] | None" = None
+    """Those to fill; by default new DTensors are made."""
+    paths: Mapping[str, KeyPath] = MappingProxyType({})
+    """Keys of all entries in the nested result."""
+    found: Mapping[str, object] = MappingProxyType({})
+    """Entries of the result that are not read."""
+
+
+def _plan_by_rules(
+    source: Catalog, choice: Choice, mesh: DeviceMesh, rules: Mapping[str, SpecLike]
+) -> _Plan:
+    wanted = select(source, choice) if source.names else []
+    old = {tensor.name: tensor.source for tensor in wanted}
+    as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
+    renamed, values, kept = dict(old), {}, {}
+    if isinstance(source, NativeCatalog):
+        for name, new in plain(source.extras, choice).items():
+            if new in old:
                 raise CheckpointError(
-                    f"{source.directory}: has no tensor {name!r}; leave it out of what is loaded "
-                    "into, exclude it, or rename one"
+                    f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename "
+                    "them apart"
                 )
-        for name in state.flat.values:
-            if choice.wants(name) and name not in values:
-                raise CheckpointError(
-                    f"{source.directory}: has no value {name!r}; leave it out of what is loaded "
-                    "into, or exclude it"
-                )
-        return source, state, {n: names[n] for n in state.layouts if n in names}, values
-
-    source, state, names, values = agree(chosen, selected)
-    layouts = {name: state.layouts[name] for name in names}
-    agree(chosen, lambda: _read(source, names, layouts, chosen, state.shards))
-    flat = state.flat
-    kept = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
-    return unflatten({name: flat.paths.get(name, (name,)) for name in kept}, kept.__getitem__)
+            renamed[new], values[new] = name, source.extras[name]
+        kept = {n: path for n, path in source.paths.items() if renamed.get(n, n) == n}
+    paths: dict[str, KeyPath] = {name: (name,) for name in sorted(renamed)}
+    paths |= kept
+    # Names that contradict each other are refused before anything is read.
+    unflatten(paths, lambda _: None)
+    layouts = layouts_by_rules(mesh, rules, wanted, as_saved)
+    return _Plan(source, old, layouts, paths=paths, found=values)
 
 
-def _check_into(name: str, layout: Layout, tensor: Outline[FileBox]) -> None:
-    """Raise unless a tensor that is to be filled is as the checkpoint has it."""
-    if (tensor.shape, tensor.dtype) != (layout.global_shape, layout.dtype):
-        raise CheckpointError(
-            f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
-            f"checkpoint has {list(tensor.shape)} {tensor.dtype}; make them alike"
-        )
-    if layout.spec.partials:
-        raise LayoutError(
-            f"tensor {name!r}: spec {layout.spec} has pending reductions, but a loaded tensor has "
-            "none; redistribute it first"
-        )
-
-
-def _as_saved(
-    saved: DeviceMesh | None, mesh: DeviceMesh, replicated: bool, tensor: Outline[FileBox]
+def _spec_as_saved(
+    source: Catalog, mesh: DeviceMesh, replicated: bool, tensor: OutputTensor
 ) -> ShardingSpec:
-    """Return the cuts that were saved, for another mesh; or none where nothing is known of them."""
-    if tensor.spec is None or saved is None:
+    """Return how a tensor was sharded, for another mesh; or replicated if that is not known."""
+    spec, saved = source.outline(tensor.source).spec, source.mesh
+    if spec is None or saved is None:
         if replicated:
             return ShardingSpec(len(tensor.shape))
         raise LayoutError(
-            f"tensor {tensor.name!r} was saved without a spec; say in rules how to shard tensors; "
-            "what matches none of them is then replicated"
+            f"tensor {tensor.source!r} was saved without a spec; say in rules how to shard "
+            "tensors; what matches none of them is then replicated"
         )
-    spec = by_axes = tensor.spec.without_partial()
+    spec = by_axes = spec.without_partial()
     if saved.axis_names is not None and mesh.axis_names is not None:
         by_axes = spec.with_axes(lambda axis: saved.axis_label(saved.axis(axis)))
     try:
         return resolve_axes(by_axes, mesh)
     except AxisError as error:
         raise LayoutError(
-            f"tensor {tensor.name!r} was saved as {spec} on mesh {saved}: {error}; give a rule "
+            f"tensor {tensor.source!r} was saved as {spec} on mesh {saved}: {error}; give a rule "
             "with a spec that fits"
         ) from None
+
+
+def _plan_into(
+    source: Catalog, choice: Choice, into: Mapping[str, Any], communicator: Communicator
+) -> _Plan:
+    state = rank_state.describe(into, communicator)
+    wanted = select(source, choice) if source.names else []
+    names = {tensor.name: tensor.source for tensor in wanted}
+    values = {new: source.extras[name] for name, new in plain(source.extras, choice).items()}
+    flat = state.flat
+    for kind, due, known in (("tensor", state.layouts, names), ("value", flat.values, values)):
+        for name in due:
+            if choice.wants(name) and name not in known:
+                raise CheckpointError(
+                    f"{source.directory}: has no {kind} {name!r}; leave it out of what is loaded "
+                    "into, exclude it, or rename one"
+                )
+    layouts = {name: layout for name, layout in state.layouts.items() if name in names}
+    for name, layout in layouts.items():
+        tensor = source.outline(names[name])
+        if (tensor.shape, tensor.dtype) != (layout.global_shape, layout.dtype):
+            raise CheckpointError(
+                f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
+                f"checkpoint has {list(tensor.shape)} {tensor.dtype}; make them alike"
+            )
+        if layout.spec.partials:
+            raise LayoutError(
+                f"tensor {name!r}: spec {layout.spec} has pending reductions, but a loaded tensor "
+                "has none; redistribute it first"
+            )
+    found = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
+    paths = {name: flat.paths.get(name, (name,)) for name in found}
+    return _Plan(source, names, layouts, state.shards, paths, found)
 
 
 def stored_layouts(
@@ -276,19 +252,15 @@ def stored_layouts(
     catalog = as_catalog(place)
     outlines = [catalog.outline(name) for name in catalog.names]
     paths = sorted({box.path for tensor in outlines for box in tensor.boxes})
-    numbers = {path: first + place for place, path in enumerate(paths)}
+    numbers = {path: first + at for at, path in enumerate(paths)}
     files = DeviceMesh(list(numbers.values()) or [first])
-    known: dict[object, StoredLayout] = {}
     found: dict[str, StoredLayout] = {}
     for tensor in outlines:
         require_finished(tensor)
-        key = (tensor.shape, tensor.dtype, tensor.boxes)
-        if key not in known:
-            held: dict[int, list[Box]] = {}
-            for box in distinct(tensor):
-                held.setdefault(numbers[box.path], []).append(box.box)
-            known[key] = StoredLayout(files, held, tensor.shape, tensor.dtype)
-        found[tensor.name] = known[key]
+        held: dict[int, list[Box]] = {}
+        for box in distinct(tensor):
+            held.setdefault(numbers[box.path], []).append(box.box)
+        found[tensor.name] = StoredLayout(files, held, tensor.shape, tensor.dtype)
     return found, {number: path.name for path, number in numbers.items()}
 
 
@@ -309,32 +281,29 @@ def load_by_plan(
     found: dict[str, Any] = {}
     for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
         chosen = communicator_of(mesh)
-        if chosen.addressable:
-            here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
-            _check_same_plan(plan, chosen)
-            source, into = agree(chosen, partial(_opened, plan, given, here, chosen))
-            found |= agree(chosen, partial(_read, source, {n: n for n in here}, here, chosen, into))
+        if not chosen.addressable:
+            continue
+        here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
+        digests = chosen.gather(dict.fromkeys(chosen.addressable, plan.digest[:12]))
+        first = min(digests)
+        for rank, digest in digests.items():
+            if digest != digests[first]:
+                raise LayoutError(
+                    f"rank {rank} has reshard plan {digest} where rank {first} has "
+                    f"{digests[first]}; make the same plan on every rank"
+                )
+        reading = agree(chosen, partial(_plan_as_made, plan, given, here, chosen))
+        found |= agree(chosen, partial(_read, reading, chosen))
     return {name: (given or found)[name] for name in layouts if name in found}
 
 
-def _check_same_plan(plan: StateCopies, communicator: Communicator) -> None:
-    digests = communicator.gather(dict.fromkeys(communicator.addressable, plan.digest[:12]))
-    first = min(digests)
-    for rank, digest in digests.items():
-        if digest != digests[first]:
-            raise LayoutError(
-                f"rank {rank} has reshard plan {digest} where rank {first} has {digests[first]}; "
-                "make the same plan on every rank"
-            )
-
-
-def _opened(
+def _plan_as_made(
     plan: StateCopies,
     out: Mapping[str, object] | None,
     layouts: Mapping[str, Layout],
     communicator: Communicator,
-) -> "tuple[Catalog, Mapping[str, Mapping[int, torch.Tensor]] | None]":
-    """Open the checkpoint of a plan, and return the shards to fill; both as the plan says."""
+) -> _Plan:
+    """Open the checkpoint of a reshard plan; it, and what is filled, are as the plan says."""
     assert plan.checkpoint is not None, "the plan has one"
     source = open_checkpoint(plan.checkpoint)
     now, _ = stored_layouts(source, min(plan.files, default=0))
@@ -344,31 +313,23 @@ def _opened(
                 f"{plan.checkpoint}: tensor {move.source_name!r} is not as it was when the plan "
                 "was made; make the plan again"
             )
+    reading = _Plan(mapped(source, plan.names), dict(zip(layouts, layouts, strict=True)), layouts)
     if out is None:
-        return mapped(source, plan.names), None
+        return reading
     if missing := [name for name in layouts if name not in out]:
-        raise LayoutError(f"tensor {missing[0]!r} is missing from the state dict")
-    given = describe({name: out[name] for name in layouts}, communicator)
+        raise LayoutError(f"tensor {shown(missing[0])} is missing from the state dict")
+    given = rank_state.describe({name: out[name] for name in layouts}, communicator)
     for name, layout in layouts.items():
         if given.layouts[name] != layout:
             raise LayoutError(
                 f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
                 "give it as the plan says"
             )
-    return mapped(source, plan.names), given.shards
+    return reading._replace(shards=given.shards)
 
 
-def _read(
-    source: Catalog,
-    names: Mapping[str, str],
-    layouts: Mapping[str, Layout],
-    communicator: Communicator,
-    into: "Mapping[str, Mapping[int, torch.Tensor]] | None" = None,
-) -> dict[str, Any]:
-    """Read the shards of this process, into those that are there or into new DTensors.
-
-    `names` has the names of tensors in the checkpoint, by those in `layouts` and `into`.
-    """
+def _read(plan: _Plan, communicator: Communicator) -> dict[str, Any]:
+    """Read the shards of this process, into those that are there or into new DTensors."""
     import torch
 
     from shardspec.dtensor import DTensor
@@ -377,38 +338,38 @@ def _read(
     buffers, devices = Buffers(), communicator.addressable
     with OpenFiles() as files, torch.no_grad():
         files.will_read(
-            source.directory,
+            plan.source.directory,
             (
                 stretch
-                for name, layout in layouts.items()
+                for name, layout in plan.layouts.items()
                 for box in dict.fromkeys(box for d in devices for box in layout.local_boxes(d))
-                for stretch in stretches(source.tensor(names[name]), box)
+                for stretch in stretches(plan.source.tensor(plan.names[name]), box)
             ),
         )
-        for name, layout in layouts.items():
-            tensor = source.tensor(names[name])
+        for name, layout in plan.layouts.items():
+            tensor = plan.source.tensor(plan.names[name])
             check_tiling(tensor)
             read: dict[tuple[Box, ...], torch.Tensor] = {}
             shards: dict[int, torch.Tensor] = {}
             for device in devices:
                 boxes = tuple(layout.local_boxes(device))
-                shape, dtype = layout.local_shape(device), getattr(torch, layout.dtype)
-                given = torch.empty(shape, dtype=dtype) if into is None else into[name][device]
-                shard = given.detach()
+                if plan.shards is None:
+                    dtype = getattr(torch, layout.dtype)
+                    shard = torch.empty(layout.local_shape(device), dtype=dtype)
+                else:
+                    shard = plan.shards[name][device].detach()
                 if boxes not in read:
                     for box in boxes:
-                        room = shard
-                        if len(boxes) > 1:
-                            room = shard[LayoutCell(layout, box).index(device)]
-                        _fill(room, tensor, box, files, buffers)
+                        part = rank_state.box_of_shard(shard, layout, device, box)
+                        _fill(part, tensor, box, files, buffers)
                     read[boxes] = shard
                 elif shard is not read[boxes]:
                     shard.copy_(read[boxes])
                 shards[device] = shard
-            loaded[name] = shards
-            if into is None:
-                loaded[name] = DTensor.from_shards(shards, layout, communicator)
-    source.check_unchanged()
+            loaded[name] = (
+                DTensor.from_shards(shards, layout, communicator) if plan.shards is None else shards
+            )
+    plan.source.check_unchanged()
     return loaded
 
 
@@ -422,9 +383,9 @@ def _fill(
         return
     stored = getattr(torch, tensor.dtype)
     flat = shard.device.type == "cpu" and shard.is_contiguous() and shard.dtype == stored
-    place = shard if flat and not (shard.is_conj() or shard.is_neg()) else None
-    room = torch.empty(shard.shape, dtype=stored) if place is None else place
+    in_place = flat and not (shard.is_conj() or shard.is_neg())
+    room = shard if in_place else torch.empty(shard.shape, dtype=stored)
     out = room.view(-1).view(torch.uint8).numpy().data
     read_box_into(tensor, box, out, files, buffers, checks=Checks(tensor))
-    if place is None:
+    if not in_place:
         shard.copy_(room)

@@ -1,27 +1,19 @@
 """A checkpoint under the names and shapes of another model, by a name map; nothing is copied.
 
 An equation between views says where in a source tensor the elements of a target lie. So a stored
-box of the source is a few boxes of the target, each with strides of its own in the same file, and
-whatever reads checkpoints reads the mapped one.
+box of the source is a few boxes of the target, each with strides of its own in the same file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    FileBox,
-    LazyTensorCache,
-    OpaqueValue,
-    Outline,
-    StoredBox,
-    StoredTensor,
-)
+from shardspec.checkpoint import catalog
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.resharding.check import check_map
@@ -30,13 +22,13 @@ from shardspec.resharding.views import Factor, TensorView, View
 from shardspec.text import shown
 
 _ZEROS: Final = Path(__file__).with_name("zeros.bin")
-"""As many bytes as the widest element has, all zero: what padding is read from."""
+"""Zeros, as many bytes as the widest element has: padding is read from it."""
 
 Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap]
-"""A map, or several to be taken one after the other, or new names; others are kept."""
+"""A map, several to be applied in order, or new names; other names are kept."""
 
 
-def mapped(source: Catalog, names: Names | None) -> Catalog:
+def mapped(source: catalog.Catalog, names: Names | None) -> catalog.Catalog:
     """Return a checkpoint as what a map makes of it; as it is without one.
 
     Raises LayoutError if the map is not total for these tensors, mixes dtypes, or names none of
@@ -44,22 +36,23 @@ def mapped(source: Catalog, names: Names | None) -> Catalog:
     """
     given: object = names
     if isinstance(given, str):
-        raise LayoutError(f"names={shown(given)} is text; give a map: load_map makes one of a name")
-    if names is None:
-        return source
-    if isinstance(names, NameMap):
-        return _MappedCatalog(source, names)
-    if isinstance(names, Sequence):
-        for each in names:
-            source = mapped(source, each)
-        return source
-    if unknown := [name for name in names if name not in source.names]:
-        raise LayoutError(f"names= maps {shown(unknown[0])}, which {source.directory} lacks")
-    rules = (((name,), (names.get(name, name),)) for name in source.names)
-    return _MappedCatalog(source, NameMap(tuple(rules)))
+        raise LayoutError(f"names={shown(given)} is text; give a map, as load_map makes")
+    match names:
+        case None:
+            return source
+        case NameMap():
+            return _MappedCatalog(source, names)
+        case Mapping():
+            if unknown := [name for name in names if name not in source.names]:
+                raise LayoutError(
+                    f"names= maps {shown(unknown[0])}, which {source.directory} lacks"
+                )
+            rules = (((name,), (names.get(name, name),)) for name in source.names)
+            return _MappedCatalog(source, NameMap(tuple(rules)))
+    return reduce(mapped, names, source)
 
 
-def require_finished(tensor: Outline[FileBox]) -> None:
+def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:
     """Raise LayoutError if a tensor is stored with a reduction pending."""
     if tensor.pending:
         raise LayoutError(
@@ -68,10 +61,10 @@ def require_finished(tensor: Outline[FileBox]) -> None:
         )
 
 
-class _MappedCatalog(Catalog):
-    """A checkpoint as a map makes it; boxes are made when they are asked for."""
+class _MappedCatalog(catalog.Catalog):
+    """A checkpoint as a map makes it; boxes are made on demand."""
 
-    def __init__(self, source: Catalog, names: NameMap) -> None:
+    def __init__(self, source: catalog.Catalog, names: NameMap) -> None:
         outlines = {name: source.outline(name) for name in source.names}
         shapes = {name: outline.shape for name, outline in outlines.items()}
         found = names.target_shapes(shapes)
@@ -106,25 +99,22 @@ class _MappedCatalog(Catalog):
             if target not in self._equations:
                 raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
             self._padding.setdefault(target, []).append(side)
-        left = {name: OpaqueValue("a tensor that the map does not use") for name in report.unused}
-        super().__init__(
-            source.format,
-            source.directory,
-            self._equations,
-            source.files,
-            source.mesh,
-            {**source.extras, **left},
-        )
+        left = {
+            name: catalog.OpaqueValue("a tensor that the map does not use")
+            for name in report.unused
+        }
+        extras = {**source.extras, **left}
+        home = source.directory
+        super().__init__(source.format, home, self._equations, source.files, source.mesh, extras)
         self.snapshot = source.snapshot
-        self._source = source
-        self._shapes = found
-        self._tensors = LazyTensorCache(self._look_up)
+        self._source, self._shapes = source, found
+        self._tensors = catalog.LazyTensorCache(self._look_up)
 
-    def tensor(self, name: str) -> StoredTensor:
+    def tensor(self, name: str) -> catalog.StoredTensor:
         """Return a tensor of the target, whose boxes are parts of stored ones."""
         return self._tensors(name)
 
-    def _look_up(self, name: str) -> StoredTensor:
+    def _look_up(self, name: str) -> catalog.StoredTensor:
         width = item_bytes(self._dtypes[name])
         boxes = [
             box
@@ -136,15 +126,17 @@ class _MappedCatalog(Catalog):
             factors = sorted(factor for dim in side.dims for factor in dim)
             whole = tuple((0, factor.length) for factor in factors)
             boxes += [
-                StoredBox(part, (), 0, _ZEROS, 0, None, (0,) * len(part))
+                catalog.StoredBox(part, (), 0, _ZEROS, 0, None, (0,) * len(part))
                 for part, _, _ in _parts(side, whole, [0] * len(whole))
                 if box_size(part)
             ]
-        return StoredTensor(name, self._shapes[name], self._dtypes[name], None, (), tuple(boxes))
+        return catalog.StoredTensor(
+            name, self._shapes[name], self._dtypes[name], None, (), tuple(boxes)
+        )
 
 
-def _boxes(view: View, stored: StoredBox, width: int) -> Iterator[StoredBox]:
-    """Yield what a stored box of the source is of the target."""
+def _boxes(view: View, stored: catalog.StoredBox, width: int) -> Iterator[catalog.StoredBox]:
+    """Yield the boxes of the target that a stored box of the source is."""
     strides = stored.strides or _row_major(box_shape(stored.box), width)
     steps = view.source.strides(strides, len(view.shape))
     held = [[side] for side in stored.box]

@@ -1,7 +1,7 @@
 """From a path to a checkpoint that can be read, whatever wrote it."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
@@ -9,50 +9,33 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.formats.names import (
-    BIN_INDEX,
-    FORMATS,
-    MEGATRON_FILE,
-    MEGATRON_ITERATION,
-    MEGATRON_RANK,
-    MEGATRON_TRACKER,
-    RUN_STEP,
-    Format,
-    find_megatron,
-    format_of_names,
-    is_data_file,
-    is_index,
-    is_rank_file,
-    not_read,
-    part_of_several,
-    part_text,
-)
+from shardspec.checkpoint.formats import names
+from shardspec.checkpoint.formats.names import FORMATS, MEGATRON_TRACKER, Format, format_of_names
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, Snapshot, as_path, file_inside, reason
 from shardspec.errors import CheckpointError
 
 _ZIP: Final = b"PK"
 _OLD_TORCH: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-"""How a file of torch.save starts that is no zip: a number in a pickle."""
-_MOST_TRACKER_BYTES: Final = 32
+"""Start of a file of torch.save that is no zip: a number in a pickle."""
+_MOST_TRACKER_BYTES: Final = 4096
 _DEPTH: Final = 2
 _MOST_DIRECTORIES: Final = 256
-"""Directories that are looked into: a wrong path may be that of a whole disk."""
+"""Directories that are searched: a wrong path may be that of a whole disk."""
 _SHOWN: Final = 3
-_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 _FILE: Final = Format("a single file", "", re.compile("(?!)"), "")
-"""What is a checkpoint by itself; who reads it is known once it is opened."""
+"""What is a checkpoint by itself; its content says which format it is."""
 
 
 class _Found(NamedTuple):
-    """A checkpoint that is there, but not open yet."""
+    """A checkpoint that is not open yet."""
 
     place: Path
     home: Path
     """Where all its files lie."""
     format: Format
     note: str = ""
-    """What the user is to be told of how it was found."""
+    """For the user: how it was found."""
 
 
 def open_checkpoint(
@@ -66,9 +49,9 @@ def open_checkpoint(
     `path` is a directory in any of the formats that are read, a file of one rank of those, one
     safetensors file, one file of `torch.save`, or the index of several; here, or in a store by its
     URL. For formats that do not say it themselves, `ranks` is how many ranks have written files,
-    and `rules` how they have cut tensors: pattern of names to spec, or the path of a TOML file
+    and `rules` how they have sharded tensors: pattern of names to spec, or the path of a TOML file
     (`shardspec.checkpoint.formats.tensor_parallel`). Raises `CheckpointError` if it is missing,
-    holds no finished save, contradicts itself, or knows by itself what the caller has added.
+    holds no finished save, contradicts itself, or says itself what the caller has added.
     """
     return open_checkpoints((path,), ranks=ranks, rules=rules)[0]
 
@@ -79,12 +62,12 @@ def open_checkpoints(
     ranks: int | None = None,
     rules: Mapping[str, object] | Path | str | None = None,
 ) -> list[Catalog]:
-    """Open several checkpoints; each is told what its format does not say, the others are not."""
+    """Open several checkpoints; each gets the options that its format takes."""
     options = (("ranks", ranks), ("rules", rules))
     added = {name: value for name, value in options if value is not None}
     found = []
     for path in map(as_path, paths):
-        with _told_as_unreadable(path):
+        with _reported(path):
             found.append(_find(path))
     for name in sorted(added):
         if not any(name in one.format.takes for one in found):
@@ -101,21 +84,22 @@ def as_catalog(checkpoint: Path | str | Catalog) -> Catalog:
 
 
 def _open(found: _Found, added: Mapping[str, object]) -> Catalog:
-    # Before anything is read: what is written from now on is found out at the end.
+    # Before anything is read: changes from now on are detected at the end.
     snapshot = Snapshot.of(found.home, nested=found.format.nested)
-    reader = found.format.reader or _reader_of_file(found.place)
-    module, _, function = reader.partition(":")
-    read = getattr(import_module(f"shardspec.checkpoint.formats.{module}"), function)
-    with _told_as_unreadable(found.place):
-        opened: Catalog = read(found.place, **added)
+    module, _, function = (found.format.reader or _reader_of_file(found.place)).partition(":")
+    read: Callable[..., Catalog] = getattr(
+        import_module(f"shardspec.checkpoint.formats.{module}"), function
+    )
+    with _reported(found.place):
+        opened = read(found.place, **added)
     opened.snapshot = snapshot
     opened.notes += (found.note,) if found.note else ()
     return opened
 
 
 @contextmanager
-def _told_as_unreadable(place: Path) -> Iterator[None]:
-    """Turn what goes wrong with directories into an error of ours."""
+def _reported(place: Path) -> Iterator[None]:
+    """Turn errors of the system into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -123,29 +107,32 @@ def _told_as_unreadable(place: Path) -> Iterator[None]:
         raise CheckpointError(f"{where}: cannot be read: {reason(error)}") from None
 
 
-def _find(place: Path) -> _Found:
-    """Find out what lies somewhere."""
+def _find(place: Path, run: Format | None = None) -> _Found:
+    """Find out what a path is, perhaps a checkpoint that the directory of a run names."""
     if "\0" in str(place):
         raise CheckpointError(f"{str(place)!r}: a path cannot hold a NUL; check it")
     try:
-        names = [path.name for path in place.iterdir()]
+        there = sorted(path.name for path in place.iterdir())
     except NotADirectoryError:
         return _find_file(place)
     except FileNotFoundError:
         raise CheckpointError(f"{place}: there is no such checkpoint; check the path") from None
-    if not names:
-        raise CheckpointError(f"{place}: is empty, there is no checkpoint in it")
-    iteration, note = _iteration(place, names)
-    if iteration is not None:
-        return _find(iteration)._replace(note=note)
-    known = format_of_names(names)
+    if not there:
+        raise CheckpointError(f"{place}: is empty, there is no checkpoint in it; check the path")
+    known = format_of_names(there)
+    if run is None:
+        newest, note = _newest(place, there, known)
+        if newest is not None:
+            return _find(newest, known or _FILE)._replace(note=note)
+    elif run.name == names.DEEPSPEED:
+        known = known or run  # the files of model states alone may be of other tools
     if known is not None:
         return _Found(place, place, known)
-    for name in sorted(names):
-        part = part_of_several(name, lambda: names)
+    for name in there:
+        part = names.part_of_several(name, lambda: there)
         if part is not None:
-            raise CheckpointError(f"{place}: {name} is {part_text(part)}")
-    problem = not_read(names) or _nearby(place, names)
+            raise CheckpointError(f"{place}: {name} is {names.part_text(part)}")
+    problem = names.not_read(there) or _nearby(place, there)
     if not problem:
         *others, last = dict.fromkeys(one.known_by for one in FORMATS)
         problem = (
@@ -155,71 +142,80 @@ def _find(place: Path) -> _Found:
     raise CheckpointError(f"{place}: {problem}")
 
 
-def _iteration(place: Path, names: Sequence[str]) -> tuple[Path | None, str]:
-    """Return the checkpoint of a run that counts, if a directory is that of a run, and say so."""
-    found = sorted(name for name in names if MEGATRON_ITERATION.fullmatch(name))
-    tracked = MEGATRON_TRACKER in names
-    if any(map(MEGATRON_RANK.fullmatch, names)) or (not tracked and found in ([], ["release"])):
+def _newest(place: Path, there: Sequence[str], known: Format | None) -> tuple[Path | None, str]:
+    """Return the checkpoint that counts if a directory is that of a run, and a note of it."""
+    tracker = MEGATRON_TRACKER
+    found = [name for name in there if names.MEGATRON_ITERATION.fullmatch(name)]
+    of_ranks = any(map(names.MEGATRON_RANK.fullmatch, there))
+    if known is not None and known.name == names.DEEPSPEED:
+        tracker = names.DEEPSPEED_LATEST
+        patterns = (names.DEEPSPEED_OPTIMIZER, names.DEEPSPEED_MODEL)
+        of_ranks = any(pattern.fullmatch(name) for pattern in patterns for name in there)
+        found = []
+        if not of_ranks and tracker not in there:
+            folders = (name for name in there if (place / name).is_dir())
+            found = [name for name in folders if known.finds(_names(place / name))]
+    elif tracker not in there and found == ["release"]:
+        found = []
+    if of_ranks or (tracker not in there and not found and tracker == MEGATRON_TRACKER):
         return None, ""
-    if tracked:
-        path = file_inside(place, MEGATRON_TRACKER, place)
+    if tracker in there:
+        path = file_inside(place, tracker, place)
         with SourceFile(path) as file:
             said = file.read(0, min(file.num_bytes, _MOST_TRACKER_BYTES)).strip().decode("latin1")
-        due = [said] if said in found else []
-        if said.isdecimal() and said.isascii():
-            due = [f"iter_{int(said):07d}", f"{RUN_STEP}{int(said)}"]
-        name = next((name for name in due if name in names), "")
-        if not name:
+        due = [said]
+        if tracker == MEGATRON_TRACKER:
+            due = [said] if said in found else []
+            if said.isdecimal() and said.isascii():
+                due = [f"iter_{int(said):07d}", f"{names.VERL_STEP}{int(said)}"]
+        name = next((name for name in due if name in there), "")
+        if not name or not file_inside(place, name, path).is_dir():
             raise CheckpointError(
-                f"{path}: says {said!r}, but no such checkpoint is beside it; name the directory "
-                "of the iteration itself"
+                f"{path}: says {said!r:.200}, but no such checkpoint is beside it; name the "
+                "directory of the checkpoint itself"
             )
-        note = f"reading {name}, which {MEGATRON_TRACKER} names"
-    elif len(found) == 1:
-        name, note = found[0], f"reading {found[0]}, which is the only one"
-    else:
+        return place / name, f"reading {name}, which {tracker} names"
+    if len(found) != 1:
         raise CheckpointError(
-            f"{place}: has the iterations {', '.join(found)} and no {MEGATRON_TRACKER} that says "
-            "which counts; name the directory of one"
+            f"{place}: has the checkpoints {', '.join(found) or '(none)'} and no {tracker} that "
+            "says which counts; name the directory of one"
         )
-    return file_inside(place, name, place), note
+    return file_inside(place, found[0], place), f"reading {found[0]}, which is the only one"
 
 
 def _find_file(place: Path) -> _Found:
     """Find out what a file is, or is a part of."""
-    if place.name == MEGATRON_TRACKER:
+    if place.name in (MEGATRON_TRACKER, names.DEEPSPEED_SCRIPT):
         return _find(place.parent)
-    other = not_read((place.name,))
-    if other is not None:
+    if other := names.not_read((place.name,)):
         raise CheckpointError(f"{place}: {other}")
-    part = place
-    if place.name == MEGATRON_FILE and find_megatron((place.parent.name,)):
-        part = place.parent
+    in_rank = names.MEGATRON_RANK.fullmatch(place.parent.name)
+    part = place.parent if place.name == names.MEGATRON_FILE and in_rank else place
     for one in FORMATS:
         if one.in_parts and one.finds((part.name,)):
             return _Found(part.parent, part.parent, one)
-    alone = not (is_index(place.name) or place.name == BIN_INDEX or is_rank_file(place.name))
+    listing = names.is_index(place.name) or place.name == names.BIN_INDEX
+    alone = not (listing or names.is_rank_file(place.name))
     return _Found(place, place if alone else place.parent, _FILE)
 
 
 def _reader_of_file(place: Path) -> str:
     """Return who reads what is a checkpoint by itself."""
-    if is_index(place.name):
+    if names.is_index(place.name):
         return "safetensors:open_index_file"
-    if place.name == BIN_INDEX:
+    if place.name == names.BIN_INDEX:
         return "torch_file:open_bin_index"
     with SourceFile(place) as file:
         head = file.read(0, min(file.num_bytes, 16))
     if head.startswith(_ZIP):
-        return (
-            "rank_files:open_family" if is_rank_file(place.name) else "torch_file:open_torch_file"
-        )
+        family = names.is_rank_file(place.name)
+        return "rank_files:open_family" if family else "torch_file:open_torch_file"
     if head.startswith(_OLD_TORCH):
         raise CheckpointError(
             f"{place}: is in the format that torch.save had before torch 1.6, which cannot be read "
             "in place; load it with torch.load(weights_only=True) and save it again"
         )
-    if not is_data_file(place.name) and int.from_bytes(head[:8], "little") >= file.num_bytes:
+    if not names.is_data_file(place.name) and int.from_bytes(head[:8], "little") >= file.num_bytes:
         raise CheckpointError(
             f"{place}: is neither a safetensors file nor one of torch.save; name one of these, or "
             "the directory of a checkpoint"
@@ -227,8 +223,8 @@ def _reader_of_file(place: Path) -> str:
     return "safetensors:open_single_file"
 
 
-def _nearby(place: Path, names: Iterable[str]) -> str:
-    """Say which checkpoints lie in a directory that is none, or which files could be ones."""
+def _nearby(place: Path, there: Sequence[str]) -> str:
+    """Return which checkpoints lie in a directory that is none, or which files could be ones."""
     start = "is no checkpoint itself, but there"
     level = [place]
     # In a store every look would be a request.
@@ -239,9 +235,10 @@ def _nearby(place: Path, names: Iterable[str]) -> str:
         if len(known) == 1:
             return f"{start} is one in it: name {known[0][0]} ({known[0][1]})"
         if known:
-            some = [f"{path.relative_to(place)} ({name})" for path, name in known]
-            return f"{start} are some in it: {_some(some)}"
-    files = sorted((name for name in names if name.endswith(_TORCH_SUFFIXES)), key=_by_numbers)
+            return f"{start} are some in it: " + _some(
+                [f"{path.relative_to(place)} ({name})" for path, name in known]
+            )
+    files = [name for name in there if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
     return f"{start} are files of torch in it: {_some(files)}" if files else ""
 
 
@@ -251,12 +248,11 @@ def _some(found: Sequence[str]) -> str:
 
 
 def _names(directory: Path) -> list[str]:
+    """Return the names in a directory; step-9 comes before step-10."""
     try:
-        return sorted((path.name for path in directory.iterdir()), key=_by_numbers)
+        return sorted(
+            (path.name for path in directory.iterdir()),
+            key=lambda name: re.sub(r"[0-9]{1,18}", lambda number: number[0].zfill(18), name),
+        )
     except OSError:
         return []
-
-
-def _by_numbers(name: str) -> str:
-    """Return a key by which step-9 comes before step-10."""
-    return re.sub(r"[0-9]{1,18}", lambda number: number[0].zfill(18), name)

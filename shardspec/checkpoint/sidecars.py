@@ -1,7 +1,7 @@
-"""What lies beside the weights of a checkpoint and goes along, so that its tool loads the output.
+"""Files beside the weights of a checkpoint that go along, so that its tool loads the output.
 
-Only names that tools give to such files count. They are copied as they are, by the machinery that
-writes the weights, and appear with these.
+Only names that tools give to such files count. They are copied with the weights, and are committed
+together.
 """
 
 import re
@@ -35,12 +35,7 @@ _WITHOUT: Final = "--no-sidecars (sidecars=False)"
 
 
 def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
-    """Return an output with what lies beside the weights of a checkpoint.
-
-    Nothing is added to one file, and what only readers of torch's DCP know goes into DCP only.
-    Refused are links that lead out of the checkpoint, and files that are too large or have the name
-    of a file of weights.
-    """
+    """Return an output directory with the files that lie beside the weights of a checkpoint."""
     directory = source.directory
     if not target.directory or not directory.is_dir():
         return target
@@ -50,20 +45,21 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
     if format == "dcp":
         _check_megatron(source, there)
         wanted |= there & {_LIGHTNING, *(_MEGATRON if there >= _MEGATRON else ())}
-    taken = wanted.intersection(file.name for file in target.files)
-    if taken:
-        raise CheckpointError(
-            f"{directory}: {min(taken)} lies beside the weights, but the output has a file of that "
-            f"name already; leave such files behind with {_WITHOUT}"
-        )
-    paths = [file_inside(directory, name, directory) for name in sorted(wanted)]
-    files = tuple(copied_file(path, path.name) for path in paths if path.is_file())
-    for file in files:
-        if file.num_bytes > _MOST_BYTES:
-            raise CheckpointError(
-                f"{directory / file.name}: has {file.num_bytes} bytes, more than the {_MOST_BYTES} "
-                f"of a file that goes along with weights; leave such files behind with {_WITHOUT}"
-            )
+    taken = {file.name for file in target.files}
+    files = []
+    for name in sorted(wanted):
+        path = file_inside(directory, name, directory)
+        if not path.is_file():
+            continue
+        file = copied_file(path, name)
+        problem = ""
+        if name in taken:
+            problem = "lies beside the weights, but the output has a file of that name already"
+        elif file.num_bytes > _MOST_BYTES:
+            problem = f"has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a sidecar"
+        if problem:
+            raise CheckpointError(f"{path}: {problem}; leave such files behind with {_WITHOUT}")
+        files.append(file)
     source.beside = tuple(directory / file.name for file in files)
     names = tuple(file.name for file in files)
     return target._replace(files=(*target.files, *files), sidecars=names)
@@ -77,22 +73,22 @@ def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
         path = file_inside(directory, "metadata.json", directory)
         with SourceFile(path) as file:
             data = file.read(0, min(file.num_bytes, _PIECE))
-        # Without Megatron's file beside it, it is something else, whatever it says.
+        # Other tools have files of this name too.
         if source.objects or b'"sharded_backend"' in data:
             said = parse_json(data, path, "description")
     if said is None and not source.objects:
         return
     backend = said.get("sharded_backend") if isinstance(said, dict) else None
     problem = f"metadata.json says sharded_backend {backend!r}, and not 'torch_dist'"
-    missing = min(_MEGATRON - there, default=None)
-    if missing is None and backend == "torch_dist":
-        with SourceFile(file_inside(directory, "common.pt", directory)) as file:
-            read_torch_zip(file)
-        return
-    raise CheckpointError(
-        f"{directory}: {f'{missing} is missing' if missing else problem}, and Megatron-core would "
-        f"not load what is written; restore it, or write the tensors alone with {_WITHOUT}"
-    )
+    if missing := min(_MEGATRON - there, default=""):
+        problem = f"{missing} is missing"
+    if missing or backend != "torch_dist":
+        raise CheckpointError(
+            f"{directory}: {problem}, and Megatron-core would not load what is written; restore "
+            f"it, or write the tensors alone with {_WITHOUT}"
+        )
+    with SourceFile(file_inside(directory, "common.pt", directory)) as file:
+        read_torch_zip(file)
 
 
 def copied_file(path: Path, name: str) -> OutputFile:

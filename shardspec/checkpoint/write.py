@@ -24,7 +24,7 @@ from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath
 from shardspec.checkpoint.targets import OutputTensor, Put, Target
-from shardspec.checkpoint.tiling import MemoizedByBoxes, check_replicas, check_tiling
+from shardspec.checkpoint.tiling import check_replicas, check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -304,9 +304,8 @@ def _check_tensors(
     """
     paths: set[Path] = set()
     num_bytes = 0
-    tiled: set[object] = set()
-    copies_of = MemoizedByBoxes(partial(check_tiling, tiled=tiled))
-    files_of = MemoizedByBoxes(lambda outline: {held.path for held in distinct(outline)})
+    copies_of = memoize_by_boxes(check_tiling)
+    files_of = memoize_by_boxes(lambda outline: {held.path for held in distinct(outline)})
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
             outline = source.outline(name)
@@ -314,7 +313,7 @@ def _check_tensors(
             # Each of several processes compares its share.
             if unsure and place % member.size == member.rank:
                 tensor = source.tensor(name)
-                for group in check_tiling(tensor, tiled):
+                for group in check_tiling(tensor):
                     check_replicas(tensor, group, files, trust_digests=verify)
             paths |= files_of(outline)
             # They tile it, for every addend once.

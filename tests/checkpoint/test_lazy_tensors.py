@@ -13,7 +13,7 @@ from shardspec.checkpoint.catalog import (
     StoredReduction,
     StoredTensor,
 )
-from shardspec.checkpoint.tiling import MemoizedByBoxes
+from shardspec.checkpoint.tiling import memoize_by_boxes
 from shardspec.errors import CheckpointError
 
 
@@ -100,7 +100,7 @@ def test_what_follows_from_boxes_in_common():
 
     boxes = (FileBox(((0, 4),), (), 0, Path("x")),)
     equal = (FileBox(((0, 4),), (), 0, Path("x")),)
-    found = MemoizedByBoxes(find)
+    found = memoize_by_boxes(find)
     assert [found(outline(name, boxes)) for name in "abc"] == ["a", "a", "a"]
     # They have to be the same ones, and mean the same.
     assert found(outline("d", equal)) == "d"

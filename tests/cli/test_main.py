@@ -88,7 +88,10 @@ def test_a_bad_checkpoint_is_one_line_and_exit_code_3(tmp_path):
     for args in (["inspect", tmp_path], ["merge", tmp_path, "-o", tmp_path / "out"]):
         result = run(*args)
         assert (result.exit_code, result.stdout) == (3, "")
-        assert result.stderr == f"Error: {tmp_path}: is empty, there is no checkpoint in it\n"
+        assert (
+            result.stderr
+            == f"Error: {tmp_path}: is empty, there is no checkpoint in it; check the path\n"
+        )
 
 
 def test_a_bad_spec_is_exit_code_2_with_a_caret():

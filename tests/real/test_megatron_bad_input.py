@@ -109,8 +109,10 @@ def megatron(monkeypatch):
     [
         ({ORIGINAL: (4, 3, 5)}, "is not made of such blocks"),
         ({ORIGINAL: (16, 1)}, "is not made of such blocks"),
-        ({ORIGINAL: (-4, 16)}, "damaged"),
+        ({ORIGINAL: (-4, 16)}, "sizes are whole numbers"),
         ({"other": (4, 16)}, "convert it with Megatron's own tools"),
+        ({ORIGINAL: (4, 16), 1: 2}, "convert it with Megatron's own tools"),
+        (7, "convert it with Megatron's own tools"),
         ({}, "and nothing says how it was made flat"),
     ],
 )

@@ -1,82 +1,68 @@
-"""Reading the directories of `torch.distributed.checkpoint`: ``.metadata`` and ``*.distcp``.
+"""Directories of `torch.distributed.checkpoint`: ``.metadata`` and ``*.distcp`` files.
 
-The metadata, a pickle, says which chunks make up every tensor and in which file each lies. A chunk
-is a small zip of its own, in which the tensor's bytes are read in place. Source: ``metadata.py``,
-``planner.py``, ``filesystem.py`` and ``default_planner.py`` of ``torch/distributed/checkpoint``.
+The metadata, a pickle, lists the chunks of every tensor and the file that stores each. A chunk is a
+small zip, in which the tensor's bytes are read in place. No file names its rank, and the metadata
+has no digests: a file in the place of another is found by the lengths, shapes and dtypes of its
+chunks. **Swapped or copied files whose chunks agree in these cannot be told apart.**
 
-Nothing in a file names its rank, and the metadata has no digests. So a file in the place of another
-is found by the lengths, shapes and dtypes of its chunks. **That files were swapped or copied cannot
-be told where these are equal.**
+Megatron-core's ``torch_dist`` is such a directory. Before 0.13 its distributed optimizer stores
+tensors **flat**: each data parallel rank has a stretch of a block of the tensor, which is listed
+with one dim for each fragmented axis and one for the elements of a block. Source: metadata.py,
+planner.py, filesystem.py, default_planner.py of torch/distributed/checkpoint; strategies/torch.py
+and resharding.py of megatron/core/dist_checkpointing.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+import re
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeGuard
 
-from shardspec.boxes import Box, box_shape
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    FileBox,
-    LazyTensorCache,
-    OpaqueValue,
-    Outline,
-    StoredBox,
-    StoredObject,
-    StoredTensor,
-    box_text,
-)
-from shardspec.checkpoint.formats.megatron_core import (
-    MEGATRON_OBJECT,
-    PLAN_NAMES,
-    block_of,
-    boxes_of_stretch,
-    check_optimizer,
-    original_shapes,
-)
-from shardspec.checkpoint.formats.names import (
-    DCP,
-    DCP_OF_A_RANK,
-    DCP_OWN_METADATA,
-    METADATA_NAME,
-)
+from shardspec.boxes import Box, box_shape, box_size, row_major_boxes
+from shardspec.checkpoint import catalog
+from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.formats import names
+from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.formats.torch_file import plain_value
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
+from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.dtensors import read_torch
-from shardspec.checkpoint.torch_files.unpickler import (
-    MOST_PICKLE_BYTES,
-    Global,
-    Names,
-    Record,
-    UnlistedNameError,
-    made_by,
-    record_class,
-    unpickle,
-)
-from shardspec.checkpoint.torch_files.values import (
-    TORCH_NAMES,
-    TorchTensor,
-    read_torch_pickle,
-    sizes_of,
-    tensor_place,
-)
+from shardspec.checkpoint.torch_files.unpickler import Global, Record, made_by, record_class
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
 
 _MOST_OBJECT_BYTES: Final = 2**26
+_MEGATRON_OBJECT: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
+"""End of the names of Megatron-core's objects, such as ``/shard_0.1_4.2``."""
+_OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.")
 
 
 class _Place(NamedTuple):
-    """Where something was written."""
+    """Where an entry is stored."""
 
     file: str
-    """Name of the file in the directory."""
     offset: int
     num_bytes: int
+
+
+_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Place]
+"""By the name of an entry and, of a chunk, its offsets."""
+
+
+class _Chunk(NamedTuple):
+    """A box of a tensor, and the chunk that has it."""
+
+    box: Box
+    place: _Place
+    stored: tuple[int, ...]
+    """Shape of the chunk."""
+    start: int = 0
+    """Elements of the chunk before the box: a stretch of a flat tensor may be several boxes."""
 
 
 class _Entry(NamedTuple):
@@ -85,21 +71,13 @@ class _Entry(NamedTuple):
     dtype: str
     """As torch names it (``"torch.float32"``)."""
     shape: tuple[int, ...]
-    """Sizes of the global tensor."""
-    chunks: tuple[tuple[Box, _Place], ...]
-    """Those that hold any element, no two alike, and where they lie."""
+    chunks: tuple[_Chunk, ...]
     repeated: bool
-    """Whether one was listed more often, as older versions list replicas that they keep."""
-    block: tuple[int, ...] | None
-    """Shape of the blocks of which chunks are stretches, where Megatron-core made them flat."""
-
-    def boxes(self, chunk: Box) -> list[tuple[Box, int]]:
-        """Return the boxes that a chunk holds, and how many elements come before each."""
-        return [(chunk, 0)] if self.block is None else boxes_of_stretch(self.block, chunk)
+    """Whether a chunk was listed twice, as older versions of torch list replicas."""
 
 
-class DcpCheckpoint(Catalog):
-    """A `Catalog` over a directory of torch's; made by `open_dcp`."""
+class _DcpCatalog(catalog.Catalog):
+    """A directory of torch's; nested names are joined by dots, as torch does."""
 
     def __init__(
         self,
@@ -108,34 +86,33 @@ class DcpCheckpoint(Catalog):
         others: Mapping[str, _Place],
         files: Mapping[str, Path],
     ) -> None:
-        # Names inside nested dicts and lists are joined by dots.
-        super().__init__(DCP, directory, tensors, (directory / METADATA_NAME, *files.values()))
+        super().__init__(
+            names.DCP, directory, tensors, (directory / METADATA_NAME, *files.values())
+        )
         self._entries, self._others, self._files = tensors, others, files
-        # Megatron loads these by their names alone, and what is in them is its own affair.
+        # Megatron loads these by name; their content is copied as it is.
         self.objects = {
-            name: StoredObject(files[place.file], place.offset, place.num_bytes)
+            name: catalog.StoredObject(files[place.file], place.offset, place.num_bytes)
             for name, place in others.items()
-            if MEGATRON_OBJECT.search(name) and place.num_bytes <= _MOST_OBJECT_BYTES
+            if _MEGATRON_OBJECT.search(name) and place.num_bytes <= _MOST_OBJECT_BYTES
         }
-        # A file is its rank's, as its name says, or else of its place among the files.
         self._ranks = {
-            name: int(match[1]) if (match := DCP_OF_A_RANK.fullmatch(name)) else at
+            name: int(match[1]) if (match := names.DCP_OF_A_RANK.fullmatch(name)) else at
             for at, name in enumerate(files)
         }
-        self._tensors = LazyTensorCache(self._look_up)
+        self._tensors = catalog.LazyTensorCache(self._look_up)
 
     @cached_property
     def extras(self) -> Mapping[str, object]:
-        """Entries that are no tensors; read when they are first asked for."""
-        return {name: self._other(name, place) for name, place in self._others.items()}
+        """Entries that are not tensors, read on first use."""
+        return {name: self._read_value(name, place) for name, place in self._others.items()}
 
     def outline(self, name: str) -> Outline[FileBox]:
         """Return a tensor by the metadata alone."""
         entry = self._entries[name]
         boxes = tuple(
-            FileBox(box, (), self._ranks[place.file], self._files[place.file])
-            for chunk, place in entry.chunks
-            for box, _ in entry.boxes(chunk)
+            FileBox(chunk.box, (), self._ranks[chunk.place.file], self._files[chunk.place.file])
+            for chunk in entry.chunks
         )
         try:
             return Outline(name, entry.shape, dtype_name(entry.dtype), None, (), boxes)
@@ -146,291 +123,292 @@ class DcpCheckpoint(Catalog):
             ) from None
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor; the headers of its chunks are read, and checked against the metadata."""
+        """Return a tensor; the headers of its chunks are read and checked against the metadata."""
         return self._tensors(name)
 
     def origin(self, name: str) -> Hashable:
         """Return where its chunks lie, by the metadata."""
         chunks = self._entries[name].chunks
-        return frozenset((place.file, place.offset, box) for box, place in chunks)
+        return frozenset((chunk.place.file, chunk.place.offset, chunk.box) for chunk in chunks)
 
     def _look_up(self, name: str) -> StoredTensor:
-        entry, like = self._entries[name], self.outline(name)
-        look = partial(self._chunk, like, entry)
-        with prefetch_map(entry.chunks, look, prefetch_depth(self.directory)) as chunks:
-            boxes = tuple(box for chunk in chunks for box in chunk)
-            return StoredTensor(name, like.shape, like.dtype, None, (), boxes)
+        entry, outline = self._entries[name], self.outline(name)
+        read = partial(self._read_chunk, outline)
+        with prefetch_map(entry.chunks, read, prefetch_depth(self.directory)) as boxes:
+            return StoredTensor(name, outline.shape, outline.dtype, None, (), tuple(boxes))
 
-    def _chunk(
-        self, like: Outline[FileBox], entry: _Entry, chunk: tuple[Box, _Place]
-    ) -> list[StoredBox]:
-        box, (in_file, offset, num_bytes) = chunk
+    def _read_chunk(self, outline: Outline[FileBox], chunk: _Chunk) -> StoredBox:
+        in_file, offset, num_bytes = chunk.place
         path = self._files[in_file]
-        what = f"{path}: tensor {like.name!r}, box {box_text(box)}"
+        what = f"{path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
         with SourceFile(path) as file:
             found = read_torch_zip(file, offset, num_bytes, what)
-            value = read_torch_pickle(found.pickle(file), what)
-            if not isinstance(value, TorchTensor):
+            value = values.read_torch_pickle(found.pickle(file), what)
+            said, due = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
+            if isinstance(value, values.TorchTensor):
+                said = f"{list(value.shape)} of {value.dtype}"
+            if not isinstance(value, values.TorchTensor) or said != due:
                 raise CheckpointError(
-                    f"{what}: holds a {type(value).__name__}, not a tensor; the file is damaged or "
-                    "from another save"
+                    f"{what}: is {said} there, but {METADATA_NAME} says {due}; the file is from "
+                    "another save, restore the right one"
                 )
-            if (value.dtype, value.shape) != (like.dtype, box_shape(box)):
-                raise CheckpointError(
-                    f"{what}: is {list(value.shape)} of {value.dtype} there, but {METADATA_NAME} "
-                    f"says {list(box_shape(box))} of {like.dtype}; the file is from another save, "
-                    "restore the right one"
-                )
-            place = tensor_place(value, file, found)
-        if entry.block is not None and place.strides is not None:
+            place = values.tensor_place(value, file, found)
+        if place.strides is not None and chunk.stored != box_shape(chunk.box):
             raise CheckpointError(f"{what}: a stretch of a flat tensor has strides; it is damaged")
-        rank, size = self._ranks[in_file], item_bytes(like.dtype)
-        boxes = []
-        for part, start in entry.boxes(box):
-            at = place.offset + start * size
-            boxes.append(StoredBox(part, (), rank, path, at, place.digest, place.strides))
-        return boxes
+        at = place.offset + chunk.start * item_bytes(outline.dtype)
+        rank = self._ranks[in_file]
+        return StoredBox(chunk.box, (), rank, path, at, place.digest, place.strides)
 
-    def _other(self, name: str, place: _Place) -> object:
+    def _read_value(self, name: str, place: _Place) -> object:
         path = self._files[place.file]
-        what = f"{path}: entry {name!r}"
         with SourceFile(path) as file:
-            found = read_torch_zip(file, place.offset, place.num_bytes, what)
+            found = read_torch_zip(file, place.offset, place.num_bytes, f"{path}: entry {name!r}")
             try:
                 return plain_value(read_torch(found, found.pickle(file)))
-            except UnlistedNameError as error:
-                return OpaqueValue(f"an object that is not read: {error}")
+            except unpickler.UnlistedNameError as error:
+                return catalog.OpaqueValue(f"an object that is not read: {error}")
 
 
-def open_dcp(directory: Path) -> DcpCheckpoint:
-    """Read the metadata, and check that the files it names are there and of the right length."""
+def open_dcp(directory: Path) -> catalog.Catalog:
+    """Read the metadata, and check that its files exist and have the right length."""
     path = file_inside(directory, METADATA_NAME, directory)
     if not path_exists(path):
         why = "which is written last; the save did not finish"
-        if any(DCP_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir()):
+        if any(names.DCP_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir()):
             why = "each rank has one of its own; save with use_collectives=True"
         raise CheckpointError(f"{directory}: has no {METADATA_NAME}, {why}")
-    tensors, others, places = _read_metadata(path)
+    entries, places, flat = _read_metadata(path)
+    tensors: dict[str, _Entry] = {}
+    others: dict[str, _Place] = {}
+    for name, entry in entries.items():
+        try:
+            match entry:
+                case Record(name="TensorStorageMetadata") if _is_text(name):
+                    tensors[name] = _entry(name, entry, places, flat.get(name))
+                case Record(name="BytesStorageMetadata") if _is_text(name):
+                    if (name, None) not in places:
+                        raise ValueError("no file holds this entry")
+                    others[name] = places[name, None]
+                case _:
+                    raise ValueError("an entry needs a name and a kind")
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path}: {name!r:.200}: {error}; the metadata contradicts itself, save again"
+            ) from None
+    for name, tensor in tensors.items():
+        match = _OF_OPTIMIZER.match(name)
+        model = tensors.get(name[match.end() :]) if match else None
+        if model and tensor.shape != model.shape and prod(tensor.shape) == prod(model.shape):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is {list(tensor.shape)}, but that of the model "
+                f"{list(model.shape)}, and nothing says how it was made flat (mcore_data); convert "
+                "it with Megatron's own tools to fully_reshardable"
+            )
     by_file: dict[str, list[_Place]] = {}
-    for place in places:
+    for place in places.values():
         by_file.setdefault(place.file, []).append(place)
     files = {name: file_inside(directory, name, path) for name in sorted(by_file)}
-    # Of replicas, which older versions can be told to keep, only one place is listed.
+    # Of replicas that older versions were told to keep, only one place is listed.
     exact = not any(entry.repeated for entry in tensors.values())
-    for name, path in files.items():
-        _check_file(path, by_file[name], exact=exact)
-    return DcpCheckpoint(directory, tensors, others, files)
+    for name, file in files.items():
+        _check_file(file, by_file[name], exact=exact)
+    return _DcpCatalog(directory, tensors, others, files)
 
 
 def _check_file(path: Path, places: list[_Place], *, exact: bool) -> None:
-    listed = f"but {METADATA_NAME} lists"
     if not path_exists(path):
         raise CheckpointError(
-            f"{path}: is missing, {listed} {len(places)} entries in it; restore it or save again"
+            f"{path}: is missing, but {METADATA_NAME} lists {len(places)} entries in it; restore "
+            "it or save again"
         )
     with SourceFile(path) as file:
         num_bytes = file.num_bytes
-    end = 0
-    for place in sorted(places, key=lambda place: place.offset):
-        if place.offset < end:
+    ranges = sorted((place.offset, place.offset + place.num_bytes) for place in places)
+    for (_, end), (start, _) in pairwise(ranges):
+        if start < end:
             raise CheckpointError(
-                f"{path.parent / METADATA_NAME}: two entries in {path.name} share byte "
-                f"{place.offset}; the metadata contradicts itself"
+                f"{path.parent / METADATA_NAME}: two entries in {path.name} share byte {start}; "
+                "the metadata contradicts itself"
             )
-        end = place.offset + place.num_bytes
+    end = ranges[-1][1]
     if end > num_bytes or (exact and end < num_bytes):
         why = "was cut short" if end > num_bytes else "is of another rank or another save"
         raise CheckpointError(
-            f"{path}: has {num_bytes} bytes, {listed} entries up to byte {end}; it {why}, restore "
-            "the right one"
+            f"{path}: has {num_bytes} bytes, but {METADATA_NAME} lists entries up to byte {end}; "
+            f"it {why}, restore the right one"
         )
 
 
-def _slim_record(name: str, *fields: str) -> Global:
-    """Return a class of records, of which there is one a chunk, that keep only some members."""
-
-    def set_state(record: object, state: dict[str, object]) -> None:
-        for field in fields:
-            setattr(record, field, state.get(field))
-        # The unpickler keeps the dict until it is done.
-        state.clear()
-
-    return Global(name, (), {"__slots__": fields, "__setstate__": set_state})
-
-
-_CHUNK: Final[Any] = _slim_record("chunk", "offsets", "sizes")
-_INDEX: Final[Any] = _slim_record("index", "fqn", "offset")
-_INFO: Final[Any] = _slim_record(
-    "info", "relative_path", "offset", "length", "transform_descriptors"
-)
-_MEMORY_FORMAT: Final = record_class("memory format")
-_ENUMS: Final = (_MEMORY_FORMAT, PLAN_NAMES["torch.distributed.checkpoint.planner.WriteItemType"])
+_HOME: Final = "torch.distributed.checkpoint"
+_OLD_HOME: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_PATHS: Final = "PosixPath PurePosixPath WindowsPath PureWindowsPath"
+_KINDS: Final = {
+    f"{_HOME}.metadata": (
+        "Metadata StorageMeta TensorProperties TensorStorageMetadata BytesStorageMetadata "
+        "ChunkStorageMetadata MetadataIndex _MEM_FORMAT_ENCODING"
+    ),
+    _OLD_HOME: "TensorProperties MEM_FORMAT_ENCODING",  # of torch 2.2 and before
+    f"{_HOME}.filesystem": "_StorageInfo _StoragePrefix",
+    # The plans by which ranks wrote, which Megatron-core 0.10 to 0.16 keeps; they are not needed.
+    f"{_HOME}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+    # Where the checkpoint was written; not used.
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+}
+_ENUMS: Final = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
 
 
 def _member(*args: object) -> Record:
     """Stand for a member of an enum, as Python 3.11.0 to 3.11.3 pickle them."""
     match args:
-        case kind, str() as name if kind in _ENUMS:
+        case (Global() as kind, str() as name) if kind.name in _ENUMS:
             return Record(name)
     raise ValueError(
-        "only a memory format is taken from its class by name; nothing of it was run. If you trust "
-        "its writer, save it again as a state dict of tensors and plain values"
+        "only members of known enums are taken by name; nothing of it was run. If you trust its "
+        "writer, save it again as a state dict of tensors and plain values"
     )
 
 
-_HOME: Final = "torch.distributed.checkpoint.metadata"
-_OLD_HOME: Final = "torch.distributed._shard.sharded_tensor.metadata"
-_NAMES: Final[Names] = {
-    **TORCH_NAMES,
-    **PLAN_NAMES,
-    f"{_HOME}.Metadata": record_class("Metadata"),
-    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": record_class("Metadata"),
-    f"{_HOME}.TensorStorageMetadata": record_class("tensor"),
-    f"{_HOME}.BytesStorageMetadata": record_class("bytes"),
-    f"{_HOME}.StorageMeta": record_class("StorageMeta"),
-    f"{_HOME}.ChunkStorageMetadata": _CHUNK,
-    f"{_HOME}.MetadataIndex": _INDEX,
-    "torch.distributed.checkpoint.filesystem._StorageInfo": _INFO,
-    # How a tensor lay in memory; torch 2.2 and before had both elsewhere.
-    f"{_HOME}.TensorProperties": record_class("properties"),
-    f"{_OLD_HOME}.TensorProperties": record_class("properties"),
-    f"{_HOME}._MEM_FORMAT_ENCODING": _MEMORY_FORMAT,
-    f"{_OLD_HOME}.MEM_FORMAT_ENCODING": _MEMORY_FORMAT,
+_NAMES: Final[unpickler.Names] = {
+    **values.TORCH_NAMES,
+    **{f"{home}.{kind}": record_class(kind) for home in _KINDS for kind in _KINDS[home].split()},
     "builtins.getattr": made_by("builtins.getattr", _member),
-    # Where the checkpoint was once; shown to nobody.
-    **{
-        f"{home}.{kind}": record_class("path")
-        for home in ("pathlib", "pathlib._local")
-        for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    },
 }
-
-_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Place]  # by name and offsets
 
 
 def _read_metadata(
     path: Path,
-) -> tuple[dict[str, _Entry], dict[str, _Place], Collection[_Place]]:
-    """Return the tensors, where other entries lie, and all places; no file is looked at."""
+) -> tuple[dict[object, object], _Places, dict[object, object]]:
+    """Return the entries, where they are stored, and what Megatron-core says of flat tensors."""
     with SourceFile(path) as file:
-        if file.num_bytes > MOST_PICKLE_BYTES:
-            raise CheckpointError(
-                f"{path}: has {file.num_bytes} bytes, past the limit of {MOST_PICKLE_BYTES}"
-            )
-        root = unpickle(file.read(0, file.num_bytes), _NAMES, path, "metadata")
-    if not isinstance(root, Record) or root.name != "Metadata":
+        data = file.read(0, min(file.num_bytes, unpickler.MOST_PICKLE_BYTES + 1))
+    root = unpickler.unpickle(data, _NAMES, path, "metadata")
+    if not isinstance(root, Record) or root.name not in ("Metadata", "MCoreMetadata"):
         raise CheckpointError(f"{path}: is no metadata of a torch distributed checkpoint")
-    listed, storage = root.get("state_dict_metadata"), root.get("storage_data")
-    if not isinstance(listed, dict) or not isinstance(storage, dict):
-        raise CheckpointError(f"{path}: lacks its list of entries or of files; it is damaged")
-    places = _places(storage, path)
-    originals = original_shapes(root.get("mcore_data"), path)
-    tensors: dict[str, _Entry] = {}
-    others: dict[str, _Place] = {}
-    # Many tensors are cut alike.
-    boxes = lru_cache(None)(_box)
-    for name, entry in listed.items():
-        kind = entry.name if isinstance(entry, Record) else None
-        if not _is_text(name) or kind not in ("tensor", "bytes"):
-            raise CheckpointError(f"{path}: has an entry without a name or a kind; it is damaged")
-        if kind == "bytes":
-            if (name, None) not in places:
-                raise CheckpointError(f"{path}: says of no file that it holds entry {name!r}")
-            others[name] = places[name, None]
-            continue
-        try:
-            found = _entry(name, entry, places, boxes)
-        except (AttributeError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: tensor {name!r}: {error}; the metadata contradicts itself, save again"
-            ) from None
-        if name in originals:
-            block = block_of(name, found.shape, originals[name], path)
-            found = found._replace(shape=originals[name], block=block)
-        tensors[name] = found
-        entry.state = None
-    check_optimizer({name: entry.shape for name, entry in tensors.items()}, path)
-    return tensors, others, places.values()
+    flat = root.get("mcore_data") or {}
+    match root.get("state_dict_metadata"), root.get("storage_data"), flat:
+        case (dict() as entries, dict() as storage, dict()):
+            return entries, _places(storage, path), flat
+    raise CheckpointError(f"{path}: lacks its list of entries or of files; it is damaged")
 
 
 def _places(storage: dict[object, object], path: Path) -> _Places:
-    """Return where each thing lies; the records are let go of on the way."""
+    """Return where each entry is stored."""
     places: _Places = {}
-    for index in list(storage):
-        info = storage.pop(index)
+    for index, info in storage.items():
         try:
-            if not isinstance(index, _INDEX) or not isinstance(info, _INFO):
+            if not isinstance(index, Record) or not isinstance(info, Record):
                 raise ValueError
-            name, offset = index.fqn, None if index.offset is None else sizes_of(index.offset)
-            place = _Place(info.relative_path, info.offset, info.length)
-            transforms = info.transform_descriptors
-            in_range = all(isinstance(at, int) and 0 <= at < 2**63 for at in place[1:])
-            if not (isinstance(name, str) and _is_text(place.file) and in_range):
+            name, offset = index.get("fqn"), index.get("offset")
+            match info.get("relative_path"), info.get("offset"), info.get("length"):
+                case (str() as file, int() as start, int() as num_bytes) if _is_text(file):
+                    place = _Place(file, start, num_bytes)
+                case _:
+                    raise ValueError
+            if not isinstance(name, str) or not all(0 <= at < 2**63 for at in place[1:]):
                 raise ValueError
-        except (AttributeError, ValueError):
+            places[name, None if offset is None else values.sizes_of(offset)] = place
+        except ValueError:
             raise CheckpointError(
-                f"{path}: the metadata lists a place that is none; it is damaged"
+                f"{path}: storage_data has an entry without a name, file, offset or length; it is "
+                "damaged"
             ) from None
-        if transforms:
-            kinds = transforms if isinstance(transforms, list | tuple) else ()
-            shown = ", ".join(kind[:40] for kind in kinds[:4] if isinstance(kind, str))
+        if transforms := info.get("transform_descriptors"):
             raise CheckpointError(
-                f"{path}: entry {name!r} was transformed when it was written ({shown}); load it "
-                "with torch and save it again without _extensions"
+                f"{path}: entry {name!r} was transformed when it was written "
+                f"({transforms!r:.100}); load it with torch and save it again without _extensions"
             )
-        places[name, offset] = place
     return places
 
 
-def _entry(
-    name: str, entry: Record, places: _Places, box_of: Callable[..., tuple[Box, int]]
-) -> _Entry:
-    """Return what is said of a tensor; raise `ValueError` where that cannot be."""
-    properties, chunks = entry.get("properties"), entry.get("chunks")
-    state = properties.state if isinstance(properties, Record) else None
-    dtype = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, Global) or not isinstance(chunks, list):
-        raise ValueError("has no dtype or no chunks")
-    shape, size = sizes_of(entry.get("size")), 0
-    # Other dtypes are refused once they are asked for.
+def _entry(name: str, entry: Record, places: _Places, flat: object) -> _Entry:
+    """Return what the metadata says of a tensor; raises `ValueError` if it is contradictory."""
+    match entry.get("properties"), entry.get("chunks"):
+        case (Record(state=(Global() as dtype, *_)), list() as listed):
+            shape, size = values.sizes_of(entry.get("size")), 0
+        case _:
+            raise ValueError("it has no dtype or no chunks")
+    # Other dtypes are refused when the tensor is asked for.
     with suppress(DTypeError):
         size = item_bytes(dtype_name(dtype.name))
-    boxes: dict[Box, _Place] = {}
+    boxes: dict[Box, _Chunk] = {}
     repeated = False
-    for chunk in chunks:
-        if not isinstance(chunk, _CHUNK):
-            raise ValueError("a chunk is none")
-        offsets, sizes = sizes_of(chunk.offsets), sizes_of(chunk.sizes)
+    for chunk in listed:
+        if not isinstance(chunk, Record):
+            raise ValueError(f"a chunk is a {type(chunk).__name__}")
+        offsets, sizes = values.sizes_of(chunk.get("offsets")), values.sizes_of(chunk.get("sizes"))
         if 0 in sizes:
-            # Ranks that hold nothing write nothing that matters.
             continue
-        box, num_bytes = box_of(offsets, sizes, shape, size)
+        box = _box(offsets, sizes, shape)
         place = places.get((name, offsets))
         if place is None:
             raise ValueError(f"no file holds its chunk {box_text(box)}")
-        if num_bytes > place.num_bytes:
+        if prod(sizes) * size > place.num_bytes:
             raise ValueError(
                 f"its chunk {box_text(box)} is said to lie in {place.num_bytes} bytes, which do "
                 "not hold it"
             )
         repeated |= box in boxes
-        boxes[box] = place
-    return _Entry(dtype.name, shape, tuple(boxes.items()), repeated, None)
+        boxes[box] = _Chunk(box, place, sizes)
+    chunks = tuple(boxes.values())
+    match flat:
+        case None | dict() if not flat:
+            return _Entry(dtype.name, shape, chunks, repeated)
+        case {"nd_reformulated_orig_global_shape": original, **rest} if not rest:
+            whole = values.sizes_of(original)
+            chunks = tuple(
+                chunk._replace(box=part, start=start)
+                for chunk in chunks
+                for part, start in unflattened(shape, whole, chunk.box)
+            )
+            return _Entry(dtype.name, whole, chunks, repeated)
+    raise ValueError(
+        f"mcore_data says {flat!r:.100} of it, as no version of Megatron-core up to 0.16 does; "
+        "convert it with Megatron's own tools to fully_reshardable"
+    )
 
 
-def _box(
-    offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...], size: int
-) -> tuple[Box, int]:
-    """Return the box of a chunk and its bytes; raise `ValueError` if it lies not in the tensor."""
+@lru_cache(1 << 17)  # many tensors are sharded alike
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+    """Return the box of a chunk; raises `ValueError` if it is not inside the tensor."""
     box = tuple((at, at + size) for at, size in zip(offsets, sizes, strict=True))
     if len(box) != len(shape) or any(hi > n for (_, hi), n in zip(box, shape, strict=True)):
         raise ValueError(f"its chunk {box_text(box)} lies outside of shape {list(shape)}")
-    return box, prod(sizes) * size
+    return box
 
 
-def _is_text(name: object) -> bool:
-    """Say whether a name can be written: a pickle may hold halves of characters."""
+def _is_text(name: object) -> TypeGuard[str]:
+    """Return whether a name can be written: a pickle may hold half characters."""
     try:
         return isinstance(name, str) and name.encode() is not None
     except UnicodeEncodeError:
         return False
+
+
+def unflattened(
+    flat: tuple[int, ...], shape: tuple[int, ...], chunk: Box
+) -> Iterator[tuple[Box, int]]:
+    """Yield the boxes that a chunk of a flat tensor holds, each with the elements before it.
+
+    >>> list(unflattened((2, 1, 6), (4, 3), ((1, 2), (0, 1), (2, 6))))
+    [(((2, 3), (2, 3)), 0), (((3, 4), (0, 3)), 1)]
+    """
+    *counts, elements = flat or (-1,)
+    block = tuple(size // max(1, count) for size, count in zip(shape, counts, strict=False))
+    whole = tuple(count * size for count, size in zip(counts, block, strict=False))
+    *at, (lo, hi) = chunk or ((0, 0),)
+    several = any(end - start != 1 for start, end in at)
+    if len(counts) != len(shape) or whole != shape or prod(block) != elements or several:
+        raise ValueError(
+            f"it is said to be flat, {list(flat)}, of shape {list(shape)}, which is not made of "
+            f"such blocks, or its chunk {box_text(chunk)} is of several"
+        )
+    done = 0
+    for inner in row_major_boxes(block, lo, hi):
+        box = tuple(
+            (first + start * size, last + start * size)
+            for (first, last), (start, _), size in zip(inner, at, block, strict=True)
+        )
+        yield box, done
+        done += box_size(box)

@@ -1,233 +1,181 @@
-"""torch's distributed checkpoint: `.metadata` and a file for each rank that stores anything.
+"""Writing torch's distributed checkpoints: `.metadata` and a file for each rank that stores a box.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from io import BytesIO
 from itertools import chain
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 from zipfile import BadZipFile, ZipFile
 from zlib import error as ZlibError
 
 from shardspec.boxes import Box, box_shape
+from shardspec.checkpoint import targets
 from shardspec.checkpoint.catalog import StoredObject
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.targets import (
-    Extent,
-    OutputFile,
-    OutputTensor,
-    Put,
-    RawBytes,
-    Target,
-    assign_boxes,
-    extent_columns,
-    made_bytes,
-)
-from shardspec.checkpoint.torch_files.writer import (
-    Call,
-    Made,
-    Name,
-    Pairs,
-    ZipPlan,
-    add_state,
-    check_text,
-    pickle_into,
-    tensor_value,
-)
+from shardspec.checkpoint.torch_files import writer
+from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Pairs
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
+_INFO: Final = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+
+_Place: TypeAlias = tuple[str, int, int]
+"""File, offset and number of bytes."""
 
 
 def dcp_target(
     mesh: DeviceMesh,
-    tensors: Sequence[OutputTensor],
+    tensors: Sequence[targets.OutputTensor],
     layouts: Mapping[str, Layout],
     others: Mapping[str, object],
-) -> Target:
+) -> targets.Target:
     """Return the output that is a directory which `torch.distributed.checkpoint.load` reads.
 
-    Every device of the mesh that stores a box has a file. Layouts by name in the output have no
-    reductions pending. `others` are no tensors and go along, in the file of the first device.
+    `layouts`, by name in the output, have no pending reductions. `others` are no tensors; they are
+    stored in the file of the first device.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     for name in chain(by_name, others):
-        check_text(name)
-    assigned = assign_boxes(mesh, layouts)
-    values: list[tuple[object, object]] = []
+        writer.check_text(name)
+    assigned = targets.assign_boxes(mesh, layouts)
+    chunks: dict[str, list[tuple[Box, _Place]]] = {name: [] for name in by_name}
+    values: dict[str, _Place] = {}
     files = []
     for rank in mesh.ids:
-        name, end = f"__{rank}_0.distcp", 0
-        extents = extent_columns()
-        # Let go of one by one: together they take as much memory as what is made of them.
+        file, end = f"__{rank}_0.distcp", 0
+        extents: list[targets.Extent] = []
+        raw: list[targets.RawBytes] = []
+        # Released one by one: together they take as much memory as what is made of them.
         for entry in assigned.pop(rank):
             tensor = by_name[entry.tensor]
             archive = _archive(box_shape(entry.box), tensor.dtype)
-            extents.append(tensor, entry.box, end + archive.start)
+            extents.append(targets.Extent(tensor, entry.box, end + len(archive.head)))
+            raw.append(targets.RawBytes(end, archive.head))
+            chunks[tensor.name].append((entry.box, (file, end, archive.num_bytes)))
             end += archive.num_bytes
-        raw = []
-        for key, value in others.items() if rank == mesh.ids[0] else ():
+        for name, value in others.items() if rank == mesh.ids[0] else ():
             data = _value_bytes(value)
-            raw.append(RawBytes(end, data))
-            values.append((_index(key, None, None), _place(name, end, len(data))))
+            raw.append(targets.RawBytes(end, data))
+            values[name] = (file, end, len(data))
             end += len(data)
         if end:
-            files.append(_output_file(name, end, extents, raw))
+            files.append(targets.OutputFile(file, end, raw, extents, partial(_trailer, extents)))
 
-    def last(_: Mapping[str, Sequence[int]], put: Put) -> None:
-        metadata = _metadata(tensors, files, list(others), values)
-        put(METADATA_NAME, lambda write: pickle_into(metadata, write))
+    def last(_: Mapping[str, Sequence[int]], put: targets.Put) -> None:
+        metadata = _metadata(tensors, chunks, values)
+        put(METADATA_NAME, lambda write: writer.pickle_into(metadata, write))
 
-    return Target(tuple(files), directory=True, last=last, digested=True)
+    return targets.Target(tuple(files), directory=True, last=last, digested=True)
 
 
 class _Archive(NamedTuple):
     """What torch.save writes for a tensor; it depends on shape and dtype only."""
 
-    plan: ZipPlan
-    start: int
-    """Where the bytes of the tensor begin."""
+    plan: writer.ZipPlan
+    head: bytes
+    """What comes before the bytes of the tensor."""
     num_bytes: int
 
 
-# A model has few shapes, and an archive has a kilobyte: it is not kept for every tensor.
-@lru_cache(64)
+@lru_cache(64)  # a model has few shapes
 def _archive(shape: tuple[int, ...], dtype: str) -> _Archive:
-    plan = ZipPlan()
+    plan = writer.ZipPlan()
     size = prod(shape) * item_bytes(dtype)
-    (start,) = add_state(plan, tensor_value(shape, dtype, "0"), [("0", size)])
-    return _Archive(plan, start, plan.num_bytes)
+    writer.add_state(plan, writer.tensor_value(shape, dtype, "0"), [("0", size)])
+    return _Archive(plan, plan.pieces()[0].data, plan.num_bytes)
 
 
-def _around(extent: Extent) -> tuple[_Archive, int]:
-    """Return the archive that an extent lies in, and where in the file it starts."""
-    archive = _archive(box_shape(extent.box), extent.tensor.dtype)
-    return archive, extent.offset - archive.start
+def _trailer(
+    extents: Sequence[targets.Extent], crcs: Sequence[int], first: int = 0
+) -> Sequence[targets.RawBytes]:
+    """Return what follows tensors, made when it is written: a kilobyte for each."""
 
+    def tail(number: int) -> targets.RawBytes:
+        extent = extents[first + number]
+        archive = _archive(box_shape(extent.box), extent.tensor.dtype)
+        (after,) = archive.plan.late([crcs[first + number]])
+        return targets.RawBytes(extent.offset - len(archive.head) + after.offset, after.data)
 
-def _output_file(
-    name: str, num_bytes: int, extents: Sequence[Extent], values: Sequence[RawBytes]
-) -> OutputFile:
-    def head(number: int) -> RawBytes:
-        if number >= len(extents):
-            return values[number - len(extents)]
-        archive, at = _around(extents[number])
-        return RawBytes(at, archive.plan.pieces()[0].data)
-
-    def trailer(crcs: Sequence[int], first: int = 0) -> Sequence[RawBytes]:
-        def tail(number: int) -> RawBytes:
-            archive, at = _around(extents[first + number])
-            (after,) = archive.plan.late([crcs[first + number]])
-            return RawBytes(at + after.offset, after.data)
-
-        return made_bytes(len(crcs) - first, tail)
-
-    raw = made_bytes(len(extents) + len(values), head)
-    return OutputFile(name, num_bytes, raw, extents, trailer)
+    return targets.made_bytes(len(crcs) - first, tail)
 
 
 def _value_bytes(value: object) -> bytes:
-    """Return what is written for something that is no tensor."""
+    """Return what is written for a value that is not a tensor."""
     if not isinstance(value, StoredObject):
-        plan = ZipPlan()
-        add_state(plan, value, [])
+        plan = writer.ZipPlan()
+        writer.add_state(plan, value, [])
         return b"".join(piece.data for piece in plan.pieces())
-    # As it is, but its digests are checked.
     with SourceFile(value.path) as file:
         data = file.read(value.offset, value.num_bytes)
     try:
         with ZipFile(BytesIO(data)) as archive:
-            spoiled = archive.testzip()
-    # What zipfile raises for damaged bytes; the third for a compression that it does not know.
+            damage = archive.testzip()
+    # The third is raised for an unknown compression.
     except (BadZipFile, EOFError, NotImplementedError, ZlibError) as error:
-        spoiled = str(error)
-    if spoiled is not None:
+        damage = str(error)
+    if damage is not None:
         raise CheckpointError(
-            f"{value.path}: the object at byte {value.offset} is damaged ({spoiled}); restore it"
+            f"{value.path}: the object at byte {value.offset} is damaged ({damage}); restore it"
         )
     return data
 
 
 def _metadata(
-    tensors: Sequence[OutputTensor],
-    files: Sequence[OutputFile],
-    others: Sequence[str],
-    values: Sequence[tuple[object, object]],
+    tensors: Sequence[targets.OutputTensor],
+    chunks: Mapping[str, Sequence[tuple[Box, _Place]]],
+    values: Mapping[str, _Place],
 ) -> Made:
-    """Return what `.metadata` says; its items are made as they are written."""
-    boxes: dict[str, list[Box]] = {tensor.name: [] for tensor in tensors}
-    for file in files:
-        for extent in file.extents:
-            boxes[extent.tensor.name].append(extent.box)
+    """Return the content of `.metadata`; its items are made as they are written."""
 
-    def stored() -> Iterator[tuple[object, object]]:
-        numbers: Counter[str] = Counter()
-        for file in files:
-            for extent in file.extents:
-                name, (archive, at) = extent.tensor.name, _around(extent)
-                yield (
-                    _index(name, extent.box, numbers[name]),
-                    _place(file.name, at, archive.num_bytes),
-                )
-                numbers[name] += 1
+    def made(kind: str, state: object = None) -> Made:
+        return Made(Name(_MODULE, kind), state)
 
-    bytes_kind = Made(Name(_MODULE, "BytesStorageMetadata"))
-    listed = chain(
-        ((tensor.name, _tensor(tensor, boxes[tensor.name])) for tensor in tensors),
-        ((key, bytes_kind) for key in others),
+    def size(sizes: Sequence[int]) -> Call:
+        return Call(Name("torch", "Size"), (tuple(sizes),))
+
+    def stored(
+        name: str, place: _Place, box: Box | None = None, number: int | None = None
+    ) -> tuple[Made, Made]:
+        index: dict[str, object] = {"fqn": name, "index": number}
+        if box is not None:
+            index["offset"] = size([lo for lo, _ in box])
+        info = dict(zip(("relative_path", "offset", "length"), place, strict=True))
+        return made("MetadataIndex", index), Made(_INFO, info)
+
+    def described(tensor: targets.OutputTensor) -> Made:
+        encoding = Call(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+        layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+        how = (Name("torch", tensor.dtype), layout, False, encoding, False)
+        listed = []
+        for box, _ in chunks[tensor.name]:
+            at = {"offsets": size([lo for lo, _ in box]), "sizes": size(box_shape(box))}
+            listed.append(made("ChunkStorageMetadata", at))
+        state = {"properties": made("TensorProperties", how), "size": size(tensor.shape)}
+        return made("TensorStorageMetadata", state | {"chunks": listed})
+
+    kind = made("BytesStorageMetadata")
+    entries = chain(((t.name, described(t)) for t in tensors), ((name, kind) for name in values))
+    places = chain(
+        (
+            stored(name, place, box, number)
+            for name, found in chunks.items()
+            for number, (box, place) in enumerate(found)
+        ),
+        (stored(name, place) for name, place in values.items()),
     )
     state = {
-        "state_dict_metadata": Pairs(listed),
-        "planner_data": Pairs((name, (name,)) for name in chain(boxes, others)),
-        "storage_data": Pairs(chain(stored(), values)),
+        "state_dict_metadata": Pairs(entries),
+        "planner_data": Pairs((name, (name,)) for name in chain(chunks, values)),
+        "storage_data": Pairs(places),
         "storage_meta": None,
         "version": "1.0.0",
     }
-    return Made(Name(_MODULE, "Metadata"), state)
-
-
-def _place(name: str, offset: int, num_bytes: int) -> Made:
-    """Return where an item is stored."""
-    place = {"relative_path": name, "offset": offset, "length": num_bytes}
-    return Made(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)
-
-
-def _size(sizes: Sequence[int]) -> Call:
-    return Call(Name("torch", "Size"), (tuple(sizes),))
-
-
-def _index(name: str, box: Box | None, place: int | None) -> Made:
-    """Return the name of an item."""
-    state: dict[str, object] = {"fqn": name, "index": place}
-    if box is not None:
-        state["offset"] = _size([lo for lo, _ in box])
-    return Made(Name(_MODULE, "MetadataIndex"), state)
-
-
-def _tensor(tensor: OutputTensor, boxes: Sequence[Box]) -> Made:
-    """Return what the metadata says about a tensor."""
-    encoding = Call(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
-    layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-    properties = Made(
-        Name(_MODULE, "TensorProperties"),
-        (Name("torch", tensor.dtype), layout, False, encoding, False),
-    )
-    chunks = [
-        Made(
-            Name(_MODULE, "ChunkStorageMetadata"),
-            {"offsets": _size([lo for lo, _ in box]), "sizes": _size(box_shape(box))},
-        )
-        for box in boxes
-    ]
-    return Made(
-        Name(_MODULE, "TensorStorageMetadata"),
-        {"properties": properties, "size": _size(tensor.shape), "chunks": chunks},
-    )
+    return made("Metadata", state)

@@ -1,18 +1,18 @@
 """DeepSpeed's Universal Checkpoints, as ``ds_to_universal`` makes them of a ZeRO run; both ways.
 
-- ``zero/NAME/fp32.pt`` has a whole parameter, ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``
-  beside it what the optimizer keeps of it; of stage 3 flat, as the engine wants them.
+- ``zero/NAME/fp32.pt`` has a whole parameter; ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``
+  beside it have what the optimizer keeps of it. Those of stage 3 are flat, as the engine loads
+  them.
 - ``zero/optimizer_state.pt``: what rank 0 keeps besides, such as learning rates and the loss
   scaler, without its flat tensors.
-- The model's files as they are: one, or of stage 3 one a rank, with its part of what is frozen;
-  they say the names and shapes that are due.
+- The model's files as they are, with the names and shapes that are due: one file, or of stage 3 one
+  for each rank, with its part of the frozen parameters.
 - ``latest_universal`` names the directory itself, for ``engine.load_checkpoint(OUT)``.
 
-Tensors have the names that they have when the run's own checkpoint is read. Tied parameters are the
-one that they are tied to: their own fp32.pt has the rounded values of the model.
-
-Source: deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py, and what loads them in
-deepspeed/runtime/engine.py, base_optimizer.py and zero/stage3.py.
+Tensors have the names that they have in the run's own checkpoint. Tied parameters are the one that
+they are tied to: their own fp32.pt has the rounded values of the model. Source: ds_to_universal.py
+and universal_checkpoint.py of deepspeed/checkpoint; engine.py, base_optimizer.py and zero/stage3.py
+of deepspeed/runtime.
 """
 
 import os
@@ -23,17 +23,9 @@ from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, ListedCatalog, StoredTensor
-from shardspec.checkpoint.formats.deepspeed import add_tied, beside, extras_of, shape_of
-from shardspec.checkpoint.formats.deepspeed_files import DEEPSPEED_NAMES, OPTIMIZER
-from shardspec.checkpoint.formats.names import (
-    DEEPSPEED,
-    DEEPSPEED_MODEL,
-    DEEPSPEED_OPTIMIZER,
-    DEEPSPEED_UNIVERSAL,
-    PARTS,
-    UNIVERSAL_LATEST,
-    UNIVERSAL_OPTIMIZER,
-)
+from shardspec.checkpoint.formats import deepspeed, names
+from shardspec.checkpoint.formats.deepspeed import DEEPSPEED_NAMES, OPTIMIZER, TO_UNIVERSAL
+from shardspec.checkpoint.formats.names import DEEPSPEED_MODEL
 from shardspec.checkpoint.formats.torch_file import (
     ARGUMENT_NAMES,
     StateTensor,
@@ -53,25 +45,15 @@ from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-_TOOL: Final = PARTS["DeepSpeed's tensor parallel"][1]
 _WEIGHT: Final = "fp32"
 _STEP: Final = "step"
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 _KEPT: Final = re.compile(r"optimizer\.(\w+)\.(.+)", re.DOTALL)
 _CAST: Final = ("float32", "bfloat16", "float16")
 """What is written as fp32 though it is not trained."""
-_OF_PARAMETERS: Final = (
-    "fp32_flat_groups",
-    "single_partition_of_fp32_groups",
-    "param_slice_mappings",
-)
-_PADDINGS: Final = "group_paddings"
-_HOMES: Final = {
-    **dict.fromkeys(("set", "frozenset", "bytearray", "range", "slice"), "builtins"),
-    "device": "torch",
-}
-"""Where things are found whose records do not say it."""
-_PLAIN_NAME: Final = re.compile(r"(?!\.\.?\Z)[^/\\\0]+", re.DOTALL)
+_FLAT: Final = ("fp32_flat_groups", "single_partition_of_fp32_groups", "param_slice_mappings")
+_BUILTINS: Final = ("set", "frozenset", "bytearray", "range", "slice")
+_PLAIN_NAME: Final = re.compile(r"(?!\.\.?\Z|optimizer_state\.pt\Z)[^/\\\0]+", re.DOTALL)
 _MOST_NAME_BYTES: Final = 255
 _MOST_PARTS: Final = 100_000
 _MOST_DEPTH: Final = 64
@@ -82,13 +64,9 @@ def _full_name(kind: str, name: str) -> str:
 
 
 def open_universal(directory: Path) -> ListedCatalog:
-    """Read what describes the tensors of all files; not their data.
-
-    Refused are files that are missing or damaged, or of another shape than the model's file says.
-    """
-    names = sorted(path.name for path in directory.iterdir())
+    """Read what describes the tensors of all files; not their data."""
     matches = sorted(
-        (match for name in names if (match := DEEPSPEED_MODEL.fullmatch(name))),
+        filter(None, (DEEPSPEED_MODEL.fullmatch(path.name) for path in directory.iterdir())),
         key=lambda match: (int(match[2]), int(match[1] or 0)),
     )
     paths = [file_inside(directory, match[0], directory) for match in matches]
@@ -96,22 +74,21 @@ def open_universal(directory: Path) -> ListedCatalog:
     first = models[0]
     # There is a model's file of every tensor parallel rank, or of stage 3 of every rank.
     whole = len({match[2] for match in matches}) == 1
-    flat = whole and all(match[1] for match in matches)
-    if flat:
-        count = first.extras.get("dp_world_size", len(models))
-        if count != len(models) or [int(match[1]) for match in matches] != [*range(len(models))]:
-            raise CheckpointError(
-                f"{directory}: was saved by {count!r:.60} ranks, but {len(models)} have a file "
-                "…_model_states.pt here; restore what is missing"
-            )
-    zero = file_inside(directory, "zero", directory)
+    stage3 = whole and all(match[1] for match in matches)
+    count = first.extras.get("dp_world_size", len(models)) if stage3 else len(models)
+    ranks = [int(match[1]) for match in matches] if stage3 else range(len(models))
+    if count != len(models) or [*ranks] != [*range(len(models))]:
+        raise CheckpointError(
+            f"{directory}: was saved by {count!r:.60} ranks, but {len(models)} have a file "
+            "…_model_states.pt here; restore what is missing"
+        )
     due: dict[str, tuple[int, ...]] = {}
     for model in models:
         groups = model.extras.get("param_shapes")
         for group in groups if isinstance(groups, list) else ():
-            if isinstance(group, dict):
-                due.update(shape_of(model, *one) for one in group.items())
-    files, tensors = _tensors(zero, due if flat else {})
+            due.update(deepspeed.shapes_of(model, group))
+    zero = file_inside(directory, "zero", directory)
+    files, tensors = _tensors(zero, due if stage3 else {})
     kinds = sorted({kind for name, kind in files if name in due} | {_WEIGHT})
     for name, shape in due.items():
         # Tensor parallel ranks say the shapes of their parts.
@@ -121,12 +98,12 @@ def open_universal(directory: Path) -> ListedCatalog:
                 raise CheckpointError(f"{zero / name / kind}.pt: is missing; restore it")
             stored = tensors.get(_full_name(kind, name))
             if stored is None or (kind != _WEIGHT and not stored.shape):
-                continue  # of all elements
+                continue  # a number for all elements
             like = stored.shape if like is None else like
             if stored.shape != like:
                 said = f"its shape by {kind}.pt"
                 raise of_two_saves(zero / name, said, stored.shape, first.path.name, like)
-    others = beside(models if flat else models[:1], 3 if flat else 2)
+    others = deepspeed.untrained(models if stage3 else models[:1], 3 if stage3 else 2)
     lacking = min(others.keys() - tensors.keys(), default=None)
     if not whole and lacking is not None:
         raise CheckpointError(
@@ -134,9 +111,10 @@ def open_universal(directory: Path) -> ListedCatalog:
             "again with a later DeepSpeed"
         )
     tensors = others | tensors
-    add_tied(first, tensors)
+    deepspeed.add_tied(first, tensors)
+    extras = deepspeed.extras_of(first)
     paths += files.values()
-    return ListedCatalog(DEEPSPEED_UNIVERSAL, directory, tensors, paths, None, extras_of(first))
+    return ListedCatalog(names.DEEPSPEED_UNIVERSAL, directory, tensors, paths, None, extras)
 
 
 def _tensors(
@@ -154,7 +132,7 @@ def _tensors(
     with prefetch_map(files.values(), _read, prefetch_depth(zero)) as found:
         for ((name, kind), path), held in zip(files.items(), found, strict=True):
             if held is not None:
-                local, place = held.local, held.place
+                local, place = held
                 shape = flat.get(name, local.shape)
                 if not place.strides and local.shape == (prod(shape),):
                     local = local._replace(shape=shape)
@@ -178,16 +156,8 @@ def _read(path: Path) -> StateTensor | None:
 
 
 def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
-    """Return the tensors and files of the Universal Checkpoint of a ZeRO run.
-
-    Refused are sources that are none, and what cannot be carried.
-    """
-    if source.format != DEEPSPEED:
-        raise CheckpointError(
-            f"{source.directory}: is in the format of {source.format}, but a Universal Checkpoint "
-            "needs what a run of DeepSpeed's ZeRO saves besides tensors; name such a run"
-        )
-    _check_plain(source)
+    """Return the tensors and files of the Universal Checkpoint of a ZeRO run."""
+    _check_source(source)
     models = [path for path in source.files if DEEPSPEED_MODEL.fullmatch(path.name)]
     stage3 = all(path.name.startswith("zero_pp") for path in models)
     (first,) = read_torch_states(models[:1], DEEPSPEED_NAMES)
@@ -197,7 +167,7 @@ def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
     tensors, files = [], []
     for name in source.names:
         match = None if name in kinds else _KEPT.fullmatch(name)
-        kind, owner = (_WEIGHT, name) if match is None else match.groups()
+        kind, owner = match.groups() if match else (_WEIGHT, name)
         outline = source.outline(name)
         dtype, trained = outline.dtype, owner in kinds
         if not trained:
@@ -218,36 +188,7 @@ def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
         value: object = tensor_value(shape, dtype, "0")
         if kind != _STEP and not stage3:
             value = ({"cat_dim": 0} if trained else {}) | {"param": value}
-        files.append(state_file(_place(source, owner, kind), value, [tensor]))
-    _check_kinds(source, kinds)
-    for number, group in enumerate(groups if not stage3 else ()):
-        # Some optimizers keep steps as numbers, one for all of a group.
-        step = source.extras.get(f"{OPTIMIZER}.base_optimizer_state.state.{number}.{_STEP}")
-        if type(step) in (int, float):
-            files += [state_file(_place(source, name, _STEP), step) for name in group]
-    # Those of the optimizers come by rank.
-    optimizer = next(path for path in source.files if DEEPSPEED_OPTIMIZER.fullmatch(path.name))
-    files.append(_optimizer_file(optimizer, stage3))
-    files += [copied_file(path, path.name) for path in models]
-    files.append(OutputFile(UNIVERSAL_LATEST, 1, (RawBytes(0, b"."),), ()))
-    carried = frozenset(source.extras)
-    return tensors, Target(tuple(files), directory=True, digested=True, carried=carried)
-
-
-def _check_plain(source: Catalog) -> None:
-    """Refuse what says that parameters are put together by rules of their own."""
-    for key, value in source.extras.items():
-        start, _, rest = key.partition(".")
-        said = start == "universal_checkpoint_info" and rest != "universal_checkpoint_version"
-        if (said or "autoep" in start) and value:
-            raise CheckpointError(
-                f"{source.directory}: its {key} has rules of how parameters are put together, "
-                f"which are not read here; use {_TOOL}"
-            )
-
-
-def _check_kinds(source: Catalog, kinds: Mapping[str, set[str]]) -> None:
-    """Refuse a run in which the optimizer has updated some parameters, and others never."""
+        files.append(state_file(_file_name(source, owner, kind), value, [tensor]))
     every = set().union(*kinds.values())
     for name, found in sorted(kinds.items()):
         if found != every:
@@ -256,46 +197,75 @@ def _check_kinds(source: Catalog, kinds: Mapping[str, set[str]]) -> None:
                 f"other parameters, but not of {name!r}, and DeepSpeed loads all or none; save "
                 "again when every group of parameters has been updated"
             )
+    for number, group in enumerate(groups if not stage3 else ()):
+        # Some optimizers keep steps as numbers, one for all of a group.
+        step = source.extras.get(f"{OPTIMIZER}.base_optimizer_state.state.{number}.{_STEP}")
+        if type(step) in (int, float):
+            files += [state_file(_file_name(source, name, _STEP), step) for name in group]
+    # Those of the optimizers come by rank.
+    optimizer = next(p for p in source.files if names.DEEPSPEED_OPTIMIZER.fullmatch(p.name))
+    files.append(_optimizer_file(optimizer, stage3))
+    files += [copied_file(path, path.name) for path in models]
+    files.append(OutputFile(names.UNIVERSAL_LATEST, 1, (RawBytes(0, b"."),), ()))
+    carried = frozenset(source.extras)
+    return tensors, Target(tuple(files), directory=True, digested=True, carried=carried)
 
 
-def _place(source: Catalog, owner: str, kind: str) -> str:
+def _check_source(source: Catalog) -> None:
+    """Refuse a source that is not a ZeRO run, or that has rules for joining parameters."""
+    if source.format != names.DEEPSPEED:
+        raise CheckpointError(
+            f"{source.directory}: is in the format of {source.format}, but a Universal Checkpoint "
+            "needs what a run of DeepSpeed's ZeRO saves besides tensors; name such a run"
+        )
+    for key, value in source.extras.items():
+        start, _, rest = key.partition(".")
+        said = start == "universal_checkpoint_info" and rest != "universal_checkpoint_version"
+        if (said or "autoep" in start) and value:
+            raise CheckpointError(
+                f"{source.directory}: its {key} has rules of how parameters are put together, "
+                f"which are not read here; use {TO_UNIVERSAL}"
+            )
+
+
+def _file_name(source: Catalog, owner: str, kind: str) -> str:
     """Return the name of a file of a parameter, below the output."""
-    place = f"zero/{owner}"
-    plain = _PLAIN_NAME.fullmatch(owner) and place != UNIVERSAL_OPTIMIZER
-    if not plain or len(os.fsencode(owner)) > _MOST_NAME_BYTES:
+    if not _PLAIN_NAME.fullmatch(owner) or len(os.fsencode(owner)) > _MOST_NAME_BYTES:
         raise CheckpointError(
             f"{source.directory}: the parameter {owner!r:.300} would need a directory of that "
             "name, which there cannot be; rename it in the model and save again"
         )
-    return f"{place}/{kind}.pt"
+    return f"zero/{owner}/{kind}.pt"
 
 
 def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
     with SourceFile(path) as file:
-        names = {**ARGUMENT_NAMES, **DEEPSPEED_NAMES}
-        value = read_torch_pickle(read_torch_zip(file).pickle(file), str(path), names)
-        held = value.get(OPTIMIZER) if isinstance(value, dict) else None
+        known = {**ARGUMENT_NAMES, **DEEPSPEED_NAMES}
+        value = read_torch_pickle(read_torch_zip(file).pickle(file), str(path), known)
         inner = OPTIMIZER if stage3 else "base_optimizer_state"
-        base = held.get(inner) if isinstance(held, dict) else None
-        states = base.get("state") if isinstance(base, dict) else None
-        if not isinstance(held, dict) or not isinstance(base, dict) or not isinstance(states, dict):
+        match value:
+            case {"optimizer_state_dict": dict() as held}:
+                base = held.get(inner)
+            case _:
+                held, base = {}, None
+        if not isinstance(base, dict) or not isinstance(states := base.get("state"), dict):
             raise CheckpointError(
                 f"{path}: has no state and param_groups of the optimizer in one dict, which "
                 "DeepSpeed loads; save it again with a later DeepSpeed"
             )
-        kept = {key: one for key, one in held.items() if key not in (*_OF_PARAMETERS, inner)}
+        kept = {key: one for key, one in held.items() if key not in (*_FLAT, inner)}
         if stage3:
-            kept[inner] = base | {"state": {n: _scalars(one) for n, one in states.items()}}
-        paddings = kept.get(_PADDINGS)
+            kept[inner] = base | {"state": {n: _without_flat(one) for n, one in states.items()}}
+        paddings = kept.get("group_paddings")
         if isinstance(paddings, list):
-            kept[_PADDINGS] = [0] * len(paddings)  # parameters that are whole have none
+            kept["group_paddings"] = [0] * len(paddings)  # whole parameters have none
         kept["param_groups"] = base.get("param_groups")
         written, storages = _rewritten(kept, file)
-    return state_file(UNIVERSAL_OPTIMIZER, written, storages=storages)
+    return state_file(names.UNIVERSAL_OPTIMIZER, written, storages=storages)
 
 
-def _scalars(state: object) -> object:
+def _without_flat(state: object) -> object:
     """Return what an optimizer keeps of a group without its flat tensors."""
     if not isinstance(state, dict):
         return state
@@ -311,12 +281,13 @@ def _rewritten(value: object, file: SourceFile) -> tuple[object, list[tuple[str,
     def refused(what: str) -> CheckpointError:
         return CheckpointError(
             f"{file.path}: keeps {what} besides the tensors of parameters, which cannot be written "
-            f"again; use {_TOOL}"
+            f"again; use {TO_UNIVERSAL}"
         )
 
     def named(value: Record | Global) -> Name:
         module, _, name = value.name.rpartition(".")
-        module = module or _HOMES.get(name, "")
+        # Some records do not say their module.
+        module = module or ("builtins" if name in _BUILTINS else "torch" * (name == "device"))
         if not module:
             raise refused(f"a {name}")
         return Name(module, name)
@@ -346,10 +317,9 @@ def _rewritten(value: object, file: SourceFile) -> tuple[object, list[tuple[str,
                 return named(value)
             case dict():
                 return dict(zip(value, each(value.values(), depth), strict=True))
-            case list():
-                return each(value, depth)
-            case tuple():
-                return tuple(each(value, depth))
+            case list() | tuple():
+                parts = each(value, depth)
+                return tuple(parts) if isinstance(value, tuple) else parts
         if value is None or type(value) in (bool, int, float, bytes, str):
             return value
         raise refused(f"a {type(value).__name__}")

@@ -1,7 +1,7 @@
-"""How the formats of checkpoints are told apart: by the names of what lies in a directory.
+"""How formats are told apart: by the names of the files in a directory.
 
-This stands apart from the modules that read them, of which only the one that is needed is imported.
-A format is one of those and one line in `FORMATS`.
+A format is a module that reads it and one entry in `FORMATS`; only the module that is needed is
+imported.
 """
 
 import re
@@ -15,7 +15,7 @@ DCP: Final = "torch distributed checkpoint"
 METADATA_NAME: Final = ".metadata"
 DCP_OF_A_RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 DCP_OWN_METADATA: Final = re.compile(r"__\d+\.metadata")
-"""What each rank writes where ranks do not talk to each other."""
+"""What each rank writes with use_collectives=False."""
 
 DCP_HF: Final = "torch DCP, Hugging Face format"
 DCP_HF_SHARD: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
@@ -25,12 +25,13 @@ MEGATRON_FILE: Final = "model_optim_rng.pt"
 MEGATRON_TRACKER: Final = "latest_checkpointed_iteration.txt"
 MEGATRON_RANK: Final = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 MEGATRON_ITERATION: Final = re.compile(r"iter_\d{7,12}|release")
-RUN_STEP: Final = "global_step_"
-"""What verl calls the checkpoints of a run, which it lists as Megatron does."""
+VERL_STEP: Final = "global_step_"
+"""Checkpoints in a run of verl, which has a tracker as Megatron has."""
 
 DEEPSPEED: Final = "DeepSpeed ZeRO"
 DEEPSPEED_UNIVERSAL: Final = "DeepSpeed Universal Checkpoint"
 DEEPSPEED_LATEST: Final = "latest"
+DEEPSPEED_SCRIPT: Final = "zero_to_fp32.py"
 UNIVERSAL_LATEST: Final = "latest_universal"
 UNIVERSAL_OPTIMIZER: Final = "zero/optimizer_state.pt"
 DEEPSPEED_OPTIMIZER: Final = re.compile(
@@ -59,67 +60,55 @@ BIN_INDEX: Final = "pytorch_model.bin.index.json"
 
 
 def _any_of(*patterns: str | re.Pattern[str]) -> re.Pattern[str]:
-    """Return what matches a name, given as it is, or a pattern."""
+    """Return a pattern of several names or patterns."""
     texts = (re.escape(one) if isinstance(one, str) else one.pattern for one in patterns)
     return re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
 
 
 class Format(NamedTuple):
-    """A way to write checkpoints that can be read here."""
+    """A way to write checkpoints that can be read."""
 
     name: str
-    """What the user calls it."""
     known_by: str
-    """What lies in its directories, for errors."""
+    """Example of a file in its directories, for errors."""
     pattern: re.Pattern[str]
-    """Of a name that only directories of this format have in them."""
+    """Of names that only directories of this format have."""
     reader: str
-    """Module of `shardspec.checkpoint.formats` and the function in it that reads what describes a
-    checkpoint, not its data. It is called with the directory and what `takes` names."""
+    """Module of `shardspec.checkpoint.formats` and its function that opens a directory."""
     takes: frozenset[str] = frozenset()
-    """What the caller may add: options of `open_checkpoint`."""
+    """Options of `open_checkpoint` that the reader takes."""
     in_parts: bool = False
-    """Whether no file of such a name is a checkpoint by itself, so that it means all of it."""
+    """Whether a file of such a name stands for its directory."""
     nested: bool = False
     """Whether its files lie in directories below."""
     beside: str = ""
     """What has to lie beside it too."""
 
     def finds(self, names: Iterable[str]) -> bool:
-        """Say whether a directory with entries of these names is one."""
+        """Return whether a directory with these names is of this format."""
         there = list(names)
         return any(map(self.pattern.fullmatch, there)) and self.beside in (*there, "")
 
 
-_MEGATRON: Final = _any_of(MEGATRON_TRACKER, MEGATRON_RANK, re.compile(r"iter_\d{7,12}"))
-# A file of model states that is of all ranks, and alone, may be of a run without ZeRO.
-_DEEPSPEED: Final = _any_of(
-    "zero_to_fp32.py",
-    re.compile(r"global_step\d+"),
-    DEEPSPEED_OPTIMIZER,
-    re.compile(rf"(?!mp_){DEEPSPEED_MODEL.pattern}"),
-)
 _DATA_FILE: Final = re.compile(r"(?!\.).*\.safetensors", re.DOTALL)
 _UNHIDDEN_RANK_FILE: Final = re.compile(rf"(?!\.){RANK_FILE.pattern}", re.DOTALL)
 _INDEX: Final = re.compile(rf".*{re.escape(INDEX_SUFFIX)}", re.DOTALL)
+_DCP: Final = _any_of(METADATA_NAME, DCP_OF_A_RANK, DCP_OWN_METADATA)
+_MEGATRON: Final = _any_of(MEGATRON_TRACKER, MEGATRON_RANK, re.compile(r"iter_\d{7,12}"))
+# A single file of model states of all ranks may be of a run without ZeRO.
+_DEEPSPEED: Final = _any_of(
+    *(DEEPSPEED_SCRIPT, re.compile(r"global_step\d+"), DEEPSPEED_OPTIMIZER),
+    re.compile(rf"(?!mp_){DEEPSPEED_MODEL.pattern}"),
+)
+_BIN: Final = _any_of(BIN_INDEX, BIN_NAME, BIN_NUMBERED)
 _RANKS: Final = frozenset(("ranks",))
 _RULES: Final = frozenset(("rules",))
 
 FORMATS: Final = (
     Format(NATIVE, INFO_NAME, _any_of(INFO_NAME), "native:open_native", in_parts=True),
+    Format(DCP, METADATA_NAME, _DCP, "dcp:open_dcp", in_parts=True),
     Format(
-        DCP,
-        METADATA_NAME,
-        _any_of(METADATA_NAME, DCP_OF_A_RANK, DCP_OWN_METADATA),
-        "dcp:open_dcp",
-        in_parts=True,
-    ),
-    Format(
-        MEGATRON,
-        "mp_rank_00",
-        _MEGATRON,
-        "megatron:open_megatron",
-        _RANKS | _RULES,
+        *(MEGATRON, "mp_rank_00", _MEGATRON, "megatron:open_megatron", _RANKS | _RULES),
         in_parts=True,
         nested=True,
     ),
@@ -147,7 +136,6 @@ FORMATS: Final = (
         _DEEPSPEED,
         "deepspeed:open_deepspeed",
         in_parts=True,
-        nested=True,
     ),
     Format(
         META,
@@ -158,44 +146,29 @@ FORMATS: Final = (
         in_parts=True,
     ),
     Format(RANK_FILES, "…_rank_0.pt", _UNHIDDEN_RANK_FILE, "rank_files:open_rank_files"),
-    Format(
-        TORCH_FILE,
-        BIN_NAME,
-        _any_of(BIN_INDEX, BIN_NAME, BIN_NUMBERED),
-        "torch_file:open_bin_directory",
-    ),
+    Format(TORCH_FILE, BIN_NAME, _BIN, "torch_file:open_bin_directory"),
 )
-"""Asked in this order."""
+"""In the order in which they are tried."""
 
 
 def format_of_names(names: Iterable[str]) -> Format | None:
-    """Return the format of a directory with these names; the first that is met counts."""
+    """Return the format of a directory with these names."""
     there = list(names)
     return next((one for one in FORMATS if one.finds(there)), None)
 
 
-def find_megatron(names: Iterable[str]) -> bool:
-    """Say whether a directory with these names is one of Megatron, or the one above."""
-    return any(map(_MEGATRON.fullmatch, names))
-
-
-def find_deepspeed(names: Iterable[str]) -> bool:
-    """Say whether a directory with these names is that of a tag of DeepSpeed, or the one above."""
-    return any(map(_DEEPSPEED.fullmatch, names))
-
-
 def is_index(name: str) -> bool:
-    """Say whether a file name is that of an index of safetensors files."""
+    """Return whether a file name is that of an index of safetensors files."""
     return _INDEX.fullmatch(name) is not None
 
 
 def is_rank_file(name: str) -> bool:
-    """Say whether a file name is that of one rank, such as ``model_world_size_2_rank_0.pt``."""
+    """Return whether a file name is that of one rank, such as ``model_world_size_2_rank_0.pt``."""
     return _UNHIDDEN_RANK_FILE.fullmatch(name) is not None
 
 
 def is_data_file(name: str) -> bool:
-    """Say whether a file name is that of a finished safetensors file."""
+    """Return whether a file name is that of a finished safetensors file."""
     return _DATA_FILE.fullmatch(name) is not None
 
 
@@ -217,64 +190,59 @@ PARTS: Final = {
         "--output_dir OUTPUT",
     ),
 }
-"""Formats with a file a rank that are not read here: the names of these files, with a number where
-one may be alone, and what puts them together."""
+"""Formats with a file for each rank: pattern of the files, and the tool that joins them. A file
+whose number is 0 may be the only one."""
 
-
+_FROM_TRANSFORMERS: Final = (
+    'python -c "from transformers import AutoModel as m; '
+    "m.from_pretrained('IN', {}).save_pretrained('OUT')\""
+)
 _NOT_READ: Final = (
     (
         "orbax (OCDBT)",
-        re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_sharding"),
+        r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_sharding",
         'python -c "import orbax.checkpoint as o, numpy as n; from flax.traverse_util import '
         "flatten_dict as f; from safetensors.numpy import save_file as s; s({k: n.asarray(v) for "
         "k, v in f(o.PyTreeCheckpointer().restore('IN'), sep='.').items()}, 'OUT.safetensors')\"",
     ),
     (
         "zarr, as Megatron-core had it before torch_dist",
-        re.compile(r"\.zarray|\.zgroup"),
+        r"\.zarray|\.zgroup",
         "a run of Megatron with --load IN --save OUT --ckpt-convert-format torch_dist",
     ),
-    (
-        "Flax",
-        re.compile(r"flax_model.*\.msgpack"),
-        'python -c "from transformers import AutoModel as m; '
-        "m.from_pretrained('IN', from_flax=True).save_pretrained('OUT')\"",
-    ),
+    ("Flax", r"flax_model.*\.msgpack", _FROM_TRANSFORMERS.format("from_flax=True")),
     (
         "TensorFlow",
-        re.compile(r"tf_model.*\.h5|model\.ckpt.*\.(index|meta)|saved_model\.pb"),
-        'python -c "from transformers import AutoModel as m; '
-        "m.from_pretrained('IN', from_tf=True).save_pretrained('OUT')\"",
+        r"tf_model.*\.h5|model\.ckpt.*\.(index|meta)|saved_model\.pb",
+        _FROM_TRANSFORMERS.format("from_tf=True"),
     ),
     (
         "llama.cpp (GGUF)",
-        re.compile(r".*\.gguf"),
-        "the checkpoint that it was made of, or python -c "
-        "\"from transformers import AutoModel as m; m.from_pretrained('DIRECTORY', "
-        "gguf_file='FILE').save_pretrained('OUT')\"",
+        r".*\.gguf",
+        "the checkpoint that it was made of, or " + _FROM_TRANSFORMERS.format("gguf_file='FILE'"),
     ),
-    ("NeMo", re.compile(r".*\.nemo"), "tar -xf FILE, and then the directory in it"),
+    ("NeMo", r".*\.nemo", "tar -xf FILE, and then the directory in it"),
     (
         "the optimizer of data parallel ranks, in buckets (Megatron's distrib_optim.pt)",
-        re.compile(r"distrib_optim\.pt"),
+        r"distrib_optim\.pt",
         "the model beside it, or a save with --ckpt-format torch_dist "
         "--dist-ckpt-optim-fully-reshardable",
     ),
 )
-"""What is known and not read: how it is called, its files, and what helps."""
+"""What is known and not read: its name, its files, and what helps."""
 
 
 def not_read(names: Iterable[str]) -> str | None:
-    """Say what a directory with these names, or a file, is that cannot be read, and what helps."""
+    """Return what a directory with these names, or a file, is that is not read, and what helps."""
     there = tuple(names)
     for kind, pattern, remedy in _NOT_READ:
-        if any(map(pattern.fullmatch, there)):
+        if any(re.fullmatch(pattern, name) for name in there):
             return f"is of {kind}, which is not read; use {remedy}"
     return None
 
 
 def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | None:
-    """Say which of `PARTS` a file is one of, by its name and those beside it; None if of none."""
+    """Return which of `PARTS` a file is one of, by its name and those beside it."""
     for kind, (pattern, _) in PARTS.items():
         match = pattern.fullmatch(name)
         if match is not None:
@@ -285,5 +253,5 @@ def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | Non
 
 
 def part_text(kind: str) -> str:
-    """Write what a file of one of `PARTS` is, for errors."""
+    """Return what a file of one of `PARTS` is, for errors."""
     return f"what one of several {kind} ranks has saved; put them together with {PARTS[kind][1]}"

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.formats.dcp import open_dcp
 from shardspec.checkpoint.formats.names import DCP, format_of_names
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import verify_checkpoint
@@ -137,7 +136,7 @@ def test_boxes_are_of_the_ranks_that_wrote_them(saved, way, name, placements, ra
 @pytest.mark.dist
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_no_tensor_is_carried_along(saved, way):
-    source = open_dcp(saved / way / "ckpt")
+    source = open_checkpoint(saved / way / "ckpt")
     _, due = whole_of(saved / way)
     assert source.extras == due | {
         "trainer.step": 2,

@@ -112,6 +112,11 @@ def test_any_byte_of_the_metadata_changed_does_no_harm(small):
     assert told > len(data) / 2
 
 
+NO_PLACE = (
+    ".metadata: storage_data has an entry without a name, file, offset or length; it is damaged"
+)
+
+
 def lie(change):
     """Return a case: what a change of torch's own metadata makes of it."""
     return pytest.param(change, id=change.__name__)
@@ -133,12 +138,12 @@ def moved(metadata, name, **changes):
 
 def chunk_outside(metadata):
     of(metadata, "m.a").size = torch.Size((2, 2))
-    return ".metadata: tensor 'm.a': its chunk [0:2, 0:3] lies outside of shape [2, 2]; the"
+    return ".metadata: 'm.a': its chunk [0:2, 0:3] lies outside of shape [2, 2]; the"
 
 
 def chunk_of_other_dims(metadata):
     of(metadata, "m.a").size = torch.Size((6,))
-    return ".metadata: tensor 'm.a': its chunk [0:2, 0:3] lies outside of shape [6]; the"
+    return ".metadata: 'm.a': its chunk [0:2, 0:3] lies outside of shape [6]; the"
 
 
 def hole(metadata):
@@ -159,17 +164,17 @@ def no_chunks(metadata):
 
 def chunk_without_place(metadata):
     del metadata.storage_data[index_of(metadata, "m.a")]
-    return ".metadata: tensor 'm.a': no file holds its chunk [0:2, 0:3]; the metadata contradicts"
+    return ".metadata: 'm.a': no file holds its chunk [0:2, 0:3]; the metadata contradicts"
 
 
 def other_without_place(metadata):
     del metadata.storage_data[index_of(metadata, "step")]
-    return ".metadata: says of no file that it holds entry 'step'"
+    return ".metadata: 'step': no file holds this entry; the metadata contradicts itself"
 
 
 def negative_offset(metadata):
     moved(metadata, "m.a", offset=-1)
-    return ".metadata: the metadata lists a place that is none; it is damaged"
+    return NO_PLACE
 
 
 def huge_offset(metadata):
@@ -210,7 +215,7 @@ def tensor_for_object(metadata):
     a, step = index_of(metadata, "m.a"), index_of(metadata, "step")
     data = metadata.storage_data
     data[a], data[step] = data[step], data[a]
-    return "tensor 'm.a', box [0:2, 0:3]: holds a int, not a tensor; the file is damaged or from"
+    return "tensor 'm.a', box [0:2, 0:3]: is a int there, but .metadata says [2, 3] of bfloat16"
 
 
 def other_dtype(metadata):
@@ -220,7 +225,7 @@ def other_dtype(metadata):
 
 def compressed(metadata):
     moved(metadata, "m.a", transform_descriptors=["zstd", "x" * 999])
-    return ".metadata: entry 'm.a' was transformed when it was written (zstd, xxx"
+    return ".metadata: entry 'm.a' was transformed when it was written (['zstd', 'xxx"
 
 
 def parent_folder(metadata):
@@ -245,17 +250,17 @@ def long_file_name(metadata):
 
 def half_a_character(metadata):
     moved(metadata, "m.a", relative_path="\ud800")
-    return ".metadata: the metadata lists a place that is none; it is damaged"
+    return NO_PLACE
 
 
 def half_a_character_as_name(metadata):
     metadata.state_dict_metadata["\ud800"] = of(metadata, "step")
-    return ".metadata: has an entry without a name or a kind; it is damaged"
+    return r".metadata: '\ud800': an entry needs a name and a kind; the metadata contradicts itself"
 
 
 def number_as_name(metadata):
     metadata.state_dict_metadata[3] = of(metadata, "step")
-    return ".metadata: has an entry without a name or a kind; it is damaged"
+    return ".metadata: 3: an entry needs a name and a kind; the metadata contradicts itself"
 
 
 def own_class(metadata):
@@ -275,7 +280,7 @@ def no_list(metadata):
 
 def negative_size(metadata):
     metadata.state_dict_metadata["m.a"].size = [-2, 3]
-    return ".metadata: tensor 'm.a': sizes are whole numbers from 0"
+    return ".metadata: 'm.a': sizes are whole numbers from 0"
 
 
 def grow(metadata, sizes):

@@ -11,13 +11,14 @@ from click.testing import CliRunner
 
 import tests
 from shardspec.checkpoint.convert import merge
+from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.test_deepspeed import write
 
 REMEDIES = (
     *("restore", "move ", "name the directory", "save it again", "ds_to_universal"),
-    "check the file",
+    *("check the file", "check the path"),
 )
 TAG = "global_step2"
 
@@ -190,6 +191,32 @@ def test_param_shapes_that_do_not_add_up_are_refused(run, stage):
     refused_by_command(place)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_flat_tensors_of_two_dtypes_are_refused(run, stage):
+    place = run(f"tiny{stage}")
+    path = place / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+    def cast(state):
+        inner = state["optimizer_state_dict"]
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        inner[key] = [flat.detach().bfloat16() for flat in inner[key]]
+
+    change(path, cast)
+    assert "but flat tensors of float32 are due" in refused_by_command(place)
+
+
+@pytest.mark.parametrize("gap", ["x", -1, None])
+def test_paddings_that_are_no_counts_are_refused(run, gap):
+    place = run("tiny2")
+    path = place / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+    def pad(state):
+        state["optimizer_state_dict"]["param_alignment_paddings"][0][0] = gap
+
+    change(path, pad)
+    assert "param_alignment_paddings has" in refused_by_command(place)
+
+
 def test_a_rank_that_says_other_shapes_is_refused(run):
     place = run("tiny3")
     path = place / TAG / "zero_pp_rank_1_mp_rank_00_model_states.pt"
@@ -206,17 +233,31 @@ def test_a_latest_that_names_nothing_is_refused(run, said):
     (place / "latest").write_text(said)
     message = refused_by_command(place)
     assert message.startswith(f"{place / 'latest'}: ")
-    assert message.endswith("name the directory of the tag itself")
+    assert message.endswith("name the directory of the checkpoint itself")
 
 
 def test_a_latest_that_names_a_file_or_another_directory_is_refused(run):
     place = run("zero2")
     (place / "latest").write_text("notes")
     (place / "notes").write_text("x")
-    assert "name the directory of the tag itself" in refused_by_command(place)
+    assert "name the directory of the checkpoint itself" in refused_by_command(place)
     (place / "notes").unlink()
     (place / "notes").mkdir()
     refused_by_command(place)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_what_a_path_of_a_run_means(run, name):
+    place = run(name)
+    (place / "zero_to_fp32.py").touch()
+    first = next(path for path in files(place) if "optim" in path.name)
+    for path in (place, place / "zero_to_fp32.py", place / TAG, first):
+        found = open_checkpoint(path)
+        assert found.directory == place / TAG
+        told = path.parent in (place, place.parent) and path != place / TAG
+        assert found.notes == ((f"reading {TAG}, which latest names",) if told else ())
+    (place / "latest").unlink()
+    assert open_checkpoint(place).notes == (f"reading {TAG}, which is the only one",)
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
@@ -225,6 +266,6 @@ def test_two_tags_without_latest_are_refused(run, name):
     shutil.copytree(place / TAG, place / "best")
     (place / "latest").unlink()
     assert refused_by_command(place) == (
-        f"{place}: has the tags best, {TAG} and no latest that says which counts; name the "
-        "directory of one"
+        f"{place}: has the checkpoints best, {TAG} and no latest that says which counts; name "
+        "the directory of one"
     )

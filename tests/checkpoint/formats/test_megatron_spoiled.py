@@ -35,7 +35,7 @@ def test_every_set_of_missing_ranks_is_refused(ckpt, lost):
         shutil.rmtree(ckpt / place)
     message = refused(ckpt)
     assert f"{ckpt}/" in message or message.startswith(f"{ckpt}: ")
-    assert any(f"{place} is missing" in message for place in missing) or (
+    assert any(f"{place}: is missing" in message for place in missing) or (
         "was saved with tensor_model_parallel_size 3, but" in message
         or "was saved with pipeline_model_parallel_size 2, but" in message
     )
@@ -100,8 +100,7 @@ def test_ranks_that_are_not_said(tmp_path, how):
     first, _, last = (path.read_bytes() for path in paths)
     paths[2].write_bytes(first)
     assert refused(ckpt, **OPTIONS) == (
-        f"{paths[0]} and {paths[2]} hold the same parts of the model; one is a copy in the place "
-        "of another rank's file, restore that"
+        f"{paths[2]}: holds just what {paths[0]} does; one is a copy of the other, restore it"
     )
     paths[0].write_bytes(last)
     found = read_whole(ckpt, **OPTIONS)
@@ -218,8 +217,8 @@ def test_a_rank_that_contradicts_the_others(tmp_path, change, problem):
         ),
         (
             lambda s: setattr(s["args"], "expert_model_parallel_size", 2),
-            "{0}: was saved with expert_model_parallel_size 2, but 1 expert parallel ranks are "
-            "there; restore what is missing",
+            "{0}: was saved with expert_model_parallel_size 2, but the files are of 1; restore "
+            "what is missing",
         ),
         (
             lambda s: s.update(run=print),
@@ -248,11 +247,11 @@ def test_which_iteration_counts(saved, tmp_path):
     tracker.write_text("30")
     assert refused(root) == (
         f"{tracker}: says '30', but no such checkpoint is beside it; name the directory of the "
-        "iteration itself"
+        "checkpoint itself"
     )
     tracker.unlink()
     assert refused(root) == (
-        f"{root}: has the iterations iter_0000010, iter_0000020, release and no "
+        f"{root}: has the checkpoints iter_0000010, iter_0000020, release and no "
         "latest_checkpointed_iteration.txt that says which counts; name the directory of one"
     )
     shutil.rmtree(root / "iter_0000020")
@@ -260,7 +259,10 @@ def test_which_iteration_counts(saved, tmp_path):
     assert open_checkpoint(root).directory == root / "iter_0000010"
     for path in (root / "iter_0000010").iterdir():
         shutil.rmtree(path)
-    assert refused(root) == f"{root}/iter_0000010: is empty, there is no checkpoint in it"
+    assert (
+        refused(root)
+        == f"{root}/iter_0000010: is empty, there is no checkpoint in it; check the path"
+    )
 
 
 def test_names_of_directories_that_do_not_fit(ckpt):
@@ -271,6 +273,9 @@ def test_names_of_directories_that_do_not_fit(ckpt):
     (ckpt / "mp_rank_00").rename(ckpt / "mp_rank_00_000_001")
     assert refused(ckpt).endswith("cannot be of one save; move those of the other away")
     shutil.rmtree(ckpt / "mp_rank_00_000_001")
+    (ckpt / "mp_rank_999999_999999").mkdir()
+    assert refused(ckpt) == f"{ckpt}/mp_rank_03_000: is missing; restore it"
+    (ckpt / "mp_rank_999999_999999").rmdir()
     (ckpt / "mp_rank_00_000" / "model_optim_rng.pt").unlink()
     assert refused(ckpt) == (f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: is missing; restore it")
 

@@ -2,15 +2,11 @@
 
 from itertools import product
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shardspec.checkpoint.formats.megatron_core import block_of, boxes_of_stretch, original_shapes
-from shardspec.errors import CheckpointError
-
-_PATH = Path(".metadata")
+from shardspec.checkpoint.formats.dcp import unflattened
 
 
 @pytest.mark.parametrize(
@@ -30,7 +26,7 @@ def test_every_stretch_is_where_a_reshape_of_its_block_puts_it(
             if lo >= hi:
                 continue
             chunk = (*((i, i + 1) for i in at), (lo, hi))
-            found = boxes_of_stretch(block, chunk)
+            found = list(unflattened((*counts, elements), shape, chunk))
             held = [whole[tuple(slice(*side) for side in box)].reshape(-1) for box, _ in found]
             assert np.array_equal(np.concatenate(held), flat[lo:hi])
             starts = [start for _, start in found]
@@ -38,8 +34,6 @@ def test_every_stretch_is_where_a_reshape_of_its_block_puts_it(
 
 
 def test_blocks_are_those_that_make_up_the_tensor() -> None:
-    assert block_of("w", (4, 4, 1, 4096), (4, 256, 64), _PATH) == (1, 64, 64)
-    assert block_of("w", (1, 64), (64,), _PATH) == (64,)
     for flat, shape in (
         ((4, 3, 1, 4096), (4, 256, 64)),
         ((4, 4, 1, 4095), (4, 256, 64)),
@@ -47,19 +41,8 @@ def test_blocks_are_those_that_make_up_the_tensor() -> None:
         ((0, 64), (64,)),
         ((), (64,)),
     ):
-        with pytest.raises(CheckpointError, match="not made of such blocks"):
-            block_of("w", flat, shape, _PATH)
-
-
-def test_what_is_said_of_tensors_is_what_is_known_or_refused() -> None:
-    said = {"a": {}, "b": {"nd_reformulated_orig_global_shape": (4, 8)}}
-    assert original_shapes(said, _PATH) == {"b": (4, 8)}
-    assert original_shapes(None, _PATH) == {}
-    not_said: list[object] = [{"a": 1}, {1: {}}, {"a": {"other": (4,)}}]
-    for wrong in not_said:
-        with pytest.raises(CheckpointError, match="fully_reshardable"):
-            original_shapes(wrong, _PATH)
-    with pytest.raises(CheckpointError, match="damaged"):
-        original_shapes({"a": {"nd_reformulated_orig_global_shape": (-1,)}}, _PATH)
-    with pytest.raises(CheckpointError, match="several blocks"):
-        boxes_of_stretch((2, 2), ((0, 2), (0, 1), (0, 4)))
+        chunk = (*((0, 1) for _ in flat[1:]), (0, 1)) if flat else ()
+        with pytest.raises(ValueError, match="not made of such blocks"):
+            list(unflattened(flat, shape, chunk))
+    with pytest.raises(ValueError, match="is of several"):
+        list(unflattened((2, 2, 4), (4, 4), ((0, 2), (0, 1), (0, 4))))
