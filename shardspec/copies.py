@@ -30,11 +30,12 @@ from shardspec.boxes import Box, box_shape, intersect
 Holders: TypeAlias = tuple[int, ...]
 """Numbers of the devices or files that hold the same box."""
 
-_MOST_ROUNDS: Final = 100
+_MOST_ROUNDS: Final = 1000
 _ENOUGH_ROWS: Final = 64
 """To divide a box by."""
-_EVEN: Final = 1e-3
-"""Of the busiest holder's load: where less than this moves in a round, it is even enough."""
+_EVEN: Final = 2e-3
+"""How far the busiest holder may be above the lower bound."""
+_OVERSHOOT: Final = 1.9
 
 
 def overlaps(
@@ -87,11 +88,12 @@ def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list
 
 
 def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
-    """Divide bytes among those that hold them, so that the busiest of all gives least.
+    """Divide bytes among those that hold them, so that the busiest holder gives least.
 
-    The sums of squares of what each gives is made least; of all ways to divide, that one also has
-    the least maximum. Each set of holders in turn is filled up to one level beside what its members
-    give for others, until little changes: coordinate descent on a convex function.
+    Each set of holders in turn is filled up to one level beside what its members give for others.
+    That is coordinate descent on the sum of squares, whose minimum also has the least maximum; it
+    overshoots, since chains of overlapping sets would take long otherwise, and ends within 0.2 %
+    of a lower bound.
 
     Examples
     --------
@@ -100,20 +102,37 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
     """
     load = dict.fromkeys((one for holders in totals for one in holders), 0.0)
     order = sorted(totals, key=lambda holders: (len(holders), holders))
-    shares = {holders: [0.0] * len(holders) for holders in totals}
+    shares = {holders: _filled([load[one] for one in holders], 0.0) for holders in totals}
     for turn in range(_MOST_ROUNDS):
-        moved = 0.0
         for holders in order:
             if turn and len(holders) == 1:
                 continue
             old = shares[holders]
             rest = [load[one] - share for one, share in zip(holders, old, strict=True)]
-            shares[holders] = new = _filled(rest, totals[holders])
-            moved = max(moved, *(abs(a - b) for a, b in zip(new, old, strict=True)))
+            new = _filled(rest, totals[holders])
+            if turn:
+                changes = list(zip(old, new, strict=True))
+                step = min([_OVERSHOOT, *(a / (a - b) for a, b in changes if b < a)])
+                new = [max(a + step * (b - a), 0.0) for a, b in changes]
+            shares[holders] = new
             load.update((h, a + b) for h, a, b in zip(holders, rest, new, strict=True))
-        if moved <= _EVEN * max(load.values(), default=0.0):
+        if max(load.values(), default=0.0) <= (1 + _EVEN) * _least_maximum(totals, load):
             break
     return shares
+
+
+def _least_maximum(totals: Mapping[Holders, int], load: Mapping[int, float]) -> float:
+    """Return a lower bound of the busiest holder's load.
+
+    What only the busiest k holders have, they must give: at least one of them gives a k-th of it.
+    """
+    loads = sorted(load.values())
+    lowest = sorted(((min(load[h] for h in some), n) for some, n in totals.items()), reverse=True)
+    least = inside = 0.0
+    for low, total in lowest:
+        inside += total
+        least = max(least, inside / (len(loads) - bisect_left(loads, low)))
+    return least
 
 
 def _filled(load: Sequence[float], total: float) -> list[float]:
