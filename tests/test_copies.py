@@ -4,12 +4,11 @@ import random
 from collections import Counter
 from itertools import pairwise, product
 
-import numpy as np
 import pytest
-from scipy.optimize import linprog
 
 from shardspec.boxes import box_size, intersect
 from shardspec.copies import Holders, Senders, balanced, overlaps
+from tests.resharding.states import least_busiest
 
 
 def some_box(random_, shape):
@@ -66,7 +65,7 @@ def test_the_busiest_holder_is_within_one_percent_of_the_linear_program(kind):
             line = list(range(random_.choice([4, 16, 64])))
             if seed % 2:
                 random_.shuffle(line)
-            totals.update({(a, b): 10**6 for a, b in pairwise(line)})
+            totals.update(dict.fromkeys(pairwise(line), 10**6))
             totals[(line[-1],)] = 10**6
         for _ in range(random_.randrange(2, 40) if kind == "random" else 0):
             holders = tuple(sorted(random_.sample(range(16), random_.randrange(1, 17))))
@@ -81,25 +80,6 @@ def test_the_busiest_holder_is_within_one_percent_of_the_linear_program(kind):
                 assert share >= 0
                 load[one] += share
         assert max(load.values()) <= 1.01 * least_busiest(totals), seed
-
-
-def least_busiest(totals):
-    """Return the load of the busiest holder under the best division, by linear programming."""
-    pairs = [(number, one) for number, holders in enumerate(totals) for one in holders]
-    given = np.array([[place == number for place, _ in pairs] for number in range(len(totals))])
-    ones = sorted({one for _, one in pairs})
-    loads = np.array([[holder == one for _, holder in pairs] + [-1] for one in ones], dtype=float)
-    given = np.hstack([given, np.zeros((len(totals), 1))])
-    scale = sum(totals.values())
-    solved = linprog(
-        [0.0] * len(pairs) + [1.0],
-        A_ub=loads,
-        b_ub=np.zeros(len(ones)),
-        A_eq=given,
-        b_eq=np.array(list(totals.values())) / scale,
-    )
-    assert solved.success
-    return solved.fun * scale
 
 
 def divisions(holders, total):
