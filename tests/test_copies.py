@@ -1,7 +1,7 @@
 """The core of all plans: what boxes share, and which holder gives what, against plain loops."""
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise, product
 
 import pytest
@@ -73,7 +73,7 @@ def test_the_busiest_holder_is_within_one_percent_of_the_linear_program(kind):
         for size in random_.sample([1, 2, 3, 4, 6, 12], 3) if kind == "groups" else ():
             for first in range(0, 12, size):
                 totals[tuple(range(first, first + size))] += random_.randrange(10**6)
-        load: Counter[int] = Counter()
+        load: defaultdict[int, float] = defaultdict(float)
         for holders, shares in balanced(totals).items():
             assert sum(shares) == pytest.approx(totals[holders])
             for one, share in zip(holders, shares, strict=True):

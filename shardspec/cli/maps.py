@@ -17,7 +17,7 @@ from shardspec.cli.options import ClusterOptions, argument, command, flag, json_
 from shardspec.cli.output import say
 from shardspec.errors import InputFileError
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.check import MapReport, check_map
+from shardspec.resharding.maps import MapReport, check_map
 from shardspec.text import counted, shown
 
 

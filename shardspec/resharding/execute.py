@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardspec.boxes import Box, box_shape
+from shardspec.boxes import box_shape
 from shardspec.comm.agreement import description
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.messages import Addressed, start_messages
@@ -30,8 +30,15 @@ from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.copies import StateCopies, flat_state
-from shardspec.resharding.stages import Copy, Message, Piece, Schedule, Wave, message_bytes
-from shardspec.resharding.views import View, identity_view
+from shardspec.resharding.stages import (
+    Copy,
+    Message,
+    Piece,
+    Schedule,
+    Wave,
+    message_bytes,
+    region_of,
+)
 from shardspec.text import shown
 
 _TAG: Final = 0x5EED0000
@@ -178,54 +185,32 @@ class DeviceShards:
             raise LayoutError(self.problem)
 
     def _find_shards(self, state: State, out: State | None) -> None:
-        sources: dict[str, torch.Tensor] = {}
-        targets: dict[str, torch.Tensor] = {}
-        due: dict[Layout, tuple[tuple[int, ...], torch.dtype]] = {}
+        taken: dict[tuple[bool, str], torch.Tensor] = {}
 
-        def take(
-            name: str, layout: Layout, values: State, found: dict[str, torch.Tensor]
-        ) -> torch.Tensor:
-            if name not in found:
-                if layout not in due:
-                    due[layout] = layout.local_shape(self.device), _torch_dtype(layout.dtype)
-                shard = self._shard(name, layout, *due[layout], values)
-                if shard.is_conj() or shard.is_neg():
-                    # The values themselves are to lie in memory.
-                    shard = shard.resolve_conj().resolve_neg()
-                    if values is out:
-                        raise LayoutError(
-                            f"out[{name!r}] is a view that conjugates or negates; give tensors of "
-                            "its own"
-                        )
-                found[name] = shard
-            return found[name]
+        def take(name: str, layout: Layout, values: State, *, filled: bool) -> torch.Tensor:
+            if (filled, name) not in taken:
+                taken[filled, name] = self._shard(name, layout, values, filled=filled)
+            return taken[filled, name]
 
         for place, move in enumerate(self.plan.moves):
             if self.device in move.source.mesh:
-                self.source[place] = take(move.source_name, move.source, state, sources)
+                self.source[place] = take(move.source_name, move.source, state, filled=False)
             if out is not None and self.device in move.target.mesh:
-                self.target[place] = take(move.target_name, move.target, out, targets)
+                self.target[place] = take(move.target_name, move.target, out, filled=True)
         for tie in self.plan.ties:
             layout = self.plan.moves[tie.first].target
             if out is not None and self.device in layout.mesh:
-                self.tied.append((tie.first, take(tie.target_name, layout, out, targets)))
+                self.tied.append((tie.first, take(tie.target_name, layout, out, filled=True)))
         names = {move.source_name for move in self.plan.moves}
         names |= {tie.source_name for tie in self.plan.ties} | {n for n, _ in self.plan.values}
         if self._alone and (unknown := sorted(state.keys() - names)):
             raise LayoutError(
-                f"the state dict has {shown(unknown[0])}, of which the plan knows nothing; leave "
-                "it out, or make the plan with it"
+                f"the state dict has {shown(unknown[0])}, which the plan lacks; leave it out, or "
+                "make the plan with it"
             )
         self._check_memory()
 
-    def _shard(
-        self,
-        name: str,
-        layout: Layout,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        values: State,
-    ) -> torch.Tensor:
+    def _shard(self, name: str, layout: Layout, values: State, *, filled: bool) -> torch.Tensor:
         """Return the shard of a tensor, if it is as the plan says."""
         if name not in values:
             raise LayoutError(f"tensor {name!r} is missing from the state dict")
@@ -241,13 +226,21 @@ class DeviceShards:
                 f"{name!r} is a {type(values[name]).__name__}; give a DTensor of shardspec or of "
                 "torch, or the shard of this rank as a tensor"
             )
+        shape, dtype = _shape_and_dtype(layout, self.device)
         if shard.shape != shape or shard.dtype != dtype:
             raise LayoutError(
                 f"the shard of {name!r} on device {self.device} is {tuple(shard.shape)} of "
                 f"{str(shard.dtype).removeprefix('torch.')}; under {layout} it is {shape} of "
                 f"{layout.dtype}"
             )
-        return shard
+        if not (shard.is_conj() or shard.is_neg()):
+            return shard
+        # The values themselves are to lie in memory.
+        if filled:
+            raise LayoutError(
+                f"out[{name!r}] is a view that conjugates or negates; give tensors of its own"
+            )
+        return shard.resolve_conj().resolve_neg()
 
     def _check_memory(self) -> None:
         """Refuse results that share memory with the source or with each other."""
@@ -283,9 +276,8 @@ class DeviceShards:
                     self.target[place].zero_()
             elif self.device in move.target.mesh:
                 if name not in made:
-                    shape = move.target.local_shape(self.device)
+                    shape, dtype = _shape_and_dtype(move.target, self.device)
                     # Zeros: what no tensor of the source fills is padding.
-                    dtype = _torch_dtype(move.target.dtype)
                     made[name] = torch.zeros(shape, dtype=dtype, device=where)
                 self.target[place] = made[name]
 
@@ -379,7 +371,7 @@ class DeviceShards:
             shard = shards[place]
             if shard.stride() != known:
                 known = shard.stride()
-                shape, strides, offset = _region_of(
+                shape, strides, offset = region_of(
                     layout, move.view, piece.box, known, self.device, of_source=of_source
                 )
             yield shard.as_strided(shape, strides, shard.storage_offset() + offset)
@@ -426,31 +418,11 @@ class DeviceShards:
                 for side, owner in enumerate((copy.holders[0], self.device)):
                     layout, of_source = layouts[side], not (side or stage)
                     steps = tuple(row[side, : len(layout.global_shape)].tolist())
-                    shape, steps, at = _region_of(
+                    shape, steps, at = region_of(
                         layout, move.view, copy.box, steps, owner, of_source=of_source
                     )
                     regions.append(Region(at, shape, steps, item_bytes(layout.dtype)))
                 yield Arrays(regions[0], regions[1], tables[0][alike, 0], tables[1][alike, 0])
-
-
-@lru_cache(maxsize=4096)
-def _region_of(
-    layout: Layout,
-    view: View | None,
-    box: Box,
-    strides: tuple[int, ...],
-    device: int,
-    *,
-    of_source: bool,
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return where a box lies in the shard of a device that has these strides.
-
-    That is its shape, and in the unit of the strides its own strides, and its offset.
-    """
-    view = view or identity_view(layout.global_shape)
-    side = view.source if of_source else view.target
-    offset = side.offset(strides, layout.intervals(device), [lo for lo, _ in box])
-    return box_shape(box), side.strides(strides, len(box)), offset
 
 
 @cache
@@ -458,6 +430,12 @@ def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
+
+
+@lru_cache(maxsize=4096)
+def _shape_and_dtype(layout: Layout, device: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return what the shard of a device is like."""
+    return layout.local_shape(device), _torch_dtype(layout.dtype)
 
 
 def _default_device() -> torch.device:

@@ -9,10 +9,10 @@ host.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.boxes import Box, box_size, chunks
+from shardspec.boxes import Box, box_shape, box_size, chunks
 from shardspec.copies import Holders, Senders, overlaps
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.mesh import DeviceMesh
@@ -314,3 +314,23 @@ def _messages(copies: Iterable[Copy], most_bytes: int) -> Iterator[Message]:
                 end += step * len(some)
     if message:
         yield message
+
+
+@lru_cache(maxsize=4096)
+def region_of(
+    layout: Layout,
+    view: View | None,
+    box: Box,
+    strides: tuple[int, ...],
+    device: int,
+    *,
+    of_source: bool,
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return where a box lies in the shard of a device that has these strides.
+
+    That is its shape, and in the unit of the strides its own strides, and its offset.
+    """
+    view = view or identity_view(layout.global_shape)
+    side = view.source if of_source else view.target
+    offset = side.offset(strides, layout.intervals(device), [lo for lo, _ in box])
+    return box_shape(box), side.strides(strides, len(box)), offset

@@ -104,4 +104,4 @@ def least_busiest(totals: Mapping[tuple[int, ...], int]) -> float:
         b_eq=np.array(list(totals.values())) / scale,
     )
     assert solved.success
-    return solved.fun * scale
+    return float(solved.fun) * scale
