@@ -11,11 +11,11 @@ A plan is a set of copies (holder, box) -> (holder, box). Holders are devices or
   whose senders are the nearest ones, and give whole pieces unless these are very uneven, as a
   message has a price of its own there.
 
-All of them ask the same two questions. `overlaps` tells what of the boxes held is wanted, one
-wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
-tells which of several holders gives how much, so that the busiest of all does least; what it says
-is kept to in stretches that may cut a box (`Senders`). Boxes that stay whole, as in files, go to
-who has the least so far: shares that are rounded to boxes for each set of holders alone add up.
+All of them ask the same two questions. `overlaps` tells which parts of the boxes held are wanted,
+one wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
+tells which of several holders gives how much, so that the busiest one gives least; `Senders` turns
+these shares into boxes and may cut them. Boxes that stay whole, as in files, go to the holder with
+the least so far, since errors of rounding to boxes would add up over the sets of holders.
 """
 
 from bisect import bisect_left, bisect_right

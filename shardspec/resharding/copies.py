@@ -40,7 +40,7 @@ _MOST_ROWS: Final = 32
 
 @dataclass(frozen=True, slots=True, init=False)
 class StoredLayout(Layout):
-    """Where a checkpoint has a tensor: which boxes in which files, numbered as devices are."""
+    """The boxes of a tensor in the files of a checkpoint, which are numbered as devices are."""
 
     held: tuple[tuple[int, tuple[Box, ...]], ...]
     """Per file its boxes."""
@@ -184,7 +184,7 @@ class StateCopies:
 
     @cached_property
     def _known(self) -> dict[object, Any]:
-        """What was worked out for devices."""
+        """Cache of what single devices do."""
         return {}
 
     def schedule(self, device: int) -> Schedule:
@@ -235,11 +235,6 @@ class StateCopies:
         for pair, num_bytes in self._traffic.items():
             found[pair[end]] += num_bytes
         return found
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of sender and receiver."""
-        return len(self._traffic)
 
     @property
     def bytes_between_hosts(self) -> int | None:
@@ -303,12 +298,8 @@ class StateCopies:
     @property
     def _meshes(self) -> set[DeviceMesh]:
         """The meshes of devices."""
-        return {
-            layout.mesh
-            for key in self.kinds
-            for layout in key[:2]
-            if not isinstance(layout, StoredLayout)
-        }
+        layouts = (layout for source, target, _ in self.kinds for layout in (source, target))
+        return {layout.mesh for layout in layouts if not isinstance(layout, StoredLayout)}
 
     def as_dict(self) -> dict[str, object]:
         """Return what the plan says as plain values, ready for JSON."""
@@ -319,7 +310,7 @@ class StateCopies:
             "received": {str(device): num_bytes for device, num_bytes in self.received.items()},
             "busiest_sender": max(self.sent.values(), default=0),
             "busiest_receiver": max(self.received.values(), default=0),
-            "pairs": self.num_pairs,
+            "pairs": len(self._traffic),
             "bytes_between_hosts": self.bytes_between_hosts,
             "peak_bytes": self.peak_bytes,
             "cost_seconds": self.cost_seconds,
@@ -327,7 +318,7 @@ class StateCopies:
         }
 
     def to_json(self) -> str:
-        """Return `as_dict` as text."""
+        """Return `as_dict` as JSON."""
         return json.dumps(self.as_dict())
 
     def __str__(self) -> str:
@@ -355,7 +346,7 @@ class StateCopies:
                 f"(even share of {counted(len(busy), role)}: {share})"
             )
         lines.append(
-            f"{counted(self.num_pairs, 'pair')} of devices, "
+            f"{counted(len(self._traffic), 'pair')} of devices, "
             f"peak {bytes_text(self.peak_bytes)}, {seconds_text(self.cost_seconds)}"
         )
         if self.hosts is not None and (between := self.bytes_between_hosts):

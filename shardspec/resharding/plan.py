@@ -147,7 +147,6 @@ def plan_reshard(
     if isinstance(source, str | Path):
         from shardspec.checkpoint.load import stored_layouts
 
-        ends = [] if isinstance(target, tuple) else _layouts(target).values()
         if isinstance(target, tuple):
             meshes = [target[0]]
         else:
