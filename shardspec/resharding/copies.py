@@ -199,15 +199,13 @@ class StateCopies:
 
         What a device has already it reads from itself.
         """
-        readers: set[int] = set()
-        wanted: dict[int, list[Copy]] = {device: [] if stage else self.kept(device)}
         if (device, stage) not in self._known:
-            for copy in self.stages[stage].copies_of(device):
+            copies = list(self.stages[stage].copies_of(device))
+            wanted = {device: [] if stage else self.kept(device)}
+            for copy in copies:
                 if copy.receiver == device:
                     wanted.setdefault(copy.holders[0], []).append(copy)
-                else:
-                    readers.add(copy.receiver)
-            self._known[device, stage] = readers, wanted
+            self._known[device, stage] = {copy.receiver for copy in copies} - {device}, wanted
         found: tuple[set[int], dict[int, list[Copy]]] = self._known[device, stage]
         return found
 

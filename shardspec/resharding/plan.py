@@ -270,6 +270,7 @@ def _layouts(state: Mapping[str, object]) -> dict[str, Layout]:
 
 
 def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the new name of every tensor and value."""
     if unknown := sorted(set(names) - set(before)):
         raise LayoutError(f"names= maps {shown(unknown[0])}, which the source lacks")
     renamed = {name: names.get(name, name) for name in before}
