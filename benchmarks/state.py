@@ -325,13 +325,10 @@ def _others(plan: ReshardPlan) -> tuple[Counter[int], Counter[int]]:
     first: Counter[int] = Counter()
     turns: Counter[int] = Counter()
     (stage,) = plan.stages
-    for kind, count, width in zip(stage.kinds, stage.counts, stage.item_bytes, strict=True):
-        for number, (at, elements) in enumerate(
-            zip(kind.at.tolist(), kind.elements.tolist(), strict=True)
-        ):
-            holders = kind.holders[at]
-            first[holders[0]] += elements * width * count
-            turns[holders[number % len(holders)]] += elements * width * count
+    for number, copy in enumerate(stage.groups[0]):
+        num_bytes = copy.tensor_bytes * len(copy.places)
+        first[copy.holders[0]] += num_bytes
+        turns[copy.holders[number % len(copy.holders)]] += num_bytes
     return first, turns
 
 

@@ -11,11 +11,11 @@ A plan is a set of copies (holder, box) -> (holder, box). Holders are devices or
   whose senders are the nearest ones, and give whole pieces unless these are very uneven, as a
   message has a price of its own there.
 
-All of them ask the same two questions. `overlaps` tells what of the boxes held is wanted, one
-wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
-tells which of several holders gives how much, so that the busiest of all does least; what it says
-is kept to in stretches that may cut a box (`Senders`). Boxes that stay whole, as in files, go to
-who has the least so far: shares that are rounded to boxes for each set of holders alone add up.
+All of them ask the same two questions. `overlaps` tells which parts of the boxes held are wanted,
+one wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
+tells which of several holders gives how much, so that the busiest one gives least; `Senders` turns
+these shares into boxes and may cut them. Boxes that stay whole, as in files, go to the holder with
+the least so far, since errors of rounding to boxes would add up over the sets of holders.
 """
 
 from bisect import bisect_left, bisect_right
@@ -30,11 +30,12 @@ from shardspec.boxes import Box, box_shape, intersect
 Holders: TypeAlias = tuple[int, ...]
 """Numbers of the devices or files that hold the same box."""
 
-_MOST_ROUNDS: Final = 100
+_MOST_ROUNDS: Final = 1000
 _ENOUGH_ROWS: Final = 64
 """To divide a box by."""
-_EVEN: Final = 1e-3
-"""Of the busiest holder's load: where less than this moves in a round, it is even enough."""
+_EVEN: Final = 2e-3
+"""How far the busiest holder may be above the lower bound."""
+_OVERSHOOT: Final = 1.9
 
 
 def overlaps(
@@ -87,11 +88,12 @@ def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list
 
 
 def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
-    """Divide bytes among those that hold them, so that the busiest of all gives least.
+    """Divide bytes among those that hold them, so that the busiest holder gives least.
 
-    The sums of squares of what each gives is made least; of all ways to divide, that one also has
-    the least maximum. Each set of holders in turn is filled up to one level beside what its members
-    give for others, until little changes: coordinate descent on a convex function.
+    Each set of holders in turn is filled up to one level beside what its members give for others.
+    That is coordinate descent on the sum of squares, whose minimum also has the least maximum; it
+    overshoots, since chains of overlapping sets would take long otherwise, and ends within 0.2 %
+    of a lower bound.
 
     Examples
     --------
@@ -100,20 +102,37 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
     """
     load = dict.fromkeys((one for holders in totals for one in holders), 0.0)
     order = sorted(totals, key=lambda holders: (len(holders), holders))
-    shares = {holders: [0.0] * len(holders) for holders in totals}
+    shares = {holders: _filled([load[one] for one in holders], 0.0) for holders in totals}
     for turn in range(_MOST_ROUNDS):
-        moved = 0.0
         for holders in order:
             if turn and len(holders) == 1:
                 continue
             old = shares[holders]
             rest = [load[one] - share for one, share in zip(holders, old, strict=True)]
-            shares[holders] = new = _filled(rest, totals[holders])
-            moved = max(moved, *(abs(a - b) for a, b in zip(new, old, strict=True)))
+            new = _filled(rest, totals[holders])
+            if turn:
+                changes = list(zip(old, new, strict=True))
+                step = min([_OVERSHOOT, *(a / (a - b) for a, b in changes if b < a)])
+                new = [max(a + step * (b - a), 0.0) for a, b in changes]
+            shares[holders] = new
             load.update((h, a + b) for h, a, b in zip(holders, rest, new, strict=True))
-        if moved <= _EVEN * max(load.values(), default=0.0):
+        if max(load.values(), default=0.0) <= (1 + _EVEN) * _least_maximum(totals, load):
             break
     return shares
+
+
+def _least_maximum(totals: Mapping[Holders, int], load: Mapping[int, float]) -> float:
+    """Return a lower bound of the busiest holder's load.
+
+    What only the busiest k holders have, they must give: at least one of them gives a k-th of it.
+    """
+    loads = sorted(load.values())
+    lowest = sorted(((min(load[h] for h in some), n) for some, n in totals.items()), reverse=True)
+    least = inside = 0.0
+    for low, total in lowest:
+        inside += total
+        least = max(least, inside / (len(loads) - bisect_left(loads, low)))
+    return least
 
 
 def _filled(load: Sequence[float], total: float) -> list[float]:

@@ -61,7 +61,6 @@ WITH_TENSORS = {
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",
     "shardspec.profiling.measure",
-    "shardspec.resharding.device_shards",
     "shardspec.resharding.execute",
     "shardspec.resharding.trace",
     "shardspec.shards",

@@ -16,8 +16,7 @@ from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
-from shardspec.resharding.check import check_map
-from shardspec.resharding.maps import Equation, NameMap
+from shardspec.resharding.maps import Equation, NameMap, check_map
 from shardspec.resharding.views import Factor, TensorView, View
 from shardspec.text import shown
 

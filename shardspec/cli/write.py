@@ -19,7 +19,7 @@ from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, rate_text, seconds_text, shown
 
 if TYPE_CHECKING:
-    from shardspec.resharding.check import MapReport
+    from shardspec.resharding.maps import MapReport
 
 _KNOWN_SUFFIXES: Final = ("", ".safetensors", ".pt", ".pth", ".bin")
 _SHOWN: Final = 3
@@ -252,7 +252,7 @@ def check_map_command(
     {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
     checked, and printed with --json.
     """
-    from shardspec.resharding.check import check_map
+    from shardspec.resharding.maps import check_map
 
     *firsts, last = ckpt.read_maps(map, sizes, reverse=reverse)
     before = _shapes(source)

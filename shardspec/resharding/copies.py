@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from shardspec.boxes import Box
 from shardspec.comm.cost import CostModel
@@ -18,19 +18,29 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.maps import NameMap
-from shardspec.resharding.stages import Hosts, Stage, crossing_once, hosts_of, kind_of
+from shardspec.resharding.stages import (
+    MAX_PEERS,
+    Copy,
+    Hosts,
+    Schedule,
+    Stage,
+    copies_between,
+    crossing_once,
+    hosts_of,
+    schedule_of,
+)
 from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, shown, table_text
 
 MAX_BYTES: Final = 256 << 20
 """What buckets of a device hold by default: so much for sending and so much for receiving."""
-MAX_PEERS: Final = 32
-"""How many devices a device sends to at once at most, and receives from."""
+_MOST_ROWS: Final = 32
+"""Devices in a table."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class StoredLayout(Layout):
-    """Where a checkpoint has a tensor: which boxes in which files, numbered as devices are."""
+    """The boxes of a tensor in the files of a checkpoint, which are numbered as devices are."""
 
     held: tuple[tuple[int, tuple[Box, ...]], ...]
     """Per file its boxes."""
@@ -150,20 +160,58 @@ class StateCopies:
         return None if self.files else hosts_of(self._meshes)
 
     @cached_property
+    def _copies(self) -> tuple[list[Copy], list[Copy]]:
+        """What devices have already, and what they lack."""
+        kept: list[Copy] = []
+        lacking: list[Copy] = []
+        for key, places in self.kinds.items():
+            width = item_bytes(self.moves[places[0]].wire_dtype)
+            for copy in copies_between(*key, places, width):
+                (kept if copy.holders == (copy.receiver,) else lacking).append(copy)
+        return kept, lacking
+
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """What is copied at once: all; or first to each host what it lacks, then inside of it."""
-        counts = tuple(map(len, self.kinds.values()))
-        first_of = [self.moves[places[0]] for places in self.kinds.values()]
-        widths = tuple(item_bytes(move.wire_dtype) for move in first_of)
-        kinds = tuple(kind_of(*key) for key in self.kinds)
-        direct = (Stage(kinds, counts, widths),)
+        lacking = self._copies[1]
+        direct = (Stage(lacking),)
         if self.hosts is None:
             return direct
-        across, inside = zip(*(crossing_once(k, self.hosts.number) for k in kinds), strict=True)
         # What is handed on inside lies in the result by then.
-        widths_inside = tuple(item_bytes(move.target.dtype) for move in first_of)
-        once = Stage(across, counts, widths), Stage(inside, counts, widths_inside)
+        widths = [item_bytes(move.target.dtype) for move in self.moves]
+        once = crossing_once(lacking, self.hosts.number, widths.__getitem__)
         return min(once if once[1].traffic else once[:1], direct, key=self._seconds)
+
+    @cached_property
+    def _known(self) -> dict[object, Any]:
+        """Cache of what single devices do."""
+        return {}
+
+    def schedule(self, device: int) -> Schedule:
+        """Return the messages of a device."""
+        if device not in self._known:
+            self._known[device] = schedule_of(self.stages, self.devices, device, self.bucket_bytes)
+        found: Schedule = self._known[device]
+        return found
+
+    def reads(self, device: int, stage: int) -> tuple[set[int], dict[int, list[Copy]]]:
+        """Return who reads from a device in a stage, and what it reads, by holder.
+
+        What a device has already it reads from itself.
+        """
+        if (device, stage) not in self._known:
+            copies = list(self.stages[stage].copies_of(device))
+            wanted = {device: [] if stage else self.kept(device)}
+            for copy in copies:
+                if copy.receiver == device:
+                    wanted.setdefault(copy.holders[0], []).append(copy)
+            self._known[device, stage] = {copy.receiver for copy in copies} - {device}, wanted
+        found: tuple[set[int], dict[int, list[Copy]]] = self._known[device, stage]
+        return found
+
+    def kept(self, device: int) -> list[Copy]:
+        """Return what a device has already."""
+        return [copy for copy in self._copies[0] if copy.receiver == device]
 
     @cached_property
     def _traffic(self) -> dict[tuple[int, int], int]:
@@ -185,11 +233,6 @@ class StateCopies:
         for pair, num_bytes in self._traffic.items():
             found[pair[end]] += num_bytes
         return found
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of sender and receiver."""
-        return len(self._traffic)
 
     @property
     def bytes_between_hosts(self) -> int | None:
@@ -253,12 +296,8 @@ class StateCopies:
     @property
     def _meshes(self) -> set[DeviceMesh]:
         """The meshes of devices."""
-        return {
-            layout.mesh
-            for key in self.kinds
-            for layout in key[:2]
-            if not isinstance(layout, StoredLayout)
-        }
+        layouts = (layout for source, target, _ in self.kinds for layout in (source, target))
+        return {layout.mesh for layout in layouts if not isinstance(layout, StoredLayout)}
 
     def as_dict(self) -> dict[str, object]:
         """Return what the plan says as plain values, ready for JSON."""
@@ -269,7 +308,7 @@ class StateCopies:
             "received": {str(device): num_bytes for device, num_bytes in self.received.items()},
             "busiest_sender": max(self.sent.values(), default=0),
             "busiest_receiver": max(self.received.values(), default=0),
-            "pairs": self.num_pairs,
+            "pairs": len(self._traffic),
             "bytes_between_hosts": self.bytes_between_hosts,
             "peak_bytes": self.peak_bytes,
             "cost_seconds": self.cost_seconds,
@@ -277,7 +316,7 @@ class StateCopies:
         }
 
     def to_json(self) -> str:
-        """Return `as_dict` as text."""
+        """Return `as_dict` as JSON."""
         return json.dumps(self.as_dict())
 
     def __str__(self) -> str:
@@ -305,7 +344,7 @@ class StateCopies:
                 f"(even share of {counted(len(busy), role)}: {share})"
             )
         lines.append(
-            f"{counted(self.num_pairs, 'pair')} of devices, "
+            f"{counted(len(self._traffic), 'pair')} of devices, "
             f"peak {bytes_text(self.peak_bytes)}, {seconds_text(self.cost_seconds)}"
         )
         if self.hosts is not None and (between := self.bytes_between_hosts):
@@ -313,9 +352,6 @@ class StateCopies:
             once = " (each byte once to a host)" if len(self.stages) > 1 else ""
             lines.append(f"between {hosts} {bytes_text(between)}{once}")
         return "\n".join(lines)
-
-
-_MOST_ROWS: Final = 32
 
 
 def _facts(layout: Layout) -> tuple[object, ...]:

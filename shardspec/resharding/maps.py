@@ -23,8 +23,9 @@ A map is read from TOML. Names may have placeholders for numbers, views are thos
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -32,9 +33,11 @@ from typing import Final, NamedTuple, TypeAlias
 from shardspec.errors import InputFileError, LayoutError, SpecSyntaxError
 from shardspec.input_files import read_input_file
 from shardspec.resharding.views import (
+    Cover,
     TensorView,
     View,
     evaluate,
+    first_hole,
     identity_view,
     parse_view,
     side_lengths,
@@ -96,9 +99,7 @@ class NameMap:
             return cls.parse(read_input_file(Path(path), _MOST_BYTES).decode())
         except InputFileError as error:
             raise LayoutError(str(error)) from None
-        except UnicodeDecodeError as error:
-            raise LayoutError(f"{path}: cannot be read: {error}") from None
-        except LayoutError as error:
+        except (UnicodeDecodeError, LayoutError) as error:
             raise LayoutError(f"{path}: {error}") from None
 
     @classmethod
@@ -124,21 +125,15 @@ class NameMap:
             isinstance(size, int | str) and not isinstance(size, bool) for size in sizes.values()
         ):
             raise LayoutError("[sizes] holds numbers, or expressions as text")
-        return cls(
-            tuple((_side(one, "source"), _side(one, "target")) for one in _tables(found, "map")),
-            dict(sizes),
-            tuple(_side(one, "target") for one in _tables(found, "zeros")),
-            tuple(_side(one, "source") for one in _tables(found, "unused")),
-        )
+        sources, targets = _sides(found, "map", "source"), _sides(found, "map", "target")
+        rules = tuple(zip(sources, targets, strict=True))
+        zeros, unused = _sides(found, "zeros", "target"), _sides(found, "unused", "source")
+        return cls(rules, dict(sizes), zeros, unused)
 
     def reversed(self) -> "NameMap":
         """Return the map from target to source; padding is what then goes nowhere."""
-        return NameMap(
-            tuple((target, source) for source, target in self.rules),
-            self.sizes,
-            self.unused,
-            self.zeros,
-        )
+        rules = tuple((target, source) for source, target in self.rules)
+        return NameMap(rules, self.sizes, self.unused, self.zeros)
 
     def with_sizes(self, sizes: Mapping[str, int]) -> "NameMap":
         """Return the map with more sizes known, such as those of a model's config."""
@@ -203,12 +198,10 @@ class NameMap:
         known = self.known_sizes()
         found: dict[str, Shape] = {}
         for left, right in self.rules:
-            bindings = [
-                every
-                for bound in _bindings(left[0], left[0], source, source)
-                for every in _stacked(left, right[0], bound, source, known)
-            ]
-            for bound in bindings:
+            bindings = _bindings(left[0], left[0], source, source)
+            for bound in (
+                b for one in bindings for b in _stacked(left, right[0], one, source, known)
+            ):
                 one, other = _filled(left, bound), _filled(right, bound)
                 try:
                     shape = _implied(one, other, source[one[0]], known)
@@ -225,11 +218,11 @@ class NameMap:
         return found
 
     def padding(self, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-        """Return what of the target is zero."""
+        """Return which parts of the target are zero."""
         return self._sides(self.zeros, target)
 
     def dropped(self, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-        """Return what of the source goes nowhere, on purpose."""
+        """Return which parts of the source go nowhere, on purpose."""
         return self._sides(self.unused, source)
 
     def _sides(
@@ -247,35 +240,31 @@ class NameMap:
 _PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
-def _tables(found: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
+def _sides(found: Mapping[str, object], key: str, end: str) -> tuple[Side, ...]:
+    """Return one end of every table of a list of tables."""
     tables = found.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
         raise LayoutError(f"{key} is a list of tables, as in [[{key}]]")
-    return tables
-
-
-def _side(table: Mapping[str, object], key: str) -> Side:
-    value = table.get(key)
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-        raise LayoutError(
-            f"{key} is a name, or a list of a name, a view and slices of it; not {shown(value)}"
-        )
-    return tuple(texts)
+    sides = []
+    for table in tables:
+        value = table.get(end)
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
+            raise LayoutError(
+                f"{end} is a name, or a list of a name, a view and slices of it; not {shown(value)}"
+            )
+        sides.append(tuple(texts))
+    return tuple(sides)
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    parts = _PLACEHOLDER.split(name)
-    seen: set[str] = set()
-    text = ""
-    for number, part in enumerate(parts):
+    text, seen = "", set[str]()
+    for number, part in enumerate(_PLACEHOLDER.split(name)):
         if number % 2 == 0:
             text += re.escape(part)
-        elif part in seen:
-            text += f"(?P={part})"
         else:
+            text += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]{{0,8}})"
             seen.add(part)
-            text += f"(?P<{part}>0|[1-9][0-9]{{0,8}})"
     return re.compile(text)
 
 
@@ -333,9 +322,8 @@ def _filled(side: Side, bound: Mapping[str, int]) -> Side:
     return tuple(_PLACEHOLDER.sub(number, text) for text in side)
 
 
-def _plain(shape: Shape) -> list[str]:
-    """Return the view of a tensor for which a rule has none."""
-    return [" ".join(f"dim{dim}" for dim in range(len(shape)))]
+def _view_or_plain(side: Side, shape: Shape) -> Sequence[str]:
+    return side[1:] or [" ".join(f"dim{dim}" for dim in range(len(shape)))]
 
 
 def _view(
@@ -348,7 +336,7 @@ def _view(
     source, target = sources[left[0]], targets[right[0]]
     try:
         if left[1:] or right[1:]:
-            views = left[1:] or _plain(source), right[1:] or _plain(target)
+            views = _view_or_plain(left, source), _view_or_plain(right, target)
             return views_of(*views, source, target, sizes)
     except SpecSyntaxError as error:
         problem = str(error)
@@ -364,7 +352,7 @@ def _implied(left: Side, right: Side, source: Shape, sizes: Mapping[str, int]) -
     """Return the shape of a target whose view names factors of the source or known sizes."""
     if not left[1:] and not right[1:]:
         return source
-    lengths = side_lengths(left[1:] or _plain(source), source, sizes)
+    lengths = side_lengths(_view_or_plain(left, source), source, sizes)
     if not right[1:]:
         return tuple(lengths.values())
     dims = parse_view(right[1])
@@ -373,16 +361,85 @@ def _implied(left: Side, right: Side, source: Shape, sizes: Mapping[str, int]) -
     free = iter([n for name, n in lengths.items() if name not in names])
     found: dict[str, int] = {}
     for name in names:
-        if name in sizes:
-            found[name] = sizes[name]
-            if name not in lengths and name not in cut:
-                next(free, None)
-        elif name in cut:
+        if name in cut and name not in sizes:
             raise SpecSyntaxError(
                 f"the size {name!r} is not known; give it in the sizes",
                 right[1],
                 right[1].index(name),
             )
-        else:
-            found[name] = lengths[name] if name in lengths else next(free, 0)
+        length = lengths.get(name, 0)
+        if name not in lengths and name not in cut:
+            length = next(free, 0)
+        found[name] = sizes.get(name, length)
     return tuple(prod(found[name] for name in factors) for factors in dims)
+
+
+@dataclass(frozen=True, slots=True)
+class MapReport:
+    """What a map does with every element."""
+
+    equations: tuple[Equation, ...]
+    problems: tuple[str, ...]
+    """Why it is not total; nothing where every element of the target is written exactly once."""
+    unused: tuple[str, ...]
+    """Tensors of the source of which some elements go nowhere, and are not said to."""
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+    def require_total(self) -> None:
+        """Raise LayoutError, which tells the first problem, unless the map is total."""
+        if self.problems:
+            rest = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+            raise LayoutError(f"the map is not total: {self.problems[0]}{rest}")
+
+
+def check_map(map_: NameMap, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> MapReport:
+    r"""Prove that a map writes every element of the target exactly once.
+
+    Indices along each dim that an equation covers are compared as sets; an equation covers the
+    product of these. So the proof shares nothing with how elements are moved.
+
+    Parameters
+    ----------
+    map_
+        The map.
+    source, target
+        Name to global shape.
+
+    Raises
+    ------
+    LayoutError
+        If a view does not fit a tensor.
+
+    Examples
+    --------
+    >>> map_ = NameMap.parse('[[map]]\nsource = "a"\ntarget = ["b", "x", "x[:2]"]')
+    >>> check_map(map_, {"a": (2,)}, {"b": (3,)}).problems
+    ("'b': nothing is written at index (2,)",)
+    """
+    equations = map_.equations(source, target)
+    written: dict[str, list[tuple[str, Cover]]] = {name: [] for name in target}
+    read: dict[str, list[Cover]] = {name: [] for name in source}
+    for equation in equations:
+        written[equation.target].append((equation.source, equation.view.target.covered()))
+        read[equation.source].append(equation.view.source.covered())
+    for name, side in map_.padding(target):
+        written[name].append(("padding", side.covered()))
+    for name, side in map_.dropped(source):
+        read[name].append(side.covered())
+    problems = [p for name in target for p in _not_once(name, target[name], written[name])]
+    unused = (name for name in source if first_hole(source[name], read[name]) is not None)
+    return MapReport(tuple(equations), tuple(problems), tuple(unused))
+
+
+def _not_once(name: str, shape: Shape, covers: Sequence[tuple[str, Cover]]) -> Iterator[str]:
+    for (one, a), (other, b) in combinations(covers, 2):
+        both = [x & y for x, y in zip(a, b, strict=True)]
+        if all(both) and 0 not in shape:
+            index = tuple((bits & -bits).bit_length() - 1 for bits in both)
+            yield f"{name!r}: both {one!r} and {other!r} are written at index {index}"
+            return
+    hole = first_hole(shape, [cover for _, cover in covers])
+    if hole is not None:
+        yield f"{name!r}: nothing is written at index {hole}"

@@ -12,7 +12,6 @@ from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.check import check_map
 from shardspec.resharding.copies import (
     MAX_BYTES,
     StateCopies,
@@ -21,7 +20,7 @@ from shardspec.resharding.copies import (
     flat_state,
     is_plain,
 )
-from shardspec.resharding.maps import NameMap
+from shardspec.resharding.maps import NameMap, check_map
 from shardspec.resharding.views import View
 from shardspec.text import counted, shown
 
@@ -148,23 +147,28 @@ def plan_reshard(
     if isinstance(source, str | Path):
         from shardspec.checkpoint.load import stored_layouts
 
-        meshes = (
-            [target[0]]
-            if isinstance(target, tuple)
-            else [_layout(name, value).mesh for name, value in target.items()]
-        )
+        if isinstance(target, tuple):
+            meshes = [target[0]]
+        else:
+            meshes = [layout.mesh for layout in _layouts(target).values()]
         checkpoint = Path(source)
         # Files are numbered behind the ids of all devices.
-        first = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
-        stored, _ = stored_layouts(checkpoint, first)
+        behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
+        stored, _ = stored_layouts(checkpoint, behind)
         plan = plan_reshard(stored, target, names=names, dtype=dtype, max_bytes=max_bytes)
         if isinstance(names, Mapping):
             names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
         return replace(plan, checkpoint=checkpoint, names=names)
     given = flat_state(source)
-    before = {name: _layout(name, v) for name, v in given.items() if not is_plain(v)}
+    described = {name: _described(name, v) for name, v in given.items() if not is_plain(v)}
+    before = {name: layout for name, (layout, _) in described.items()}
     values = [name for name in given if name not in before]
-    tied = _tied(given, before)
+    first: dict[tuple[Layout, int], str] = {}
+    tied = {
+        name: first.setdefault((layout, memory), name)
+        for name, (layout, memory) in described.items()
+        if memory is not None
+    }
     if isinstance(names, NameMap):
         moves = _mapped(before, target, names, dtype)
         found = {move.target_name: move.target.global_shape for move in moves}
@@ -186,11 +190,10 @@ def plan_reshard(
         if missing:
             rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise LayoutError(f"{kind} {shown(missing[0])}{rest}; names= maps names that differ")
-    moves = []
-    for name, layout in before.items():
-        move = TensorMove(name, renamed[name], layout, after[renamed[name]])
-        _check(move)
-        moves.append(move)
+    moves = [
+        TensorMove(name, renamed[name], layout, after[renamed[name]])
+        for name, layout in before.items()
+    ]
     return _plan(moves, max_bytes, tied, [(name, renamed[name]) for name in values])
 
 
@@ -238,61 +241,36 @@ def reshard_state(
     return plan_reshard(state, (device_mesh, rules), max_bytes=max_bytes).run(state)
 
 
-def _layout(name: str, value: object) -> Layout:
+def _described(name: str, value: object) -> tuple[Layout, int | None]:
+    """Return the layout of a tensor, and where its first element here lies, if it has any here."""
     if isinstance(value, Layout):
-        return value
+        return value, None
     # Plans on paper need no torch.
     import torch.distributed.tensor as torch_tensor
 
     from shardspec.dtensor import DTensor
-    from shardspec.interop.torch_dtensor import layout_of
+    from shardspec.interop.torch_dtensor import layout_of, local_of
 
     match value:
         case DTensor():
-            return value.layout
+            layout, local = value.layout, next(iter(value.shards.values()), None)
         case torch_tensor.DTensor():
-            return layout_of(value)
-    raise LayoutError(
-        f"{name!r} is a {type(value).__name__}; give a Layout, or a DTensor of shardspec or of "
-        "torch"
-    )
+            layout, local = layout_of(value), local_of(value)
+        case _:
+            raise LayoutError(
+                f"{name!r} is a {type(value).__name__}; give a Layout, or a DTensor of shardspec "
+                "or of torch"
+            )
+    return layout, local.data_ptr() if local is not None and local.numel() else None
 
 
 def _layouts(state: Mapping[str, object]) -> dict[str, Layout]:
-    return {
-        name: _layout(name, value)
-        for name, value in flat_state(state).items()
-        if not is_plain(value)
-    }
-
-
-def _tied(given: Mapping[str, object], before: Mapping[str, Layout]) -> dict[str, str]:
-    """Return the tensors of a state dict that are another one, with the name of that."""
-    first: dict[tuple[int, Layout], str] = {}
-    tied = {}
-    for name, layout in before.items():
-        memory = None if isinstance(given[name], Layout) else _memory(given[name])
-        if memory is not None and (same := first.setdefault((memory, layout), name)) != name:
-            tied[name] = same
-    return tied
-
-
-def _memory(tensor: object) -> int | None:
-    """Return where the first element here of a DTensor lies, if it has any here."""
-    import torch.distributed.tensor as torch_tensor
-
-    from shardspec.dtensor import DTensor
-    from shardspec.interop.torch_dtensor import local_of
-
-    local = None
-    if isinstance(tensor, DTensor):
-        local = next(iter(tensor.shards.values()), None)
-    elif isinstance(tensor, torch_tensor.DTensor):
-        local = local_of(tensor)
-    return local.data_ptr() if local is not None and local.numel() else None
+    tensors = {name: value for name, value in flat_state(state).items() if not is_plain(value)}
+    return {name: _described(name, value)[0] for name, value in tensors.items()}
 
 
 def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the new name of every tensor and value."""
     if unknown := sorted(set(names) - set(before)):
         raise LayoutError(f"names= maps {shown(unknown[0])}, which the source lacks")
     renamed = {name: names.get(name, name) for name in before}
@@ -333,12 +311,10 @@ def _mapped(
     after = _targets(target, due, dtype)
     report = check_map(names, shapes, {name: one.global_shape for name, one in after.items()})
     report.require_total()
-    moves = []
-    for equation in report.equations:
-        one, other = before[equation.source], after[equation.target]
-        moves.append(TensorMove(equation.source, equation.target, one, other, equation.view))
-        _check(moves[-1])
-    return moves
+    return [
+        TensorMove(e.source, e.target, before[e.source], after[e.target], e.view)
+        for e in report.equations
+    ]
 
 
 def _plan(
@@ -353,6 +329,7 @@ def _plan(
     targets = Counter(move.target_name for move in moves)
     first: dict[tuple[str, Layout, Layout, View | None], int] = {}
     for move in moves:
+        _check(move)
         source = tied.get(move.source_name, move.source_name)
         # Of a target that several sources fill, each fills a part.
         alone = targets[move.target_name] == 1

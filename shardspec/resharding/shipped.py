@@ -102,6 +102,7 @@ def map_chain(
         return (load_map(name, sizes),)
     model, *ends = found.groups()
     source, target = reversed(ends) if reverse else ends
+    layered = dict.fromkeys(_MEGATRON, "megatron")
     sizes = sizes or {}
     maps = []
     if source == "hf" and model in _IN_MEMORY:
@@ -113,21 +114,17 @@ def map_chain(
         maps.append(_numbered_layers(experts=_has_experts(model)))
     if not (source in _MEGATRON and target in _MEGATRON):
         if source != "hf":
-            back = load_map(f"{model}-hf-to-{_numbered(source)}", sizes).reversed()
+            back = load_map(f"{model}-hf-to-{layered.get(source, source)}", sizes).reversed()
             # How far a vocabulary was padded, its tensor says.
             own = {k: v for k, v in back.sizes.items() if k != "padded_vocab" or k in sizes}
             maps.append(replace(back, sizes=own))
         if target != "hf":
-            maps.append(load_map(f"{model}-hf-to-{_numbered(target)}", sizes))
+            maps.append(load_map(f"{model}-hf-to-{layered.get(target, target)}", sizes))
     if target == "torch_dist":
         # GPT-2's config has a word of its own for the number of layers.
         layers = {"num_hidden_layers": sizes["n_layer"]} if "n_layer" in sizes else {}
         maps.append(_stacked_layers(experts=_has_experts(model)).with_sizes({**sizes, **layers}))
     return tuple(maps)
-
-
-def _numbered(format: str) -> str:
-    return "megatron" if format in _MEGATRON else format
 
 
 def _has_experts(model: str) -> bool:

@@ -1,149 +1,130 @@
-"""Who sends which bytes to whom at once when many tensors change their layouts.
+"""Who sends which bytes to whom when many tensors change their layouts, and in which messages.
 
-Tensors that go from the same layout to the same layout are planned once, as a *kind*: which source
-boxes overlap which target boxes. Which replica of a box sends it is found for all tensors together.
-
-Where some devices share a host, copies may come in two stages, so that bytes cross between hosts
-once and are passed on inside. Meshes say it by their links: an axis that is faster than the slowest
-one joins devices of a host.
+Which replica of a box sends it is found for all tensors together. Where some devices share a host,
+copies may come in two stages, so that bytes cross between hosts once and are passed on inside.
+Meshes tell hosts by their links: an axis that is faster than the slowest one joins devices of a
+host.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
-from operator import mul
-from typing import TypeAlias
+from functools import cached_property, lru_cache
+from typing import Final, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from shardspec.boxes import Box, box_size, intersect
+from shardspec.boxes import Box, box_shape, box_size, chunks
 from shardspec.copies import Holders, Senders, overlaps
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
 
-Ints: TypeAlias = npt.NDArray[np.int64]
-Row: TypeAlias = tuple[int, int, int, int]
-"""A demand: numbers of the source box and of the target box, the device, and how many elements."""
+MAX_PEERS: Final = 32
+"""How many devices a device sends to at once at most, and receives from."""
+_ALIGNMENT: Final = 16
+"""Boxes start at multiples of this in a message, so that every dtype can be seen there."""
+_MESSAGE_BYTES: Final = 4 << 20
+"""The longest message: longer ones are no faster, and smaller buckets stay in caches."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Kind:
-    """What every tensor needs that goes from one layout to another.
+class Copy(NamedTuple):
+    """The same box of some tensors that are laid out alike, for one device."""
 
-    Rows of the arrays are demands: a device that wants what another one has.
+    places: Sequence[int]
+    """Of the tensors in the plan's moves."""
+    box: Box
+    """In coordinates of the global tensor, or of the view where the move has one."""
+    holders: Holders
+    """Devices that have it; only the sender once that is chosen."""
+    receiver: int
+    item_bytes: int
+    """Bytes of an element on its way."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of one of the tensors."""
+        return box_size(self.box) * self.item_bytes
+
+
+def copies_between(
+    source: Layout, target: Layout, view: View | None, places: Sequence[int], item_bytes: int
+) -> Iterator[Copy]:
+    """Yield what devices need of tensors that go from one layout to another.
+
+    What a device has already it copies from itself.
     """
-
-    holders: tuple[Holders, ...]
-    """Per distinct source box the devices that hold it."""
-    source_boxes: tuple[Box, ...]
-    """In coordinates of the view, as all boxes here."""
-    target_boxes: tuple[Box, ...]
-    at: Ints
-    """Per demand the source box, ascending."""
-    to: Ints
-    """Per demand the target box."""
-    receiver: Ints
-    """Per demand the device that wants it."""
-    elements: Ints
-    """Per demand how many."""
-    kept_at: Ints
-    """The same for what a device has already: the source box, ..."""
-    kept_to: Ints
-    kept_by: Ints
-
-    @classmethod
-    def of(
-        cls,
-        have: Sequence[tuple[Box, Holders]],
-        want: Sequence[Box],
-        demands: Sequence[Row],
-        kept: Sequence[Row],
-    ) -> "Kind":
-        """Return the kind of some rows."""
-        holders, boxes = tuple(one for _, one in have), tuple(box for box, _ in have)
-        rows = [np.array(sorted(r), dtype=np.int64).reshape(-1, 4).T for r in (demands, kept)]
-        columns = [column.copy() for column in (*rows[0], *rows[1][:3])]
-        return cls(holders, boxes, tuple(want), *columns)
-
-    def box(self, demand: int) -> Box:
-        """Return what a demand asks for."""
-        box = intersect(self.source_boxes[self.at[demand]], self.target_boxes[self.to[demand]])
-        assert box is not None, "demands are overlaps"
-        return box
-
-
-def kind_of(source: Layout, target: Layout, view: View | None = None) -> Kind:
-    """Intersect the boxes of two layouts of one tensor, or of what a view equates."""
     view = view or identity_view(source.global_shape)
     axes = len(view.shape)
-    have, want = _distinct(source, view.source, axes), _distinct(target, view.target, axes)
-    want.sort()
-    demands: list[Row] = []
-    kept: list[Row] = []
-    met = overlaps([box for box, _ in have], (box for box, _ in want))
-    for to, ((_, receivers), (_, found)) in enumerate(zip(want, met, strict=True)):
-        for at, shared in found:
-            holding, elements = have[at][1], box_size(shared)
-            for device in receivers:
-                (kept if device in holding else demands).append((at, to, device, elements))
-    return Kind.of(have, [box for box, _ in want], demands, kept)
+    have, want = _holders(source, view.source, axes), _holders(target, view.target, axes)
+    held = list(have.items())
+    for box, shared in overlaps(list(have), sorted(want)):
+        for number, part in shared:
+            for device in want[box]:
+                holders = held[number][1]
+                own = (device,) if device in holders else holders
+                yield Copy(places, part, own, device, item_bytes)
 
 
-def _distinct(layout: Layout, side: TensorView, axes: int) -> list[tuple[Box, Holders]]:
+def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
     """Return the boxes of the view that are not empty, each with its holders; they are disjoint."""
-    # Cut by parts: a replicated one may join what is before it.
+    # Parts are intersected one by one: a replicated part may join the one before it.
     cells = [] if layout.spec.is_plain else [LayoutCell(layout, cell) for cell in cells_of(layout)]
     found: dict[Box, list[int]] = {}
     for device in layout.mesh.ids:
         boxes = [cell.box(device) for cell in cells] or layout.local_boxes(device)
         for box in filter(box_size, boxes):
             found.setdefault(box, []).append(device)
-    return [
-        (part, tuple(devices)) for box, devices in found.items() for part in side.boxes(box, axes)
-    ]
+    return {
+        part: tuple(devices) for box, devices in found.items() for part in side.boxes(box, axes)
+    }
 
 
-@dataclass(frozen=True, eq=False)
+def _divided(
+    senders: Senders, copy: Copy, holders: Holders, start: int
+) -> dict[tuple[int, Box], Sequence[int]]:
+    """Return which of the holders gives which boxes, and of which tensors."""
+    size = copy.tensor_bytes
+    given = senders.stretches(holders, start, size * len(copy.places))
+    if len(given) == 1:
+        return {(given[0][0], copy.box): copy.places}
+    found: dict[tuple[int, Box], list[int]] = {}
+    for number, place in enumerate(copy.places):
+        for share in senders.split(holders, copy.box, start + number * size, size):
+            found.setdefault(share, []).append(place)
+    return dict(found)
+
+
 class Stage:
-    """Copies that need nothing of each other; a stage starts when the one before has ended."""
+    """Copies that need nothing of each other; a stage starts when the one before has ended.
 
-    kinds: tuple[Kind, ...]
-    """What is wanted, for every pair of layouts."""
-    counts: tuple[int, ...]
-    """How many tensors want it."""
-    item_bytes: tuple[int, ...]
-    """Bytes of an element on its way."""
+    Parameters
+    ----------
+    groups
+        Of each group by itself the busiest sender sends as little as possible.
+    """
 
-    @cached_property
-    def _demands(self) -> list[list[tuple[Holders, int, int]]]:
-        """Per kind and demand the holders, the receiver, and the bytes of all tensors."""
-        scales = map(mul, self.counts, self.item_bytes)
-        return [
-            [
-                (kind.holders[at], receiver, elements * scale)
-                for at, receiver, elements in zip(
-                    kind.at.tolist(), kind.receiver.tolist(), kind.elements.tolist(), strict=True
-                )
-            ]
-            for kind, scale in zip(self.kinds, scales, strict=True)
-        ]
+    def __init__(self, *groups: Sequence[Copy]) -> None:
+        self.groups = groups
 
     @cached_property
-    def senders(self) -> Senders:
-        """Which of the replicas sends what."""
-        return Senders([(one[0], one[2]) for one in demands] for demands in self._demands)
+    def senders(self) -> list[Senders]:
+        """For each group which of the replicas sends what."""
+        sizes = ([(c.holders, c.tensor_bytes * len(c.places)) for c in g] for g in self.groups)
+        return [Senders([group]) for group in sizes]
+
+    def _copies(self) -> Iterator[tuple[Copy, Senders, int]]:
+        """Yield every copy, and where its bytes are in the sequence of its holders."""
+        for copies, senders in zip(self.groups, self.senders, strict=True):
+            for copy, start in zip(copies, senders.starts[0], strict=True):
+                yield copy, senders, start
 
     @cached_property
     def traffic(self) -> dict[tuple[int, int], int]:
         """Bytes by sender and receiver; of what replicas share up to a row of a tensor."""
         found: Counter[tuple[int, int]] = Counter()
-        for starts, demands in zip(self.senders.starts, self._demands, strict=True):
-            for start, (holders, receiver, num_bytes) in zip(starts, demands, strict=True):
-                for sender, part in self.senders.stretches(holders, start, num_bytes):
-                    found[sender, receiver] += part
+        for copy, senders, start in self._copies():
+            num_bytes = copy.tensor_bytes * len(copy.places)
+            for sender, part in senders.stretches(copy.holders, start, num_bytes):
+                found[sender, copy.receiver] += part
         return dict(sorted(found.items()))
 
     @property
@@ -163,6 +144,17 @@ class Stage:
             for one, seconds in zip(pair, busy, strict=True):
                 seconds[one] += latency + per_byte * num_bytes
         return max((s for end in busy for one, s in end.items() if one not in files), default=0.0)
+
+    def copies_of(self, device: int) -> Iterator[Copy]:
+        """Yield what a device sends or receives, each copy with its sender alone.
+
+        What goes from one device to another comes in the same order on both.
+        """
+        for copy, senders, start in self._copies():
+            if copy.receiver == device or device in copy.holders:
+                for (sender, box), places in _divided(senders, copy, copy.holders, start).items():
+                    if device in (sender, copy.receiver):
+                        yield copy._replace(places=places, box=box, holders=(sender,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +190,13 @@ def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
     ]
     slowest = max((beta for _, beta, _, _ in links), default=0.0)
     fast = [link for link in links if link[1] < slowest]
-    if not fast:
-        return None
     number = {device: device for mesh in meshes for device in mesh.ids}
-    for mesh in {mesh for _, _, mesh, _ in fast}:
-        along = [axis for _, _, other, axis in fast if other == mesh]
-        for group in {mesh.group(device, along) for device in mesh.ids}:
+    for _, _, mesh, axis in fast:
+        for group in {mesh.group(device, [axis]) for device in mesh.ids}:
             met = {number[device] for device in group}
             number = {device: min(met) if of in met else of for device, of in number.items()}
     names = {old: new for new, old in enumerate(sorted(set(number.values())))}
-    if len(names) == 1:
+    if not fast or len(names) == 1:
         return None
     return Hosts(
         {device: names[number[device]] for device in sorted(number)},
@@ -216,74 +205,132 @@ def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
     )
 
 
-_Copy: TypeAlias = tuple[Box, Holders, Box, int]
-"""A box, who holds it, the box that is wanted, and by which device."""
+def crossing_once(
+    copies: Iterable[Copy], host: Mapping[int, int], width_of: Callable[[int], int]
+) -> tuple[Stage, Stage]:
+    """Return the same copies in two stages, so that no byte goes to a host twice.
 
-
-def crossing_once(kind: Kind, host: Mapping[int, int]) -> tuple[Kind, Kind]:
-    """Return the copies of a kind in two stages, so that no byte goes to a host twice.
-
-    Of what a host has already its own devices send. What several devices of a host want of others
-    is divided among them in the first stage, and in the second each hands its part to the rest.
+    What a host has already its own devices send. What several of its devices want from elsewhere is
+    divided among them in the first stage, so that the busiest of them gets least, and in the second
+    each hands its part to the rest; `width_of` says how wide elements of a tensor are by then.
     """
-    first: list[_Copy] = []
-    second: list[_Copy] = []
-    wanted: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for at, to, device in zip(
-        kind.at.tolist(), kind.to.tolist(), kind.receiver.tolist(), strict=True
-    ):
-        wanted.setdefault((to, host[device]), {}).setdefault(at, []).append(device)
-    for (to, number), by_source in wanted.items():
-        target = kind.target_boxes[to]
-        far: list[int] = []
-        receivers: list[int] = []
-        for at, devices in by_source.items():
-            box, holders = kind.source_boxes[at], kind.holders[at]
-            near = tuple(holder for holder in holders if host[holder] == number)
-            if near or len(devices) == 1:
-                first += [(box, near or holders, target, device) for device in devices]
-            else:
-                far.append(at)
-                receivers = devices  # none here has it, so these are all who want the target
-        boxes = [intersect(kind.source_boxes[at], target) for at in far]
-        for at, part, relay in _divided(far, boxes, receivers):
-            first.append((kind.source_boxes[at], kind.holders[at], part, relay))
-            second += [(part, (relay,), part, other) for other in receivers if other != relay]
-    return _kind_of_copies(first, kind), _kind_of_copies(second, None)
+    wanted: dict[tuple[int, Box, int], list[Copy]] = {}
+    for copy in copies:
+        wanted.setdefault((copy.places[0], copy.box, host[copy.receiver]), []).append(copy)
+    near: list[Copy] = []
+    far: list[tuple[Copy, Holders]] = []
+    for (_, _, number), same in wanted.items():
+        here = tuple(holder for holder in same[0].holders if host[holder] == number)
+        near += [copy._replace(holders=here) for copy in same if here]
+        if not here:
+            far.append((same[0], tuple(copy.receiver for copy in same)))
+    relays = Senders([[(ids, copy.tensor_bytes * len(copy.places)) for copy, ids in far]])
+    across: list[Copy] = []
+    inside: list[Copy] = []
+    for (copy, receivers), start in zip(far, relays.starts[0], strict=True):
+        for (relay, box), places in _divided(relays, copy, receivers, start).items():
+            across.append(copy._replace(places=places, box=box, receiver=relay))
+            width = width_of(places[0])
+            others = (device for device in receivers if device != relay)
+            inside += [Copy(places, box, (relay,), other, width) for other in others]
+    return Stage(across, near), Stage(inside)
 
 
-def _divided(
-    places: Sequence[int], boxes: Sequence[Box | None], receivers: Sequence[int]
-) -> Iterator[tuple[int, Box, int]]:
-    """Yield which part of which box goes to which of the receivers first: about as much to each."""
-    count = len(receivers)
-    for number, (at, box) in enumerate(zip(places, boxes, strict=True)):
-        assert box is not None, "demands are overlaps"
-        dim = next((dim for dim, (lo, hi) in enumerate(box) if hi - lo > 1), None)
-        if len(boxes) >= count or dim is None:
-            yield at, box, receivers[number * count // max(count, len(boxes))]
-            continue
-        lo, hi = box[dim]
-        for relay, receiver in enumerate(receivers):
-            begin, end = (lo + (hi - lo) * edge // count for edge in (relay, relay + 1))
-            if begin < end:
-                yield at, (*box[:dim], (begin, end), *box[dim + 1 :]), receiver
+class Piece(NamedTuple):
+    """The same box of some tensors, and where these boxes lie in a message."""
+
+    places: Sequence[int]
+    box: Box
+    start: int
+    """Byte of the first one."""
+    step: int
+    """Bytes from one to the next."""
 
 
-def _kind_of_copies(copies: Sequence[_Copy], own: Kind | None) -> Kind:
-    """Return copies as a kind, with what another one says that devices have already."""
-    sources: dict[tuple[Box, Holders], int] = {}
-    targets = {box: number for number, box in enumerate(own.target_boxes if own else ())}
-    demands = []
-    for box, holders, target, device in copies:
-        at = sources.setdefault((box, holders), len(sources))
-        to = targets.setdefault(target, len(targets))
-        shared = intersect(box, target)
-        assert shared is not None, "demands are overlaps"
-        demands.append((at, to, device, box_size(shared)))
-    have, kept = list(sources), []
-    if own is not None:
-        have += [(box, ()) for box in own.source_boxes]
-        columns = (own.kept_at + len(sources)).tolist(), own.kept_to.tolist(), own.kept_by.tolist()
-        kept = [(*row, 0) for row in zip(*columns, strict=True)]
-    return Kind.of(have, list(targets), demands, kept)
+Message: TypeAlias = list[Piece]
+Wave: TypeAlias = tuple[int, int, int]
+"""Which stage of the plan, which peers, by how far they stand behind the sender in the row of
+devices, and which of their messages."""
+
+
+class Schedule(NamedTuple):
+    """The messages of one device. A wave is at most one to and one from each of some peers.
+
+    Every device takes part in waves in ascending order, so none waits in a circle.
+    """
+
+    sends: dict[Wave, dict[int, Message]]
+    """Per wave, by peer, what is packed into its message."""
+    receives: dict[Wave, dict[int, Message]]
+    """Per wave, by peer, what is unpacked from its message."""
+    largest_message: int
+    """In bytes."""
+
+
+def message_bytes(message: Message) -> int:
+    """Return the bytes of a message: whole elements of any dtype."""
+    last = message[-1]
+    return last.start + last.step * len(last.places)
+
+
+def schedule_of(
+    stages: Sequence[Stage], devices: Sequence[int], device: int, bucket_bytes: int
+) -> Schedule:
+    """Return the messages of a device; both ends of one find the same."""
+    at = {one: place for place, one in enumerate(devices)}
+    sends: dict[Wave, dict[int, Message]] = {}
+    receives: dict[Wave, dict[int, Message]] = {}
+    largest = 0
+    for number, stage in enumerate(stages):
+        streams: dict[tuple[int, int], list[Copy]] = {}
+        for copy in stage.copies_of(device):
+            streams.setdefault((copy.holders[0], copy.receiver), []).append(copy)
+        for (sender, receiver), copies in streams.items():
+            turn = (at[receiver] - at[sender]) % len(at) // MAX_PEERS
+            waves, peer = (sends, receiver) if sender == device else (receives, sender)
+            for place, message in enumerate(_messages(copies, min(bucket_bytes, _MESSAGE_BYTES))):
+                waves.setdefault((number, turn, place), {})[peer] = message
+                largest = max(largest, message_bytes(message))
+    return Schedule(sends, receives, largest)
+
+
+def _messages(copies: Iterable[Copy], most_bytes: int) -> Iterator[Message]:
+    """Divide what goes from one device to another into messages of bounded size."""
+    message: Message = []
+    end = 0
+    for copy in copies:
+        for box in chunks(copy.box, max(1, most_bytes // copy.item_bytes)):
+            step = -(-box_size(box) * copy.item_bytes // _ALIGNMENT) * _ALIGNMENT
+            left = copy.places
+            while left:
+                fitting = (most_bytes - end) // step
+                if message and not fitting:
+                    yield message
+                    message, end = [], 0
+                    continue
+                fitting = max(1, fitting)  # alone in a message it may need a few bytes more
+                some, left = left[:fitting], left[fitting:]
+                message.append(Piece(some, box, end, step))
+                end += step * len(some)
+    if message:
+        yield message
+
+
+@lru_cache(maxsize=4096)
+def region_of(
+    layout: Layout,
+    view: View | None,
+    box: Box,
+    strides: tuple[int, ...],
+    device: int,
+    *,
+    of_source: bool,
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return where a box lies in the shard of a device that has these strides.
+
+    That is its shape, and in the unit of the strides its own strides, and its offset.
+    """
+    view = view or identity_view(layout.global_shape)
+    side = view.source if of_source else view.target
+    offset = side.offset(strides, layout.intervals(device), [lo for lo, _ in box])
+    return box_shape(box), side.strides(strides, len(box)), offset

@@ -15,10 +15,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, local_index, row_major_boxes
 from shardspec.errors import SpecSyntaxError
+
+Cover: TypeAlias = tuple[int, ...]
+"""Per dim the indices that something covers, as bits; it covers the product of these."""
 
 
 class Factor(NamedTuple):
@@ -91,8 +94,8 @@ class TensorView(NamedTuple):
             at += local_index(held, index) * stride
         return at
 
-    def covered(self) -> tuple[int, ...]:
-        """Return per dim which of its indices the view has, as the bits of a whole number."""
+    def covered(self) -> Cover:
+        """Return which indices of the tensor the view has."""
         found = []
         for factors in self.dims:
             bits, width = 1, 1
@@ -112,12 +115,30 @@ class View(NamedTuple):
     target: TensorView
 
 
+def first_hole(shape: tuple[int, ...], covers: Sequence[Cover]) -> tuple[int, ...] | None:
+    """Return the first index, in row-major order, that no product of index sets has."""
+    if not shape:
+        return None if covers else ()
+    # Indices that are in the same sets are looked at together.
+    alike = [(1 << shape[0]) - 1] if shape[0] else []
+    for bits in {cover[0] for cover in covers}:
+        alike = [part for some in alike for part in (some & bits, some & ~bits) if part]
+    holes = []
+    for some in alike:
+        rest = first_hole(shape[1:], [cover[1:] for cover in covers if cover[0] & some])
+        if rest is not None:
+            holes.append(((some & -some).bit_length() - 1, *rest))
+    return min(holes, default=None)
+
+
 def identity_view(shape: Sequence[int]) -> View:
     """Return the view of a tensor that stays as it is."""
     side = TensorView(tuple((Factor(axis, n, 0, n),) for axis, n in enumerate(shape)))
     return View(tuple(shape), side, side)
 
 
+_Dims: TypeAlias = tuple[tuple[str, ...], ...]
+"""Per dim the names of its factors."""
 _DIM: Final = re.compile(r"\s*(?:([A-Za-z_]\w*)|\(([\w\s]*)\))\s*")
 _SLICE: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\]:]*)(?:(:)([^\]:]*))?\]\s*")
 _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
@@ -128,7 +149,7 @@ _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
 }
 
 
-def parse_view(text: str) -> tuple[tuple[str, ...], ...]:
+def parse_view(text: str) -> _Dims:
     """Return per dim the names of its factors; SpecSyntaxError shows where the text is no view."""
     dims: list[tuple[str, ...]] = []
     at, end = 0, len(text.rstrip())
@@ -181,34 +202,13 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
     return value(tree.body)
 
 
-class _Side(NamedTuple):
-    """One side of an equation as text, with the size of every factor, and where some are cut."""
+def _parsed(
+    texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]
+) -> tuple[_Dims, dict[str, Factor]]:
+    """Read a view and slices of its factors: per dim the size of one factor may be unknown.
 
-    text: str
-    dims: tuple[tuple[str, ...], ...]
-    sizes: Mapping[str, int]
-    cuts: Mapping[str, tuple[int, int]]
-
-    def reach(self, name: str) -> tuple[int, int]:
-        """Return where the view begins in a factor, and how far it reaches."""
-        start, end = self.cuts.get(name, (0, self.sizes[name]))
-        return start, end - start
-
-    def lengths(self) -> dict[str, int]:
-        """Return how far the view reaches in every factor."""
-        return {name: self.reach(name)[1] for name in self.sizes}
-
-    def as_view(self, axes: Mapping[str, int]) -> TensorView:
-        return TensorView(
-            tuple(
-                tuple(Factor(axes[name], self.sizes[name], *self.reach(name)) for name in factors)
-                for factors in self.dims
-            )
-        )
-
-
-def _parsed(texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]) -> _Side:
-    """Read a view and slices of its factors: per dim the size of one factor may be unknown."""
+    Factors have no axes yet.
+    """
     text, *slices = texts
     dims = parse_view(text)
     if len(dims) != len(shape):
@@ -234,7 +234,7 @@ def _parsed(texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]
                 0,
             )
         own.update((name, sizes.get(name, rest)) for name in factors)
-    cuts = {}
+    found = {name: Factor(-1, size, 0, size) for name, size in own.items()}
     every = {**sizes, **own}
     for one in slices:
         match = _SLICE.fullmatch(one)
@@ -251,15 +251,16 @@ def _parsed(texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]
             raise SpecSyntaxError(
                 f"{start}:{end} is not within the {every[name]} of {name!r}", one, 0
             )
-        cuts[name] = start, end
-    return _Side(text, dims, own, {name: cut for name, cut in cuts.items() if name in own})
+        if name in own:
+            found[name] = Factor(-1, own[name], start, end - start)
+    return dims, found
 
 
 def side_lengths(
     texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]
 ) -> dict[str, int]:
     """Return how far a view reaches in each of its factors."""
-    return _parsed(texts, shape, sizes).lengths()
+    return {name: factor.length for name, factor in _parsed(texts, shape, sizes)[1].items()}
 
 
 def views_of(
@@ -269,38 +270,41 @@ def views_of(
     target_shape: Sequence[int],
     sizes: Mapping[str, int],
 ) -> View:
-    """Return the equation between two views, each with slices of its factors behind it.
+    """Return the equation between two views, each followed by slices of its factors.
 
-    Factors of the same name are equated; what is left is equated in order, if it is equally long.
-    A factor that is cut to one index needs no partner. Raises SpecSyntaxError if a view does not
-    fit its tensor, or the two do not fit each other.
+    Factors of the same name are equated; the others are equated in order, if they are equally long.
+    A factor that is one long needs no partner. Raises SpecSyntaxError if a view does not fit its
+    tensor, or the two do not fit each other.
     """
-    one, other = _parsed(source, source_shape, sizes), _parsed(target, target_shape, sizes)
-    here, there = one.lengths(), other.lengths()
-    shared = [name for name in here if name in there]
-    left = [n for n in here if n not in there and not (here[n] == 1 and n in one.cuts)]
-    right = [n for n in there if n not in here and not (there[n] == 1 and n in other.cuts)]
+    here, one = _parsed(source, source_shape, sizes)
+    there, other = _parsed(target, target_shape, sizes)
+    shared = [name for name in one if name in other]
+    left = [name for name in one if name not in other and one[name].length != 1]
+    right = [name for name in other if name not in one and other[name].length != 1]
     if len(left) != len(right):
         raise SpecSyntaxError(
-            f"the source has {left or 'nothing'} that the target {other.text!r} lacks, which has "
+            f"the source has {left or 'nothing'} that the target {target[0]!r} lacks, which has "
             f"{right or 'nothing'} that the source lacks",
-            one.text,
+            source[0],
             0,
         )
-    pairs = list(zip(shared + left, shared + right, strict=True))
-    for a, b in pairs:
-        if here[a] != there[b]:
+    shape: list[int] = []
+    for a, b in zip(shared + left, shared + right, strict=True):
+        if one[a].length != other[b].length:
             raise SpecSyntaxError(
-                f"{a!r} is {here[a]} long in the source, {b!r} {there[b]} in the target",
-                one.text,
+                f"{a!r} is {one[a].length} long in the source, {b!r} {other[b].length} in the "
+                "target",
+                source[0],
                 0,
             )
-    # A factor that is cut to one index has an axis of its own.
-    axes = [{pair[end]: axis for axis, pair in enumerate(pairs)} for end in (0, 1)]
-    shape = [here[a] for a, _ in pairs]
-    for side, own in zip((one, other), axes, strict=True):
-        for name in side.sizes:
-            if name not in own:
-                own[name] = len(shape)
-                shape.append(1)
-    return View(tuple(shape), one.as_view(axes[0]), other.as_view(axes[1]))
+        shape.append(one[a].length)
+    sides = []
+    for dims, factors, paired in ((here, one, shared + left), (there, other, shared + right)):
+        # A factor without a partner has an axis of its own.
+        axes = {name: axis for axis, name in enumerate(paired)}
+        for name in (name for name in factors if name not in paired):
+            axes[name] = len(shape)
+            shape.append(1)
+        placed = (tuple(factors[n]._replace(axis=axes[n]) for n in names) for names in dims)
+        sides.append(TensorView(tuple(placed)))
+    return View(tuple(shape), *sides)

@@ -4,7 +4,9 @@ import random
 from collections.abc import Mapping
 from math import prod
 
+import numpy as np
 import torch
+from scipy.optimize import linprog
 
 from shardspec import DeviceMesh, DimSpec, Layout, ShardingSpec
 from shardspec.layout.spec import Part
@@ -84,3 +86,22 @@ def wrong_shards(
             if shard.dtype != wanted.dtype or not torch.equal(shard, wanted):
                 wrong.append(f"{name} on {device}: {shard}, not {wanted}")
     return wrong
+
+
+def least_busiest(totals: Mapping[tuple[int, ...], int]) -> float:
+    """Return the load of the busiest holder under the best division, by linear programming."""
+    pairs = [(number, one) for number, holders in enumerate(totals) for one in holders]
+    given = np.array([[place == number for place, _ in pairs] for number in range(len(totals))])
+    ones = sorted({one for _, one in pairs})
+    loads = np.array([[holder == one for _, holder in pairs] + [-1] for one in ones], dtype=float)
+    given = np.hstack([given, np.zeros((len(totals), 1))])
+    scale = sum(totals.values())
+    solved = linprog(
+        [0.0] * len(pairs) + [1.0],
+        A_ub=loads,
+        b_ub=np.zeros(len(ones)),
+        A_eq=given,
+        b_eq=np.array(list(totals.values())) / scale,
+    )
+    assert solved.success
+    return float(solved.fun) * scale

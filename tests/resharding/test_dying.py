@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
 from shardspec.comm.job import current_job
 from shardspec.errors import CommunicatorError
-from shardspec.resharding.device_shards import DeviceShards
+from shardspec.resharding.execute import DeviceShards
 from shardspec.resharding.plan import plan_reshard
 
 pytestmark = pytest.mark.dist

@@ -11,8 +11,7 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.errors import LayoutError, SpecSyntaxError
-from shardspec.resharding.check import check_map
-from shardspec.resharding.maps import Equation, NameMap
+from shardspec.resharding.maps import Equation, NameMap, check_map
 from shardspec.resharding.plan import plan_reshard
 from shardspec.resharding.trace import trace_map
 from shardspec.resharding.views import views_of

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.cli.main import cli
 from shardspec.errors import LayoutError
-from shardspec.resharding.check import check_map
+from shardspec.resharding.maps import check_map
 from shardspec.resharding.plan import plan_reshard
 from shardspec.resharding.shipped import load_map, shipped_maps
 
