@@ -1,11 +1,13 @@
-"""The protocol between layouts and whatever carries out their steps."""
+"""The protocol between layouts and what carries out their steps, and one process that holds all."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from shardspec.comm.routes import BoxOf
-from shardspec.comm.steps import Step
+from shardspec.boxes import box_shape, slices_within
+from shardspec.comm.routes import BoxOf, Transfers
+from shardspec.comm.steps import AllReduce, ReduceScatter, Step
 from shardspec.mesh import DeviceMesh
 
 if TYPE_CHECKING:
@@ -15,11 +17,10 @@ T = TypeVar("T")
 
 
 class Communicator(Protocol):
-    """Runs steps on the shards of the devices that this process holds.
+    """Runs steps on the shards of the devices that this process holds, the `addressable` ones.
 
-    A simulated communicator holds every device of the mesh, one over `torch.distributed` holds its
-    own rank. Callers never ask which: they work on all of `addressable`. Every process of the mesh
-    calls each method, in the same order.
+    A simulated communicator holds every device of the mesh, one over `torch.distributed` its own
+    rank. Every process of the mesh calls each method, in the same order.
     """
 
     @property
@@ -35,25 +36,92 @@ class Communicator(Protocol):
     ) -> dict[int, "torch.Tensor"]:
         """Carry out one step, between the boxes that each device of the mesh holds.
 
-        `shards` has those of all addressable devices, shaped as their boxes before the step, and
-        is only read. What they hold after it is returned: new contiguous tensors that share no
-        memory with `shards`.
+        `shards` has those of all addressable devices and is only read. The results are new
+        contiguous tensors that share no memory with it.
         """
 
     def on(self, mesh: DeviceMesh) -> "Communicator":
         """Return the communicator of the same kind for another mesh."""
 
     def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
-        """Enter a conversion, in which steps are run; yields the kind of device of all shards.
+        """Enter a conversion, in which steps are run; yields the device type of all shards.
 
-        `content` is the `shardspec.comm.agreement.description` of what is to be done, `device` the
-        kind of device that this process's shards are on, empty where it holds none. It is a
-        `CommunicatorError` on every process if one says something else, or does not come; and if
-        another thread is in a conversion on this mesh.
+        `content` is the `shardspec.comm.agreement.description` of the conversion, `device` the type
+        of this process's shards, empty where it holds none. Raises `CommunicatorError` on every
+        process if one says something else or does not come, or if another thread is in a
+        conversion on this mesh.
         """
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
-        """Return one small picklable value per device of the mesh, in its order; also a barrier.
+        """Return one picklable value per device of the mesh, in its order; also a barrier.
 
         `values` has those of all addressable devices.
         """
+
+
+class SimulatedCommunicator:
+    """A `Communicator` that holds every device's shard, for tests, notebooks and one-host work.
+
+    Parameters
+    ----------
+    mesh
+        The devices to simulate.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from shardspec import DeviceMesh, DTensor
+    >>> mesh = DeviceMesh(range(4), (2, 2))
+    >>> t = DTensor(torch.arange(4), mesh, "[S0]", communicator=SimulatedCommunicator(mesh))
+    >>> t.redistribute("[S1]").shards
+    {0: tensor([0, 1]), 1: tensor([2, 3]), 2: tensor([0, 1]), 3: tensor([2, 3])}
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The devices among which data moves."""
+        return self._mesh
+
+    @property
+    def addressable(self) -> tuple[int, ...]:
+        """Every device of the mesh."""
+        return self._mesh.ids
+
+    def run(
+        self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
+    ) -> dict[int, "torch.Tensor"]:
+        """Carry out one step; see `Communicator.run`."""
+        from shardspec.comm.results import checked, combine_into
+
+        before, after = cache(before), cache(after)  # asked for by every peer
+        transfers = Transfers(step, self._mesh, before, after)
+        results = {}
+        for device in self.addressable:
+            parts = [
+                (box, shards[peer][slices_within(box, before(peer))])
+                for peer, box in transfers.incoming(device)
+            ]
+            result = shards[device].new_empty(box_shape(after(device)))
+            with checked(step, result):
+                if parts and isinstance(step, ReduceScatter | AllReduce):
+                    combine_into(result, [part for _, part in parts], step.op)
+                else:
+                    for box, part in parts:
+                        result[slices_within(box, after(device))] = part
+            results[device] = result
+        return results
+
+    def on(self, mesh: DeviceMesh) -> "SimulatedCommunicator":
+        """Return the communicator that holds every device of another mesh."""
+        return SimulatedCommunicator(mesh)
+
+    def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:  # noqa: ARG002
+        """Return the device: one process always agrees with itself."""
+        return nullcontext(device)
+
+    def gather(self, values: Mapping[int, T]) -> dict[int, T]:
+        """Return the values, which are all here already."""
+        return {device: values[device] for device in self._mesh.ids}

@@ -1,10 +1,8 @@
 """Named links of known hardware, each with where its numbers come from and how far they hold.
 
-The numbers, in ``presets.json``, are published ones, or fitted to published ones; none was measured
-by this project. A preset is a starting point: links measured on the machines themselves are better.
-
-Of machines whose collectives were published, curves fitted to them price the collectives. Latency,
-rate and start price what has no curve: exchange, and steps on more devices than were measured.
+The numbers, in ``presets.json``, are published ones, or fitted to published ones; links measured on
+the machines themselves are better. Curves price the collectives whose times were published, and
+latency, rate and start the rest.
 """
 
 import json
@@ -26,7 +24,6 @@ class LinkPreset:
     """A link of known hardware, and what is known about its numbers."""
 
     name: str
-    """What it is called."""
     scope: str
     """What the devices have in common: node, rack, cross-node, torus axis, any."""
     devices: tuple[int, int | None]
@@ -34,44 +31,34 @@ class LinkPreset:
     gb_per_s: float
     """Rate in one direction, per device, in 10^9 bytes a second."""
     latency_us: float
-    """Latency of one message, in microseconds."""
+    """Of one message."""
     basis: Basis
     """How the rate was found."""
     confidence: Confidence
-    """How well it is known; exact where it is so by definition."""
     source: str
-    """Where the numbers stand."""
     valid_for: str
-    """What they were taken for, and where they are known to be off."""
+    """What the numbers were taken for, and where they are known to be off."""
     sizes: tuple[int, int] | None = None
     """Bytes of the whole buffer, from and to, for which times are published; None if none are."""
     start_us: float = 0.0
-    """Time to start a step, in microseconds."""
     port: Literal["device", "node"] | None = None
-    """Of links between nodes: whether each device has a port or a node's devices share one."""
+    """As of `Link`."""
     read_on: str = "2026-11-20"
-    """When the source was read, as year-month-day."""
+    """When the source was read."""
     memory_gb_per_s: float | None = None
     """Rate of the devices' memory in 10^9 bytes a second, read or written; None if not known."""
     curves: tuple[Curve, ...] = ()
-    """What collectives take on such links, where that was published."""
 
     def link(self, devices: int | None = None) -> Link:
         """Return the link, its name saying so where an axis of `devices` is beyond the preset."""
         most = self.devices[1]
         beyond = most is not None and devices is not None and devices > most
         name = f"{self.name} beyond its {most} devices" if beyond else self.name
-        return Link(
-            self.latency_us / 1e6,
-            1 / (self.gb_per_s * 1e9),
-            name,
-            self.start_us / 1e6,
-            self.curves,
-            self.port,
-        )
+        latency, start = self.latency_us / 1e6, self.start_us / 1e6
+        return Link(latency, 1 / (self.gb_per_s * 1e9), name, start, self.curves, self.port)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the record as plain values, ready for JSON; sizes and numbers of devices as lists.
+        """Return the record as plain values, ready for JSON; tuples as lists.
 
         >>> PRESETS["unit"].as_dict()["devices"]
         [1, None]
@@ -100,12 +87,9 @@ def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
     >>> preset_copy_s(["ib-ndr-per-gpu", "h100-nvswitch"]) == 2 / 3.35e12
     True
     """
-    known = [PRESETS[name].memory_gb_per_s for name in names]
-    rates = [rate for rate in known if rate is not None]
-    if rates:
-        return 2 / (min(rates) * 1e9)
-    if not required:
-        return 0.0
+    rates = [rate for name in names if (rate := PRESETS[name].memory_gb_per_s) is not None]
+    if rates or not required:
+        return 2 / (min(rates) * 1e9) if rates else 0.0
     having = ", ".join(name for name in PRESETS if PRESETS[name].memory_gb_per_s)
     raise MeshError(
         f"no memory rate is known of {', '.join(names)}, so local copies have no price; known of: "
@@ -139,7 +123,6 @@ def _presets() -> dict[str, LinkPreset]:
 
 
 PRESETS: Final[Mapping[str, LinkPreset]] = MappingProxyType(_presets())
-"""Every preset by its name."""
 
 DEFAULT_PRESET: Final = "h100-nvswitch"
 DEFAULT_LINK: Final = replace(link_preset(DEFAULT_PRESET), name=f"assumed {DEFAULT_PRESET}")

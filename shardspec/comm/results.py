@@ -1,4 +1,4 @@
-"""Tensors that a step makes: memory for them, addends combined, and a check that all is written."""
+"""Results of steps: memory for them, reductions, and a check that every element is written."""
 
 import ctypes
 import mmap
@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Final
 
 import torch
@@ -15,9 +15,9 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CommunicatorError
 
 _LARGE_BYTES: Final = 4 << 20
-"""From here on large pages save time: at least one fits in, wherever the tensor starts."""
+"""From here on a page of 2 MiB fits in wherever the tensor starts."""
 _WIDER: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""Sums of many short floats are kept in a wider type and rounded once."""
+"""Sums of short floats are kept in a wider type and rounded once."""
 _COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -26,16 +26,15 @@ _COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {
     "max": torch.maximum,
 }
 _PERIOD: Final = 4093
-"""After so many bytes noise comes again; a prime, so that no shape has it."""
+"""Period of the noise: a prime, which no shape has."""
 _WINDOW_BYTES: Final = 4
-"""What is compared with the filling at once: one byte would often be equal by chance."""
+"""What is compared with the noise at once: a single byte would often be equal by chance."""
 
 
 def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor that is not filled yet, of the dtype and on the device of another.
+    """Return an uninitialised tensor of the dtype and on the device of another.
 
-    Every page of new memory costs a page fault when it is first written. With pages of 4 KiB that
-    takes longer than filling them, so Linux is asked for pages of 2 MiB (man 2 madvise).
+    Page faults of 4 KiB take longer than filling the pages, so Linux is asked for pages of 2 MiB.
     """
     result = like.new_empty(shape)
     library = libc()
@@ -50,8 +49,7 @@ def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def checked(what: object, result: torch.Tensor) -> Iterator[None]:
     """Check, where ``SHARDSPEC_CHECK=1`` is set, that every element of a new tensor is written.
 
-    The tensor is filled with bytes that look like noise, and whatever still has them afterwards
-    was left out. Windows of four bytes or one element are compared.
+    The tensor is filled with noise, which is not to be left anywhere afterwards.
     """
     if os.environ.get("SHARDSPEC_CHECK") != "1" or result.is_meta or result.numel() == 0:
         yield
@@ -77,10 +75,10 @@ def combine(addends: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 
 def combine_into(result: torch.Tensor, addends: Iterable[torch.Tensor], op: ReduceOp) -> None:
-    """Write the reduction of at least one tensor into another of the same shape and dtype.
+    """Write the reduction of one tensor or more into another of the same shape and dtype.
 
-    The result may be the first addend, and shares memory with no other. Addends are looked at one
-    after the other, in their order: the next may be made in the memory of the one before.
+    The result may be the first addend. Addends are used one after the other, in their order, so
+    that each may be made in the memory of the one before.
     """
     wider = _WIDER.get(result.dtype)
     total = result if wider is None else torch.empty_like(result, dtype=wider)
@@ -98,13 +96,13 @@ def combine_into(result: torch.Tensor, addends: Iterable[torch.Tensor], op: Redu
         result.copy_(total)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _noise() -> torch.Tensor:
     seeded = torch.Generator().manual_seed(0)
     return torch.randint(1, 256, (_PERIOD,), generator=seeded, dtype=torch.uint8)
 
 
-@lru_cache(maxsize=1)
+@cache
 def libc() -> ctypes.CDLL | None:
     """Return the C library of Linux; None elsewhere."""
     return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

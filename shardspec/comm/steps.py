@@ -1,40 +1,14 @@
 """The closed set of steps: one collective or one local move each, as pure data.
 
 A step says what moves along which mesh axes; it holds no tensor, no group and no sizes. Several
-axes of one step travel in one collective. The step that undoes it is the step's backward:
-
-=============== ============= ==================================================
-step            from → to     backward
-=============== ============= ==================================================
-`Slice`         R → S         `AllGather`
-`AllGather`     S → R         `Slice`
-`AllToAll`      S → S         `AllToAll` the other way
-`ReduceScatter` P → S         `AllGather`
-`AllReduce`     P → R         none: the gradient of a sum is the gradient of each addend
-`Permute`       any → any     `Permute` the other way
-`Exchange`      any → any     `Exchange` the other way
-=============== ============= ==================================================
-
-The table holds under the convention of `torch.distributed.tensor`: the gradient that arrives at a
-device is that of its box of the global tensor, so devices that hold the same box receive the same
-gradient. For a mean the result is scaled; see `shardspec.dtensor`.
+axes of one step travel in one collective. Each step has a `backward`, under the convention of
+`torch.distributed.tensor`: the gradient that arrives at a device is that of its box of the global
+tensor, so devices that hold the same box receive the same gradient. For a mean the result is
+scaled; see `shardspec.dtensor`.
 """
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
-
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Exchange",
-    "Permute",
-    "ReduceOp",
-    "ReduceScatter",
-    "Slice",
-    "Step",
-    "backward",
-]
 
 ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
 """How addends of a tensor are combined."""
@@ -42,7 +16,7 @@ ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Keep one part of what every device has a copy of; no communication.
+    """R → S: keep one part of what every device has a copy of; no communication.
 
     `axes` come after those that shard the dim already, the major one first.
     """
@@ -53,7 +27,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Collect the innermost `axes` of one dim, in the order of the spec before the step."""
+    """S → R: collect the innermost `axes` of one dim, in the order of the spec before the step."""
 
     dim: int
     axes: tuple[int, ...]
@@ -61,7 +35,7 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Move the innermost axes of one dim, in their order there, onto the end of another."""
+    """S → S: move the innermost axes of one dim, in their order there, to the end of another."""
 
     src_dim: int
     dst_dim: int
@@ -77,7 +51,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Finish a pending reduction and keep one part of the result.
+    """P → S: finish a pending reduction and keep one part of the result.
 
     `axes` are in the order in which they arrive at the end of the dim.
     """
@@ -89,7 +63,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Finish a pending reduction over ascending axes; every device gets all of the result."""
+    """P → R: finish a pending reduction over ascending axes; every device gets all of the result."""
 
     axes: tuple[int, ...]
     op: ReduceOp
@@ -124,7 +98,10 @@ Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce | Per
 
 
 def backward(step: Step) -> Step | None:
-    """Return the step that carries a gradient back, or None where it stays in place."""
+    """Return the step that carries a gradient back, or None where it stays in place.
+
+    It stays for an all-reduce: the gradient of a sum is the gradient of each addend.
+    """
     match step:
         case Slice(dim, axes) | ReduceScatter(dim, axes, _):
             return AllGather(dim, axes)

@@ -1,8 +1,7 @@
 """Meshes and torch's own `DeviceMesh`: each made of the other, over the same process groups.
 
-A mesh is a value, and the groups belong to the job (`shardspec.comm.job`). So it does not matter
-who comes first: torch's mesh is made over groups that are there already, and those that torch has
-made serve the communicator. Only what is missing is made.
+The groups belong to the job (`shardspec.comm.process_group`): torch's mesh is made over groups that
+are there already, and groups that torch has made serve the communicator.
 """
 
 import operator
@@ -13,8 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from shardspec.comm.job import Job, check_members, current_job
-from shardspec.comm.process_group import ProcessGroupCommunicator
+from shardspec.comm.process_group import (
+    Job,
+    ProcessGroupCommunicator,
+    check_members,
+    current_job,
+)
 from shardspec.errors import AxisError, CommunicatorError, MeshError
 from shardspec.mesh import Axis, DeviceMesh, LinkModel
 

@@ -44,8 +44,12 @@ def test_where_shards_are():
             "rank 2 asks for conversion 3 (source [S0], target [R]), rank 5 asks for conversion 3 "
             "(source [S0], target [S1]); every rank",
         ),
-        (note(number=4), "rank 5 asks for conversion 4 (source [S0], target [R]), but rank 2 is"),
-        (note(kind="value"), "rank 5 gathers a value, but rank 2 asks for conversion 3 (source"),
+        (
+            note(number=4),
+            "rank 5 asks for conversion 4 (source [S0], target [R]), but rank 2 asks for "
+            "conversion 3 (source",
+        ),
+        (note(kind="value"), "rank 5 gathers value 3, but rank 2 asks for conversion 3 (source"),
         (Note.unpack(b"R" + bytes(40)), "rank 5 carries out a step, but rank 2 asks for conv"),
         (Note.unpack(b"D" + bytes(4)), "rank 5 carries out a step, but rank 2 asks for conv"),
     ],

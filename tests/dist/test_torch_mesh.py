@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard
 
 from shardspec import DeviceMesh, ProcessGroupCommunicator, init_device_mesh
-from shardspec.comm.job import current_job
+from shardspec.comm.process_group import current_job
 from shardspec.errors import AxisError, CommunicatorError, ShardSpecError
 from tests.dist.processes import run_ranks
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.curves import KINDS
-from shardspec.comm.simulated import SimulatedCommunicator
 from shardspec.errors import OutputExistsError, ProfileError
 from shardspec.profiling.chart import chart_svg, chart_text
 from shardspec.profiling.fit import fit_links, step_of
