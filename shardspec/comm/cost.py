@@ -151,7 +151,7 @@ class CostModel:
     def from_profile(cls, path: "str | Path") -> "CostModel":
         """Return the model of links that ``shardspec profile`` has measured.
 
-        `ProfileError` says that the file is missing, damaged, of another kind or of a newer version.
+        `ProfileError` says that the file is missing, damaged, of another kind or version.
         """
         from shardspec.profiling.profile import Profile
 

@@ -63,7 +63,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """P → R: finish a pending reduction over ascending axes; every device gets all of the result."""
+    """P → R: finish a pending reduction over ascending axes; every device gets the whole result."""
 
     axes: tuple[int, ...]
     op: ReduceOp
