@@ -1,12 +1,12 @@
-"""The protocol between layouts and what carries out their steps, and one process that holds all."""
+"""What carries out the steps of conversions, and one process that does so for all devices."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardspec.boxes import box_shape, slices_within
-from shardspec.comm.routes import BoxOf, Transfers
+from shardspec.comm.routes import BoxOf, schedule_for
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step
 from shardspec.mesh import DeviceMesh
 
@@ -16,21 +16,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Communicator(Protocol):
+class Communicator(ABC):
     """Runs steps on the shards of the devices that this process holds, the `addressable` ones.
 
     A simulated communicator holds every device of the mesh, one over `torch.distributed` its own
     rank. Every process of the mesh calls each method, in the same order.
     """
 
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
     @property
     def mesh(self) -> DeviceMesh:
         """The devices among which data moves."""
+        return self._mesh
 
     @property
+    @abstractmethod
     def addressable(self) -> tuple[int, ...]:
         """Physical ids whose shards live in this process."""
 
+    @abstractmethod
     def run(
         self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
     ) -> dict[int, "torch.Tensor"]:
@@ -40,9 +46,11 @@ class Communicator(Protocol):
         contiguous tensors that share no memory with it.
         """
 
+    @abstractmethod
     def on(self, mesh: DeviceMesh) -> "Communicator":
         """Return the communicator of the same kind for another mesh."""
 
+    @abstractmethod
     def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
         """Enter a conversion, in which steps are run; yields the device type of all shards.
 
@@ -52,6 +60,7 @@ class Communicator(Protocol):
         conversion on this mesh.
         """
 
+    @abstractmethod
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Return one picklable value per device of the mesh, in its order; also a barrier.
 
@@ -59,7 +68,7 @@ class Communicator(Protocol):
         """
 
 
-class SimulatedCommunicator:
+class SimulatedCommunicator(Communicator):
     """A `Communicator` that holds every device's shard, for tests, notebooks and one-host work.
 
     Parameters
@@ -77,14 +86,6 @@ class SimulatedCommunicator:
     {0: tensor([0, 1]), 1: tensor([2, 3]), 2: tensor([0, 1]), 3: tensor([2, 3])}
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The devices among which data moves."""
-        return self._mesh
-
     @property
     def addressable(self) -> tuple[int, ...]:
         """Every device of the mesh."""
@@ -96,21 +97,20 @@ class SimulatedCommunicator:
         """Carry out one step; see `Communicator.run`."""
         from shardspec.comm.results import checked, combine_into
 
-        before, after = cache(before), cache(after)  # asked for by every peer
-        transfers = Transfers(step, self._mesh, before, after)
         results = {}
         for device in self.addressable:
+            schedule = schedule_for(step, self._mesh, device, before, after)
             parts = [
-                (box, shards[peer][slices_within(box, before(peer))])
-                for peer, box in transfers.incoming(device)
+                (box, shards[peer][slices_within(box, schedule.held[peer])])
+                for peer, box in schedule.incoming
             ]
-            result = shards[device].new_empty(box_shape(after(device)))
+            result = shards[device].new_empty(box_shape(schedule.after))
             with checked(step, result):
                 if parts and isinstance(step, ReduceScatter | AllReduce):
                     combine_into(result, [part for _, part in parts], step.op)
                 else:
                     for box, part in parts:
-                        result[slices_within(box, after(device))] = part
+                        result[slices_within(box, schedule.after)] = part
             results[device] = result
         return results
 

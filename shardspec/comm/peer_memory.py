@@ -192,23 +192,17 @@ class PeerMemory(Transport):
     def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
         """Enter a step: let others read the shard until they are done."""
         name, readers = str(schedule.step), {peer for peer, _ in schedule.outgoing}
-        with self._serving(name, Region.of(shard), readers, schedule.peers) as deadline:
-            there: dict[int, Region] = {}
+        with self._serving(name, Region.of(shard), readers, schedule.peers) as region_of:
 
             def exchange(
                 _: Rounds, __: Parts, arriving: list[tuple[int, Box, torch.Tensor]]
             ) -> None:
                 for peer, box, place in arriving:
-                    held = schedule.held(peer)
-                    if peer not in there:
-                        due = box_shape(held), shard.element_size()
-                        there[peer] = self._receive(name, peer, due, deadline)
-                    part = there[peer].part(slices_within(box, held))
-                    self._fetch(peer, part, Region.of(place))
+                    held = schedule.held[peer]
+                    there = region_of(peer, box_shape(held), shard.element_size())
+                    self._fetch(peer, there.part(slices_within(box, held)), Region.of(place))
 
             yield exchange
-            for peer in there:
-                self._release(name, peer)
 
     def fill(
         self,
@@ -225,17 +219,15 @@ class PeerMemory(Transport):
         """
         where, here = Region.of(torch.from_numpy(mine)), self._rank
         readers, others = readers - {here}, (readers | holders) - {here}
-        with self._serving(name, where, readers, others) as deadline:
+        with self._serving(name, where, readers, others) as region_of:
             # Every device starts with another peer.
             for peer in sorted(holders, key=lambda peer: (peer < here, peer)):
-                if peer == here:
-                    self._fill_from(peer, arrays(peer, mine))
-                    continue
-                there = self._receive(name, peer, (mine.shape, mine.itemsize), deadline)
-                table = np.empty_like(mine)
-                self._fetch(peer, there, Region.of(torch.from_numpy(table)))
+                table = mine
+                if peer != here:
+                    table = np.empty_like(mine)
+                    there = region_of(peer, mine.shape, mine.itemsize)
+                    self._fetch(peer, there, Region.of(torch.from_numpy(table)))
                 self._fill_from(peer, arrays(peer, table))
-                self._release(name, peer)
 
     def _fill_from(self, peer: int, found: Iterable[Arrays]) -> None:
         """Read arrays with few gaps all together, the others one by one."""
@@ -255,17 +247,43 @@ class PeerMemory(Transport):
 
     @contextmanager
     def _serving(
-        self, name: str, where: Region, readers: Iterable[int], peers: Iterable[int]
-    ) -> Iterator[float]:
-        """Let some peers read an array until they say that they have; yields when to give up."""
-        deadline = time.monotonic() + self._timeout_s
-        told = _start(b"R", name) + pickle.dumps(tuple(where))
+        self, name: str, mine: Region, readers: Iterable[int], peers: Iterable[int]
+    ) -> Iterator[Callable[[int, tuple[int, ...], int], Region]]:
+        """Let some peers read an array until they are done; yields where a peer has its own.
+
+        That waits until it may be read, and checks shape and bytes an item.
+        """
+        deadline, mark = time.monotonic() + self._timeout_s, zlib.crc32(name.encode()).to_bytes(4)
+        there: dict[int, Region] = {}
+
+        def expect(kind: bytes, peer: int) -> bytes:
+            message = self._connections[peer].receive(deadline)
+            if not message.startswith(kind + mark):
+                raise CommunicatorError(f"rank {peer} carries out another step")
+            return message[len(kind + mark) :]
+
+        def region_of(peer: int, shape: tuple[int, ...], item_bytes: int) -> Region:
+            if peer not in there:
+                found = there[peer] = Region(*pickle.loads(expect(b"R", peer)))
+                if (found.shape, found.item_bytes) != (shape, item_bytes):
+                    raise CommunicatorError(
+                        f"rank {peer} holds a shard of shape {found.shape} and {found.item_bytes} "
+                        f"bytes an element where {shape} and {item_bytes} are expected"
+                    )
+            return there[peer]
+
         try:
             for peer in readers:
-                self._connections[peer].send(told)
-            yield deadline
+                self._connections[peer].send(b"R" + mark + pickle.dumps(tuple(mine)))
+            yield region_of
+            for peer in there:
+                # A peer that fails closes its connections before it lets go of its shard, so what
+                # was read from one that has not closed them is right.
+                if self._connections[peer].has_ended():
+                    raise CommunicatorError(f"rank {peer} has ended or given up this step")
+                self._connections[peer].send(b"D" + mark)
             for peer in readers:
-                self._expect(_start(b"D", name), peer, deadline)
+                expect(b"D", peer)
         except BaseException as error:
             ended = [peer for peer in peers if self._connections[peer].has_ended()]
             for connection in self._connections.values():
@@ -276,35 +294,6 @@ class PeerMemory(Transport):
             raise CommunicatorError(
                 f"{name} with {ranks_text(peers)} failed: {error}{gone}"
             ) from error.__cause__
-
-    def _expect(self, start: bytes, peer: int, deadline: float) -> bytes:
-        """Return what follows in the next message of a peer, which has to start so."""
-        message = self._connections[peer].receive(deadline)
-        if not message.startswith(start):
-            raise CommunicatorError(f"rank {peer} carries out another step")
-        return message[len(start) :]
-
-    def _receive(
-        self, name: str, peer: int, due: tuple[tuple[int, ...], int], deadline: float
-    ) -> Region:
-        """Return where a peer's array lies once it may be read; shape and bytes an item are due."""
-        there = Region(*pickle.loads(self._expect(_start(b"R", name), peer, deadline)))
-        if (there.shape, there.item_bytes) != due:
-            raise CommunicatorError(
-                f"rank {peer} holds a shard of shape {there.shape} and {there.item_bytes} "
-                f"bytes an element where {due[0]} and {due[1]} are expected"
-            )
-        return there
-
-    def _release(self, name: str, peer: int) -> None:
-        """Tell a peer that its array has been read, which was there all the time.
-
-        A peer that fails closes its connections before it lets go of its shard, so what was read
-        from one that has not closed them is right.
-        """
-        if self._connections[peer].has_ended():
-            raise CommunicatorError(f"rank {peer} has ended or given up this step")
-        self._connections[peer].send(_start(b"D", name))
 
     def _fetch(self, peer: int, source: Region, target: Region) -> None:
         """Read runs of bytes one by one, or, where they are short, whole stretches with gaps."""
@@ -319,11 +308,6 @@ class PeerMemory(Transport):
                 staged = self._buffer[: source.span]
                 read(pid, Region(source.address, (source.span,), (1,), 1), Region.of(staged))
                 target.tensor().copy_(source._replace(address=staged.data_ptr()).tensor())
-
-
-def _start(kind: bytes, name: str) -> bytes:
-    """Return how a message of a step starts."""
-    return kind + zlib.crc32(name.encode()).to_bytes(4, "little")
 
 
 @contextmanager

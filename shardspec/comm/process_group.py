@@ -113,7 +113,7 @@ def check_members(mesh: DeviceMesh) -> None:
         )
 
 
-class ProcessGroupCommunicator:
+class ProcessGroupCommunicator(Communicator):
     """A `Communicator` that holds the shard of one rank.
 
     Physical ids are global ranks. Use `create` or `of` rather than the constructor, so that a mesh
@@ -150,7 +150,8 @@ class ProcessGroupCommunicator:
 
     def __init__(self, mesh: DeviceMesh, *, reads_peers: bool = True) -> None:
         check_members(mesh)
-        self._mesh, self._rank, self._job = mesh, dist.get_rank(), current_job()
+        super().__init__(mesh)
+        self._rank, self._job = dist.get_rank(), current_job()
         self._peers = tuple(sorted(device for device in mesh.ids if device != self._rank))
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
         self._note_device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
@@ -203,11 +204,6 @@ class ProcessGroupCommunicator:
 
     def __deepcopy__(self, _: object) -> "ProcessGroupCommunicator":
         return self
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The devices among which data moves."""
-        return self._mesh
 
     @property
     def addressable(self) -> tuple[int, ...]:

@@ -25,8 +25,6 @@ _COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-_PERIOD: Final = 4093
-"""Period of the noise: a prime, which no shape has."""
 _WINDOW_BYTES: Final = 4
 """What is compared with the noise at once: a single byte would often be equal by chance."""
 
@@ -49,18 +47,20 @@ def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def checked(what: object, result: torch.Tensor) -> Iterator[None]:
     """Check, where ``SHARDSPEC_CHECK=1`` is set, that every element of a new tensor is written.
 
-    The tensor is filled with noise, which is not to be left anywhere afterwards.
+    The tensor is filled with noise, of which no window of four bytes or one element is to be left.
     """
     if os.environ.get("SHARDSPEC_CHECK") != "1" or result.is_meta or result.numel() == 0:
         yield
         return
-    flat = result.view(-1).view(torch.uint8)
-    noise = _noise().repeat(len(flat) // _PERIOD + 1)[: len(flat)].to(flat.device)
+    flat, seeded = result.view(-1).view(torch.uint8), torch.Generator().manual_seed(0)
+    noise = torch.randint(1, 256, flat.shape, generator=seeded, dtype=torch.uint8).to(flat.device)
     flat.copy_(noise)
     yield
     left, width = flat == noise, max(_WINDOW_BYTES, result.element_size())
-    windows = left[: len(left) // width * width].view(-1, width).all(dim=1)
-    if bool(windows.any()) or (len(windows) and bool(left[-width:].all())):
+    if len(left) < width:
+        return
+    windows = left.unfold(0, width, width).all(dim=1)
+    if bool(windows.any()) or bool(left[-width:].all()):
         raise CommunicatorError(
             f"{what} left {int(windows.sum())} of {len(windows)} windows of a result of shape "
             f"{tuple(result.shape)} and {result.dtype} unwritten; this is a defect of shardspec"
@@ -94,12 +94,6 @@ def combine_into(result: torch.Tensor, addends: Iterable[torch.Tensor], op: Redu
         total /= count
     if total is not result:
         result.copy_(total)
-
-
-@cache
-def _noise() -> torch.Tensor:
-    seeded = torch.Generator().manual_seed(0)
-    return torch.randint(1, 256, (_PERIOD,), generator=seeded, dtype=torch.uint8)
 
 
 @cache

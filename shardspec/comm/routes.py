@@ -117,53 +117,6 @@ def permute_routes(
     return moves
 
 
-class Transfers:
-    """What each device of a mesh sends and receives in one step, its own part included."""
-
-    def __init__(self, step: Step, mesh: DeviceMesh, before: BoxOf, after: BoxOf) -> None:
-        self._step, self._mesh, self._before, self._after = step, mesh, before, after
-        self._routes: tuple[dict[int, Parts], dict[int, Parts]] | None = None
-        if isinstance(step, Permute | Exchange):
-            sources, targets = ({id_: box(id_) for id_ in mesh.ids} for box in (before, after))
-            if isinstance(step, Exchange):
-                moves = exchange_routes(sources, targets, distance_on(mesh, step.apart))
-            else:
-                moves = permute_routes(sources, targets, distance_on(mesh))
-            self._routes = defaultdict(list), defaultdict(list)
-            for src, dst, box in moves:
-                self._routes[0][dst].append((src, box))
-                self._routes[1][src].append((dst, box))
-
-    def incoming(self, device: int) -> Parts:
-        """Return what a device receives, and from whom."""
-        if self._routes:
-            return self._routes[0][device]
-        return self._shared(self._after(device), device, self._before)
-
-    def outgoing(self, device: int) -> Parts:
-        """Return what a device sends, and to whom."""
-        if self._routes:
-            return self._routes[1][device]
-        return self._shared(self._before(device), device, self._after)
-
-    def members(self, device: int) -> tuple[int, ...]:
-        """Return the devices that move data among themselves, in the same order on all of them.
-
-        Sorted axes make the order of addends, and so the rounding of sums, the same everywhere.
-        """
-        match self._step:
-            case Permute() | Exchange():
-                return self._mesh.ids
-            case Slice():
-                return (device,)
-            case step:
-                return self._mesh.group(device, sorted(step.axes))
-
-    def _shared(self, mine: Box, device: int, theirs: BoxOf) -> Parts:
-        parts = ((peer, intersect(mine, theirs(peer))) for peer in self.members(device))
-        return [(peer, box) for peer, box in parts if box is not None]
-
-
 @dataclass(frozen=True, slots=True)
 class TransferSchedule:
     """What one device does in one step; the lists are only read."""
@@ -172,15 +125,19 @@ class TransferSchedule:
     device: int
     members: tuple[int, ...]
     """The devices that move data among themselves, in the same order on all of them."""
-    held: BoxOf
+    held: Mapping[int, Box]
     """What each device holds before the step."""
-    before: Box
-    """What this one holds before the step."""
     after: Box
+    """What this one holds after the step."""
     outgoing: Parts
     """Which other device gets which box from it."""
     incoming: Parts
     """Who it gets which box from, its own part included, in the order of members."""
+
+    @property
+    def before(self) -> Box:
+        """What this device holds before the step."""
+        return self.held[self.device]
 
     @property
     def peers(self) -> set[int]:
@@ -195,14 +152,44 @@ def schedule_for(
     """Return what a device does in a step.
 
     Methods are the same key only if their layouts are the same object, so a miss costs no
-    comparison.
+    comparison. Members are sorted by axes, not as a spec has them, so that the order of addends,
+    and with it the rounding of sums, is the same everywhere.
     """
-    transfers = Transfers(step, mesh, before, after)
-    members, incoming = transfers.members(device), transfers.incoming(device)
-    outgoing = [(peer, box) for peer, box in transfers.outgoing(device) if peer != device]
-    return TransferSchedule(
-        step, device, members, before, before(device), after(device), outgoing, incoming
-    )
+    held, wanted = _boxes(mesh, before), _boxes(mesh, after)
+    if isinstance(step, Permute | Exchange):
+        members = mesh.ids
+        incoming, outgoing = (side.get(device, []) for side in _routes(step, mesh, before, after))
+    else:
+        members = (device,) if isinstance(step, Slice) else mesh.group(device, sorted(step.axes))
+        incoming, outgoing = (
+            [(p, box) for p in members if (box := intersect(mine[device], theirs[p])) is not None]
+            for mine, theirs in ((wanted, held), (held, wanted))
+        )
+    going = [(peer, box) for peer, box in outgoing if peer != device]
+    return TransferSchedule(step, device, members, held, wanted[device], going, incoming)
+
+
+@lru_cache(maxsize=256)
+def _boxes(mesh: DeviceMesh, box_of: BoxOf) -> dict[int, Box]:
+    return {device: box_of(device) for device in mesh.ids}
+
+
+@lru_cache(maxsize=64)
+def _routes(
+    step: Permute | Exchange, mesh: DeviceMesh, before: BoxOf, after: BoxOf
+) -> tuple[dict[int, Parts], dict[int, Parts]]:
+    """Return what each device receives and sends, its own part included."""
+    ends = _boxes(mesh, before), _boxes(mesh, after)
+    if isinstance(step, Exchange):
+        moves = exchange_routes(*ends, distance_on(mesh, step.apart))
+    else:
+        moves = permute_routes(*ends, distance_on(mesh))
+    incoming: dict[int, Parts] = defaultdict(list)
+    outgoing: dict[int, Parts] = defaultdict(list)
+    for src, dst, box in moves:
+        incoming[dst].append((src, box))
+        outgoing[src].append((dst, box))
+    return incoming, outgoing
 
 
 @lru_cache(maxsize=1024)
@@ -218,7 +205,8 @@ def all_reduce_schedules(
     addends = [(peer, mine) for peer in members if box_size(mine)]
     sent = [(peer, box) for peer, box in filled if peer != device]
     readers = [(peer, box) for peer, box in addends if peer != device]
+    wholes = dict.fromkeys(members, whole)
     return (
-        TransferSchedule(step, device, members, lambda _: whole, whole, mine, sent, addends),
-        TransferSchedule(step, device, members, parts.__getitem__, mine, whole, readers, filled),
+        TransferSchedule(step, device, members, wholes, mine, sent, addends),
+        TransferSchedule(step, device, members, parts, whole, readers, filled),
     )
