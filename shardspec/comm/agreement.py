@@ -28,7 +28,8 @@ NOTE_BYTES: Final = 4096
 NOTE_ROOM: Final = NOTE_BYTES - 512
 """Bytes of content that a note has room for."""
 ORDER_RULE: Final = "every rank of the mesh must call the same conversions in the same order"
-_WORD_CHARS: Final = 240
+_HALF: Final = 120
+"""Of the characters of a long word that are shown."""
 _MESSAGE_BYTES: Final = 1 << 16
 _LATE: Final = "did not come in time (the timeout is that of the process group)"
 
@@ -49,13 +50,11 @@ class Address(NamedTuple):
     """How other processes of the same host find a process."""
 
     host: str
-    """Equal for processes that share a kernel, process ids and network; empty where the system
-    lacks what connections need."""
+    """The kernel and its namespaces; empty where connections cannot be made."""
     pid: int
     socket: str
-    """Name of its socket."""
     probe: int
-    """Where this name lies in its memory; 0 if it is not to be read."""
+    """Where the name of the socket lies in its memory; 0 if it is not to be read."""
 
 
 class Note(NamedTuple):
@@ -69,16 +68,16 @@ class Note(NamedTuple):
     """How many notes these ranks have exchanged before."""
     device: str = ""
     """Device type of the rank's shards; empty where it holds none."""
-    length: int = 0
-    """Bytes of the whole content."""
     content: bytes = b""
-    """As much of it as there is room for; of a conversion, all that `description` returns."""
+    """What `description` returns, or the first `NOTE_ROOM` bytes of a pickled value."""
+    length: int = 0
+    """Bytes of the whole value."""
     address: Address | None = None
     """Set while the ranks of a mesh are not connected yet."""
 
     def pack(self) -> bytes:
         """Return the note in at most `NOTE_BYTES`."""
-        return pickle.dumps(tuple(self._replace(content=self.content[:NOTE_ROOM])))
+        return pickle.dumps(tuple(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> "Note":
@@ -96,15 +95,13 @@ class Note(NamedTuple):
 def description(words: Mapping[str, str]) -> bytes:
     """Return what a note says of a conversion: a digest of all words, and long words shortened."""
     digest = hashlib.sha256(json.dumps(dict(words)).encode()).hexdigest()
-    short = {name: _shortened(word) for name, word in words.items()}
+    short = {
+        name: word if len(word) <= 2 * _HALF else f"{word[:_HALF]} ... {word[-_HALF:]}"
+        for name, word in words.items()
+    }
     text = json.dumps({"digest": digest, **short})
     assert len(text) <= NOTE_ROOM, "there are few words"
     return text.encode()
-
-
-def _shortened(word: str) -> str:
-    half = _WORD_CHARS // 2
-    return word if len(word) <= 2 * half else f"{word[:half]} ... {word[-half:]}"
 
 
 def check_agreement(notes: Mapping[int, Note]) -> str:
@@ -150,9 +147,8 @@ class Connection:
         # A forked child of the peer keeps the socket open, but not the process id.
         process = os.pidfd_open(pid)
         self._inbox, self._ended = select.poll(), select.poll()
-        self._inbox.register(connected, select.POLLIN)
-        self._ended.register(connected, select.POLLRDHUP)
-        for poll in (self._inbox, self._ended):
+        for poll, event in ((self._inbox, select.POLLIN), (self._ended, select.POLLRDHUP)):
+            poll.register(connected, event)
             poll.register(process, select.POLLIN)
         self.close = weakref.finalize(self, _close, connected, process, os.getpid())
 

@@ -40,11 +40,7 @@ class Communicator(ABC):
     def run(
         self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
     ) -> dict[int, "torch.Tensor"]:
-        """Carry out one step, between the boxes that each device of the mesh holds.
-
-        `shards` has those of all addressable devices and is only read. The results are new
-        contiguous tensors that share no memory with it.
-        """
+        """Carry out one step on the addressable shards; returns new contiguous tensors."""
 
     @abstractmethod
     def on(self, mesh: DeviceMesh) -> "Communicator":
@@ -54,18 +50,14 @@ class Communicator(ABC):
     def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
         """Enter a conversion, in which steps are run; yields the device type of all shards.
 
-        `content` is the `shardspec.comm.agreement.description` of the conversion, `device` the type
-        of this process's shards, empty where it holds none. Raises `CommunicatorError` on every
-        process if one says something else or does not come, or if another thread is in a
-        conversion on this mesh.
+        `content` is its `shardspec.comm.agreement.description`, `device` the type of this process's
+        shards, empty where it holds none. It is an error on every process if one says something
+        else or does not come, or if another thread is in a conversion on this mesh.
         """
 
     @abstractmethod
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
-        """Return one picklable value per device of the mesh, in its order; also a barrier.
-
-        `values` has those of all addressable devices.
-        """
+        """Return the picklable value of each device of the mesh, in its order; also a barrier."""
 
 
 class SimulatedCommunicator(Communicator):

@@ -1,10 +1,8 @@
 """What a step costs: seconds of the collectives that were measured, else of rings.
 
 With ``b`` the bytes a device holds before the step, ``n`` the devices along the step's axes, alpha
-and beta the largest latency and cost a byte among those axes:
+and beta the largest latency and cost a byte among those axes, the seconds on rings are:
 
-============== =====================================================================
-step           seconds on rings, one per group
 ============== =====================================================================
 all-gather     (n-1) alpha + b (n-1) beta
 reduce-scatter (n-1) alpha + b (n-1)/n beta
@@ -13,18 +11,12 @@ all-to-all     sum over the n-1 peers of (alpha_link + b/n beta_link)
 permute        max over devices of (alpha_link + b beta_link)
 exchange       max over devices of the larger of what it sends and what it receives, each
                a sum over peers of (alpha_link + bytes beta_link)
-slice          0
 ============== =====================================================================
 
-A link between two devices has the largest alpha and beta among the axes on which they differ; a
-step that sends also pays the start of its links. The formulas are those of the nccl-tests manual
-(doc/PERFORMANCE.md) and of Thakur, Rabenseifner and Gropp, "Optimization of Collective
-Communication Operations in MPICH", 2005. Curves of measured collectives (`shardspec.comm.curves`)
-replace the first four. Along axes inside a node and axes that join nodes together, latencies add
-up and the slower of the two sets the rate; the devices of a node share the bytes among their ports.
-
-A price of local copies is added for each byte that a step packs or unpacks, see
-`shardspec.comm.curves.copies`; for an exchange, what is held before and after.
+as in the nccl-tests manual (doc/PERFORMANCE.md) and in Thakur, Rabenseifner and Gropp,
+"Optimization of Collective Communication Operations in MPICH", 2005. A link between two devices has
+the largest alpha and beta among the axes on which they differ. The start of links and the copies
+that pack and unpack (`shardspec.comm.curves.copies`) are added.
 """
 
 import warnings
@@ -53,10 +45,8 @@ class CostModel:
 
     Parameters
     ----------
-    mesh_shape
-        Devices along each axis.
-    links
-        One link per axis.
+    mesh_shape, links
+        Devices along each axis, and the link of each.
     link_model
         ``"ring"``: every group has links of its own. ``"shared-bus"``: all devices share one bus,
         and a step costs the bytes that all of them receive together.
@@ -111,24 +101,11 @@ class CostModel:
     def from_presets(
         cls, mesh: DeviceMesh, names: Sequence[str], *, copies: bool | None = None
     ) -> "CostModel":
-        """Return the model of known links, one name per mesh axis or one for all.
+        """Return the model of links that ``shardspec presets`` lists, one per axis or one for all.
 
-        Parameters
-        ----------
-        mesh, names
-            The mesh, and names as ``shardspec presets`` lists them.
-        copies
-            Price local copies too, at the rate of the devices' memory; by default where a preset
-            knows it.
+        `copies` says whether local copies are priced too, by default where a preset knows the rate
+        of the devices' memory. It is a `MeshError` if there is no such preset or rate.
 
-        Raises
-        ------
-        MeshError
-            If there is no such preset, or their number is not that of the axes; if copies are asked
-            for, but the rate is not known.
-
-        Examples
-        --------
         >>> mesh = DeviceMesh(range(16), (2, 8))
         >>> model = CostModel.from_presets(mesh, ["ib-ndr-per-gpu", "h100-nvswitch"])
         >>> [link.name for link in model.links]
@@ -149,20 +126,13 @@ class CostModel:
 
     @classmethod
     def from_profile(cls, path: "str | Path") -> "CostModel":
-        """Return the model of links that ``shardspec profile`` has measured.
-
-        `ProfileError` says that the file is missing, damaged, of another kind or version.
-        """
+        """Return the model of links that ``shardspec profile`` has measured."""
         from shardspec.profiling.profile import Profile
 
         return Profile.load(path).cost_model
 
     def step_seconds(self, step: Step, num_bytes: int) -> float:
-        """Return the seconds of a collective or a slice.
-
-        `num_bytes` are those of the largest shard before the step. Permute and exchange depend on
-        both layouts, see `shardspec.layout.routed`.
-        """
+        """Return the seconds of a collective, given the bytes of the largest shard before it."""
         return min(fixed + num_bytes * per_byte for fixed, per_byte in self.lines(step))
 
     def lines(self, step: Step) -> tuple[Line, ...]:
@@ -204,7 +174,7 @@ class CostModel:
         )
 
     def links_text(self, labels: Sequence[str]) -> str:
-        """Say what the links of axes with these names are, axes with the same link together.
+        """Describe the links of axes with these names, axes with the same link together.
 
         >>> CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-5, 2e-11))).links_text(["dp", "tp"])
         'axes dp,tp given: 10 µs, 50 GB/s'
@@ -245,10 +215,9 @@ class CostModel:
         return max((self.links[axis].start_s for axis in axes), default=0.0)
 
     def apart(self, cut: Iterable[int]) -> tuple[int, ...]:
-        """Return the axes along which replicas do not share the sending of an exchange.
+        """Return the axes with a slower link than an axis that cuts the source.
 
-        Those with a slower link than an axis that cuts the source: to cross them as well would
-        slow a transfer down.
+        Replicas along them do not share the sending of an exchange, which that would slow down.
 
         >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
         >>> model.apart([1]), model.apart([0])

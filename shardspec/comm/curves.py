@@ -54,7 +54,6 @@ class Curve:
     kind: str
     devices: int
     lines: tuple[Line, ...]
-    """The lowest applies."""
     sizes: tuple[int, int]
     """Bytes from and to which was measured."""
     errors: Errors = _UNKNOWN
@@ -66,7 +65,7 @@ class Curve:
         return min(fixed + slope * num_bytes for fixed, slope in self.lines)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the curve as plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {
             "collective": self.kind,
             "devices": self.devices,
@@ -87,19 +86,16 @@ class Link:
 
     Parameters
     ----------
-    latency_s
-        Start-up latency: seconds a message.
-    seconds_per_byte
-        Transfer cost: the inverse of the bandwidth in one direction.
+    latency_s, seconds_per_byte
+        Seconds a message, and the inverse of the bandwidth in one direction.
     name
         Where the numbers come from.
     start_s
         Seconds that a step takes to start, beside its messages.
     curves
-        Collectives that were measured along such links, priced by these in place of the numbers.
+        What collectives along such links took, in place of the numbers.
     port
-        Of an axis that joins nodes: whether each device has a port, or all devices of a node share
-        one; None for links inside a node, and where nothing is known about nodes.
+        Of an axis that joins nodes: whether each device has a port, or those of a node share one.
 
     Raises
     ------
@@ -165,11 +161,10 @@ def whole(kind: str, devices: int) -> int:
 
 
 def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | None:
-    """Return the curve of a collective on a number of devices, measured or not.
+    """Return the curve of a collective on a number of devices; None below what was measured.
 
-    Between two numbers that were measured, the seconds for the same whole buffer are interpolated
-    linearly. Beyond the largest, latency grows as the steps of a ring and the rest as the bytes
-    that a device receives, and no error is known. None below the smallest.
+    Between two numbers, seconds are interpolated linearly. Beyond the largest, latency grows as the
+    steps of a ring and the rest as the bytes that a device receives, and no error is known.
 
     >>> few = Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))
     >>> many = Curve("all-gather", 8, ((4e-5, 4e-12),), (512, 1 << 29))
@@ -221,10 +216,6 @@ def kind_of(step: Step) -> str | None:
 def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int:
     """Return the bytes that a device receives in a step, by a bandwidth-optimal algorithm.
 
-    `num_bytes` are those of the largest shard before the step.
-
-    >>> bytes_received(steps.AllGather(0, (1,)), (2, 4), 100)
-    300
     >>> bytes_received(steps.AllReduce((1,), "sum"), (2, 4), 100)
     150
     """

@@ -26,11 +26,10 @@ from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
 from shardspec.errors import CommunicatorError
 
 STAGED_BYTES: Final = 16 << 20
-"""The most that lies in buffers on the CPU, up to 32 peers; with more, half a MiB for each."""
-_ROUND_BYTES: Final = {"cpu": STAGED_BYTES // 2}
-"""What a device sends to all its peers in one round, and what it receives."""
-_ROUND_BYTES_ELSEWHERE: Final = 64 << 20
-"""Links between accelerators want longer messages."""
+"""The most that lies in buffers on the CPU, half of it sent and half received; with more than 32
+peers, half a MiB for each."""
+_ACCELERATOR_BYTES: Final = 64 << 20
+"""What is sent in one round between accelerators, whose links want longer messages."""
 _LEAST_BYTES: Final = 256 << 10
 """The shortest chunk: shorter messages cost more time than they save memory."""
 
@@ -54,16 +53,16 @@ class Rounds:
 
     def __init__(self, schedule: TransferSchedule, shard: torch.Tensor, round_bytes: int) -> None:
         share = max(round_bytes // max(1, len(schedule.members) - 1), _LEAST_BYTES)
-        self._outgoing, self._most = schedule.outgoing, share // shard.element_size()
-        boxes = [box for _, box in [*schedule.outgoing, *schedule.incoming]]
+        self._sides, self._most = (schedule.outgoing, schedule.incoming), share // shard.itemsize
+        boxes = [box for side in self._sides for _, box in side]
         self._size, self._used = sum(min(self._most, box_size(box)) for box in boxes), 0
         self._shard, self._memory = shard, shard.new_empty(0)
 
-    def boxes(self, incoming: Parts) -> Iterator[tuple[Parts, Parts]]:
+    def __iter__(self) -> Iterator[tuple[Parts, Parts]]:
         """Yield what is sent and received round by round."""
         sends, receives = (
-            zip_longest(*([(peer, part) for part in chunks(box, self._most)] for peer, box in all_))
-            for all_ in (self._outgoing, incoming)
+            zip_longest(*([(peer, part) for part in chunks(box, self._most)] for peer, box in side))
+            for side in self._sides
         )
         for sent, received in zip_longest(sends, receives, fillvalue=()):
             self._used = 0
@@ -90,47 +89,35 @@ class Transport(ABC):
     def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
         """Return how much is sent to all peers together in one round."""
 
-    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
-        """Fill the result with the boxes that this device gets, and serve those that others get.
-
-        The shard may be the part of the result that this device keeps.
-        """
-        rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=True))
-        with self.session(schedule, shard) as exchange:
-            incoming = []
-            for peer, box in schedule.incoming:
-                if peer != schedule.device:
-                    incoming.append((peer, box))
-                    continue
-                place = result[slices_within(box, schedule.after)]
-                kept = shard[slices_within(box, schedule.before)]
-                if place.data_ptr() != kept.data_ptr():
-                    place.copy_(kept)
-            for sends, receives in rounds.boxes(incoming):
-                places = (result[slices_within(box, schedule.after)] for _, box in receives)
-                arriving = [(*pair, place) for pair, place in zip(receives, places, strict=True)]
-                exchange(rounds, sends, arriving)
-
-    def reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
+    def move(
+        self,
+        schedule: TransferSchedule,
+        shard: torch.Tensor,
+        result: torch.Tensor,
+        op: ReduceOp | None = None,
     ) -> None:
-        """Combine the addends of all members into the result, which may be a part of the shard."""
+        """Fill the result with boxes of all members, or with their reduction; serve the others.
+
+        The shard may be a part of the result, or the result of a reduction a part of the shard.
+        """
         me = schedule.device
         shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=False))
+        rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=op is None))
         with self.session(schedule, shard) as exchange:
-            # This device's own addend is among these, so it counts where it is alone too.
-            for sends, parts in rounds.boxes(schedule.incoming):
-                boxes = [box for _, box in parts][:1]  # the same of every member
-                own = [shard[slices_within(box, schedule.before)] for box in boxes]
-                addends = {peer: rounds.buffer(own[0]) for peer, _ in parts if peer != me or shares}
-                arriving = [(peer, box, addends[peer]) for peer, box in parts if peer != me]
-                exchange(rounds, sends, arriving)
-                for box, addend in zip(boxes, own, strict=True):
-                    # The result may overwrite this device's addend, which need not be the first.
-                    addends[me] = addends[me].copy_(addend) if shares else addend
+            for sends, parts in rounds:
+                filled = []
+                for peer, box in parts:
                     place = result[slices_within(box, schedule.after)]
-                    combine_into(place, [addends[peer] for peer, _ in parts], op)
+                    own = shard[slices_within(box, schedule.before)] if peer == me else place
+                    if op is not None:  # the result may overwrite this device's own addend
+                        place = rounds.buffer(place) if peer != me or shares else own
+                    if peer == me and place.data_ptr() != own.data_ptr():
+                        place.copy_(own)
+                    filled.append((peer, box, place))
+                exchange(rounds, sends, [each for each in filled if each[0] != me])
+                if op is not None and filled:
+                    place = result[slices_within(parts[0][1], schedule.after)]
+                    combine_into(place, [addend for *_, addend in filled], op)
 
     def all_reduce(
         self, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
@@ -149,7 +136,7 @@ class Transport(ABC):
         reducing, sharing = all_reduce_schedules(step, schedule.device, schedule.members, size)
         reduced = result[slices_within(reducing.after, sharing.after)]
         with checked(step, result if result is not flat else result[:0]):
-            self.reduce(reducing, flat, reduced, op)
+            self.move(reducing, flat, reduced, op)
             self.move(sharing, reduced, result)
         return result.view(shard.shape)
 
@@ -165,7 +152,7 @@ class Messages(Transport):
 
     def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:  # noqa: ARG002
         """Return how much is sent to all peers together in one round."""
-        return _ROUND_BYTES.get(shard.device.type, _ROUND_BYTES_ELSEWHERE)
+        return STAGED_BYTES // 2 if shard.device.type == "cpu" else _ACCELERATOR_BYTES
 
     @contextmanager
     def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
@@ -305,15 +292,16 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
-    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
-        """Fill the result with what comes in; see `Transport`."""
-        self._call(schedule, _ALL_GATHER, result.view(-1), shard.contiguous().view(-1))
-
-    def reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
+    def move(
+        self,
+        schedule: TransferSchedule,
+        shard: torch.Tensor,
+        result: torch.Tensor,
+        op: ReduceOp | None = None,
     ) -> None:
-        """Fill the result with the sum or mean of the addends; see `Transport`."""
-        self._call(schedule, _REDUCE_SCATTER, result.view(-1), shard.contiguous().view(-1))
+        """Fill the result with boxes, or with the sum or mean of addends; see `Transport`."""
+        function = _ALL_GATHER if op is None else _REDUCE_SCATTER
+        self._call(schedule, function, result.view(-1), shard.contiguous().view(-1))
         if op == "avg":
             result /= len(schedule.members)
 

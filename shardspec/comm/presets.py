@@ -29,9 +29,8 @@ class LinkPreset:
     devices: tuple[int, int | None]
     """The fewest and the most devices along the axis; None for any number."""
     gb_per_s: float
-    """Rate in one direction, per device, in 10^9 bytes a second."""
+    """In one direction, per device, in 10^9 bytes a second."""
     latency_us: float
-    """Of one message."""
     basis: Basis
     """How the rate was found."""
     confidence: Confidence
@@ -39,14 +38,12 @@ class LinkPreset:
     valid_for: str
     """What the numbers were taken for, and where they are known to be off."""
     sizes: tuple[int, int] | None = None
-    """Bytes of the whole buffer, from and to, for which times are published; None if none are."""
+    """Bytes of the whole buffer, from and to, for which times are published."""
     start_us: float = 0.0
     port: Literal["device", "node"] | None = None
-    """As of `Link`."""
     read_on: str = "2026-11-20"
-    """When the source was read."""
     memory_gb_per_s: float | None = None
-    """Rate of the devices' memory in 10^9 bytes a second, read or written; None if not known."""
+    """Rate of the devices' memory, read or written, where it is known."""
     curves: tuple[Curve, ...] = ()
 
     def link(self, devices: int | None = None) -> Link:
@@ -58,22 +55,14 @@ class LinkPreset:
         return Link(latency, 1 / (self.gb_per_s * 1e9), name, start, self.curves, self.port)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the record as plain values, ready for JSON; tuples as lists.
-
-        >>> PRESETS["unit"].as_dict()["devices"]
-        [1, None]
-        """
+        """Return plain values, ready for JSON."""
         values = {field: getattr(self, field) for field in self.__slots__}
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
         return plain | {"curves": [curve.as_dict() for curve in self.curves]}
 
 
 def link_preset(name: str, devices: int | None = None) -> Link:
-    """Return the link of one of `PRESETS`, for an axis of so many devices; else `MeshError`.
-
-    >>> str(link_preset("h100-nvswitch", 16))
-    'h100-nvswitch beyond its 8 devices: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s'
-    """
+    """Return the link of one of `PRESETS`, for an axis of so many devices."""
     if name not in PRESETS:
         raise MeshError(f"no link preset {name!r}; known: {', '.join(PRESETS)}")
     return PRESETS[name].link(devices)
@@ -83,9 +72,6 @@ def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
     """Return the seconds in which the slowest of some presets copies a byte: one read, one write.
 
     Where no rate of memory is known it is a `MeshError`, or 0 if none is required.
-
-    >>> preset_copy_s(["ib-ndr-per-gpu", "h100-nvswitch"]) == 2 / 3.35e12
-    True
     """
     rates = [rate for name in names if (rate := PRESETS[name].memory_gb_per_s) is not None]
     if rates or not required:

@@ -1,10 +1,9 @@
 """Steps over `torch.distributed`: gloo on CPU, NCCL where CUDA is, by the same code.
 
-A step moves the same boxes on every backend; how they travel is chosen here. Where all processes of
-a mesh run on one host they read each other's memory (`shardspec.comm.peer_memory`). Otherwise boxes
-are messages in bounded chunks (`shardspec.comm.messages`), or CUDA tensors in NCCL's collectives
-where these fit and the mesh has all ranks of the job. All take any dtype, uneven shards and any
-order of ids.
+How boxes travel is chosen here. Where all processes of a mesh run on one host they read each
+other's memory (`shardspec.comm.peer_memory`). Otherwise boxes are messages in bounded chunks, or
+CUDA tensors in NCCL's collectives where these fit (`shardspec.comm.messages`). All take any dtype,
+uneven shards and any order of ids.
 """
 
 import atexit
@@ -35,7 +34,7 @@ from shardspec.comm.agreement import (
 from shardspec.comm.communicator import Communicator, SimulatedCommunicator
 from shardspec.comm.messages import Channel, Collectives, Messages, UnansweredError, has_collective
 from shardspec.comm.peer_memory import PeerMemory, readable
-from shardspec.comm.results import checked, combine, empty_hugepages
+from shardspec.comm.results import checked, empty_hugepages
 from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step
 from shardspec.errors import CommunicatorError
@@ -63,11 +62,7 @@ class Job:
     """Held while a thread moves CUDA tensors: NCCL does not tell threads apart."""
 
     def make_group(self, members: Sequence[int]) -> None:
-        """Make a group, unless it is there; every rank of the job does so, in the same order.
-
-        Groups that only their members make are named by what else those have made before, and hang
-        where that differs.
-        """
+        """Make a group, unless it is there; every rank of the job does so, in the same order."""
         ranks = tuple(sorted(members))
         if len(ranks) < dist.get_world_size() and ranks not in self.groups:
             group = dist.new_group(list(ranks))
@@ -169,10 +164,9 @@ class ProcessGroupCommunicator(Communicator):
 
     @classmethod
     def create(cls, mesh: DeviceMesh, device_type: str | None = None) -> "ProcessGroupCommunicator":
-        """Initialise `torch.distributed` if that is still to be done, and return `of` the mesh.
+        """Initialise `torch.distributed` under torchrun if need be, and return `of` the mesh.
 
-        Under torchrun every rank calls this; gloo serves CPU tensors and NCCL CUDA tensors, where
-        there is CUDA and `device_type` is not ``"cpu"``. Elsewhere it is a `CommunicatorError`.
+        NCCL serves CUDA tensors where there is CUDA and `device_type` is not ``"cpu"``.
         """
         if not dist.is_initialized():
             if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -244,15 +238,11 @@ class ProcessGroupCommunicator(Communicator):
             schedule = schedule_for(step, self._mesh, self._rank, before, after)
             transport = self._transport(channel, schedule, shard)
             if isinstance(step, AllReduce):
-                if len(schedule.members) == 1:
-                    return {self._rank: combine([shard], step.op).to(home)}
                 return {self._rank: transport.all_reduce(schedule, shard, step.op).to(home)}
             result = empty_hugepages(shard, box_shape(schedule.after))
             with checked(step, result):
-                if isinstance(step, ReduceScatter):
-                    transport.reduce(schedule, shard, result, step.op)
-                else:
-                    transport.move(schedule, shard, result)
+                op = step.op if isinstance(step, ReduceScatter) else None
+                transport.move(schedule, shard, result, op)
         return {self._rank: result.to(home)}
 
     def _transport(
@@ -306,17 +296,15 @@ class ProcessGroupCommunicator(Communicator):
     def _tell(
         self, channel: Channel, kind: str, content: bytes, device: str
     ) -> tuple[str, dict[int, bytes]]:
-        """Tell all ranks of the mesh something; return where shards are, and what the peers say.
-
-        When they do so for the first time, processes of one host connect to each other.
-        """
+        """Tell all ranks of the mesh something; return where shards are, and what the peers say."""
         with ExitStack() as stack:
             listener, address = None, None
             if self._joins and channel not in self._memory:
                 listener = stack.enter_context(Listener(is_read=self._may_be_read))
                 address = listener.address
             number = channel.numbers[self._ids]
-            mine = Note(kind, self._ids, number, device, len(content), content, address)
+            start, length = content[:NOTE_ROOM], len(content)
+            mine = Note(kind, self._ids, number, device, start, length, address)
             try:
                 told = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
                 if any(note.ids != self._ids for note in told.values()):
@@ -363,15 +351,11 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def communicator_of(mesh: DeviceMesh) -> Communicator:
-    """Return the running job's communicator of a mesh, or a simulated one where there is no job.
-
-    Simulating the whole mesh in every rank of a job would look right and be wasteful, so there
-    `torch.distributed` has to be initialised.
-    """
+    """Return the running job's communicator of a mesh, or a simulated one where there is no job."""
     if dist.is_initialized():
         return ProcessGroupCommunicator.of(mesh)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
+    if ranks > 1:  # to simulate the whole mesh in every rank would look right and be wasteful
         raise CommunicatorError(
             f"this is one of {ranks} processes of a job, but torch.distributed is not initialised; "
             "make the mesh with init_process_group=True"

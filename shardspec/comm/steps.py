@@ -1,10 +1,8 @@
 """The closed set of steps: one collective or one local move each, as pure data.
 
-A step says what moves along which mesh axes; it holds no tensor, no group and no sizes. Several
-axes of one step travel in one collective. Each step has a `backward`, under the convention of
+Several axes of one step travel in one collective. `backward` follows the convention of
 `torch.distributed.tensor`: the gradient that arrives at a device is that of its box of the global
-tensor, so devices that hold the same box receive the same gradient. For a mean the result is
-scaled; see `shardspec.dtensor`.
+tensor, so devices that hold the same box receive the same gradient.
 """
 
 from dataclasses import dataclass
@@ -16,10 +14,7 @@ ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """R → S: keep one part of what every device has a copy of; no communication.
-
-    `axes` come after those that shard the dim already, the major one first.
-    """
+    """R → S: keep a part; `axes` come after those that shard the dim already, major first."""
 
     dim: int
     axes: tuple[int, ...]
@@ -51,10 +46,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """P → S: finish a pending reduction and keep one part of the result.
-
-    `axes` are in the order in which they arrive at the end of the dim.
-    """
+    """P → S: finish a reduction and keep a part; `axes` are in the order in which they arrive."""
 
     dim: int
     axes: tuple[int, ...]
@@ -71,10 +63,9 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class Permute:
-    """Send whole shards on: every device gets its new shard from one device, itself perhaps.
+    """Every device gets its whole new shard from one device: S01 ↔ S10, S0 ↔ S1 of equal length.
 
-    Possible where the devices together hold the same boxes before and after, each as often, and
-    nothing is pending: S01 ↔ S10, S0 ↔ S1 where the axes are equally long.
+    Possible where the devices together hold the same boxes before and after, each as often.
     """
 
     axes: tuple[int, ...]
@@ -98,10 +89,7 @@ Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce | Per
 
 
 def backward(step: Step) -> Step | None:
-    """Return the step that carries a gradient back, or None where it stays in place.
-
-    It stays for an all-reduce: the gradient of a sum is the gradient of each addend.
-    """
+    """Return the step that carries a gradient back, or None where it stays in place."""
     match step:
         case Slice(dim, axes) | ReduceScatter(dim, axes, _):
             return AllGather(dim, axes)
@@ -111,5 +99,5 @@ def backward(step: Step) -> Step | None:
             return AllToAll(dst_dim, src_dim, dst_axes, src_axes)
         case Permute() | Exchange():
             return step
-        case AllReduce():
+        case AllReduce():  # the gradient of a sum is the gradient of each addend
             return None

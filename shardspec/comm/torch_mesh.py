@@ -77,12 +77,10 @@ def init_device_mesh(
 
 
 def from_torch(torch_mesh: TorchMesh) -> DeviceMesh:
-    """Return the mesh that torch's describes: its ids, shape and axis names.
+    """Return the mesh that torch's describes; of one that `to_torch` made, what it was made of.
 
-    Where torch's mesh was made by `to_torch`, that is the mesh it was made of, with its links. The
-    groups of torch's mesh are used from then on; so where the mesh has all ranks of the job, every
-    rank calls this at the same point of the program. A mesh of another job, or with ids that
-    descend along an axis, is refused.
+    The groups of torch's mesh are used from then on; so where it has all ranks of the job, every
+    rank calls this at the same point of the program. A mesh of another job is refused.
     """
     running = dist.is_initialized()
     if running and torch_mesh in current_job().meshes:
@@ -110,9 +108,8 @@ def to_torch(mesh: DeviceMesh, device_type: str = "cpu") -> TorchMesh:
     """Return torch's mesh of this one, the same object each time; every rank of the job calls this.
 
     Groups that the job lacks are made. A slice of a larger mesh is torch's slice of torch's mesh of
-    that, so that modules may be sharded over several slices. Links are lost, and axes without names
-    are called ``axis_0``, ``axis_1`` and so on. Ids that descend along an axis are refused: torch
-    numbers the ranks of a group upwards, and would mix up shards.
+    that, so that modules may be sharded over several slices. Axes without names are called
+    ``axis_0``, ``axis_1`` and so on.
     """
     check_members(mesh)
     job = current_job()
@@ -188,10 +185,7 @@ def _check_ascending(mesh: DeviceMesh) -> None:
 
 
 def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: DeviceMesh) -> None:
-    """Check that this rank's groups are of the running job; those of a mesh of all ranks are kept.
-
-    Each rank sees its own groups only, and knows from the mesh which others there are.
-    """
+    """Check that the groups are of the running job; keep those of a mesh of all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for axis in range(mesh.ndim) if rank in mesh else ():
         members = list(mesh.group(rank, [axis]))

@@ -218,7 +218,7 @@ def _measurement(value: object, path: Path, key: str, mesh_shape: Sequence[int])
     kind = field(item, "kind", str, path, key)
     axes = field(item, "axes", tuple, path, key)
     num_bytes = field(item, "num_bytes", int, path, key)
-    seconds = field(item, "seconds", object, path, key)
+    seconds: Any = field(item, "seconds", object, path, key)
     (least, most), dims = _SECONDS, len(mesh_shape)
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     for name, fine, due in (
