@@ -46,14 +46,6 @@ class LinkPreset:
     """Rate of the devices' memory, read or written, where it is known."""
     curves: tuple[Curve, ...] = ()
 
-    def link(self, devices: int | None = None) -> Link:
-        """Return the link, its name saying so where an axis of `devices` is beyond the preset."""
-        most = self.devices[1]
-        beyond = most is not None and devices is not None and devices > most
-        name = f"{self.name} beyond its {most} devices" if beyond else self.name
-        latency, start = self.latency_us / 1e6, self.start_us / 1e6
-        return Link(latency, 1 / (self.gb_per_s * 1e9), name, start, self.curves, self.port)
-
     def as_dict(self) -> dict[str, object]:
         """Return plain values, ready for JSON."""
         values = {field: getattr(self, field) for field in self.__slots__}
@@ -61,11 +53,16 @@ class LinkPreset:
         return plain | {"curves": [curve.as_dict() for curve in self.curves]}
 
 
-def link_preset(name: str, devices: int | None = None) -> Link:
-    """Return the link of one of `PRESETS`, for an axis of so many devices."""
+def link_preset(name: str, devices: int = 0) -> Link:
+    """Return the link of one of `PRESETS`; its name says if so many devices are beyond it."""
     if name not in PRESETS:
         raise MeshError(f"no link preset {name!r}; known: {', '.join(PRESETS)}")
-    return PRESETS[name].link(devices)
+    preset = PRESETS[name]
+    most = preset.devices[1]
+    shown = name if most is None or devices <= most else f"{name} beyond its {most} devices"
+    latency, start = preset.latency_us / 1e6, preset.start_us / 1e6
+    seconds_per_byte = 1 / (preset.gb_per_s * 1e9)
+    return Link(latency, seconds_per_byte, shown, start, preset.curves, preset.port)
 
 
 def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:

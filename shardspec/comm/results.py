@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Final
@@ -67,31 +67,16 @@ def checked(what: object, result: torch.Tensor) -> Iterator[None]:
         )
 
 
-def combine(addends: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """Return the reduction of tensors of one shape and dtype, as a new tensor."""
-    result = torch.empty_like(addends[0], memory_format=torch.contiguous_format)
-    combine_into(result, addends, op)
-    return result
-
-
-def combine_into(result: torch.Tensor, addends: Iterable[torch.Tensor], op: ReduceOp) -> None:
-    """Write the reduction of one tensor or more into another of the same shape and dtype.
-
-    The result may be the first addend. Addends are used one after the other, in their order, so
-    that each may be made in the memory of the one before.
-    """
+def combine_into(result: torch.Tensor, addends: Sequence[torch.Tensor], op: ReduceOp) -> None:
+    """Write the reduction of tensors, of which the first may be the result, in their order."""
     wider = _WIDER.get(result.dtype)
     total = result if wider is None else torch.empty_like(result, dtype=wider)
-    count = 0
-    for addend in addends:
-        count += 1
-        if count > 1:
-            _COMBINE[op](total, addend, out=total)
-        elif total.data_ptr() != addend.data_ptr():
-            total.copy_(addend)
-    assert count, "a reduction has addends"
+    if total.data_ptr() != addends[0].data_ptr():
+        total.copy_(addends[0])
+    for addend in addends[1:]:
+        _COMBINE[op](total, addend, out=total)
     if op == "avg":
-        total /= count
+        total /= len(addends)
     if total is not result:
         result.copy_(total)
 
