@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
 
-
 _HAND_ON: Final = (
     "this is a mesh of shardspec where torch takes its own, as fully_shard and parallelize_module "
     "do; hand on mesh.to_torch()"
@@ -56,14 +55,11 @@ class DeviceMesh:
         `logical_mesh_id`, or of `physical_mesh_id`.
     logical_mesh_id
         The same ids already arranged, as an alternative to `mesh_shape`.
-    mesh_alpha
-        Per axis: start-up latency, in seconds a message.
-    mesh_beta
-        Per axis: transfer cost, in seconds a byte (the inverse of the bandwidth).
-    axis_names
-        Per axis: a name, usable wherever an axis number is.
-    mesh_dim_names
-        The same by the name that torch has for it; give one of the two.
+    mesh_alpha, mesh_beta
+        Per axis: start-up latency in seconds a message, and transfer cost in seconds a byte (the
+        inverse of the bandwidth). Give both or neither.
+    axis_names, mesh_dim_names
+        Per axis: a name, usable wherever an axis number is. The second is torch's word for it.
     link_model
         ``"ring"`` where every axis has links of its own; ``"shared-bus"`` where all devices share
         one bus (processes on one host), and what counts is the total of the bytes moved.

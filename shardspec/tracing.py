@@ -1,8 +1,7 @@
 """What conversions do, step by step: measured and predicted, as a table, a trace or log lines.
 
-A trace records every step that this process carries out inside its ``with`` block.
 ``SHARDSPEC_LOG=debug`` in the environment, or a handler on the logger "shardspec", writes a line
-per step instead.
+per step.
 """
 
 import json
@@ -84,9 +83,7 @@ class Trace:
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
         """In the order in which they began."""
-        self.opened = time.perf_counter()
-        """When the trace was opened, on the clock of `time.perf_counter`."""
-        self._clock = time.time()
+        self.opened, self._clock = time.perf_counter(), time.time()
 
     def __str__(self) -> str:
         return self.table()

@@ -2,13 +2,12 @@
 
 A curve is the lower of two lines, for a protocol of low latency and one of high bandwidth. For each
 size at which one may give way to the other, both lines are fitted and each measurement goes to the
-line that is lower there, a few times over; the best fit is kept. The relative error is minimised,
-since a microsecond counts for as much in a short step as a millisecond in a long one, and outliers
-count for less (iteratively reweighted least squares with Huber's weights). Cross-validation says
-how far prices are off: each size is left out once and priced by the fit of the others.
+line that is lower there, a few times over; the best fit is kept. Relative errors are minimised,
+with Huber's weights for outliers (iteratively reweighted least squares). Cross-validation says how
+far prices are off: each size is left out once and priced by the fit of the others.
 
-Links price permute and exchange, and steps along axes that were not measured together. They are
-fitted to the lines of `shardspec.comm.cost` itself, so that a fit and a price cannot disagree.
+Links price steps that were not measured. They are fitted to the lines of `shardspec.comm.cost`
+itself, so that a fit and a price cannot disagree.
 """
 
 from collections.abc import Iterable, Sequence
@@ -99,11 +98,7 @@ def bands(pairs: Iterable[tuple[float, float]]) -> Errors:
 
 
 def fit_curve(kind: str, devices: int, times: Times, other: Times = ()) -> Curve:
-    """Return the curve of times of a collective, at two sizes or more.
-
-    `other` times are not fitted but count in the errors: of another version of the communication
-    library, say.
-    """
+    """Return the curve of times at two sizes or more; `other` times count in the errors alone."""
     curve = Curve(kind, devices, _fit_lines(times), (int(times[0][0]), int(times[-1][0])))
     errors = [(size, abs(curve.seconds(size) / seconds - 1)) for size, seconds in other]
     for place, (size, seconds) in enumerate(times) if len(times) > 2 else ():
@@ -163,11 +158,7 @@ def fitted(model: CostModel, measured: Measurement) -> float:
 def fit_links(
     mesh_shape: tuple[int, ...], measurements: Sequence[Measurement], link_model: LinkModel
 ) -> Fit:
-    """Return the links that fit measurements best; each axis is fitted to the steps along it alone.
-
-    Steps along several axes count in the errors only. Every axis of two devices or more needs two
-    sizes of some step.
-    """
+    """Return the links that fit best; each axis is fitted to the steps along it alone."""
     unit = CostModel(mesh_shape, (Link(1.0, 1.0),) * len(mesh_shape), link_model)
     links = []
     for axis, devices in enumerate(mesh_shape):

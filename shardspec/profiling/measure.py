@@ -34,9 +34,8 @@ def measure(
 ) -> tuple[Measurement, ...]:
     """Time every kind of step along every group of axes, at every size; all processes call this.
 
-    `sizes` are about the bytes of a shard before the step. A step is repeated at least `repeats`
-    times after warm-ups, short ones more often. `progress` is called with how many steps and sizes
-    are done, and how many there are.
+    `sizes` are about the bytes of a shard before the step, which is repeated at least `repeats`
+    times. `progress` is called with how many steps and sizes are done, and how many there are.
     """
     mesh = communicator.mesh
     several = [axis for axis in range(mesh.ndim) if mesh.shape[axis] > 1]

@@ -227,9 +227,7 @@ def test_boxes_are_drawn_where_they_are_and_move_to_where_they_go(page):
         wanted = sorted(
             [peer, device]
             for device in before.mesh.ids
-            for peer, box in schedule_for(
-                step, before.mesh, device, before.box, after.box
-            ).incoming
+            for peer, box in schedule_for(step, before.mesh, device, before.box, after.box).incoming
             if box_size(box)
         )
         page.ask(f"jump({number} + 0.5)")
