@@ -32,7 +32,7 @@ from benchmarks.execution import placements_of
 from benchmarks.state_models import ROWS, Row, deepseek, specs_of
 from shardspec import DeviceMesh, Layout, ProcessGroupCommunicator, ReshardPlan, plan_reshard
 from shardspec.boxes import Box, box_size, intersect, slices_within
-from shardspec.comm.job import current_job
+from shardspec.comm.process_group import current_job
 
 __all__ = ["main"]
 

@@ -25,7 +25,7 @@ from shardspec import CostModel, DeviceMesh, DTensor, Layout, LayoutConverter, L
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.layout.table import CostTable
 from shardspec.profiling.measure import measure
-from shardspec.profiling.profile import make_profile
+from shardspec.profiling.profile import Profile
 from shardspec.text import bytes_text, seconds_text
 
 WIDTH, TOKENS = 256, (8, 96)
@@ -309,7 +309,7 @@ def main() -> None:
         sizes = [1 << k for k in range(14, 23, 2)]
         times = measure(communicator, sizes, 5, device=torch.device("cpu"))
         shared = communicator.gather(dict.fromkeys(communicator.addressable, times))
-        model = make_profile(mesh.shape, None, shared[0], {}).cost_model
+        model = Profile(mesh.shape, None, shared[0], {}).cost_model
     else:
         mesh = DeviceMesh(range(4), (2, 2))
         model = CostModel(mesh.shape, (Link(1e-4, 1 / 4e9),) * 2, "shared-bus")

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.convert import reshard as reshard
     from shardspec.checkpoint.load import load_sharded as load_sharded
     from shardspec.checkpoint.save import save_sharded as save_sharded
+    from shardspec.comm.communicator import SimulatedCommunicator as SimulatedCommunicator
     from shardspec.comm.cost import CostModel as CostModel
     from shardspec.comm.curves import Link as Link
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
-    from shardspec.comm.simulated import SimulatedCommunicator as SimulatedCommunicator
     from shardspec.comm.torch_mesh import init_device_mesh as init_device_mesh
     from shardspec.dtensor import DTensor as DTensor
     from shardspec.dtensor import distribute_tensor as distribute_tensor
@@ -53,7 +53,7 @@ _NAMES: Final = {
     "comm.cost": ("CostModel",),
     "comm.curves": ("Link",),
     "comm.process_group": ("ProcessGroupCommunicator",),
-    "comm.simulated": ("SimulatedCommunicator",),
+    "comm.communicator": ("SimulatedCommunicator",),
     "comm.torch_mesh": ("init_device_mesh",),
     "dtensor": ("DTensor", "distribute_tensor"),
     "errors": ("ShardSpecError",),

@@ -20,7 +20,7 @@ from shardspec.comm.steps import AllReduce, Exchange, ReduceScatter, Step, backw
 from shardspec.errors import LayoutError
 from shardspec.layout.cross import common_mesh, exchange_to
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.layout.plan import ConversionPlan, step_bytes, step_seconds
+from shardspec.layout.plan import ConversionPlan
 from shardspec.tracing import StepRecord, log_from_environment, observers, report
 
 log_from_environment()
@@ -35,10 +35,9 @@ def run_plan(
 ) -> dict[int, torch.Tensor]:
     """Carry out the steps of a plan on the shards of this process; return those of the target.
 
-    Shards are those of every addressable device of the source's mesh, which the communicator is of.
-    Or carry gradients of the target `back` to the source, the steps undone in reverse; what
-    finishes a reduction then does so by sum or avg. Raises `CommunicatorError` on every rank if
-    ranks are about to do different things, one of them fails or does not come.
+    The communicator is of the source's mesh. Or carry gradients of the target `back` to the source:
+    the steps undone in reverse, where what finishes a reduction does so by sum or avg. It is a
+    `CommunicatorError` on every rank if they are about to do different things, or one fails.
     """
     shards, traces, numbers = dict(shards), observers(), range(len(plan.steps))
     with _conversion(plan, communicator, shards, "backward" if back else "forward") as device:
@@ -58,31 +57,15 @@ def run_plan(
                 addends = prod(before.mesh.shape[axis] for axis in planned.axes)
                 shards = {device_id: grad / addends for device_id, grad in shards.items()}
             if step is not None and traces is not None:
+                for shard in shards.values():
+                    if shard.is_cuda:
+                        torch.cuda.synchronize(shard.device)
+                passed = time.perf_counter() - started
                 here = communicator.on(common_mesh(before.mesh, after.mesh)).addressable
-                passed = _elapsed(started, shards)
-                # No gradient is pending where its value is.
-                to = after.with_spec(after.spec.without_partial()) if back else after
-                price = _priced(plan, step, before, to)
-                record = StepRecord(step, before, after, here, started, passed, *price, back)
+                model = plan.model_between(before, after)
+                record = StepRecord(step, before, after, here, started, passed, model, back)
                 report(record, traces)
     return shards
-
-
-def _elapsed(started: float, shards: Mapping[int, torch.Tensor]) -> float:
-    """Return the seconds since then, once the devices are done too."""
-    for shard in shards.values():
-        if shard.is_cuda:
-            torch.cuda.synchronize(shard.device)
-    return time.perf_counter() - started
-
-
-def _priced(
-    plan: ConversionPlan, step: Step, before: Layout, after: Layout
-) -> tuple[float, int, str]:
-    """Return seconds and bytes that are predicted for a step, and the links they are for."""
-    model, mesh = plan.model_between(before, after), common_mesh(before.mesh, after.mesh)
-    links = model.links_text(mesh.axis_labels())
-    return step_seconds(step, before, after, model), step_bytes(step, before, after), links
 
 
 def agree_on(
@@ -105,6 +88,8 @@ def _conversion(
 @lru_cache(maxsize=4096)
 def _described(source: Layout, target: Layout, steps: tuple[Step, ...], note: str) -> bytes:
     """Say what is to be done, in words that other ranks compare."""
+    meshes = source.mesh, target.mesh
+    links = "; ".join(f"{m.mesh_alpha} s, {m.mesh_beta} s/B, {m.link_model}" for m in meshes)
     return description(
         {
             "mesh": mesh_text(source),
@@ -113,7 +98,7 @@ def _described(source: Layout, target: Layout, steps: tuple[Step, ...], note: st
             "target": str(target.spec),
             "shape": str(list(source.global_shape)),
             "dtype": source.dtype,
-            "links": f"{_links_text(source)}; {_links_text(target)}",
+            "links": links,
             "plan": ", ".join(map(str, steps)),
             "gradient": note,
         }
@@ -125,11 +110,6 @@ def mesh_text(layout: Layout) -> str:
     return f"{layout.mesh} of ids {','.join(map(str, layout.mesh.ids))}"
 
 
-def _links_text(layout: Layout) -> str:
-    mesh = layout.mesh
-    return f"{mesh.mesh_alpha} s, {mesh.mesh_beta} s/B, {mesh.link_model}"
-
-
 def run_step(
     step: Step,
     communicator: Communicator,
@@ -138,10 +118,7 @@ def run_step(
     after: Layout,
     device: str,
 ) -> dict[int, torch.Tensor]:
-    """Carry out one step, between two meshes too, of shards on one kind of device.
-
-    What is cut by parts goes part by part: of each part every device holds one box.
-    """
+    """Carry out one step, also between two meshes; what is cut by parts goes part by part."""
     plain, here = before.spec.is_plain and after.spec.is_plain, communicator.on(after.mesh)
     if plain and before.mesh == after.mesh:
         return here.run(step, shards, before.box, after.box)
@@ -151,14 +128,11 @@ def run_step(
     if not across.addressable:
         return {}
     dtype, cells = getattr(torch, before.dtype), cells_of(before, after)
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device or None)
-
-    nothing = empty(*([0] * (len(before.global_shape) or 1)))
+    empty = partial(torch.empty, dtype=dtype, device=device or None)
+    nothing = empty([0] * (len(before.global_shape) or 1))
     results = {}
     if len(cells) > 1:
-        results = {rank: empty(*after.local_shape(rank)) for rank in here.addressable}
+        results = {rank: empty(after.local_shape(rank)) for rank in here.addressable}
     for cell in cells:
         held, wanted = on_both(before, cell), on_both(after, cell)
         given = {
@@ -245,10 +219,7 @@ def _run(plan: ConversionPlan, communicator: Communicator, back: bool, shards: S
 def convert(
     plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Carry out a plan between meshes of the same devices; its gradient is converted back.
-
-    The communicator is of the source's mesh, and all its addressable devices give their shards.
-    """
+    """Carry out a plan between meshes of the same devices; its gradient is converted back."""
     run, undo = (partial(_run, plan, communicator, back) for back in (False, True))
     there = communicator.on(plan.target.mesh).addressable
     return dict(zip(there, _apply(run, undo, tuple(shards.values())), strict=True))
@@ -259,8 +230,7 @@ def with_gradient_reduced(
 ) -> dict[int, torch.Tensor]:
     """Return the shards; parts of gradients that arrive at them are added up by a plan.
 
-    The gradient of that goes to each addend. That of a mean is not divided: what comes back from
-    the devices is a mean again.
+    The gradient of a mean is not divided: what comes back from the devices is a mean again.
     """
     run = partial(_run, plan, communicator, False)
     return dict(zip(shards, _apply(_views, run, tuple(shards.values())), strict=True))

@@ -6,10 +6,10 @@ owns no process group, so that planning needs no job, no GPU and no rank.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, product
-from operator import eq
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
 from shardspec.device_ids import Ids, as_shape, check_ids, flatten, some, whole_number
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
-
 
 _HAND_ON: Final = (
     "this is a mesh of shardspec where torch takes its own, as fully_shard and parallelize_module "
@@ -56,14 +55,11 @@ class DeviceMesh:
         `logical_mesh_id`, or of `physical_mesh_id`.
     logical_mesh_id
         The same ids already arranged, as an alternative to `mesh_shape`.
-    mesh_alpha
-        Per axis: start-up latency, in seconds a message.
-    mesh_beta
-        Per axis: transfer cost, in seconds a byte (the inverse of the bandwidth).
-    axis_names
-        Per axis: a name, usable wherever an axis number is.
-    mesh_dim_names
-        The same by the name that torch has for it; give one of the two.
+    mesh_alpha, mesh_beta
+        Per axis: start-up latency in seconds a message, and transfer cost in seconds a byte (the
+        inverse of the bandwidth). Give both or neither.
+    axis_names, mesh_dim_names
+        Per axis: a name, usable wherever an axis number is. The second is torch's word for it.
     link_model
         ``"ring"`` where every axis has links of its own; ``"shared-bus"`` where all devices share
         one bus (processes on one host), and what counts is the total of the bytes moved.
@@ -79,10 +75,12 @@ class DeviceMesh:
     Examples
     --------
     >>> mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
-    >>> mesh.coordinates(6)
-    (1, 2)
-    >>> mesh.group(6, ["dp"])
-    (2, 6)
+    >>> mesh.coordinates(6), mesh.id_at((1, 2)), mesh.axis("tp")
+    ((1, 2), 6, 1)
+    >>> mesh.group(6, ["dp"]), mesh.group(0, ["dp", "tp"]), mesh.group(0, ["tp", "dp"])
+    ((2, 6), (0, 1, 2, 3, 4, 5, 6, 7), (0, 4, 1, 5, 2, 6, 3, 7))
+    >>> mesh.groups(["tp"]), mesh.submesh({"dp": 1}).ids
+    (((0, 1, 2, 3), (4, 5, 6, 7)), (4, 5, 6, 7))
     >>> mesh == DeviceMesh(range(8), logical_mesh_id=[[0, 1, 2, 3], [4, 5, 6, 7]],
     ...                    axis_names=("dp", "tp"))
     True
@@ -93,15 +91,10 @@ class DeviceMesh:
     shape: tuple[int, ...]
     """Devices along each axis; every entry is at least 1."""
     axis_names: tuple[str, ...] | None
-    """One distinct name per axis, or None."""
     mesh_alpha: tuple[float, ...] | None
-    """Seconds a message, per axis, or None where the caller gave none."""
     mesh_beta: tuple[float, ...] | None
-    """Seconds a byte, per axis, or None where the caller gave none."""
     link_model: LinkModel
-    """How links are shared; see the class."""
-    _position: Mapping[int, int] | None = field(compare=False, repr=False)
-    """Of each id its place; None where ids count up from 0, as those of large meshes mostly do."""
+    _position: Mapping[int, int] = field(compare=False, repr=False)
     _hash: int = field(compare=False, repr=False)
 
     def __init__(
@@ -154,14 +147,10 @@ class DeviceMesh:
         if (alpha is None) != (beta is None):
             raise MeshError("give both mesh_alpha and mesh_beta, or neither")
         identity = (ids, shape, names, alpha, beta, link_model)
-        counted = all(map(eq, ids, count()))
-        places = None if counted else {id_: place for place, id_ in enumerate(ids)}
-        values = (*identity, places, hash(identity))
+        values = (*identity, {id_: place for place, id_ in enumerate(ids)}, hash(identity))
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         if init_process_group:
-            # An import that points upwards: a mesh is a value, and this is sugar for
-            # building its communicator, which is found again through torch's own default group.
             from shardspec.comm.process_group import ProcessGroupCommunicator
 
             ProcessGroupCommunicator.create(self)
@@ -170,15 +159,10 @@ class DeviceMesh:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Made anew: the kept hash is of this process only, since each salts its text hashes.
-        made = partial(
-            DeviceMesh,
-            mesh_alpha=self.mesh_alpha,
-            mesh_beta=self.mesh_beta,
-            axis_names=self.axis_names,
-            link_model=self.link_model,
-        )
-        return made, (self.ids, self.shape)
+        # Made anew: the hash is of this process only, since each salts its text hashes.
+        names, model = self.axis_names, self.link_model
+        made = partial(DeviceMesh, axis_names=names, link_model=model)
+        return made, (self.ids, self.shape, None, self.mesh_alpha, self.mesh_beta)
 
     def __str__(self) -> str:
         if self.axis_names is None:
@@ -203,18 +187,7 @@ class DeviceMesh:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def axis(self, axis: Axis) -> int:
-        """Return the number of an axis given by number or name.
-
-        Raises
-        ------
-        AxisError
-            If the mesh has no such axis.
-
-        Examples
-        --------
-        >>> DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp")).axis("tp")
-        1
-        """
+        """Return the number of an axis given by number or name."""
         if isinstance(axis, str):
             if self.axis_names is None or axis not in self.axis_names:
                 known = ", ".join(self.axis_names) if self.axis_names else "none, only numbers"
@@ -237,21 +210,13 @@ class DeviceMesh:
         return [self.axis_label(axis) for axis in (range(self.ndim) if axes is None else axes)]
 
     def __contains__(self, physical_id: object) -> bool:
-        if self._position is None:
-            return physical_id in range(len(self.ids))
         return physical_id in self._position
 
     def coordinates(self, physical_id: int) -> tuple[int, ...]:
-        """Return where a device sits: one index per axis.
-
-        Raises
-        ------
-        MeshError
-            If the device is not in the mesh.
-        """
+        """Return where a device sits: one index per axis."""
         if physical_id not in self:
             raise MeshError(f"device {physical_id} is not in the mesh of ids {some(self.ids)}")
-        position = physical_id if self._position is None else self._position[physical_id]
+        position = self._position[physical_id]
         coordinates = []
         for size in reversed(self.shape):
             position, index = divmod(position, size)
@@ -259,18 +224,7 @@ class DeviceMesh:
         return tuple(reversed(coordinates))
 
     def id_at(self, coordinates: Sequence[int]) -> int:
-        """Return the device at the given coordinates.
-
-        Raises
-        ------
-        MeshError
-            If the coordinates do not lie in the mesh.
-
-        Examples
-        --------
-        >>> DeviceMesh([3, 1, 0, 2], (2, 2)).id_at((1, 0))
-        0
-        """
+        """Return the device at the given coordinates."""
         if len(coordinates) != self.ndim or not all(
             0 <= c < n for c, n in zip(coordinates, self.shape, strict=True)
         ):
@@ -284,19 +238,6 @@ class DeviceMesh:
         """Return the ids that differ from a device only along `axes`, itself included.
 
         They come in the order of `axes`, the first axis major.
-
-        Raises
-        ------
-        AxisError
-            If an axis does not exist or is named twice.
-        MeshError
-            If the device is not in the mesh.
-
-        Examples
-        --------
-        >>> mesh = DeviceMesh(range(8), (2, 2, 2))
-        >>> mesh.group(0, [0, 2]), mesh.group(0, [2, 0])
-        ((0, 1, 4, 5), (0, 4, 1, 5))
         """
         numbers = self._distinct(axes)
         here = list(self.coordinates(physical_id))
@@ -308,33 +249,13 @@ class DeviceMesh:
         return tuple(members)
 
     def groups(self, axes: Iterable[Axis]) -> tuple[tuple[int, ...], ...]:
-        """Return every group along `axes`; together they hold each device once.
-
-        Examples
-        --------
-        >>> DeviceMesh(range(4), (2, 2)).groups([0])
-        ((0, 2), (1, 3))
-        """
+        """Return every group along `axes`; together they hold each device once."""
         numbers = self._distinct(axes)
         free = (range(1) if a in numbers else range(n) for a, n in enumerate(self.shape))
         return tuple(self.group(self.id_at(start), numbers) for start in product(*free))
 
     def submesh(self, fixed: Mapping[Axis, int]) -> "DeviceMesh":
-        """Return the mesh that is left when some axes are held at one index each.
-
-        Raises
-        ------
-        AxisError
-            If an axis does not exist or is given twice, by name and by number.
-        MeshError
-            If an index lies outside its axis, or no axis is left.
-
-        Examples
-        --------
-        >>> mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
-        >>> mesh.submesh({"dp": 1}).ids
-        (4, 5, 6, 7)
-        """
+        """Return the mesh that is left when some axes are held at one index each."""
         at = dict(zip(self._distinct(fixed), fixed.values(), strict=True))
         for axis, index in at.items():
             if whole_number(index) is None or not 0 <= index < self.shape[axis]:
@@ -347,20 +268,14 @@ class DeviceMesh:
 
     def slice_with(self, physical_id: int, axes: Sequence[int]) -> "DeviceMesh":
         """Return the mesh along some axes, in this order, that a device is in."""
+        kept: dict[str, Any] = {
+            name: None if (values := getattr(self, name)) is None else [values[a] for a in axes]
+            for name in ("mesh_alpha", "mesh_beta", "axis_names")
+        }
+        shape = [self.shape[axis] for axis in axes]
+        return DeviceMesh(self.group(physical_id, axes), shape, link_model=self.link_model, **kept)
 
-        def keep(values: Sequence[float] | None) -> list[float] | None:
-            return None if values is None else [values[a] for a in axes]
-
-        return DeviceMesh(
-            self.group(physical_id, axes),
-            [self.shape[a] for a in axes],
-            mesh_alpha=keep(self.mesh_alpha),
-            mesh_beta=keep(self.mesh_beta),
-            axis_names=None if self.axis_names is None else [self.axis_names[a] for a in axes],
-            link_model=self.link_model,
-        )
-
-    # What needs a job is sugar for `shardspec.comm.torch_mesh`; the mesh stays a value.
+    # What needs a job is imported late from upper layers: the mesh stays a value.
 
     @classmethod
     def from_torch(cls, torch_mesh: "TorchMesh") -> "DeviceMesh":
@@ -376,19 +291,16 @@ class DeviceMesh:
         return to_torch(self, device_type)
 
     def __getitem__(self, axis_names: str | tuple[str, ...]) -> "DeviceMesh":
-        """Return the part of the mesh along some axes that the calling rank is in.
+        """Return the calling rank's part along some axes; see `shardspec.comm.torch_mesh.slice_of`.
 
-        See `shardspec.comm.torch_mesh.slice_of`; `submesh` needs no rank.
+        `submesh` needs no rank.
         """
         from shardspec.comm.torch_mesh import slice_of
 
         return slice_of(self, axis_names)
 
     def get_group(self, axis: Axis | None = None) -> "dist.ProcessGroup":
-        """Return the process group along an axis that the calling rank is in.
-
-        See `shardspec.comm.torch_mesh.group_of`.
-        """
+        """Return the calling rank's group of an axis; see `shardspec.comm.torch_mesh.group_of`."""
         from shardspec.comm.torch_mesh import group_of
 
         return group_of(self, axis)
@@ -430,10 +342,8 @@ def _check_links(
     if values is None:
         return None
     found = _per_axis(what, values, shape, "one number per axis, as in (1e-5, 3e-6)")
-    try:
+    with suppress(TypeError, ValueError, OverflowError):
         seconds = tuple(map(float, found))
-    except (TypeError, ValueError, OverflowError):
-        raise MeshError(f"{what} {shown(found)}: each value must be a number") from None
-    if not all(math.isfinite(value) and value >= 0 for value in seconds):
-        raise MeshError(f"{what} {found}: each value must be finite and not negative")
-    return seconds
+        if all(math.isfinite(value) and value >= 0 for value in seconds):
+            return seconds
+    raise MeshError(f"{what} {shown(found)}: each value must be a finite number, not negative")

@@ -1,8 +1,7 @@
 """What conversions do, step by step: measured and predicted, as a table, a trace or log lines.
 
-A trace records every step that this process carries out inside its ``with`` block.
 ``SHARDSPEC_LOG=debug`` in the environment, or a handler on the logger "shardspec", writes a line
-per step instead.
+per step.
 """
 
 import json
@@ -17,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Step
 from shardspec.errors import ShardSpecError
+from shardspec.layout.cross import common_mesh
 from shardspec.layout.layout import Layout
-from shardspec.layout.plan import step_text
+from shardspec.layout.plan import step_bytes, step_seconds, step_text
 from shardspec.text import bytes_text, counted, seconds_text, table_text
 
 __all__ = ["StepRecord", "Trace", "log_from_environment", "observers", "report", "trace"]
@@ -34,7 +35,6 @@ class StepRecord:
     """One step as it was carried out in this process."""
 
     step: Step
-    """What was done."""
     before: Layout
     after: Layout
     devices: tuple[int, ...]
@@ -43,14 +43,32 @@ class StepRecord:
     """When it began, on the clock of `time.perf_counter`."""
     seconds: float
     """How long it took here, waiting for others included."""
-    predicted_seconds: float
-    """What the cost model says."""
-    num_bytes: int
-    """Bytes that the busiest device receives."""
-    links: str
-    """Which links the model has."""
+    model: CostModel
+    """Of the links that were used."""
     backward: bool
     """Whether it carried a gradient back."""
+
+    @property
+    def predicted_seconds(self) -> float:
+        """What the cost model says."""
+        return step_seconds(self.step, self.before, self._priced_after, self.model)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the busiest device receives."""
+        return step_bytes(self.step, self.before, self._priced_after)
+
+    @property
+    def links(self) -> str:
+        """The links of the cost model, as text."""
+        mesh = common_mesh(self.before.mesh, self.after.mesh)
+        return self.model.links_text(mesh.axis_labels())
+
+    @property
+    def _priced_after(self) -> Layout:
+        # No gradient is pending where its value is.
+        spec = self.after.spec
+        return self.after.with_spec(spec.without_partial()) if self.backward else self.after
 
     def __str__(self) -> str:
         way = "gradient: " if self.backward else ""
@@ -67,9 +85,7 @@ class Trace:
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
         """In the order in which they began."""
-        self.opened = time.perf_counter()
-        """When the trace was opened, on the clock of `time.perf_counter`."""
-        self._clock = time.time()
+        self.opened, self._clock = time.perf_counter(), time.time()
 
     def __str__(self) -> str:
         return self.table()
@@ -97,32 +113,13 @@ class Trace:
         """Return the trace in the format that Perfetto and Chrome's tracing page read.
 
         One process per rank, or per simulated mesh; times in microseconds of the host's clock, so
-        that the files of several ranks line up. In the "Trace Event Format": names of processes
-        (``ph: M``), then complete events (``ph: X``).
-
-        Examples
-        --------
-        >>> import torch
-        >>> from shardspec import DeviceMesh, DTensor
-        >>> tensor = DTensor(torch.ones(4), DeviceMesh(range(2), (2,)), "[S0]")
-        >>> with trace() as steps:
-        ...     _ = tensor.redistribute("[R]")
-        >>> [(event["ph"], event["name"]) for event in steps.as_chrome()["traceEvents"]]
-        [('M', 'process_name'), ('X', 'all-gather dim 0')]
+        that the files of several ranks line up.
         """
-        names = {_process(record): _devices_text(record.devices) for record in self.records}
-        events: list[dict[str, object]] = [
-            {
-                "name": "process_name",
-                "ph": "M",
-                "pid": pid,
-                "tid": 0,
-                "args": {"name": f"rank {name}"},
-            }
-            for pid, name in names.items()
-        ]
+        names: dict[int, object] = {}
+        steps: list[dict[str, object]] = []
         for record in self.records:
-            layout = record.before
+            layout, pid = record.before, next(iter(record.devices), -1)
+            names[pid] = {"name": f"rank {_devices_text(record.devices)}"}
             facts = {
                 "from": str(layout.labelled_spec),
                 "to": str(record.after.labelled_spec),
@@ -134,11 +131,13 @@ class Trace:
             }
             start = (record.started_s - self.opened + self._clock) * 1e6
             kind = "gradient" if record.backward else "conversion"
-            events.append(
-                {"name": step_text(record.step), "cat": kind, "ph": "X", "ts": start}
-                | {"dur": record.seconds * 1e6, "pid": _process(record), "tid": 0, "args": facts}
-            )
-        return {"displayTimeUnit": "ms", "traceEvents": events}
+            event = {"name": step_text(record.step), "cat": kind, "ph": "X", "pid": pid, "tid": 0}
+            steps.append(event | {"ts": start, "dur": record.seconds * 1e6, "args": facts})
+        named: list[dict[str, object]] = [
+            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": name}
+            for pid, name in names.items()
+        ]
+        return {"displayTimeUnit": "ms", "traceEvents": named + steps}
 
     def save(self, path: Path | str) -> None:
         """Write `as_chrome` as JSON; in a job, each rank names a file of its own."""
@@ -164,6 +163,8 @@ def trace() -> Iterator[Trace]:
     ...     _ = tensor.redistribute("[R,S0]")
     >>> [(str(record.step), record.num_bytes) for record in steps.records]
     [('AllToAll(src_dim=0, dst_dim=1, src_axes=(0,), dst_axes=(0,))', 4194304)]
+    >>> [(event["ph"], event["name"]) for event in steps.as_chrome()["traceEvents"]]
+    [('M', 'process_name'), ('X', 'all-to-all dim 0 → 1')]
     """
     opened = Trace()
     token = _OPEN.set((*_OPEN.get(), opened))
@@ -194,10 +195,6 @@ def _numbers(records: Sequence[StepRecord]) -> list[str]:
         seconds_text(sum(record.seconds for record in records)),
         seconds_text(sum(record.predicted_seconds for record in records)),
     ]
-
-
-def _process(record: StepRecord) -> int:
-    return record.devices[0] if record.devices else -1
 
 
 def _devices_text(devices: Sequence[int]) -> str:

@@ -45,12 +45,10 @@ UPWARD_ON_PURPOSE = {
     ("shardspec.resharding.plan", "shardspec.checkpoint.load"),
 }
 WITH_TENSORS = {
-    "shardspec.comm.job",
     "shardspec.comm.messages",
     "shardspec.comm.peer_memory",
     "shardspec.comm.process_group",
     "shardspec.comm.results",
-    "shardspec.comm.simulated",
     "shardspec.comm.torch_mesh",
     "shardspec.dtensor",
     "shardspec.execution",

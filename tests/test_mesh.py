@@ -282,7 +282,7 @@ def test_links_that_do_not_fit():
     )
     for value in (-1.0, float("nan"), float("inf")):
         assert mesh_error(range(4), mesh_alpha=(1e-5,), mesh_beta=(value,)) == (
-            f"mesh_beta ({value},): each value must be finite and not negative"
+            f"mesh_beta ({value},): each value must be a finite number, not negative"
         )
     assert mesh_error(range(4), mesh_alpha=(1e-5,)) == (
         "give both mesh_alpha and mesh_beta, or neither"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter
-from shardspec.comm.simulated import SimulatedCommunicator
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.errors import LayoutError
 from tests.conversions import (
     partial_specs,

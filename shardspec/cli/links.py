@@ -126,8 +126,8 @@ def profile_command(
     if plot is not None:
         write_file(plot, chart_svg(profile), overwrite=overwrite)
     say(f"{profile.table()}\n\n{chart_text(profile)}\n")
-    say(f"known error: {profile.known_error}")
-    say(f"{path_text(output)}: the links of mesh {devices}, {profile.link_model} model")
+    say(f"known error: {profile.cost_model.known_error}")
+    say(f"{path_text(output)}: the links of mesh {devices}, {profile.fit.link_model} model")
 
 
 def _environment(name: str) -> int:
@@ -152,7 +152,7 @@ def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) ->
 
     from shardspec.comm.process_group import ProcessGroupCommunicator
     from shardspec.profiling.measure import measure
-    from shardspec.profiling.profile import make_profile
+    from shardspec.profiling.profile import Profile
 
     communicator = ProcessGroupCommunicator.create(mesh)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -173,4 +173,4 @@ def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) ->
     }
     dist.barrier()
     dist.destroy_process_group()
-    return make_profile(mesh.shape, mesh.axis_names, times, facts)
+    return Profile(mesh.shape, mesh.axis_names, times, facts)

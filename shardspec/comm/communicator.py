@@ -1,11 +1,13 @@
-"""The protocol between layouts and whatever carries out their steps."""
+"""What carries out the steps of conversions, and one process that does so for all devices."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, TypeVar
 
-from shardspec.comm.routes import BoxOf
-from shardspec.comm.steps import Step
+from shardspec.boxes import box_shape, slices_within
+from shardspec.comm.routes import BoxOf, schedule_for
+from shardspec.comm.steps import AllReduce, ReduceScatter, Step
 from shardspec.mesh import DeviceMesh
 
 if TYPE_CHECKING:
@@ -14,46 +16,104 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Communicator(Protocol):
-    """Runs steps on the shards of the devices that this process holds.
+class Communicator(ABC):
+    """Runs steps on the shards of the devices that this process holds, the `addressable` ones.
 
-    A simulated communicator holds every device of the mesh, one over `torch.distributed` holds its
-    own rank. Callers never ask which: they work on all of `addressable`. Every process of the mesh
-    calls each method, in the same order.
+    A simulated communicator holds every device of the mesh, one over `torch.distributed` its own
+    rank. Every process of the mesh calls each method, in the same order.
     """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
 
     @property
     def mesh(self) -> DeviceMesh:
         """The devices among which data moves."""
+        return self._mesh
+
+    @property
+    @abstractmethod
+    def addressable(self) -> tuple[int, ...]:
+        """Physical ids whose shards live in this process."""
+
+    @abstractmethod
+    def run(
+        self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
+    ) -> dict[int, "torch.Tensor"]:
+        """Carry out one step on the addressable shards; returns new contiguous tensors."""
+
+    @abstractmethod
+    def on(self, mesh: DeviceMesh) -> "Communicator":
+        """Return the communicator of the same kind for another mesh."""
+
+    @abstractmethod
+    def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
+        """Enter a conversion, in which steps are run; yields the device type of all shards.
+
+        `content` is its `shardspec.comm.agreement.description`, `device` the type of this process's
+        shards, empty where it holds none. It is an error on every process if one says something
+        else or does not come, or if another thread is in a conversion on this mesh.
+        """
+
+    @abstractmethod
+    def gather(self, values: Mapping[int, T]) -> dict[int, T]:
+        """Return the picklable value of each device of the mesh, in its order; also a barrier."""
+
+
+class SimulatedCommunicator(Communicator):
+    """A `Communicator` that holds every device's shard, for tests, notebooks and one-host work.
+
+    Parameters
+    ----------
+    mesh
+        The devices to simulate.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from shardspec import DeviceMesh, DTensor
+    >>> mesh = DeviceMesh(range(4), (2, 2))
+    >>> t = DTensor(torch.arange(4), mesh, "[S0]", communicator=SimulatedCommunicator(mesh))
+    >>> t.redistribute("[S1]").shards
+    {0: tensor([0, 1]), 1: tensor([2, 3]), 2: tensor([0, 1]), 3: tensor([2, 3])}
+    """
 
     @property
     def addressable(self) -> tuple[int, ...]:
-        """Physical ids whose shards live in this process."""
+        """Every device of the mesh."""
+        return self._mesh.ids
 
     def run(
         self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
     ) -> dict[int, "torch.Tensor"]:
-        """Carry out one step, between the boxes that each device of the mesh holds.
+        """Carry out one step; see `Communicator.run`."""
+        from shardspec.comm.results import checked, combine_into
 
-        `shards` has those of all addressable devices, shaped as their boxes before the step, and
-        is only read. What they hold after it is returned: new contiguous tensors that share no
-        memory with `shards`.
-        """
+        results = {}
+        for device in self.addressable:
+            schedule = schedule_for(step, self._mesh, device, before, after)
+            parts = [
+                (box, shards[peer][slices_within(box, schedule.held[peer])])
+                for peer, box in schedule.incoming
+            ]
+            result = shards[device].new_empty(box_shape(schedule.after))
+            with checked(step, result):
+                if parts and isinstance(step, ReduceScatter | AllReduce):
+                    combine_into(result, [part for _, part in parts], step.op)
+                else:
+                    for box, part in parts:
+                        result[slices_within(box, schedule.after)] = part
+            results[device] = result
+        return results
 
-    def on(self, mesh: DeviceMesh) -> "Communicator":
-        """Return the communicator of the same kind for another mesh."""
+    def on(self, mesh: DeviceMesh) -> "SimulatedCommunicator":
+        """Return the communicator that holds every device of another mesh."""
+        return SimulatedCommunicator(mesh)
 
-    def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
-        """Enter a conversion, in which steps are run; yields the kind of device of all shards.
-
-        `content` is the `shardspec.comm.agreement.description` of what is to be done, `device` the
-        kind of device that this process's shards are on, empty where it holds none. It is a
-        `CommunicatorError` on every process if one says something else, or does not come; and if
-        another thread is in a conversion on this mesh.
-        """
+    def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:  # noqa: ARG002
+        """Return the device: one process always agrees with itself."""
+        return nullcontext(device)
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
-        """Return one small picklable value per device of the mesh, in its order; also a barrier.
-
-        `values` has those of all addressable devices.
-        """
+        """Return the values, which are all here already."""
+        return {device: values[device] for device in self._mesh.ids}

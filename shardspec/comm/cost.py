@@ -1,10 +1,8 @@
 """What a step costs: seconds of the collectives that were measured, else of rings.
 
 With ``b`` the bytes a device holds before the step, ``n`` the devices along the step's axes, alpha
-and beta the largest latency and cost a byte among those axes:
+and beta the largest latency and cost a byte among those axes, the seconds on rings are:
 
-============== =====================================================================
-step           seconds on rings, one per group
 ============== =====================================================================
 all-gather     (n-1) alpha + b (n-1) beta
 reduce-scatter (n-1) alpha + b (n-1)/n beta
@@ -13,22 +11,12 @@ all-to-all     sum over the n-1 peers of (alpha_link + b/n beta_link)
 permute        max over devices of (alpha_link + b beta_link)
 exchange       max over devices of the larger of what it sends and what it receives, each
                a sum over peers of (alpha_link + bytes beta_link)
-slice          0
 ============== =====================================================================
 
-A link between two devices has the largest alpha and beta among the axes on which they differ. Where
-a link takes time to start a step, every step that sends takes so much more. The formulas are those
-of the nccl-tests manual (doc/PERFORMANCE.md) and of Thakur, Rabenseifner and Gropp, "Optimization
-of Collective Communication Operations in MPICH", 2005.
-
-Links whose collectives were measured have curves, see `shardspec.comm.curves`; these take the place
-of the first four formulas. Where a step goes along axes inside a node and along axes that join
-nodes, data flows through both at once: the latencies add up and the slower of the two sets the
-rate, the devices of a node sharing the step's bytes among their ports.
-
-Where local copies are priced, a step that packs or unpacks costs so much more for each byte copied:
-a gather along another dim than 0 all that it collects, a reduce-scatter and an all-to-all what a
-device holds, for each of their dims that is not 0, an exchange what is held before and after.
+as in the nccl-tests manual (doc/PERFORMANCE.md) and in Thakur, Rabenseifner and Gropp,
+"Optimization of Collective Communication Operations in MPICH", 2005. A link between two devices has
+the largest alpha and beta among the axes on which they differ. The start of links and the copies
+that pack and unpack (`shardspec.comm.curves.copies`) are added.
 """
 
 import warnings
@@ -39,18 +27,8 @@ from math import isfinite, prod
 from operator import gt
 from typing import TYPE_CHECKING, Final
 
-from shardspec.comm.curves import (
-    Band,
-    Curve,
-    Line,
-    Link,
-    copies,
-    curve_between,
-    kind_of,
-    share,
-    whole,
-)
-from shardspec.comm.presets import DEFAULT_LINK, DEFAULT_PRESET, link_preset, preset_copy_s
+from shardspec.comm import curves, presets
+from shardspec.comm.curves import Band, Curve, Line, Link, share, whole
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
 from shardspec.mesh import DeviceMesh, LinkModel
@@ -67,10 +45,8 @@ class CostModel:
 
     Parameters
     ----------
-    mesh_shape
-        Devices along each axis.
-    links
-        One link per axis; numbers that are finite and not negative, else `MeshError`.
+    mesh_shape, links
+        Devices along each axis, and the link of each.
     link_model
         ``"ring"``: every group has links of its own. ``"shared-bus"``: all devices share one bus,
         and a step costs the bytes that all of them receive together.
@@ -78,6 +54,11 @@ class CostModel:
         Curves of the collectives along some axes of this very mesh; they come before all else.
     copy_s
         Seconds in which a device copies a byte of its own; 0 leaves local copies out.
+
+    Raises
+    ------
+    MeshError
+        If there is not one link per axis, or `copy_s` is negative or not finite.
 
     Examples
     --------
@@ -101,14 +82,6 @@ class CostModel:
             )
         if not (isfinite(self.copy_s) and self.copy_s >= 0):
             raise MeshError(f"copy_s is {self.copy_s} s a byte; give a finite number from 0 on")
-        for axis, link in enumerate(self.links):
-            numbers = link.latency_s, link.seconds_per_byte, link.start_s
-            if not all(isfinite(number) and number >= 0 for number in numbers):
-                raise MeshError(
-                    f"the link of axis {axis} has latency {link.latency_s} s, "
-                    f"{link.seconds_per_byte} s a byte and start {link.start_s} s; give finite "
-                    "numbers, none negative"
-                )
 
     def __hash__(self) -> int:
         return hash((self.mesh_shape, self.links, self.link_model, len(self.measured)))
@@ -117,34 +90,22 @@ class CostModel:
     def of_mesh(cls, mesh: DeviceMesh) -> "CostModel":
         """Return the model of a mesh's own links, or of `DEFAULT_LINK` where it has none."""
         if mesh.mesh_alpha is None or mesh.mesh_beta is None:
-            # On a shared bus it is another machine, of which no memory is assumed.
-            copy_s = preset_copy_s([DEFAULT_PRESET]) if mesh.link_model == "ring" else 0.0
-            return cls(mesh.shape, (DEFAULT_LINK,) * mesh.ndim, mesh.link_model, copy_s=copy_s)
-        links = tuple(map(Link, mesh.mesh_alpha, mesh.mesh_beta))
-        return cls(mesh.shape, links, mesh.link_model)
+            # A shared bus is another machine, of whose memory nothing is assumed.
+            ring = mesh.link_model == "ring"
+            copy_s = presets.preset_copy_s([presets.DEFAULT_PRESET]) if ring else 0.0
+            links = (presets.DEFAULT_LINK,) * mesh.ndim
+            return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s)
+        return cls(mesh.shape, tuple(map(Link, mesh.mesh_alpha, mesh.mesh_beta)), mesh.link_model)
 
     @classmethod
     def from_presets(
         cls, mesh: DeviceMesh, names: Sequence[str], *, copies: bool | None = None
     ) -> "CostModel":
-        """Return the model of known links, one name per mesh axis or one for all.
+        """Return the model of links that ``shardspec presets`` lists, one per axis or one for all.
 
-        Parameters
-        ----------
-        mesh, names
-            The mesh, and keys of `shardspec.comm.presets.PRESETS`.
-        copies
-            Price local copies too, at the rate of the devices' memory; by default where a preset
-            knows it.
+        `copies` says whether local copies are priced too, by default where a preset knows the rate
+        of the devices' memory. It is a `MeshError` if there is no such preset or rate.
 
-        Raises
-        ------
-        MeshError
-            If there is no such preset, or their number is not that of the axes; if copies are asked
-            for, but the rate is not known.
-
-        Examples
-        --------
         >>> mesh = DeviceMesh(range(16), (2, 8))
         >>> model = CostModel.from_presets(mesh, ["ib-ndr-per-gpu", "h100-nvswitch"])
         >>> [link.name for link in model.links]
@@ -158,43 +119,29 @@ class CostModel:
                 "or one for all"
             )
         each = tuple(names) * (mesh.ndim if len(names) == 1 else 1)
-        links = tuple(map(link_preset, each, mesh.shape))
-        copy_s = preset_copy_s(each, required=copies or False) if copies is not False else 0.0
+        links = tuple(map(presets.link_preset, each, mesh.shape))
+        no_copies = copies is False
+        copy_s = 0.0 if no_copies else presets.preset_copy_s(each, required=copies or False)
         return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s)
 
     @classmethod
     def from_profile(cls, path: "str | Path") -> "CostModel":
-        """Return the model of links that ``shardspec profile`` has measured.
-
-        Raises
-        ------
-        ProfileError
-            If the file is missing, damaged, of another kind or of a newer version.
-        """
+        """Return the model of links that ``shardspec profile`` has measured."""
         from shardspec.profiling.profile import Profile
 
         return Profile.load(path).cost_model
 
     def step_seconds(self, step: Step, num_bytes: int) -> float:
-        """Return the seconds of a collective or a slice.
-
-        Parameters
-        ----------
-        step
-            What moves; permute and exchange depend on both layouts, see
-            `shardspec.layout.routed`.
-        num_bytes
-            Bytes of the largest shard before the step.
-        """
+        """Return the seconds of a collective, given the bytes of the largest shard before it."""
         return min(fixed + num_bytes * per_byte for fixed, per_byte in self.lines(step))
 
     def lines(self, step: Step) -> tuple[Line, ...]:
         """Return lines over the bytes of the largest shard; the lowest is the step's price."""
         assert not isinstance(step, Permute | Exchange), "priced by the layouts on both sides"
-        kind, axes = kind_of(step), self._long(step.axes)
+        kind, axes = curves.kind_of(step), self._long(step.axes)
         if kind is None or not axes:
             return ((0.0, 0.0),)
-        copying = self.copy_s * copies(step, self._count(axes))
+        copying = self.copy_s * curves.copies(step, self._count(axes))
         return tuple((fixed, slope + copying) for fixed, slope in self._lines(kind, axes))
 
     def coefficients(self, step: Step) -> Line:
@@ -208,29 +155,26 @@ class CostModel:
 
     def error(self, step: Step, num_bytes: int) -> Band | None:
         """Return how far the price of a step is off, None where nothing like it was measured."""
-        kind = kind_of(step)
+        kind = curves.kind_of(step)
         curve = None if kind is None else self._curve(kind, self._long(step.axes))
-        if curve is None:
-            return None
-        return curve.error(num_bytes * whole(curve.kind, curve.devices))
+        return None if curve is None else curve.error(num_bytes * whole(curve.kind, curve.devices))
 
     @property
     def known_error(self) -> str:
         """How far prices are off, over all that was measured."""
-        curves = {c for link in self.links for c in link.curves}
-        curves |= {curve for _, some in self.measured for curve in some}
-        bands = [band for curve in curves for band in curve.errors if band is not None]
-        if not bands:
+        measured = {curve for link in self.links for curve in link.curves}
+        measured |= {curve for _, some in self.measured for curve in some}
+        medians = [band.median for curve in measured for band in curve.errors if band is not None]
+        if not medians:
             return f"{NO_MEASUREMENT} of these links; 'shardspec profile' makes one"
-        medians = [band.median for band in bands]
-        devices = sorted({curve.devices for curve in curves})
+        devices = sorted({curve.devices for curve in measured})
         return (
             f"{min(medians) * 100:.0f} to {max(medians) * 100:.0f} % at the median for collectives "
             f"of {', '.join(map(str, devices))} devices; {NO_MEASUREMENT} of others"
         )
 
     def links_text(self, labels: Sequence[str]) -> str:
-        """Say what the links of axes with these names are, axes with the same link together.
+        """Describe the links of axes with these names, axes with the same link together.
 
         >>> CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-5, 2e-11))).links_text(["dp", "tp"])
         'axes dp,tp given: 10 µs, 50 GB/s'
@@ -249,16 +193,13 @@ class CostModel:
     def slowest(self, axes: Iterable[int]) -> tuple[float, float]:
         """Return the largest latency and the largest cost a byte among some axes."""
         axes = list(axes)
-        return (
-            max(self.links[axis].latency_s for axis in axes),
-            max(self._per_byte(axis) for axis in axes),
-        )
+        latency = max(self.links[axis].latency_s for axis in axes)
+        return latency, max(self._per_byte(axis) for axis in axes)
 
     def pair(self, axis: int) -> Line:
         """Return what sending to one device while receiving from another takes, along an axis.
 
-        Where all-to-alls of two devices were measured it is their line for large buffers, of which
-        each device sends half and receives as much.
+        In a measured all-to-all of two devices, each sends half of what it holds.
         """
         link = self.links[axis]
         for curve in link.curves if self.link_model == "ring" else ():
@@ -270,23 +211,20 @@ class CostModel:
     @property
     def start_s(self) -> float:
         """Seconds that an exchange takes to start."""
-        starts = zip(self.links, self.mesh_shape, strict=True)
-        return max((link.start_s for link, devices in starts if devices > 1), default=0.0)
+        axes = self._long(range(len(self.links)))
+        return max((self.links[axis].start_s for axis in axes), default=0.0)
 
     def apart(self, cut: Iterable[int]) -> tuple[int, ...]:
-        """Return the axes along which replicas do not share the sending of an exchange.
+        """Return the axes with a slower link than an axis that cuts the source.
 
-        Those with a slower link than an axis that cuts the source: to cross them as well would
-        slow a transfer down.
+        Replicas along them do not share the sending of an exchange, which that would slow down.
 
         >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
         >>> model.apart([1]), model.apart([0])
         ((0,), ())
         """
         links = [self.slowest([axis]) for axis in range(len(self.links))]
-        least = [
-            min(costs) for costs in zip(*(links[axis] for axis in self._long(cut)), strict=True)
-        ]
+        least = [min(some) for some in zip(*(links[a] for a in self._long(cut)), strict=True)]
         axes = self._long(range(len(links)) if least else ())
         return tuple(axis for axis in axes if any(map(gt, links[axis], least)))
 
@@ -298,8 +236,8 @@ class CostModel:
             mesh_shape=tuple(self.mesh_shape[axis] for axis in axes),
             links=tuple(self.links[axis] for axis in axes),
             measured=tuple(
-                (tuple(place[axis] for axis in along), curves)
-                for along, curves in self.measured
+                (tuple(place[axis] for axis in along), some)
+                for along, some in self.measured
                 if place.keys() >= set(along)
             ),
         )
@@ -318,16 +256,14 @@ class CostModel:
         return link.seconds_per_byte * (prod(inside) if link.port == "node" else 1)
 
     def _curve(self, kind: str, axes: Sequence[int]) -> Curve | None:
-        """Return what was measured along axes, or along as many devices of links alike."""
-        for along, curves in self.measured:
+        """Return what was measured along axes, or along as many devices of the same links."""
+        for along, some in self.measured:
             if along == tuple(axes):
-                return curve_between(curves, kind, self._count(axes))
-        if not axes or self.link_model == "shared-bus":
+                return curves.curve_between(some, kind, self._count(axes))
+        of_links = {self.links[axis].curves for axis in axes}
+        if len(of_links) != 1 or self.link_model == "shared-bus":
             return None
-        curves = self.links[axes[0]].curves
-        if any(self.links[axis].curves != curves for axis in axes):
-            return None
-        return curve_between(curves, kind, self._count(axes))
+        return curves.curve_between(of_links.pop(), kind, self._count(axes))
 
     def _lines(self, kind: str, axes: Sequence[int]) -> tuple[Line, ...]:
         curve = self._curve(kind, axes)
@@ -355,19 +291,19 @@ class CostModel:
     def _ring(self, kind: str, axes: Sequence[int]) -> Line:
         n = self._count(axes)
         start = max(self.links[axis].start_s for axis in axes)
+        if kind == "all-to-all" and self.link_model == "ring":
+            # Peers that differ on the same axes cost the same.
+            fixed = per_byte = 0.0
+            for count in range(1, len(axes) + 1):
+                for differing in combinations(axes, count):
+                    alpha, beta = self.slowest(differing)
+                    peers = prod(self.mesh_shape[axis] - 1 for axis in differing)
+                    fixed += peers * alpha
+                    per_byte += peers / n * beta
+            return start + fixed, per_byte
         alpha, beta = self.slowest(axes)
         messages = (2 if kind == "all-reduce" else 1) * (n - 1)
         received = share(kind, n) * whole(kind, n)
         if self.link_model == "shared-bus":
-            return start + messages * alpha, float(prod(self.mesh_shape) * received) * beta
-        if kind != "all-to-all":
-            return start + messages * alpha, float(received) * beta
-        # Peers that differ on the same axes cost the same.
-        fixed = per_byte = 0.0
-        for count in range(1, len(axes) + 1):
-            for differing in combinations(axes, count):
-                alpha, beta = self.slowest(differing)
-                peers = prod(self.mesh_shape[axis] - 1 for axis in differing)
-                fixed += peers * alpha
-                per_byte += peers / n * beta
-        return start + fixed, per_byte
+            received *= prod(self.mesh_shape)
+        return start + messages * alpha, float(received) * beta

@@ -1,33 +1,27 @@
 """Links of mesh axes, and curves of the collectives that were measured along them.
 
 A curve is the lowest of a few lines ``latency + bytes * seconds_per_byte``: a communication library
-has a protocol of low latency and one of high bandwidth, and takes the faster one. Bytes are those
-of the whole buffer, as nccl-tests counts them: what is gathered or reduced, or what one rank of an
-all-to-all holds.
+has a protocol of low latency and one of high bandwidth. Bytes are those of the whole buffer, as
+nccl-tests counts them: what is gathered or reduced, or what one rank of an all-to-all holds.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, prod
+from math import ceil, isfinite, prod
 from typing import Final, Literal, TypeAlias
 
-from shardspec.comm.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Exchange,
-    Permute,
-    ReduceScatter,
-    Step,
-)
+from shardspec.comm import steps
+from shardspec.comm.steps import Step
+from shardspec.errors import MeshError
 
 KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """The collectives that have curves."""
-_COLLECTIVES: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))
+_COLLECTIVES: Final = (steps.AllGather, steps.ReduceScatter, steps.AllReduce, steps.AllToAll)
+_KIND_OF: Final = dict(zip(_COLLECTIVES, KINDS, strict=True))
 
 LARGE: Final = 1 << 20
-"""Bytes from which on errors are told apart from those of smaller buffers."""
+"""Bytes from which on errors are listed apart from those of smaller buffers."""
 
 Line: TypeAlias = tuple[float, float]
 """Seconds whatever the size, and seconds a byte."""
@@ -48,28 +42,30 @@ class Band:
         )
 
 
+Errors: TypeAlias = tuple[Band | None, Band | None]
+"""Below `LARGE`, and from there on."""
+_UNKNOWN: Final[Errors] = (None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Seconds of one collective on one number of devices, by the bytes of the whole buffer."""
 
     kind: str
-    """One of `KINDS`."""
     devices: int
     lines: tuple[Line, ...]
-    """The lowest applies."""
     sizes: tuple[int, int]
     """Bytes from and to which was measured."""
-    errors: tuple[Band | None, Band | None] = (None, None)
-    """Below `LARGE`, and from there on."""
-    left_out: tuple[Band | None, Band | None] = (None, None)
-    """Likewise when this number of devices is priced from its neighbours."""
+    errors: Errors = _UNKNOWN
+    left_out: Errors = _UNKNOWN
+    """Those of this number of devices when it is priced from its neighbours."""
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds for a buffer of so many bytes."""
         return min(fixed + slope * num_bytes for fixed, slope in self.lines)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the curve as plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {
             "collective": self.kind,
             "devices": self.devices,
@@ -88,6 +84,24 @@ class Curve:
 class Link:
     """How fast data travels along one mesh axis.
 
+    Parameters
+    ----------
+    latency_s, seconds_per_byte
+        Seconds a message, and the inverse of the bandwidth in one direction.
+    name
+        Where the numbers come from.
+    start_s
+        Seconds that a step takes to start, beside its messages.
+    curves
+        What collectives along such links took, in place of the numbers.
+    port
+        Of an axis that joins nodes: whether each device has a port, or those of a node share one.
+
+    Raises
+    ------
+    MeshError
+        If a number is negative or not finite.
+
     Examples
     --------
     >>> str(Link(latency_s=1e-5, seconds_per_byte=2e-11))
@@ -95,25 +109,26 @@ class Link:
     """
 
     latency_s: float
-    """Start-up latency: seconds a message."""
     seconds_per_byte: float
-    """Transfer cost: the inverse of the bandwidth in one direction."""
     name: str = "given"
-    """Where the numbers come from."""
     start_s: float = 0.0
-    """Seconds that a step takes to start, beside its messages."""
     curves: tuple[Curve, ...] = ()
-    """What was measured along such links; in place of the two numbers where there is a curve."""
     port: Literal["device", "node"] | None = None
-    """Of an axis that joins nodes: whether each device has a port, or all devices of a node share
-    one; None for links inside a node, and where nothing is known about nodes."""
+
+    def __post_init__(self) -> None:
+        numbers = self.latency_s, self.seconds_per_byte, self.start_s
+        if not all(isfinite(number) and number >= 0 for number in numbers):
+            raise MeshError(
+                f"link {self.name!r} has latency {self.latency_s} s, {self.seconds_per_byte} s a "
+                f"byte and start {self.start_s} s; give finite numbers, none negative"
+            )
 
     def __str__(self) -> str:
         rate = f"{1e-9 / self.seconds_per_byte:.4g} GB/s" if self.seconds_per_byte else "free"
         numbers = f"{(self.start_s + self.latency_s) * 1e6:.4g} µs, {rate}"
         if not self.curves:
             return f"{self.name}: {numbers}"
-        devices = ", ".join(map(str, sorted({curve.devices for curve in self.curves})))
+        devices = ", ".join(map(str, self._measured_devices))
         return f"{self.name}: curves of {devices} devices, else {numbers}"
 
     def as_dict(self) -> dict[str, object]:
@@ -123,11 +138,15 @@ class Link:
             "seconds_per_byte": self.seconds_per_byte,
             "name": self.name,
             "start_s": self.start_s,
-            "measured_devices": sorted({curve.devices for curve in self.curves}),
+            "measured_devices": self._measured_devices,
         }
 
+    @property
+    def _measured_devices(self) -> list[int]:
+        return sorted({curve.devices for curve in self.curves})
+
     def __hash__(self) -> int:
-        # Of its curves there are dozens, and models are looked up often.
+        # Without the dozens of curves: models are looked up often.
         return hash((self.latency_s, self.seconds_per_byte, self.name, self.start_s))
 
 
@@ -142,12 +161,10 @@ def whole(kind: str, devices: int) -> int:
 
 
 def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | None:
-    """Return the curve of a collective on a number of devices, measured or not.
+    """Return the curve of a collective on a number of devices; None below what was measured.
 
-    Between two numbers that were measured, the seconds for the same whole buffer lie on a straight
-    line over the number of devices. Beyond the largest, latency grows as the steps of a ring and
-    the rest as the bytes that a device receives, and no error is known. None where the collective
-    was not measured at all, or only on more devices.
+    Between two numbers, seconds are interpolated linearly. Beyond the largest, latency grows as the
+    steps of a ring and the rest as the bytes that a device receives, and no error is known.
 
     >>> few = Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))
     >>> many = Curve("all-gather", 8, ((4e-5, 4e-12),), (512, 1 << 29))
@@ -155,17 +172,15 @@ def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | N
     [10, 20, 80]
     """
     own = {curve.devices: curve for curve in curves if curve.kind == kind}
-    if devices in own or not own:
-        return own.get(devices)
-    below = max((n for n in own if n < devices), default=None)
+    below = max((n for n in own if n <= devices), default=None)
     above = min((n for n in own if n > devices), default=None)
-    if below is None:
-        return None
+    if below is None or below == devices:
+        return own.get(devices)
     near = own[below]
     if above is None:
-        steps = (devices - 1) / (below - 1)
+        hops = (devices - 1) / (below - 1)
         grown = float(share(kind, devices) / share(kind, below))
-        lines = tuple((fixed * steps, slope * grown) for fixed, slope in near.lines)
+        lines = tuple((fixed * hops, slope * grown) for fixed, slope in near.lines)
         return Curve(kind, devices, lines, near.sizes)
     far, part = own[above], (devices - below) / (above - below)
     lines = tuple(
@@ -174,26 +189,20 @@ def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | N
         for b in far.lines
     )
     sizes = max(near.sizes[0], far.sizes[0]), min(near.sizes[1], far.sizes[1])
-    # The number between that was left out once lies nearest.
-    errors = next(
-        (
-            curve.left_out
-            for curve in sorted(own.values(), key=lambda c: abs(c.devices - devices))
-            if curve.left_out != (None, None)
-        ),
-        (None, None),
-    )
-    return Curve(kind, devices, lines, sizes, errors)
+    # Errors are those of the nearest number that was left out once.
+    tried = [curve for curve in own.values() if curve.left_out != _UNKNOWN]
+    closest = min(tried, key=lambda curve: abs(curve.devices - devices), default=None)
+    return Curve(kind, devices, lines, sizes, closest.left_out if closest else _UNKNOWN)
 
 
 def copies(step: Step, devices: int) -> int:
     """Return how often a device copies what it holds, to pack and unpack, in a collective."""
     match step:
-        case AllGather(dim):
+        case steps.AllGather(dim):
             return devices if dim else 0
-        case ReduceScatter(dim):
+        case steps.ReduceScatter(dim):
             return int(dim > 0)
-        case AllToAll(src_dim, dst_dim):
+        case steps.AllToAll(src_dim, dst_dim):
             return (src_dim > 0) + (dst_dim > 0)
         case _:
             return 0
@@ -201,20 +210,15 @@ def copies(step: Step, devices: int) -> int:
 
 def kind_of(step: Step) -> str | None:
     """Return which of `KINDS` a step is; None for one that is no collective."""
-    return _COLLECTIVES.get(type(step))
+    return _KIND_OF.get(type(step))
 
 
 def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int:
     """Return the bytes that a device receives in a step, by a bandwidth-optimal algorithm.
 
-    `num_bytes` are those of the largest shard before the step. Permutes and exchanges are counted
-    from the layouts on both sides instead.
-
-    >>> bytes_received(AllGather(0, (1,)), (2, 4), 100)
-    300
-    >>> bytes_received(AllReduce((1,), "sum"), (2, 4), 100)
+    >>> bytes_received(steps.AllReduce((1,), "sum"), (2, 4), 100)
     150
     """
-    assert not isinstance(step, Permute | Exchange), "counted from the layouts on both sides"
+    assert not isinstance(step, steps.Permute | steps.Exchange), "counted from both layouts"
     n, kind = prod(mesh_shape[axis] for axis in step.axes), kind_of(step)
     return 0 if kind is None else ceil(num_bytes * share(kind, n) * whole(kind, n))

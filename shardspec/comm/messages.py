@@ -1,34 +1,35 @@
-"""Boxes over `torch.distributed`: messages on any backend, or NCCL's collectives where they fit.
+"""Boxes and notes over `torch.distributed`: messages, or NCCL's collectives where they fit.
 
-Both ends of a message cut a box into the same chunks. Where a part of a tensor is not contiguous
-its chunks pass through buffers, and only so many bytes of these are under way at once. So a step
-needs little memory besides the shards, and a chunk is copied while the cache still holds it.
+Both ends of a message cut a box into the same chunks. Parts of a tensor that are not contiguous
+pass through buffers, of which a bounded number of bytes is in use at a time.
 """
 
 import re
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within, split_interval
-from shardspec.comm.agreement import Unanswered, ranks_text
-from shardspec.comm.results import checked, combine, combine_into, empty_hugepages
-from shardspec.comm.routes import Parts, TransferSchedule
+from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within
+from shardspec.comm.agreement import NOTE_BYTES, Connection, Note, ranks_text
+from shardspec.comm.results import checked, combine_into, empty_hugepages
+from shardspec.comm.routes import Parts, TransferSchedule, all_reduce_schedules
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
 from shardspec.errors import CommunicatorError
 
 STAGED_BYTES: Final = 16 << 20
-"""The most that lies in buffers at once on the CPU, up to 32 peers; with more, half a MiB for each.
-Twice the bytes of a round elsewhere."""
-_ROUND_BYTES: Final = {"cpu": STAGED_BYTES // 2}
-"""What a device sends to all its peers in one round, and what it receives, by its type."""
-_ROUND_BYTES_ELSEWHERE: Final = 64 << 20
-"""Links between accelerators want longer messages."""
+"""The most that lies in buffers on the CPU, half of it sent and half received; with more than 32
+peers, half a MiB for each."""
+_ACCELERATOR_BYTES: Final = 64 << 20
+"""What is sent in one round between accelerators, whose links want longer messages."""
 _LEAST_BYTES: Final = 256 << 10
 """The shortest chunk: shorter messages cost more time than they save memory."""
 
@@ -48,22 +49,20 @@ Exchange: TypeAlias = Callable[["Rounds", Parts, list[tuple[int, Box, torch.Tens
 
 
 class Rounds:
-    """Chunks, one for each box in a round, and the memory that all rounds pass through."""
+    """The chunks of a step, one of each box in a round, and buffers that all rounds share."""
 
     def __init__(self, schedule: TransferSchedule, shard: torch.Tensor, round_bytes: int) -> None:
         share = max(round_bytes // max(1, len(schedule.members) - 1), _LEAST_BYTES)
-        self._outgoing, self._most = schedule.outgoing, share // shard.element_size()
-        boxes = [box for _, box in [*schedule.outgoing, *schedule.incoming]]
+        self._sides, self._most = (schedule.outgoing, schedule.incoming), share // shard.itemsize
+        boxes = [box for side in self._sides for _, box in side]
         self._size, self._used = sum(min(self._most, box_size(box)) for box in boxes), 0
         self._shard, self._memory = shard, shard.new_empty(0)
 
-    def boxes(self, incoming: Parts) -> Iterator[tuple[Parts, Parts]]:
+    def __iter__(self) -> Iterator[tuple[Parts, Parts]]:
         """Yield what is sent and received round by round."""
         sends, receives = (
-            zip_longest(
-                *([(peer, part) for part in chunks(box, self._most)] for peer, box in boxes)
-            )
-            for boxes in (self._outgoing, incoming)
+            zip_longest(*([(peer, part) for part in chunks(box, self._most)] for peer, box in side))
+            for side in self._sides
         )
         for sent, received in zip_longest(sends, receives, fillvalue=()):
             self._used = 0
@@ -78,14 +77,7 @@ class Rounds:
 
 
 class Transport(ABC):
-    """Moves the boxes of one step between the shards of different processes.
-
-    Results do not depend on the transport, bit for bit. `CommunicatorError` says that a peer has
-    gone, or does not come within the timeout of the process group.
-    """
-
-    fills_any: bool = False
-    """Whether tensors that are not contiguous can be filled."""
+    """Moves the boxes of one step between processes; all transports give the same bits."""
 
     @abstractmethod
     def session(
@@ -95,57 +87,37 @@ class Transport(ABC):
 
     @abstractmethod
     def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
-        """Return how much all peers together are sent in one round, or send."""
+        """Return how much is sent to all peers together in one round."""
 
-    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
-        """Put the boxes that this device gets side by side, and serve those that others get.
-
-        The shard, of any strides, is only read. The result is to be filled; where the shard is a
-        part of it, it is in place.
-        """
-        rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=True))
-        with self.session(schedule, shard) as exchange:
-            for peer, box in schedule.incoming:
-                if peer == schedule.device:
-                    place = result[slices_within(box, schedule.after)]
-                    kept = shard[slices_within(box, schedule.before)]
-                    if place.data_ptr() != kept.data_ptr():
-                        place.copy_(kept)
-            incoming = [(peer, box) for peer, box in schedule.incoming if peer != schedule.device]
-            for sends, receives in rounds.boxes(incoming):
-                places = [result[slices_within(box, schedule.after)] for _, box in receives]
-                arriving = [
-                    place if self.fills_any or place.is_contiguous() else rounds.buffer(place)
-                    for place in places
-                ]
-                pairs = zip(receives, arriving, strict=True)
-                exchange(rounds, sends, [(peer, box, tensor) for (peer, box), tensor in pairs])
-                for place, tensor in zip(places, arriving, strict=True):
-                    if place is not tensor:
-                        place.copy_(tensor)
-
-    def reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
+    def move(
+        self,
+        schedule: TransferSchedule,
+        shard: torch.Tensor,
+        result: torch.Tensor,
+        op: ReduceOp | None = None,
     ) -> None:
-        """Combine the addends of all members, of the box held after; see `move`.
+        """Fill the result with boxes of all members, or with their reduction; serve the others.
 
-        The result may lie in the shard, in the place of this device's own addend.
+        The shard may be a part of the result, or the result of a reduction a part of the shard.
         """
-        me, shares = schedule.device, _storage(result) == _storage(shard)
-        rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=False))
+        me = schedule.device
+        shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+        rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=op is None))
         with self.session(schedule, shard) as exchange:
-            # This device's own addend is among these, so it counts where it is alone too.
-            for sends, parts in rounds.boxes(schedule.incoming):
-                boxes = [box for _, box in parts][:1]  # of every member the same
-                own = [shard[slices_within(box, schedule.before)] for box in boxes]
-                addends = {peer: rounds.buffer(own[0]) for peer, _ in parts if peer != me or shares}
-                arriving = [(peer, box, addends[peer]) for peer, box in parts if peer != me]
-                exchange(rounds, sends, arriving)
-                for box, addend in zip(boxes, own, strict=True):
-                    # The result may take the place of this device's addend, maybe not the first.
-                    addends[me] = addends[me].copy_(addend) if shares else addend
+            for sends, parts in rounds:
+                filled = []
+                for peer, box in parts:
                     place = result[slices_within(box, schedule.after)]
-                    combine_into(place, [addends[peer] for peer, _ in parts], op)
+                    own = shard[slices_within(box, schedule.before)] if peer == me else place
+                    if op is not None:  # the result may overwrite this device's own addend
+                        place = rounds.buffer(place) if peer != me or shares else own
+                    if peer == me and place.data_ptr() != own.data_ptr():
+                        place.copy_(own)
+                    filled.append((peer, box, place))
+                exchange(rounds, sends, [each for each in filled if each[0] != me])
+                if op is not None and filled:
+                    place = result[slices_within(parts[0][1], schedule.after)]
+                    combine_into(place, [addend for *_, addend in filled], op)
 
     def all_reduce(
         self, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
@@ -154,96 +126,56 @@ class Transport(ABC):
 
         Every member reduces a part, then all share the parts: as many bytes as on a ring.
         """
-        step, me, members = schedule.step, schedule.device, schedule.members
-        if len(members) == 1 or shard.numel() == 0:
-            return combine([shard], op)
+        step, size = schedule.step, shard.numel()
         if shard.is_contiguous():
             flat = shard.view(-1)
             result = empty_hugepages(flat, flat.shape)
         else:
-            # The parts are reduced in place: nobody else reads the part that this rank reduces.
+            # The parts are reduced in place: only this rank reads the part that it reduces.
             result = flat = shard.clone(memory_format=torch.contiguous_format).view(-1)
-        whole: Box = ((0, flat.numel()),)
-        parts: dict[int, Box] = {
-            peer: (split_interval(0, flat.numel(), len(members), at),)
-            for at, peer in enumerate(members)
-        }
-        filled = {peer: part for peer, part in parts.items() if part[0][0] < part[0][1]}
-        mine, others = parts[me], [peer for peer in members if peer != me]
-        sent = [(peer, filled[peer]) for peer in others if peer in filled]
-        addends = [(peer, mine) for peer in members if me in filled]
-        readers = [(peer, mine) for peer in others if me in filled]
-        reduced = result[slice(*mine[0])]
+        reducing, sharing = all_reduce_schedules(step, schedule.device, schedule.members, size)
+        reduced = result[slices_within(reducing.after, sharing.after)]
         with checked(step, result if result is not flat else result[:0]):
-            reducing = TransferSchedule(
-                step, me, members, lambda _: whole, whole, mine, sent, addends
-            )
-            self.reduce(reducing, flat, reduced, op)
-            sharing = TransferSchedule(
-                step, me, members, parts.__getitem__, mine, whole, readers, [*filled.items()]
-            )
+            self.move(reducing, flat, reduced, op)
             self.move(sharing, reduced, result)
         return result.view(shard.shape)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class Messages(Transport):
     """Moves boxes by `torch.distributed.isend` and `irecv`.
 
-    `tag` is an even number, and the one after it is taken too: what two threads send at once
-    differs by it. NCCL has no tags, so there one thread sends at a time.
+    The tag tells threads apart, except with NCCL, where one thread sends at a time.
     """
 
     def __init__(self, tag: int) -> None:
         self._tag = tag
 
-    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
-        """Return how much all peers together are sent in one round, or send."""
-        del moves
-        return _ROUND_BYTES.get(shard.device.type, _ROUND_BYTES_ELSEWHERE)
+    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:  # noqa: ARG002
+        """Return how much is sent to all peers together in one round."""
+        return STAGED_BYTES // 2 if shard.device.type == "cpu" else _ACCELERATOR_BYTES
 
     @contextmanager
     def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
         """Enter a step, in which boxes are exchanged in rounds."""
-        tag = self._tag + 1
 
         def exchange(
             rounds: Rounds, sends: Parts, arriving: list[tuple[int, Box, torch.Tensor]]
         ) -> None:
-            leaving = []
+            leaving, landing = [], []
             for peer, box in sends:
                 part = shard[slices_within(box, schedule.before)]
                 copied = part if part.is_contiguous() else rounds.buffer(part).copy_(part)
                 leaving.append((peer, copied))
-            try:
-                for work in start_messages(leaving, [(p, t) for p, _, t in arriving], tag):
+            for peer, _, place in arriving:
+                landing.append((peer, place if place.is_contiguous() else rounds.buffer(place)))
+            with _errors_named(schedule):
+                for work in start_messages(leaving, landing, self._tag):
                     work.wait()
-            except RuntimeError as error:  # DistBackendError and the other errors of torch
-                raise _failed(schedule, error) from error
+            for (*_, place), (_, received) in zip(arriving, landing, strict=True):
+                if place is not received:
+                    place.copy_(received)
 
         yield exchange
-
-    def exchange(self, content: bytes, lengths: Mapping[int, int], device: str) -> dict[int, bytes]:
-        """Send bytes to some ranks, and return so many of each; all of them call this at once.
-
-        `Unanswered` says that one has gone, or has not come within the timeout of the process
-        group.
-        """
-        mine = torch.empty(0, dtype=torch.uint8, device=device)
-        if content:
-            mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-        records = {peer: mine.new_zeros(length) for peer, length in lengths.items()}
-        sends = [(peer, mine) for peer in lengths]
-        try:
-            for work in start_messages(sends, [*records.items()], self._tag):
-                work.wait()
-        except RuntimeError as error:
-            silent = [peer for peer, record in records.items() if not record.any()]
-            raise Unanswered(silent or lengths, _cause(error)) from error
-        return {peer: record.cpu().numpy().tobytes() for peer, record in records.items()}
 
 
 def start_messages(sends: Addressed, receives: Addressed, tag: int) -> list[dist.Work]:
@@ -254,47 +186,122 @@ def start_messages(sends: Addressed, receives: Addressed, tag: int) -> list[dist
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Strides are set, not kept: a single element counts as contiguous whatever its stride, but
-    # only stride 1 can be seen as bytes.
+    # A single element counts as contiguous whatever its stride, but needs stride 1 to be bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _failed(schedule: TransferSchedule, error: RuntimeError) -> CommunicatorError:
-    """Name the step and its ranks where `torch.distributed` has raised an error."""
-    return CommunicatorError(
-        f"{schedule.step} with {ranks_text(schedule.peers)} failed: {_cause(error)}; the job "
-        "cannot go on, see what these ranks say"
-    )
+@contextmanager
+def _errors_named(schedule: TransferSchedule) -> Iterator[None]:
+    """Name the step and its ranks where `torch.distributed` raises an error."""
+    try:
+        yield
+    except RuntimeError as error:  # DistBackendError and the other errors of torch
+        raise CommunicatorError(
+            f"{schedule.step} with {ranks_text(schedule.peers)} failed: {_cause_of(error)}; the "
+            "job cannot go on, see what these ranks say"
+        ) from error
 
 
-def _cause(error: RuntimeError) -> str:
-    """Return what happened, without where in the sources of the backend, and without its advice."""
+def _cause_of(error: RuntimeError) -> str:
+    """Return what happened, without the backend's source line and advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[0] if lines else "no reason given"
     return re.sub(r"^\[\S+:\d+\] ", "", said).split(". This is typically")[0]
 
 
+class UnansweredError(Exception):
+    """Some ranks did not answer; the arguments are these ranks, and why."""
+
+
+@dataclass(slots=True, eq=False)
+class Channel:
+    """What the conversions of one thread go through, apart from those of other threads.
+
+    The main threads of all ranks have one channel for all meshes, so that ranks which use two
+    meshes in different orders are noticed. Any other thread has the channel of its mesh.
+    """
+
+    tag: int
+    """Of notes, an even number; the next one is that of steps."""
+    connections: dict[int, Connection] = field(default_factory=dict)
+    """To processes of this host, by rank."""
+    connected: set[int] = field(default_factory=set)
+    """Checksums of ranks that are all connected to each other."""
+    numbers: Counter[int] = field(default_factory=Counter)
+    """How many notes have been exchanged, by the checksum of the ranks."""
+    busy: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a thread is in the channel."""
+
+    def exchange(
+        self, mine: Note, peers: Sequence[int], device: str, timeout_s: float
+    ) -> dict[int, Note]:
+        """Exchange notes with some ranks, all of which call this at once.
+
+        Messages have to be on `device`; connections wait for `timeout_s`.
+        """
+        self.numbers[mine.ids] += 1
+        packed, deadline = mine.pack(), time.monotonic() + timeout_s
+        if mine.ids not in self.connected:
+            lengths = dict.fromkeys(peers, NOTE_BYTES)
+            found = self.exchange_bytes(packed.ljust(NOTE_BYTES), lengths, device)
+            return {peer: Note.unpack(data) for peer, data in found.items()}
+        notes: dict[int, Note] = {}
+        silent: dict[int, str] = {}
+        for peer in peers:
+            self.connections[peer].send(packed)
+        for peer in peers:
+            try:
+                # Once one is missing, the others are not waited for.
+                data = self.connections[peer].receive(0.0 if silent else deadline)
+                notes[peer] = mine if data == packed else Note.unpack(data)
+            except CommunicatorError as error:
+                silent[peer] = str(error)
+        if silent:
+            self.close()
+            raise UnansweredError(tuple(silent), next(iter(silent.values())))
+        return notes
+
+    def exchange_bytes(
+        self, content: bytes, lengths: Mapping[int, int], device: str
+    ) -> dict[int, bytes]:
+        """Send bytes to some ranks, and return so many of each."""
+        mine = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8).to(device)
+        received = {peer: mine.new_zeros(length) for peer, length in lengths.items()}
+        sends = [(peer, mine[: len(content)]) for peer in lengths]
+        try:
+            for work in start_messages(sends, [*received.items()], self.tag):
+                work.wait()
+        except RuntimeError as error:
+            silent = [peer for peer, data in received.items() if not data.any()]
+            raise UnansweredError(silent or [*lengths], _cause_of(error)) from error
+        return {peer: data.cpu().numpy().tobytes() for peer, data in received.items()}
+
+    def close(self) -> None:
+        """Close all connections, so that no rank waits for this one."""
+        for connection in self.connections.values():
+            connection.close()
+
+
 class Collectives:
     """Moves boxes of CUDA tensors by NCCL's collectives, in steps that have one.
 
-    They take tensors in which the parts of all ranks lie one behind the other, equally long, in the
-    order of the ranks; NCCL has algorithms for these that its sends and receives do not reach. On
-    the CPU they are not used: gloo's carry no tag, so what two threads convert at once would be
-    mixed up. The ranks of `group` are the members of the schedules, ascending.
+    They are faster than sends and receives, but need parts of equal length, one behind the other in
+    the order of the ranks. gloo's are not used: they carry no tag, so threads would be mixed up.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
-    def move(self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor) -> None:
-        """Fill the result with what comes in; see `Transport`."""
-        self._call(schedule, _ALL_GATHER, result.view(-1), shard.contiguous().view(-1))
-
-    def reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp
+    def move(
+        self,
+        schedule: TransferSchedule,
+        shard: torch.Tensor,
+        result: torch.Tensor,
+        op: ReduceOp | None = None,
     ) -> None:
-        """Fill the result with the sum or mean of the addends; see `Transport`."""
-        self._call(schedule, _REDUCE_SCATTER, result.view(-1), shard.contiguous().view(-1))
+        """Fill the result with boxes, or with the sum or mean of addends; see `Transport`."""
+        function = _ALL_GATHER if op is None else _REDUCE_SCATTER
+        self._call(schedule, function, result.view(-1), shard.contiguous().view(-1))
         if op == "avg":
             result /= len(schedule.members)
 
@@ -309,10 +316,8 @@ class Collectives:
     def _call(
         self, schedule: TransferSchedule, function: Callable[..., object], *tensors: torch.Tensor
     ) -> None:
-        try:
+        with _errors_named(schedule):
             function(*tensors, group=self._group)
-        except RuntimeError as error:  # DistBackendError and the other errors of torch are such
-            raise _failed(schedule, error) from error
 
 
 def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:

@@ -1,9 +1,8 @@
-"""Memory of peers on the same host, read without their help: `process_vm_readv` (Linux, man 2).
+"""Reading the memory of peers on the same host, by `process_vm_readv` (Linux, man 2).
 
-A device tells those that want something of it where that lies; they read it into its place and say
-so. Nothing is taken for granted: processes compare kernel and namespaces (`agreement.Address`), and
-try whether they can read each other. Whoever may trace a process may read it: one of the same user,
-unless Yama or a container's filter says no.
+A device tells its readers where its shard lies; they copy what they want and say when they are
+done. Processes first compare kernel and namespaces (`agreement.Address`) and try to read each
+other: a process of the same user may, unless Yama or the filter of a container forbids it.
 """
 
 import ctypes
@@ -14,7 +13,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
@@ -23,31 +21,30 @@ import numpy.typing as npt
 import torch
 
 from shardspec.boxes import Box, box_shape, slices_within
-from shardspec.comm.agreement import Address, Link, ranks_text
+from shardspec.comm.agreement import Address, Connection, ranks_text
 from shardspec.comm.messages import Exchange, Rounds, Transport
 from shardspec.comm.results import libc
 from shardspec.comm.routes import Parts, TransferSchedule
 from shardspec.errors import CommunicatorError
 
 BUFFER_BYTES: Final = 1 << 20
-"""The most that lies in a buffer at once, and of addends half of what is combined at once: about
-what a core's own cache holds; less costs more in calls than it saves."""
+"""The most that is staged at once, and half of the addends that are combined at once: about what
+the cache of a core holds."""
 MOST_BYTES: Final = 64 << 20
 """Bytes of an array in one call; the kernel stops at 2 GiB."""
 _MOST_RUNS: Final = 1024
 """IOV_MAX: runs of bytes in one call."""
 _RUN_BYTES: Final = 6 << 10
-"""Fetching a run of bytes by itself costs as much time as reading so many in passing: 0.4 µs."""
+"""Fetching a run by itself takes as long as reading so many bytes in passing: 0.4 µs."""
 _FEW_RUNS: Final = 128
-"""Of an array: so many are read with those of other arrays in one call."""
+"""Arrays of so few runs are read together in one call."""
 _DTYPES: Final = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128)
 _BY_WIDTH: Final = {dtype.itemsize: dtype for dtype in _DTYPES}
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Where an array lies in the memory of a process; strides in bytes."""
 
     address: int
@@ -63,24 +60,20 @@ class Region:
         return cls(tensor.data_ptr(), tuple(tensor.shape), strides, item)
 
     def tensor(self) -> torch.Tensor:
-        """Return the array, which is in this process and outlives the tensor, as whole numbers."""
+        """Return an array of this process, as whole numbers; it has to outlive the tensor."""
         memory = (ctypes.c_char * self.span).from_address(self.address)
         steps = [stride // self.item_bytes for stride in self.strides]
         flat = torch.frombuffer(memory, dtype=_BY_WIDTH[self.item_bytes])
         return flat.as_strided(self.shape, steps)
 
-    def moved(self, num_bytes: int) -> "Region":
-        """Return the array that lies so many bytes behind."""
-        return Region(self.address + num_bytes, self.shape, self.strides, self.item_bytes)
-
     def part(self, index: tuple[slice, ...]) -> "Region":
         """Return where a part of the array lies."""
         offset = sum(part.start * step for part, step in zip(index, self.strides, strict=True))
         shape = tuple(part.stop - part.start for part in index)
-        return Region(self.address + offset, shape, self.strides, self.item_bytes)
+        return self._replace(address=self.address + offset, shape=shape)
 
     def halves(self) -> Iterator[tuple[slice, ...]]:
-        """Yield two parts of an array of several elements, cut where it reaches farthest."""
+        """Yield the indices of two halves, cut along the dim that spans most memory."""
         dims = [dim for dim, size in enumerate(self.shape) if size > 1]
         widest = max(dims, key=lambda dim: self.strides[dim] * self.shape[dim])
         middle = self.shape[widest] // 2
@@ -95,13 +88,13 @@ class Region:
 
     @property
     def span(self) -> int:
-        """Bytes from the first element to behind the last one, gaps included."""
+        """Bytes from the first element to the end of the last one, gaps included."""
         reach = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         return reach + self.item_bytes if prod(self.shape) else 0
 
     @property
     def run_bytes(self) -> int:
-        """Bytes that lie next to each other before the first gap."""
+        """Bytes before the first gap."""
         run = self.item_bytes
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != run:
@@ -113,7 +106,7 @@ class Region:
         """Return the address of every run of so many bytes, in the order of the elements."""
         starts: Ints = np.full(1, self.address, dtype=np.int64)
         inner, dims = self.item_bytes, list(zip(self.shape, self.strides, strict=True))
-        # Dims that lie within one stretch count as one; what is left of a stretch is cut into runs.
+        # Inner dims without gaps count as one, which is cut into runs.
         while dims and (dims[-1][0] == 1 or dims[-1][1] == inner):
             inner *= dims.pop()[0]
         for size, stride in [*dims, (inner // run, run)]:
@@ -137,7 +130,7 @@ def read(pid: int, source: Region, target: Region) -> None:
 
 
 def _rows(addresses: Ints, length: int) -> Ints:
-    """Return what the kernel takes: a row of address and length for each run."""
+    """Return the kernel's ``iovec``: a row of address and length for each run."""
     rows: Ints = np.full((addresses.size, 2), length, dtype=np.int64)
     rows[:, 0] = addresses.ravel()
     return rows
@@ -158,14 +151,15 @@ def _read_rows(pid: int, ours: Ints, theirs: Ints) -> None:
 
 
 def readable(addresses: Mapping[int, Address]) -> frozenset[int]:
-    """Return which of some processes can be read, by reading what each says to have somewhere."""
+    """Return which processes can be read, by reading the name that each says it has."""
     found = set()
     for peer, other in addresses.items():
-        got, size = ctypes.create_string_buffer(len(other.content)), (len(other.content),)
-        target = Region(ctypes.addressof(got), size, (1,), 1)
+        name = other.socket.encode()
+        got = ctypes.create_string_buffer(len(name))
+        target = Region(ctypes.addressof(got), (len(name),), (1,), 1)
         with suppress(OSError):
-            read(other.pid, Region(other.probe, size, (1,), 1), target)
-            if got.raw == other.content:
+            read(other.pid, target._replace(address=other.probe), target)
+            if got.raw == name:
                 found.add(peer)
     return frozenset(found)
 
@@ -180,39 +174,35 @@ class Arrays(NamedTuple):
 
 
 class PeerMemory(Transport):
-    """Moves boxes between processes that all can read each other, waiting for each `timeout_s`."""
+    """Moves boxes between processes that all can read each other, waiting for each `timeout_s`.
 
-    fills_any = True
+    A process sends ``R`` and the region once it may be read, and gets ``D`` from each reader.
+    """
 
-    def __init__(self, rank: int, links: Mapping[int, Link], timeout_s: float) -> None:
-        self._rank, self._links, self._timeout_s = rank, links, timeout_s
-        self._pids = {rank: os.getpid(), **{peer: link.pid for peer, link in links.items()}}
+    def __init__(self, rank: int, connections: Mapping[int, Connection], timeout_s: float) -> None:
+        self._rank, self._connections, self._timeout_s = rank, connections, timeout_s
+        self._pids = {rank: os.getpid(), **{peer: at.pid for peer, at in connections.items()}}
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
     def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
-        """Return all of what moves, which needs no buffers, and little of addends."""
+        """Return no bound for what moves, which needs no buffers, and a small one for addends."""
         return shard.element_size() << 48 if moves else 2 * BUFFER_BYTES
 
     @contextmanager
     def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
-        """Enter a step: let others read the shard, until they have."""
+        """Enter a step: let others read the shard until they are done."""
         name, readers = str(schedule.step), {peer for peer, _ in schedule.outgoing}
-        with self._serving(name, Region.of(shard), readers, schedule.peers) as deadline:
-            there: dict[int, Region] = {}
+        with self._serving(name, Region.of(shard), readers, schedule.peers) as region_of:
 
             def exchange(
                 _: Rounds, __: Parts, arriving: list[tuple[int, Box, torch.Tensor]]
             ) -> None:
                 for peer, box, place in arriving:
-                    source = schedule.held(peer)
-                    if peer not in there:
-                        due = box_shape(source), shard.element_size()
-                        there[peer] = self._receive(name, peer, due, deadline)
-                    self._fetch(peer, there[peer].part(slices_within(box, source)), place)
+                    held = schedule.held[peer]
+                    there = region_of(peer, box_shape(held), shard.element_size())
+                    self._fetch(peer, there.part(slices_within(box, held)), Region.of(place))
 
             yield exchange
-            for peer in there:
-                self._release(name, peer)
 
     def fill(
         self,
@@ -229,17 +219,15 @@ class PeerMemory(Transport):
         """
         where, here = Region.of(torch.from_numpy(mine)), self._rank
         readers, others = readers - {here}, (readers | holders) - {here}
-        with self._serving(name, where, readers, others) as deadline:
+        with self._serving(name, where, readers, others) as region_of:
             # Every device starts with another peer.
             for peer in sorted(holders, key=lambda peer: (peer < here, peer)):
                 table = mine
                 if peer != here:
-                    there = self._receive(name, peer, (mine.shape, mine.itemsize), deadline)
                     table = np.empty_like(mine)
-                    self._fetch(peer, there, torch.from_numpy(table))
+                    there = region_of(peer, mine.shape, mine.itemsize)
+                    self._fetch(peer, there, Region.of(torch.from_numpy(table)))
                 self._fill_from(peer, arrays(peer, table))
-                if peer != here:
-                    self._release(name, peer)
 
     def _fill_from(self, peer: int, found: Iterable[Arrays]) -> None:
         """Read arrays with few gaps all together, the others one by one."""
@@ -252,27 +240,54 @@ class PeerMemory(Transport):
                 ours.append(_rows(np.add.outer(target_bases, target.runs(run)), run))
                 continue
             for there, here in zip(source_bases.tolist(), target_bases.tolist(), strict=True):
-                self._fetch(peer, source.moved(there), target.moved(here).tensor())
+                moved = source._replace(address=source.address + there)
+                self._fetch(peer, moved, target._replace(address=target.address + here))
         with _naming(peer):
             _read_rows(self._pids[peer], np.concatenate(ours), np.concatenate(theirs))
 
     @contextmanager
     def _serving(
-        self, name: str, where: Region, readers: Iterable[int], peers: Iterable[int]
-    ) -> Iterator[float]:
-        """Let some peers read an array until they say that they have; yields when to give up."""
-        deadline = time.monotonic() + self._timeout_s
-        told = pickle.dumps((where.address, where.shape, where.strides, where.item_bytes))
+        self, name: str, mine: Region, readers: Iterable[int], peers: Iterable[int]
+    ) -> Iterator[Callable[[int, tuple[int, ...], int], Region]]:
+        """Let some peers read an array until they are done; yields where a peer has its own.
+
+        That waits until it may be read, and checks shape and bytes an item.
+        """
+        deadline, mark = time.monotonic() + self._timeout_s, zlib.crc32(name.encode()).to_bytes(4)
+        there: dict[int, Region] = {}
+
+        def expect(kind: bytes, peer: int) -> bytes:
+            message = self._connections[peer].receive(deadline)
+            if not message.startswith(kind + mark):
+                raise CommunicatorError(f"rank {peer} carries out another step")
+            return message[len(kind + mark) :]
+
+        def region_of(peer: int, shape: tuple[int, ...], item_bytes: int) -> Region:
+            if peer not in there:
+                found = there[peer] = Region(*pickle.loads(expect(b"R", peer)))
+                if (found.shape, found.item_bytes) != (shape, item_bytes):
+                    raise CommunicatorError(
+                        f"rank {peer} holds a shard of shape {found.shape} and {found.item_bytes} "
+                        f"bytes an element where {shape} and {item_bytes} are expected"
+                    )
+            return there[peer]
+
         try:
             for peer in readers:
-                self._links[peer].send(_start(b"R", name) + told)
-            yield deadline
+                self._connections[peer].send(b"R" + mark + pickle.dumps(tuple(mine)))
+            yield region_of
+            for peer in there:
+                # A peer that fails closes its connections before it lets go of its shard, so what
+                # was read from one that has not closed them is right.
+                if self._connections[peer].has_ended():
+                    raise CommunicatorError(f"rank {peer} has ended or given up this step")
+                self._connections[peer].send(b"D" + mark)
             for peer in readers:
-                self._expect(_start(b"D", name), peer, deadline)
+                expect(b"D", peer)
         except BaseException as error:
-            ended = [peer for peer in peers if self._links[peer].has_ended()]
-            for link in self._links.values():
-                link.close()
+            ended = [peer for peer in peers if self._connections[peer].has_ended()]
+            for connection in self._connections.values():
+                connection.close()
             if not isinstance(error, CommunicatorError):
                 raise
             gone = f"; {ranks_text(ended)} have ended or given up" if len(ended) > 1 else ""
@@ -280,53 +295,19 @@ class PeerMemory(Transport):
                 f"{name} with {ranks_text(peers)} failed: {error}{gone}"
             ) from error.__cause__
 
-    def _expect(self, start: bytes, peer: int, deadline: float) -> bytes:
-        """Return what follows in the next message of a peer, which is to start so."""
-        message = self._links[peer].receive(deadline)
-        if not message.startswith(start):
-            raise CommunicatorError(f"rank {peer} carries out another step")
-        return message[len(start) :]
-
-    def _receive(
-        self, name: str, peer: int, due: tuple[tuple[int, ...], int], deadline: float
-    ) -> Region:
-        """Return where a peer's array lies, of the shape and bytes an element due, once ready."""
-        there = Region(*pickle.loads(self._expect(_start(b"R", name), peer, deadline)))
-        if (there.shape, there.item_bytes) != due:
-            raise CommunicatorError(
-                f"rank {peer} holds a shard of shape {there.shape} and {there.item_bytes} "
-                f"bytes an element where {due[0]} and {due[1]} are expected"
-            )
-        return there
-
-    def _release(self, name: str, peer: int) -> None:
-        """Tell a peer that all has been read; until then it is there, if all is well."""
-        # A peer that fails hangs up before it lets go of its shard. So what has been read from one
-        # that has not hung up is right.
-        if self._links[peer].has_ended():
-            raise CommunicatorError(f"rank {peer} has ended or given up this step")
-        self._links[peer].send(_start(b"D", name))
-
-    def _fetch(self, peer: int, source: Region, place: torch.Tensor) -> None:
+    def _fetch(self, peer: int, source: Region, target: Region) -> None:
         """Read runs of bytes one by one, or, where they are short, whole stretches with gaps."""
-        pid, target = self._pids[peer], Region.of(place)
-        runs = source.num_bytes // min(source.run_bytes, target.run_bytes)
+        pid, runs = self._pids[peer], source.num_bytes // min(source.run_bytes, target.run_bytes)
         with _naming(peer):
             if runs == 1 or source.span >= runs * _RUN_BYTES:
                 read(pid, source, target)
-            elif source.span > BUFFER_BYTES and place.numel() > 1:
+            elif source.span > BUFFER_BYTES and source.num_bytes > source.item_bytes:
                 for half in source.halves():
-                    self._fetch(peer, source.part(half), place[half])
+                    self._fetch(peer, source.part(half), target.part(half))
             else:
-                buffer = self._buffer[: source.span]
-                read(pid, Region(source.address, (source.span,), (1,), 1), Region.of(buffer))
-                steps = [stride // source.item_bytes for stride in source.strides]
-                place.copy_(buffer.view(place.dtype).as_strided(source.shape, steps))
-
-
-def _start(kind: bytes, name: str) -> bytes:
-    """Return how a message starts: that of a step something may be read (R), or has been (D)."""
-    return kind + zlib.crc32(name.encode()).to_bytes(4, "little")
+                staged = self._buffer[: source.span]
+                read(pid, Region(source.address, (source.span,), (1,), 1), Region.of(staged))
+                target.tensor().copy_(source._replace(address=staged.data_ptr()).tensor())
 
 
 @contextmanager

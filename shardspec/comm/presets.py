@@ -1,10 +1,8 @@
 """Named links of known hardware, each with where its numbers come from and how far they hold.
 
-The numbers, in ``presets.json``, are published ones, or fitted to published ones; none was measured
-by this project. A preset is a starting point: links measured on the machines themselves are better.
-
-Of machines whose collectives were published, curves fitted to them price the collectives. Latency,
-rate and start price what has no curve: exchange, and steps on more devices than were measured.
+The numbers, in ``presets.json``, are published ones, or fitted to published ones; links measured on
+the machines themselves are better. Curves price the collectives whose times were published, and
+latency, rate and start the rest.
 """
 
 import json
@@ -26,86 +24,55 @@ class LinkPreset:
     """A link of known hardware, and what is known about its numbers."""
 
     name: str
-    """What it is called."""
     scope: str
     """What the devices have in common: node, rack, cross-node, torus axis, any."""
     devices: tuple[int, int | None]
     """The fewest and the most devices along the axis; None for any number."""
     gb_per_s: float
-    """Rate in one direction, per device, in 10^9 bytes a second."""
+    """In one direction, per device, in 10^9 bytes a second."""
     latency_us: float
-    """Latency of one message, in microseconds."""
     basis: Basis
     """How the rate was found."""
     confidence: Confidence
-    """How well it is known; exact where it is so by definition."""
     source: str
-    """Where the numbers stand."""
     valid_for: str
-    """What they were taken for, and where they are known to be off."""
+    """What the numbers were taken for, and where they are known to be off."""
     sizes: tuple[int, int] | None = None
-    """Bytes of the whole buffer, from and to, for which times are published; None if none are."""
+    """Bytes of the whole buffer, from and to, for which times are published."""
     start_us: float = 0.0
-    """Time to start a step, in microseconds."""
     port: Literal["device", "node"] | None = None
-    """Of links between nodes: whether each device has a port or a node's devices share one."""
     read_on: str = "2026-11-20"
-    """When the source was read, as year-month-day."""
     memory_gb_per_s: float | None = None
-    """Rate of the devices' memory in 10^9 bytes a second, read or written; None if not known."""
+    """Rate of the devices' memory, read or written, where it is known."""
     curves: tuple[Curve, ...] = ()
-    """What collectives take on such links, where that was published."""
-
-    def link(self, devices: int | None = None) -> Link:
-        """Return the link, its name saying so where an axis of `devices` is beyond the preset."""
-        most = self.devices[1]
-        beyond = most is not None and devices is not None and devices > most
-        name = f"{self.name} beyond its {most} devices" if beyond else self.name
-        return Link(
-            self.latency_us / 1e6,
-            1 / (self.gb_per_s * 1e9),
-            name,
-            self.start_us / 1e6,
-            self.curves,
-            self.port,
-        )
 
     def as_dict(self) -> dict[str, object]:
-        """Return the record as plain values, ready for JSON; sizes and numbers of devices as lists.
-
-        >>> PRESETS["unit"].as_dict()["devices"]
-        [1, None]
-        """
+        """Return plain values, ready for JSON."""
         values = {field: getattr(self, field) for field in self.__slots__}
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
         return plain | {"curves": [curve.as_dict() for curve in self.curves]}
 
 
-def link_preset(name: str, devices: int | None = None) -> Link:
-    """Return the link of one of `PRESETS`, for an axis of so many devices; else `MeshError`.
-
-    >>> str(link_preset("h100-nvswitch", 16))
-    'h100-nvswitch beyond its 8 devices: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s'
-    """
+def link_preset(name: str, devices: int = 0) -> Link:
+    """Return the link of one of `PRESETS`; its name says if so many devices are beyond it."""
     if name not in PRESETS:
         raise MeshError(f"no link preset {name!r}; known: {', '.join(PRESETS)}")
-    return PRESETS[name].link(devices)
+    preset = PRESETS[name]
+    most = preset.devices[1]
+    shown = name if most is None or devices <= most else f"{name} beyond its {most} devices"
+    latency, start = preset.latency_us / 1e6, preset.start_us / 1e6
+    seconds_per_byte = 1 / (preset.gb_per_s * 1e9)
+    return Link(latency, seconds_per_byte, shown, start, preset.curves, preset.port)
 
 
 def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
     """Return the seconds in which the slowest of some presets copies a byte: one read, one write.
 
     Where no rate of memory is known it is a `MeshError`, or 0 if none is required.
-
-    >>> preset_copy_s(["ib-ndr-per-gpu", "h100-nvswitch"]) == 2 / 3.35e12
-    True
     """
-    known = [PRESETS[name].memory_gb_per_s for name in names]
-    rates = [rate for rate in known if rate is not None]
-    if rates:
-        return 2 / (min(rates) * 1e9)
-    if not required:
-        return 0.0
+    rates = [rate for name in names if (rate := PRESETS[name].memory_gb_per_s) is not None]
+    if rates or not required:
+        return 2 / (min(rates) * 1e9) if rates else 0.0
     having = ", ".join(name for name in PRESETS if PRESETS[name].memory_gb_per_s)
     raise MeshError(
         f"no memory rate is known of {', '.join(names)}, so local copies have no price; known of: "
@@ -139,7 +106,6 @@ def _presets() -> dict[str, LinkPreset]:
 
 
 PRESETS: Final[Mapping[str, LinkPreset]] = MappingProxyType(_presets())
-"""Every preset by its name."""
 
 DEFAULT_PRESET: Final = "h100-nvswitch"
 DEFAULT_LINK: Final = replace(link_preset(DEFAULT_PRESET), name=f"assumed {DEFAULT_PRESET}")

@@ -1,23 +1,26 @@
 """Steps over `torch.distributed`: gloo on CPU, NCCL where CUDA is, by the same code.
 
-A step is the same boxes on every backend; how they travel is chosen here. Where all processes of a
-mesh run on one host they read each other's memory (`shardspec.comm.peer_memory`). Otherwise boxes
-are messages in bounded chunks (`shardspec.comm.messages`), which need no group but the job's own.
-CUDA tensors have groups too, where a mesh has all ranks of the job: NCCL's collectives serve where
-boxes are such as they need. Every way takes all dtypes, uneven shards and any order of ids.
+How boxes travel is chosen here. Where all processes of a mesh run on one host they read each
+other's memory (`shardspec.comm.peer_memory`). Otherwise boxes are messages in bounded chunks, or
+CUDA tensors in NCCL's collectives where these fit (`shardspec.comm.messages`). All take any dtype,
+uneven shards and any order of ids.
 """
 
+import atexit
 import os
 import pickle
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardspec.boxes import box_shape
 from shardspec.comm.agreement import (
@@ -25,17 +28,14 @@ from shardspec.comm.agreement import (
     ORDER_RULE,
     Listener,
     Note,
-    Unanswered,
     check_agreement,
     ranks_text,
 )
-from shardspec.comm.communicator import Communicator
-from shardspec.comm.job import Channel, check_members, current_job
-from shardspec.comm.messages import Collectives, Messages, has_collective
+from shardspec.comm.communicator import Communicator, SimulatedCommunicator
+from shardspec.comm.messages import Channel, Collectives, Messages, UnansweredError, has_collective
 from shardspec.comm.peer_memory import PeerMemory, readable
 from shardspec.comm.results import checked, empty_hugepages
 from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
-from shardspec.comm.simulated import SimulatedCommunicator
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh
@@ -43,7 +43,72 @@ from shardspec.mesh import DeviceMesh
 T = TypeVar("T")
 
 
-class ProcessGroupCommunicator:
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What belongs to a running job."""
+
+    communicators: dict[DeviceMesh, Communicator] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    """Groups that every rank has made, by ascending ranks; None where this rank is outside."""
+    torch_meshes: dict[tuple[DeviceMesh, str], TorchMesh] = field(default_factory=dict)
+    """By mesh without links and device type."""
+    meshes: dict[TorchMesh, DeviceMesh] = field(default_factory=dict)
+    """The mesh that a torch mesh was made of."""
+    channel: Channel = field(default_factory=lambda: Channel(tag=2 * 0x5AD))
+    """Of the main thread."""
+    making: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a communicator is made."""
+    accelerator: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a thread moves CUDA tensors: NCCL does not tell threads apart."""
+
+    def make_group(self, members: Sequence[int]) -> None:
+        """Make a group, unless it is there; every rank of the job does so, in the same order."""
+        ranks = tuple(sorted(members))
+        if len(ranks) < dist.get_world_size() and ranks not in self.groups:
+            group = dist.new_group(list(ranks))
+            self.groups[ranks] = group if dist.get_rank() in ranks else None
+
+    def group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return the group of some ranks, this one among them; None where there is none."""
+        if len(members) == dist.get_world_size():
+            return dist.group.WORLD
+        return self.groups.get(tuple(sorted(members)))
+
+
+_JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, Job]] = WeakKeyDictionary()
+"""Like torch's own global state, but only as long as the default group lives."""
+_RELEASE_SECONDS: Final = 0.05
+
+
+def current_job() -> Job:
+    """Return what belongs to the running job; `torch.distributed` is initialised."""
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    job = _JOBS.get(world)
+    if job is None:
+        job = _JOBS.setdefault(world, Job())
+        # A thread of gloo releases a tensor some time after its collective has ended, and needs the
+        # interpreter for it; once that is being finalised, torch aborts the process.
+        atexit.register(time.sleep, _RELEASE_SECONDS)
+    return job
+
+
+def check_members(mesh: DeviceMesh) -> None:
+    """Raise `CommunicatorError` unless there is a job and it has every device of the mesh."""
+    if not dist.is_initialized():
+        raise CommunicatorError(
+            "torch.distributed is not initialised; start the program with torchrun and make "
+            "the mesh with init_process_group=True"
+        )
+    world = dist.get_world_size()
+    if max(mesh.ids) >= world:
+        raise CommunicatorError(
+            f"device {next(id_ for id_ in mesh.ids if id_ >= world)} of mesh {mesh} is no rank of "
+            f"this job, which has {world} ranks numbered from 0"
+        )
+
+
+class ProcessGroupCommunicator(Communicator):
     """A `Communicator` that holds the shard of one rank.
 
     Physical ids are global ranks. Use `create` or `of` rather than the constructor, so that a mesh
@@ -80,16 +145,17 @@ class ProcessGroupCommunicator:
 
     def __init__(self, mesh: DeviceMesh, *, reads_peers: bool = True) -> None:
         check_members(mesh)
-        self._mesh, self._rank, self._job = mesh, dist.get_rank(), current_job()
+        super().__init__(mesh)
+        self._rank, self._job = dist.get_rank(), current_job()
         self._peers = tuple(sorted(device for device in mesh.ids if device != self._rank))
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
         self._note_device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
         self._timeout_s = _timeout_s() if self._note_device == "cpu" else 0.0
         self._joins = self._note_device == "cpu" and bool(self._peers)
-        self._may_read_peers = reads_peers
-        self._joined: dict[Channel, PeerMemory | None] = {}
+        self._may_be_read = reads_peers
+        self._memory: dict[Channel, PeerMemory | None] = {}
         name = f"{mesh.ids} {mesh.shape}".encode()
-        self._channel = Channel(tag=1 << 30 | zlib.crc32(name) >> 3 << 1)
+        self._own_channel = Channel(tag=1 << 30 | zlib.crc32(name) >> 3 << 1)
         if mesh.size == dist.get_world_size():
             for axis in range(mesh.ndim):
                 for members in mesh.groups([axis]):
@@ -98,10 +164,9 @@ class ProcessGroupCommunicator:
 
     @classmethod
     def create(cls, mesh: DeviceMesh, device_type: str | None = None) -> "ProcessGroupCommunicator":
-        """Initialise `torch.distributed` if that is still to be done, and return `of` the mesh.
+        """Initialise `torch.distributed` under torchrun if need be, and return `of` the mesh.
 
-        Under torchrun every rank calls this; gloo serves CPU tensors and NCCL CUDA tensors, where
-        there is CUDA and `device_type` is not ``"cpu"``. Elsewhere it is a `CommunicatorError`.
+        NCCL serves CUDA tensors where there is CUDA and `device_type` is not ``"cpu"``.
         """
         if not dist.is_initialized():
             if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -135,11 +200,6 @@ class ProcessGroupCommunicator:
         return self
 
     @property
-    def mesh(self) -> DeviceMesh:
-        """The devices among which data moves."""
-        return self._mesh
-
-    @property
     def addressable(self) -> tuple[int, ...]:
         """The rank of this process, or nothing where it is not part of the mesh."""
         return (self._rank,) if self._rank in self._mesh else ()
@@ -147,13 +207,17 @@ class ProcessGroupCommunicator:
     @property
     def reads_peers(self) -> bool:
         """Whether all ranks of the mesh read each other's memory; found out in the first step."""
-        return any(memory is not None for memory in self._joined.values())
+        return any(memory is not None for memory in self._memory.values())
 
     @property
     def peer_memory(self) -> PeerMemory | None:
-        """What reads the memory of peers in a `conversion` of this thread, where that may be."""
+        """Reads the memory of peers in a `conversion` of this thread; None where that cannot be."""
+        return self._memory.get(self._channel)
+
+    @property
+    def _channel(self) -> Channel:
         main = threading.current_thread() is threading.main_thread()
-        return self._joined.get(self._job.channel if main else self._channel)
+        return self._job.channel if main else self._own_channel
 
     def run(
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
@@ -161,15 +225,15 @@ class ProcessGroupCommunicator:
         """Carry out one step; see `Communicator.run`."""
         if not self.addressable:
             return {}
-        # What lies in memory is to be the values: no conjugation that is still to be done.
+        # Memory has to hold the values: no conjugation that is still to be done.
         shard = shards[self._rank].detach().resolve_conj().resolve_neg()
         if shard.is_meta:
             return {self._rank: shard.new_empty(box_shape(after(self._rank)))}
         home = shard.device
-        with self._own_channel(home.type) as channel:
+        with self._locked(home.type) as channel:
             if f"{home.type}:gloo" in dist.get_backend_config():
-                shard = shard.cpu()  # gloo sends and reads memory of the host alone
-            if self._joins and channel not in self._joined:
+                shard = shard.cpu()  # gloo sends memory of the host alone
+            if self._joins and channel not in self._memory:
                 self.gather({self._rank: None})  # whatever the step: all ranks of the mesh are here
             schedule = schedule_for(step, self._mesh, self._rank, before, after)
             transport = self._transport(channel, schedule, shard)
@@ -177,21 +241,18 @@ class ProcessGroupCommunicator:
                 return {self._rank: transport.all_reduce(schedule, shard, step.op).to(home)}
             result = empty_hugepages(shard, box_shape(schedule.after))
             with checked(step, result):
-                if isinstance(step, ReduceScatter):
-                    transport.reduce(schedule, shard, result, step.op)
-                else:
-                    transport.move(schedule, shard, result)
+                op = step.op if isinstance(step, ReduceScatter) else None
+                transport.move(schedule, shard, result, op)
         return {self._rank: result.to(home)}
 
     def _transport(
         self, channel: Channel, schedule: TransferSchedule, shard: torch.Tensor
     ) -> PeerMemory | Messages | Collectives:
+        messages = Messages(channel.tag + 1)
         if shard.device.type == "cpu":
-            return self._joined.get(channel) or Messages(channel.tag)
+            return self._memory.get(channel) or messages
         group = self._job.group(schedule.members)
-        if group and has_collective(schedule, shard.dtype):
-            return Collectives(group)
-        return Messages(channel.tag)
+        return Collectives(group) if group and has_collective(schedule, shard.dtype) else messages
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of another mesh of this job; see `of`."""
@@ -203,44 +264,23 @@ class ProcessGroupCommunicator:
         if not self.addressable:
             yield device
             return
-        with self._own_channel(device) as channel:
-            number = channel.numbers[self._ids]
-            try:
-                agreed, _ = self._tell(channel, "conversion", content, device)
-            except Unanswered as error:
-                mine = Note("conversion", 0, number, content=content)
-                raise CommunicatorError(
-                    f"{ranks_text(error.peers)} did not say what to convert: {error.why}; rank "
-                    f"{self._rank} {mine}; {ORDER_RULE}"
-                ) from error.__cause__
+        with self._locked(device) as channel:
+            agreed, _ = self._tell(channel, "conversion", content, device)
             yield agreed
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Collect one value per device; see `Communicator.gather`."""
         if not self.addressable:
             return {}
-        content = pickle.dumps(values[self._rank])
-        with self._own_channel("") as channel:
-            try:
-                _, notes = self._tell(channel, "value", content, "")
-                lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
-                rest = Messages(channel.tag).exchange(
-                    content[NOTE_ROOM:], lengths, self._note_device
-                )
-            except Unanswered as error:
-                raise CommunicatorError(
-                    f"gathering a value of every rank with {ranks_text(self._peers)} failed: "
-                    f"{error.why}; the job cannot go on, see what these ranks say"
-                ) from error.__cause__
-        found = {peer: pickle.loads(notes[peer].content + rest[peer]) for peer in self._peers}
-        found |= values
+        with self._locked("") as channel:
+            _, told = self._tell(channel, "value", pickle.dumps(values[self._rank]), "")
+        found = {peer: pickle.loads(content) for peer, content in told.items()} | dict(values)
         return {peer: found[peer] for peer in self._mesh.ids}
 
     @contextmanager
-    def _own_channel(self, device: str) -> Iterator[Channel]:
-        """Take the channel of this thread, in which no other thread is."""
-        main = threading.current_thread() is threading.main_thread()
-        channel = self._job.channel if main else self._channel
+    def _locked(self, device: str) -> Iterator[Channel]:
+        """Enter the channel of this thread, in which no other thread may be."""
+        channel = self._channel
         with ExitStack() as stack:
             for lock in (channel.busy, *([self._job.accelerator] if device == "cuda" else [])):
                 if not lock.acquire(blocking=False):
@@ -255,62 +295,67 @@ class ProcessGroupCommunicator:
 
     def _tell(
         self, channel: Channel, kind: str, content: bytes, device: str
-    ) -> tuple[str, dict[int, Note]]:
-        """Tell all ranks of the mesh a note; return where shards are, and all notes by rank.
-
-        When they do so for the first time, processes of one host find each other.
-        """
-        first = self._joins and channel not in self._joined
-        listening: AbstractContextManager[Listener | None] = (
-            Listener(is_read=self._may_read_peers) if first else nullcontext()
-        )
-        with listening as listener:
+    ) -> tuple[str, dict[int, bytes]]:
+        """Tell all ranks of the mesh something; return where shards are, and what the peers say."""
+        with ExitStack() as stack:
+            listener, address = None, None
+            if self._joins and channel not in self._memory:
+                listener = stack.enter_context(Listener(is_read=self._may_be_read))
+                address = listener.address
             number = channel.numbers[self._ids]
-            address = None if listener is None else listener.address
-            mine = Note(kind, self._ids, number, device, len(content), content, address)
-            told = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
-            notes = {peer: told.get(peer, mine) for peer in self._mesh.ids}
+            start, length = content[:NOTE_ROOM], len(content)
+            mine = Note(kind, self._ids, number, device, start, length, address)
             try:
-                agreed = check_agreement(notes)
-            except CommunicatorError:
+                told = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
                 if any(note.ids != self._ids for note in told.values()):
-                    channel.close()  # others of the mesh would wait for those that are elsewhere
-                raise
-            if listener is not None:
-                self._joined[channel] = self._join(channel, listener, notes)
-        return agreed, notes
+                    channel.close()  # other ranks of the mesh would wait for these
+                agreed = check_agreement({peer: told.get(peer, mine) for peer in self._mesh.ids})
+                if listener is not None:
+                    self._memory[channel] = self._join(channel, listener, told)
+                contents = {peer: note.content for peer, note in told.items()}
+                if kind == "value":
+                    lengths = {p: max(0, note.length - NOTE_ROOM) for p, note in told.items()}
+                    rest = channel.exchange_bytes(content[NOTE_ROOM:], lengths, self._note_device)
+                    contents = {peer: contents[peer] + rest[peer] for peer in contents}
+            except UnansweredError as error:
+                silent, why = error.args
+                raise CommunicatorError(
+                    f"{ranks_text(silent)} did not say what to convert: {why}; rank {self._rank} "
+                    f"{mine}; {ORDER_RULE}"
+                    if kind == "conversion"
+                    else f"gathering a value of every rank with {ranks_text(self._peers)} failed: "
+                    f"{why}; the job cannot go on, see what these ranks say"
+                ) from error.__cause__
+        return agreed, contents
 
     def _join(
-        self, channel: Channel, listener: Listener, notes: Mapping[int, Note]
+        self, channel: Channel, listener: Listener, told: Mapping[int, Note]
     ) -> PeerMemory | None:
-        """Link the ranks of the mesh if they share a host; return how they read each other."""
-        near = {peer: at for peer in self._peers if (at := notes[peer].address) is not None}
+        """Connect the ranks of the mesh if they share a host; return how they read each other."""
+        near = {peer: note.address for peer, note in told.items() if note.address is not None}
         host = listener.address.host
         if not host or [at.host for at in near.values()] != [host] * len(self._peers):
             return None
-        new = {peer: at for peer, at in near.items() if peer not in channel.links}
+        new = {peer: at for peer, at in near.items() if peer not in channel.connections}
         deadline = time.monotonic() + self._timeout_s
-        channel.links |= listener.connect(self._rank, new, deadline)
-        channel.linked.add(self._ids)
+        channel.connections |= listener.connect(self._rank, new, deadline)
+        channel.connected.add(self._ids)
         reads_all = b"yes" if len(readable(near)) == len(near) else b"no"
         mine = Note("value", self._ids, channel.numbers[self._ids], content=reads_all)
-        # Only after this may the content go that others have looked for.
-        told = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
-        if any(note.content != b"yes" for note in [mine, *told.values()]):
+        # The listener closes only after this, when all ranks have tried to read each other.
+        answers = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
+        if any(note.content != b"yes" for note in [mine, *answers.values()]):
             return None
-        return PeerMemory(self._rank, {peer: channel.links[peer] for peer in near}, self._timeout_s)
+        connections = {peer: channel.connections[peer] for peer in near}
+        return PeerMemory(self._rank, connections, self._timeout_s)
 
 
 def communicator_of(mesh: DeviceMesh) -> Communicator:
-    """Return the running job's communicator of a mesh, or a simulated one where there is no job.
-
-    In a process of a job that has not initialised `torch.distributed` it is a `CommunicatorError`:
-    simulating the whole mesh in every rank would look right and be wasteful.
-    """
+    """Return the running job's communicator of a mesh, or a simulated one where there is no job."""
     if dist.is_initialized():
         return ProcessGroupCommunicator.of(mesh)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
+    if ranks > 1:  # to simulate the whole mesh in every rank would look right and be wasteful
         raise CommunicatorError(
             f"this is one of {ranks} processes of a job, but torch.distributed is not initialised; "
             "make the mesh with init_process_group=True"

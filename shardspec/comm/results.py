@@ -1,12 +1,12 @@
-"""Tensors that a step makes: memory for them, addends combined, and a check that all is written."""
+"""Results of steps: memory for them, reductions, and a check that every element is written."""
 
 import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Final
 
 import torch
@@ -15,9 +15,9 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CommunicatorError
 
 _LARGE_BYTES: Final = 4 << 20
-"""From here on large pages save time: at least one fits in, wherever the tensor starts."""
+"""From here on a page of 2 MiB fits in wherever the tensor starts."""
 _WIDER: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""Sums of many short floats are kept in a wider type and rounded once."""
+"""Sums of short floats are kept in a wider type and rounded once."""
 _COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -25,17 +25,14 @@ _COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-_PERIOD: Final = 4093
-"""After so many bytes noise comes again; a prime, so that no shape has it."""
 _WINDOW_BYTES: Final = 4
-"""What is compared with the filling at once: one byte would often be equal by chance."""
+"""What is compared with the noise at once: a single byte would often be equal by chance."""
 
 
 def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor that is not filled yet, of the dtype and on the device of another.
+    """Return an uninitialised tensor of the dtype and on the device of another.
 
-    Every page of new memory costs a page fault when it is first written. With pages of 4 KiB that
-    takes longer than filling them, so Linux is asked for pages of 2 MiB (man 2 madvise).
+    Page faults of 4 KiB take longer than filling the pages, so Linux is asked for pages of 2 MiB.
     """
     result = like.new_empty(shape)
     library = libc()
@@ -50,61 +47,41 @@ def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def checked(what: object, result: torch.Tensor) -> Iterator[None]:
     """Check, where ``SHARDSPEC_CHECK=1`` is set, that every element of a new tensor is written.
 
-    The tensor is filled with bytes that look like noise, and whatever still has them afterwards
-    was left out. Windows of four bytes or one element are compared.
+    The tensor is filled with noise, of which no window of four bytes or one element is to be left.
     """
     if os.environ.get("SHARDSPEC_CHECK") != "1" or result.is_meta or result.numel() == 0:
         yield
         return
-    flat = result.view(-1).view(torch.uint8)
-    noise = _noise().repeat(len(flat) // _PERIOD + 1)[: len(flat)].to(flat.device)
+    flat, seeded = result.view(-1).view(torch.uint8), torch.Generator().manual_seed(0)
+    noise = torch.randint(1, 256, flat.shape, generator=seeded, dtype=torch.uint8).to(flat.device)
     flat.copy_(noise)
     yield
     left, width = flat == noise, max(_WINDOW_BYTES, result.element_size())
-    windows = left[: len(left) // width * width].view(-1, width).all(dim=1)
-    if bool(windows.any()) or (len(windows) and bool(left[-width:].all())):
+    if len(left) < width:
+        return
+    windows = left.unfold(0, width, width).all(dim=1)
+    if bool(windows.any()) or bool(left[-width:].all()):
         raise CommunicatorError(
             f"{what} left {int(windows.sum())} of {len(windows)} windows of a result of shape "
             f"{tuple(result.shape)} and {result.dtype} unwritten; this is a defect of shardspec"
         )
 
 
-def combine(addends: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """Return the reduction of tensors of one shape and dtype, as a new tensor."""
-    result = torch.empty_like(addends[0], memory_format=torch.contiguous_format)
-    combine_into(result, addends, op)
-    return result
-
-
-def combine_into(result: torch.Tensor, addends: Iterable[torch.Tensor], op: ReduceOp) -> None:
-    """Write the reduction of at least one tensor into another of the same shape and dtype.
-
-    The result may be the first addend, and shares memory with no other. Addends are looked at one
-    after the other, in their order: the next may be made in the memory of the one before.
-    """
+def combine_into(result: torch.Tensor, addends: Sequence[torch.Tensor], op: ReduceOp) -> None:
+    """Write the reduction of tensors, of which the first may be the result, in their order."""
     wider = _WIDER.get(result.dtype)
     total = result if wider is None else torch.empty_like(result, dtype=wider)
-    count = 0
-    for addend in addends:
-        count += 1
-        if count > 1:
-            _COMBINE[op](total, addend, out=total)
-        elif total.data_ptr() != addend.data_ptr():
-            total.copy_(addend)
-    assert count, "a reduction has addends"
+    if total.data_ptr() != addends[0].data_ptr():
+        total.copy_(addends[0])
+    for addend in addends[1:]:
+        _COMBINE[op](total, addend, out=total)
     if op == "avg":
-        total /= count
+        total /= len(addends)
     if total is not result:
         result.copy_(total)
 
 
-@lru_cache(maxsize=1)
-def _noise() -> torch.Tensor:
-    seeded = torch.Generator().manual_seed(0)
-    return torch.randint(1, 256, (_PERIOD,), generator=seeded, dtype=torch.uint8)
-
-
-@lru_cache(maxsize=1)
+@cache
 def libc() -> ctypes.CDLL | None:
     """Return the C library of Linux; None elsewhere."""
     return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

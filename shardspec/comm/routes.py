@@ -1,9 +1,9 @@
-"""Who sends which box to whom in one step, for the whole mesh and for one device.
+"""Who sends which box to whom in one step.
 
 Along the axes of a collective, devices form groups, and inside a group a device gets from each
 member what its box after the step shares with the member's box before it. Where a reduction is
-pending, the boxes of the members are the same and the parts are combined; otherwise they are
-disjoint and are put side by side. Exchange and permute move between all devices of the mesh.
+pending, the parts are combined; otherwise they are disjoint and are put side by side. Exchange and
+permute move between all devices of the mesh.
 """
 
 from collections import Counter, defaultdict
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import ne
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.boxes import Box, box_size, intersect
+from shardspec.boxes import Box, box_size, intersect, split_interval
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.copies import Holders, Senders, overlaps
 from shardspec.mesh import DeviceMesh
@@ -29,20 +29,17 @@ _MESSAGE: Final = 1 << 17
 """Elements that take about as long as a message takes to start, on links of today."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One box on its way, or staying where it is."""
+class Transfer(NamedTuple):
+    """A box on its way from one device to another, or staying where it is."""
 
     src: int
-    """Physical id of the holder."""
     dst: int
-    """Physical id of the receiver; equal to `src` for a part that stays."""
     box: Box
-    """What moves, in coordinates of the global tensor."""
+    """In coordinates of the global tensor."""
 
 
 def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance:
-    """Return the function that says on how many axes, or of some axes, two devices differ."""
+    """Return a function that counts the axes, of some or all, on which two devices differ."""
     kept = range(mesh.ndim) if axes is None else axes
     at = {device: [mesh.coordinates(device)[axis] for axis in kept] for device in mesh.ids}
     return lambda a, b: sum(map(ne, at[a], at[b]))
@@ -51,12 +48,11 @@ def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance
 def exchange_routes(
     before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
 ) -> list[Transfer]:
-    """Return what must move so that every device holds its box after.
+    """Return what must move so that every device holds its box after; the ids may differ.
 
-    Of the nearest holders of a piece the one sends that has sent least so far; then the first one.
-    A message takes time of its own, so pieces are divided only where one would send much more than
-    its share, and than anyone receives. The ids before and after may differ. Moves come by receiver
-    in the order of `after`, every element once.
+    Of the nearest holders of a piece, the one that has sent least sends it. Since every message
+    takes time, pieces are divided only where one holder would send much more than its share, and
+    than anyone receives. Moves are in the order of `after`, every element once.
     """
     holders: dict[Box, list[int]] = defaultdict(list)
     for device, box in before.items():
@@ -103,9 +99,8 @@ def permute_routes(
 ) -> list[Transfer]:
     """Return which device each one gets its whole new shard from, every device sending one.
 
-    Devices that hold what they want keep it. Where an axis that is slower for short messages is
-    slower for long ones too, every such assignment is as good as any other: the slowest link used
-    is the same.
+    Where an axis that is slower for short messages is slower for long ones too, every assignment in
+    which devices keep what they can is equally good: the slowest link used is the same.
     """
     unused: dict[Box, list[int]] = defaultdict(list)
     for device, box in before.items():
@@ -122,77 +117,27 @@ def permute_routes(
     return moves
 
 
-class Transfers:
-    """What each device of a mesh sends and receives in one step, its own part included."""
-
-    def __init__(self, step: Step, mesh: DeviceMesh, before: BoxOf, after: BoxOf) -> None:
-        self._step, self._mesh, self._before, self._after = step, mesh, before, after
-        self._incoming: dict[int, Parts] = defaultdict(list)
-        self._outgoing: dict[int, Parts] = defaultdict(list)
-        self._routed = isinstance(step, Permute | Exchange)
-        if self._routed:
-            sources, targets = (
-                {device: box(device) for device in mesh.ids} for box in (before, after)
-            )
-            if isinstance(step, Exchange):
-                moves = exchange_routes(sources, targets, distance_on(mesh, step.apart))
-            else:
-                moves = permute_routes(sources, targets, distance_on(mesh))
-            for move in moves:
-                self._incoming[move.dst].append((move.src, move.box))
-                self._outgoing[move.src].append((move.dst, move.box))
-
-    def incoming(self, device: int) -> Parts:
-        """Return what a device receives, and from whom."""
-        if self._routed:
-            return self._incoming[device]
-        return self._shared(self._after(device), device, self._before)
-
-    def outgoing(self, device: int) -> Parts:
-        """Return what a device sends, and to whom."""
-        if self._routed:
-            return self._outgoing[device]
-        return self._shared(self._before(device), device, self._after)
-
-    def members(self, device: int) -> tuple[int, ...]:
-        """Return the devices that move data among themselves, in the same order on all of them.
-
-        Sorted axes make the order of addends, and so the rounding of sums, the same on every
-        device. A slice has axes, but nothing moves along them.
-        """
-        match self._step:
-            case Permute() | Exchange():
-                return self._mesh.ids
-            case Slice():
-                return (device,)
-            case step:
-                return self._mesh.group(device, sorted(step.axes))
-
-    def _shared(self, mine: Box, device: int, theirs: BoxOf) -> Parts:
-        parts = ((peer, intersect(mine, theirs(peer))) for peer in self.members(device))
-        return [(peer, box) for peer, box in parts if box is not None]
-
-
 @dataclass(frozen=True, slots=True)
 class TransferSchedule:
-    """What one device does in one step."""
+    """What one device does in one step; the lists are only read."""
 
     step: Step
     device: int
-    """Physical id."""
     members: tuple[int, ...]
     """The devices that move data among themselves, in the same order on all of them."""
-    held: BoxOf
+    held: Mapping[int, Box]
     """What each device holds before the step."""
-    before: Box
-    """What this one does."""
     after: Box
-    """What it holds after the step."""
+    """What this one holds after the step."""
     outgoing: Parts
     """Which other device gets which box from it."""
     incoming: Parts
-    """Who it gets which box from, its own part included, in an order that is the same everywhere.
-    Both are only read."""
+    """Who it gets which box from, its own part included, in the order of members."""
+
+    @property
+    def before(self) -> Box:
+        """What this device holds before the step."""
+        return self.held[self.device]
 
     @property
     def peers(self) -> set[int]:
@@ -206,12 +151,62 @@ def schedule_for(
 ) -> TransferSchedule:
     """Return what a device does in a step.
 
-    Kept for the methods of layouts that are used again and again, as those of a plan are: methods
-    are the same key only if their layouts are the same object, so a miss costs no comparison.
+    Methods are the same key only if their layouts are the same object, so a miss costs no
+    comparison. Members are sorted by axes, not as a spec has them, so that the order of addends,
+    and with it the rounding of sums, is the same everywhere.
     """
-    transfers = Transfers(step, mesh, before, after)
-    members, incoming = transfers.members(device), transfers.incoming(device)
-    outgoing = [(peer, box) for peer, box in transfers.outgoing(device) if peer != device]
-    return TransferSchedule(
-        step, device, members, before, before(device), after(device), outgoing, incoming
+    held, wanted = _boxes(mesh, before), _boxes(mesh, after)
+    if isinstance(step, Permute | Exchange):
+        members = mesh.ids
+        incoming, outgoing = (side.get(device, []) for side in _routes(step, mesh, before, after))
+    else:
+        members = (device,) if isinstance(step, Slice) else mesh.group(device, sorted(step.axes))
+        incoming, outgoing = (
+            [(p, box) for p in members if (box := intersect(mine[device], theirs[p])) is not None]
+            for mine, theirs in ((wanted, held), (held, wanted))
+        )
+    going = [(peer, box) for peer, box in outgoing if peer != device]
+    return TransferSchedule(step, device, members, held, wanted[device], going, incoming)
+
+
+@lru_cache(maxsize=256)
+def _boxes(mesh: DeviceMesh, box_of: BoxOf) -> dict[int, Box]:
+    return {device: box_of(device) for device in mesh.ids}
+
+
+@lru_cache(maxsize=64)
+def _routes(
+    step: Permute | Exchange, mesh: DeviceMesh, before: BoxOf, after: BoxOf
+) -> tuple[dict[int, Parts], dict[int, Parts]]:
+    """Return what each device receives and sends, its own part included."""
+    ends = _boxes(mesh, before), _boxes(mesh, after)
+    if isinstance(step, Exchange):
+        moves = exchange_routes(*ends, distance_on(mesh, step.apart))
+    else:
+        moves = permute_routes(*ends, distance_on(mesh))
+    incoming: dict[int, Parts] = defaultdict(list)
+    outgoing: dict[int, Parts] = defaultdict(list)
+    for src, dst, box in moves:
+        incoming[dst].append((src, box))
+        outgoing[src].append((dst, box))
+    return incoming, outgoing
+
+
+@lru_cache(maxsize=1024)
+def all_reduce_schedules(
+    step: Step, device: int, members: tuple[int, ...], size: int
+) -> tuple[TransferSchedule, TransferSchedule]:
+    """Divide an all-reduce of a vector: each member reduces a part, then all share the parts."""
+    whole: Box = ((0, size),)
+    parts: dict[int, Box] = {
+        peer: (split_interval(0, size, len(members), at),) for at, peer in enumerate(members)
+    }
+    mine, filled = parts[device], [(peer, box) for peer, box in parts.items() if box_size(box)]
+    addends = [(peer, mine) for peer in members if box_size(mine)]
+    sent = [(peer, box) for peer, box in filled if peer != device]
+    readers = [(peer, box) for peer, box in addends if peer != device]
+    wholes = dict.fromkeys(members, whole)
+    return (
+        TransferSchedule(step, device, members, wholes, mine, sent, addends),
+        TransferSchedule(step, device, members, parts, whole, readers, filled),
     )

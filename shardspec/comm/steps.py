@@ -1,23 +1,8 @@
 """The closed set of steps: one collective or one local move each, as pure data.
 
-A step says what moves along which mesh axes; it holds no tensor, no group and no sizes. Several
-axes of one step travel in one collective. The step that undoes it is the step's backward:
-
-=============== ============= ==================================================
-step            from → to     backward
-=============== ============= ==================================================
-`Slice`         R → S         `AllGather`
-`AllGather`     S → R         `Slice`
-`AllToAll`      S → S         `AllToAll` the other way
-`ReduceScatter` P → S         `AllGather`
-`AllReduce`     P → R         none: the gradient of a sum is the gradient of each addend
-`Permute`       any → any     `Permute` the other way
-`Exchange`      any → any     `Exchange` the other way
-=============== ============= ==================================================
-
-The table holds under the convention of `torch.distributed.tensor`: the gradient that arrives at a
-device is that of its box of the global tensor, so devices that hold the same box receive the same
-gradient. For a mean the result is scaled; see `shardspec.dtensor`.
+Several axes of one step travel in one collective. `backward` follows the convention of
+`torch.distributed.tensor`: the gradient that arrives at a device is that of its box of the global
+tensor, so devices that hold the same box receive the same gradient.
 """
 
 from dataclasses import dataclass
@@ -42,10 +27,7 @@ ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Keep one part of what every device has a copy of; no communication.
-
-    `axes` come after those that shard the dim already, the major one first.
-    """
+    """R → S: keep a part; `axes` come after those that shard the dim already, major first."""
 
     dim: int
     axes: tuple[int, ...]
@@ -53,7 +35,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Collect the innermost `axes` of one dim, in the order of the spec before the step."""
+    """S → R: collect the innermost `axes` of one dim, in the order of the spec before the step."""
 
     dim: int
     axes: tuple[int, ...]
@@ -61,7 +43,7 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Move the innermost axes of one dim, in their order there, onto the end of another."""
+    """S → S: move the innermost axes of one dim, in their order there, to the end of another."""
 
     src_dim: int
     dst_dim: int
@@ -77,10 +59,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Finish a pending reduction and keep one part of the result.
-
-    `axes` are in the order in which they arrive at the end of the dim.
-    """
+    """P → S: finish a reduction and keep a part; `axes` are in the order in which they arrive."""
 
     dim: int
     axes: tuple[int, ...]
@@ -89,7 +68,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Finish a pending reduction over ascending axes; every device gets all of the result."""
+    """P → R: finish a pending reduction over ascending axes; every device gets the whole result."""
 
     axes: tuple[int, ...]
     op: ReduceOp
@@ -97,10 +76,9 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class Permute:
-    """Send whole shards on: every device gets its new shard from one device, itself perhaps.
+    """Every device gets its whole new shard from one device: S01 ↔ S10, S0 ↔ S1 of equal length.
 
-    Possible where the devices together hold the same boxes before and after, each as often, and
-    nothing is pending: S01 ↔ S10, S0 ↔ S1 where the axes are equally long.
+    Possible where the devices together hold the same boxes before and after, each as often.
     """
 
     axes: tuple[int, ...]
@@ -134,5 +112,5 @@ def backward(step: Step) -> Step | None:
             return AllToAll(dst_dim, src_dim, dst_axes, src_axes)
         case Permute() | Exchange():
             return step
-        case AllReduce():
+        case AllReduce():  # the gradient of a sum is the gradient of each addend
             return None

@@ -1,8 +1,7 @@
 """Meshes and torch's own `DeviceMesh`: each made of the other, over the same process groups.
 
-A mesh is a value, and the groups belong to the job (`shardspec.comm.job`). So it does not matter
-who comes first: torch's mesh is made over groups that are there already, and those that torch has
-made serve the communicator. Only what is missing is made.
+The groups belong to the job (`shardspec.comm.process_group`): torch's mesh is made over groups that
+are there already, and groups that torch has made serve the communicator.
 """
 
 import operator
@@ -13,8 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from shardspec.comm.job import Job, check_members, current_job
-from shardspec.comm.process_group import ProcessGroupCommunicator
+from shardspec.comm.process_group import (
+    Job,
+    ProcessGroupCommunicator,
+    check_members,
+    current_job,
+)
 from shardspec.errors import AxisError, CommunicatorError, MeshError
 from shardspec.mesh import Axis, DeviceMesh, LinkModel
 
@@ -64,13 +67,9 @@ def init_device_mesh(
             f"init_device_mesh({device_type!r}, {mesh_shape!r}): give a device type and whole "
             f"numbers, as in init_device_mesh('cpu', (2, 4)): {str(error).splitlines()[0]}"
         ) from None
+    names, model = axis_names, link_model
     mesh = DeviceMesh(
-        ids,
-        mesh_shape,
-        mesh_alpha=mesh_alpha,
-        mesh_beta=mesh_beta,
-        axis_names=axis_names,
-        link_model=link_model,
+        ids, mesh_shape, None, mesh_alpha, mesh_beta, axis_names=names, link_model=model
     )
     ProcessGroupCommunicator.create(mesh, device_type)
     to_torch(mesh, device_type)
@@ -78,12 +77,10 @@ def init_device_mesh(
 
 
 def from_torch(torch_mesh: TorchMesh) -> DeviceMesh:
-    """Return the mesh that torch's describes: its ids, shape and axis names.
+    """Return the mesh that torch's describes; of one that `to_torch` made, what it was made of.
 
-    Where torch's mesh was made by `to_torch`, that is the mesh it was made of, with its links.
-    The groups that torch has made for it are used from then on, none is made again; so where the
-    mesh has all ranks of the job, every rank calls this at the same point of the program. It is a
-    `MeshError` if torch's mesh belongs to another job, or its ids descend along an axis.
+    The groups of torch's mesh are used from then on; so where it has all ranks of the job, every
+    rank calls this at the same point of the program. A mesh of another job is refused.
     """
     running = dist.is_initialized()
     if running and torch_mesh in current_job().meshes:
@@ -108,14 +105,11 @@ def from_torch(torch_mesh: TorchMesh) -> DeviceMesh:
 
 
 def to_torch(mesh: DeviceMesh, device_type: str = "cpu") -> TorchMesh:
-    """Return torch's mesh of this one, the same object each time.
+    """Return torch's mesh of this one, the same object each time; every rank of the job calls this.
 
-    Its groups are those that the job has already; a slice of a larger mesh is torch's slice of
-    torch's mesh of that, so that modules may be sharded over several slices. What is missing is
-    made, by every rank of the job at the same point of the program: the ranks outside the mesh
-    too. torch's mesh has no links. It asks for names where there are several axes; axes without
-    names are called ``axis_0``, ``axis_1`` and so on there. Where ids descend along an axis it is
-    a `MeshError`: torch numbers the ranks of a group upwards, and would mix up shards.
+    Groups that the job lacks are made. A slice of a larger mesh is torch's slice of torch's mesh of
+    that, so that modules may be sharded over several slices. Axes without names are called
+    ``axis_0``, ``axis_1`` and so on.
     """
     check_members(mesh)
     job = current_job()
@@ -157,8 +151,8 @@ def group_of(mesh: DeviceMesh, axis: Axis | None = None) -> dist.ProcessGroup:
 
 def device_type_of(mesh: DeviceMesh) -> str:
     """Return the device type that torch's mesh of this one has been made for, or ``"cpu"``."""
-    without = _without_links(mesh)
     known = current_job().torch_meshes if dist.is_initialized() else {}
+    without = _without_links(mesh)
     return next((device_type for made, device_type in known if made == without), "cpu")
 
 
@@ -181,21 +175,17 @@ def _without_links(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _check_ascending(mesh: DeviceMesh) -> None:
-    for axis in range(mesh.ndim):
-        for members in mesh.groups([axis]):
-            if list(members) != sorted(members):
-                raise MeshError(
-                    f"mesh {mesh} has the ids {members} along axis {axis}, but torch numbers the "
-                    "ranks of a group upwards, and mixes up shards there; use a mesh of ascending "
-                    "ids, where redistribute(spec, device_mesh=) takes a tensor"
-                )
+    for members in (members for axis in range(mesh.ndim) for members in mesh.groups([axis])):
+        if list(members) != sorted(members):
+            raise MeshError(
+                f"mesh {mesh} has the ids {members} along an axis, but torch numbers the ranks of "
+                "a group upwards, and mixes up shards there; use a mesh of ascending ids, where "
+                "redistribute(spec, device_mesh=) takes a tensor"
+            )
 
 
 def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: DeviceMesh) -> None:
-    """Check that this rank's groups are of the running job; those of a mesh of all ranks are its.
-
-    Each rank sees its own groups only, and knows from the mesh which others there are.
-    """
+    """Check that the groups are of the running job; keep those of a mesh of all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for axis in range(mesh.ndim) if rank in mesh else ():
         members = list(mesh.group(rank, [axis]))
@@ -217,10 +207,9 @@ def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: DeviceMesh) -> None:
 
 def _slice_in_torch(job: Job, mesh: DeviceMesh, device_type: str) -> TorchMesh | None:
     """Return torch's slice of torch's mesh of a larger mesh that this one is a slice of."""
-    rank = dist.get_rank()
-    without = _without_links(mesh)
+    rank, without, own = dist.get_rank(), _without_links(mesh), mesh.axis_names or ()
     for root in list(job.communicators):
-        names, own = root.axis_names or (), mesh.axis_names or ()
+        names = root.axis_names or ()
         axes = [names.index(name) for name in own if name in names]
         larger = own and len(axes) == len(own) < len(names) and axes == sorted(axes)
         if larger and rank in root and without == _without_links(root.slice_with(rank, axes)):
@@ -240,9 +229,9 @@ def _made_of_groups(job: Job, mesh: DeviceMesh, device_type: str) -> TorchMesh:
     if rank not in mesh:
         # torch has no group to make it of here; it asks for none.
         return TorchMesh(device_type, grid, mesh_dim_names=names, _init_backend=False)
-    groups = [job.group(mesh.group(rank, [axis])) for axis in range(mesh.ndim)]
-    found = [group for group in groups if group is not None]
-    assert len(found) == mesh.ndim, "they have just been made"
+    found = (job.group(mesh.group(rank, [axis])) for axis in range(mesh.ndim))
+    groups = [group for group in found if group is not None]
+    assert len(groups) == mesh.ndim, "they have just been made"
     if mesh.ndim == 1:
-        return TorchMesh.from_group(found[0], device_type, mesh_dim_names=names)
-    return TorchMesh.from_group(found, device_type, grid, mesh_dim_names=names)
+        return TorchMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    return TorchMesh.from_group(groups, device_type, grid, mesh_dim_names=names)

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from shardspec.boxes import box_size
 from shardspec.comm.cost import CostModel
-from shardspec.comm.routes import Transfers
+from shardspec.comm.routes import schedule_for
 from shardspec.comm.steps import Step
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
@@ -204,10 +204,10 @@ def _facts(step: Step, before: Layout, after: Layout) -> tuple[object, ...]:
     mesh = before.mesh
     plan = ConversionPlan((step,), (before, after), CostModel.of_mesh(mesh))
     axes = ",".join(mesh.axis_label(axis) for axis in step.axes)
-    transfers = Transfers(step, mesh, before.box, after.box)
+    schedules = (schedule_for(step, mesh, id_, before.box, after.box) for id_ in mesh.ids)
     senders = [
-        {mesh.ids.index(peer) for peer, box in transfers.incoming(device) if box_size(box)}
-        for device in mesh.ids
+        {mesh.ids.index(peer) for peer, box in schedule.incoming if box_size(box)}
+        for schedule in schedules
     ]
     bits = [sum(1 << peer for peer in peers) for peers in senders]
     text = f"{step_text(step)} over {axes}"

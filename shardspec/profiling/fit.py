@@ -1,16 +1,13 @@
 """From measured times of steps to curves of collectives, and links of mesh axes.
 
-A curve is the lower of two lines, for a protocol of low latency and one of high bandwidth. For
-every size at which the one may give way to the other, both lines are fitted and each measurement
-goes to the line that is lower there, a few times over; the best of these fits is kept. What is made
-small is the relative error, since a microsecond counts for as much in a short step as a
-millisecond in a long one, and measurements far off count for less (iteratively reweighted least
-squares, Huber's weights). How far prices are off is found by cross-validation: each size is left
-out once and priced by the fit of the others.
+A curve is the lower of two lines, for a protocol of low latency and one of high bandwidth. For each
+size at which one may give way to the other, both lines are fitted and each measurement goes to the
+line that is lower there, a few times over; the best fit is kept. Relative errors are minimised,
+with Huber's weights for outliers (iteratively reweighted least squares). Cross-validation says how
+far prices are off: each size is left out once and priced by the fit of the others.
 
-Links price permute and exchange, and steps along axes that were not measured together. Their model
-is that of `shardspec.comm.cost`, whose own lines make the equations, so that a fit and a price
-cannot disagree: a step along one axis takes ``messages * alpha + bytes * beta``.
+Links price steps that were not measured. They are fitted to the lines of `shardspec.comm.cost`
+itself, so that a fit and a price cannot disagree.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import KINDS, LARGE, Band, Curve, Line, Link, whole
+from shardspec.comm.curves import KINDS, LARGE, Band, Curve, Errors, Line, Link, whole
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
 from shardspec.errors import ProfileError
 from shardspec.mesh import LinkModel
@@ -52,7 +49,7 @@ def _line_of(x: Floats, y: Floats, seconds: Floats) -> Line:
 
 
 def _nonnegative(x: Floats, y: Floats, right: Floats) -> Line:
-    """Least squares of two unknowns that are not negative: inside, or on one of two edges."""
+    """Solve least squares of two unknowns that are not negative: inside, or on one of two edges."""
     xx, xy, yy, xr, yr = (float(v) for v in (x @ x, x @ y, y @ y, x @ right, y @ right))
     det = xx * yy - xy * xy
     if det > 1e-12 * xx * yy:
@@ -80,10 +77,9 @@ def _fit_lines(times: Times) -> tuple[Line, ...]:
             if distance < least:
                 best, least = lines, distance
             (a, b), (c, d) = lines
-            again = a + b * size <= c + d * size
-            if (again == low).all():
+            low, before = a + b * size <= c + d * size, low
+            if (low == before).all():
                 break
-            low = again
     return tuple(sorted(best))
 
 
@@ -92,7 +88,7 @@ def _distance(lines: Sequence[Line], size: Floats, seconds: Floats) -> float:
     return float(np.minimum(np.abs(np.log(np.maximum(predicted, 1e-12) / seconds)), 1.0).mean())
 
 
-def bands(pairs: Iterable[tuple[float, float]]) -> tuple[Band | None, Band | None]:
+def bands(pairs: Iterable[tuple[float, float]]) -> Errors:
     """Return the errors below `LARGE` and from there on, of pairs of bytes and relative error."""
     errors: tuple[list[float], list[float]] = ([], [])
     for size, error in pairs:
@@ -102,11 +98,7 @@ def bands(pairs: Iterable[tuple[float, float]]) -> tuple[Band | None, Band | Non
 
 
 def fit_curve(kind: str, devices: int, times: Times, other: Times = ()) -> Curve:
-    """Return the curve of times of a collective, at two sizes or more.
-
-    `other` are times of the same that are not fitted but count in the errors: of another version of
-    the communication library, say.
-    """
+    """Return the curve of times at two sizes or more; `other` times count in the errors alone."""
     curve = Curve(kind, devices, _fit_lines(times), (int(times[0][0]), int(times[-1][0])))
     errors = [(size, abs(curve.seconds(size) / seconds - 1)) for size, seconds in other]
     for place, (size, seconds) in enumerate(times) if len(times) > 2 else ():
@@ -121,9 +113,7 @@ class Measurement:
     """How long one step took."""
 
     kind: str
-    """One of `KINDS`."""
     axes: tuple[int, ...]
-    """Mesh axes along which data moved."""
     num_bytes: int
     """Bytes of the largest shard before the step."""
     seconds: float
@@ -136,7 +126,6 @@ class Fit:
 
     link_model: LinkModel
     links: tuple[Link, ...]
-    """One per axis."""
     typical_error: float
     """Median of the relative errors of all measurements."""
     worst_error: float
@@ -169,11 +158,7 @@ def fitted(model: CostModel, measured: Measurement) -> float:
 def fit_links(
     mesh_shape: tuple[int, ...], measurements: Sequence[Measurement], link_model: LinkModel
 ) -> Fit:
-    """Return the links that fit measurements best; each axis is fitted to the steps along it alone.
-
-    Steps along several axes count in the errors only. Every axis of two devices or more needs two
-    sizes of some step, else this is a `ProfileError`.
-    """
+    """Return the links that fit best; each axis is fitted to the steps along it alone."""
     unit = CostModel(mesh_shape, (Link(1.0, 1.0),) * len(mesh_shape), link_model)
     links = []
     for axis, devices in enumerate(mesh_shape):
@@ -199,10 +184,7 @@ def fit_links(
 def curves_of_groups(
     mesh_shape: tuple[int, ...], measurements: Sequence[Measurement]
 ) -> tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...]:
-    """Return the curves of every collective along every group of axes that was measured.
-
-    A collective that was measured at one size alone has none.
-    """
+    """Return the curves of every collective along every group of axes, measured at two sizes."""
     times: dict[tuple[int, ...], dict[str, list[tuple[float, float]]]] = {}
     for m in measurements:
         held = whole(m.kind, prod(mesh_shape[axis] for axis in m.axes))

@@ -8,9 +8,9 @@ import torch
 
 from shardspec.checkpoint.catalog import StoredReduction
 from shardspec.checkpoint.numeric import CastLosses, Reduction, cast, narrow, numbers
-from shardspec.comm.results import combine
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import is_floating
+from tests.comm.test_results import combine
 
 DTYPES = [
     *("float64", "float32", "float16", "bfloat16", "complex64"),

@@ -123,10 +123,13 @@ def test_links_in_words():
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1e-9])
 def test_links_that_are_none(number):
-    with pytest.raises(MeshError, match=r"^the link of axis 1 has latency .* none negative$"):
-        CostModel((2, 2), (FAST, Link(number, 0.0)))
-    with pytest.raises(MeshError, match=r"^the link of axis 0 has latency .* none negative$"):
-        CostModel((2, 2), (Link(0.0, number), FAST))
+    for numbers in ((number, 0.0), (0.0, number)):
+        with pytest.raises(MeshError, match=r"^link 'given' has latency .* none negative$"):
+            Link(*numbers)
+    with pytest.raises(MeshError, match=r"^link 'x' has latency .* none negative$"):
+        Link(0.0, 0.0, "x", start_s=number)
+    with pytest.raises(MeshError, match=r"^copy_s is .* s a byte; give a finite number"):
+        CostModel((2, 2), (FAST, FAST), copy_s=number)
     for links in ((FAST,), (FAST,) * 3, ()):
         with pytest.raises(
             MeshError, match=r"^\d links for the 2 axes of a mesh of shape \(2, 2\)"

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.process_group import ProcessGroupCommunicator, communicator_of
-from shardspec.comm.simulated import SimulatedCommunicator
 from shardspec.dtensor import DTensor
 from shardspec.errors import CommunicatorError
 from shardspec.mesh import DeviceMesh

@@ -5,7 +5,7 @@ from math import prod
 import pytest
 import torch
 
-from shardspec.comm.simulated import SimulatedCommunicator
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.steps import Permute
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh

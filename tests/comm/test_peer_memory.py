@@ -1,7 +1,6 @@
 """Reading memory, tried on this process itself: the way is the same as to another."""
 
 import os
-from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
@@ -77,11 +76,11 @@ def test_what_cannot_be_read():
         read(os.getpid(), Region(4096, (3,), (8,), 8), region(got))
     assert got.tolist() == [0, 0, 0]
     known = np.frombuffer(b"known", np.uint8)
-    mine = Address("here", os.getpid(), "", known.ctypes.data, b"known")
+    mine = Address("here", os.getpid(), "known", known.ctypes.data)
     others = {
         0: mine,
-        1: replace(mine, content=b"other"),
-        2: replace(mine, pid=2**22 + 1),
-        3: replace(mine, probe=0),
+        1: mine._replace(socket="other"),
+        2: mine._replace(pid=2**22 + 1),
+        3: mine._replace(probe=0),
     }
     assert readable(others) == {0}

@@ -9,7 +9,7 @@ import torch
 from shardspec.boxes import box_size, contains
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link
-from shardspec.comm.routes import Transfers, distance_on, exchange_routes, permute_routes
+from shardspec.comm.routes import distance_on, exchange_routes, permute_routes, schedule_for
 from shardspec.comm.steps import AllGather, AllReduce, Exchange, Permute, Slice
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -115,24 +115,26 @@ def test_every_permute(mesh, shape, count):
 def test_both_ends_agree(kind):
     before = Layout(CUBE, "[S012,R]", (8, 3), "int8")
     after = before.with_spec("[S201,R]")
-    transfers = Transfers(kind((0, 1, 2)), CUBE, before.box, after.box)
+    step = kind((0, 1, 2))
+    schedules = {id_: schedule_for(step, CUBE, id_, before.box, after.box) for id_ in CUBE.ids}
     sent: dict[int, list[object]] = defaultdict(list)
-    for device in CUBE.ids:
-        for peer, box in transfers.outgoing(device):
+    for device, schedule in schedules.items():
+        for peer, box in schedule.outgoing:
             sent[peer].append((device, box))
-    for device in CUBE.ids:
-        assert sorted(transfers.incoming(device), key=str) == sorted(sent[device], key=str)
-        assert len(transfers.incoming(device)) == 1
+    for device, schedule in schedules.items():
+        assert len(schedule.incoming) == 1
+        coming = [pair for pair in schedule.incoming if pair[0] != device]
+        assert sorted(coming, key=str) == sorted(sent[device], key=str)
 
 
 def test_groups_send_in_the_order_of_the_mesh():
     before = Layout(SHUFFLED, "[R,S10]", (4, 12), "int8")
     after = before.with_spec("[R,R]")
-    transfers = Transfers(AllGather(1, (1, 0)), SHUFFLED, before.box, after.box)
-    assert [peer for peer, _ in transfers.incoming(3)] == [6, 1, 7, 0, 3, 2]
-    assert sum(box_size(box) for _, box in transfers.incoming(3)) == 48
-    assert {box for _, box in transfers.outgoing(3)} == {before.box(3)}
-    alone = Transfers(Slice(0, (1,)), SHUFFLED, after.box, after.with_spec("[S1,R]").box)
-    assert [peer for peer, _ in alone.incoming(3)] == [3]
-    reduced = Transfers(AllReduce((0,), "sum"), SHUFFLED, after.box, after.box)
-    assert reduced.incoming(3) == [(1, ((0, 4), (0, 12))), (3, ((0, 4), (0, 12)))]
+    gather = schedule_for(AllGather(1, (1, 0)), SHUFFLED, 3, before.box, after.box)
+    assert [peer for peer, _ in gather.incoming] == [6, 1, 7, 0, 3, 2]
+    assert sum(box_size(box) for _, box in gather.incoming) == 48
+    assert gather.outgoing == [(peer, before.box(3)) for peer in (6, 1, 7, 0, 2)]
+    alone = schedule_for(Slice(0, (1,)), SHUFFLED, 3, after.box, after.with_spec("[S1,R]").box)
+    assert [peer for peer, _ in alone.incoming] == [3]
+    reduced = schedule_for(AllReduce((0,), "sum"), SHUFFLED, 3, after.box, after.box)
+    assert reduced.incoming == [(1, ((0, 4), (0, 12))), (3, ((0, 4), (0, 12)))]

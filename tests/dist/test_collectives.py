@@ -67,7 +67,7 @@ def _run(rank: int) -> tuple[dict[tuple[bool, str], int], list[str]]:
             if isinstance(step, AllReduce):
                 result = backend.all_reduce(schedule, given, step.op)
             elif isinstance(step, ReduceScatter):
-                backend.reduce(schedule, given, result, step.op)
+                backend.move(schedule, given, result, step.op)
             else:
                 backend.move(schedule, given, result)
             wanted = shard_of(after, reduced(stack, before.spec, after.spec), rank)

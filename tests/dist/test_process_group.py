@@ -75,6 +75,12 @@ def _run_all(rank: int):
     assert _first_steps(rank) == []
     mesh = DeviceMesh([4, 0, 5], (3,))
     gathered = ProcessGroupCommunicator.of(mesh).gather({rank: rank * 10} if rank in mesh else {})
+    for end in ("", str(rank)):  # values that are longer than a note, equal and not
+        long = ProcessGroupCommunicator.of(mesh).gather(
+            {rank: "y" * 10_000 + end} if rank in mesh else {}
+        )
+        ids = mesh.ids if rank in mesh else ()
+        assert long == {id_: "y" * 10_000 + (str(id_) if end else "") for id_ in ids}
     same = ProcessGroupCommunicator.of(mesh) is ProcessGroupCommunicator.of(
         DeviceMesh([4, 0, 5], (3,))
     )

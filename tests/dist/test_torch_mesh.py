@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard
 
 from shardspec import DeviceMesh, ProcessGroupCommunicator, init_device_mesh
-from shardspec.comm.job import current_job
+from shardspec.comm.process_group import current_job
 from shardspec.errors import AxisError, CommunicatorError, ShardSpecError
 from tests.dist.processes import run_ranks
 
@@ -175,7 +175,7 @@ REFUSALS = [
     "AxisError: mesh[0]: slice a mesh by axis names, as in mesh['tp']",
     "AxisError: axes (1, 1) name one axis twice; name each once",
     "AxisError: mesh dp=2,tp=2 has no axis named 'pp'; its names: dp, tp",
-    "MeshError: mesh 2x2 has the ids (3, 0) along axis 0, but torch numbers the ranks of a group "
+    "MeshError: mesh 2x2 has the ids (3, 0) along an axis, but torch numbers the ranks of a group "
     "upwards, and mixes up shards there; use a mesh of ascending ids",
     "CommunicatorError: device 7 of mesh 2 is no rank of this job, which has 4 ranks numbered "
     "from 0",
@@ -183,7 +183,7 @@ REFUSALS = [
     "in another job",
     "MeshError: torch mesh 4 has no group of the ranks [0, 1, 2, 3] in this job; it was made in "
     "another job, or without groups",
-    "MeshError: mesh 2x2 has the ids (3, 0) along axis 0, but torch numbers the ranks of a group "
+    "MeshError: mesh 2x2 has the ids (3, 0) along an axis, but torch numbers the ranks of a group "
     "upwards",
     "CommunicatorError: device 4 of mesh 2x4 is no rank of this job, which has 4 ranks numbered "
     "from 0",

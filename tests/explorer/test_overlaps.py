@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from shardspec import CostModel, LayoutConverter, Link
 from shardspec.boxes import intersect
-from shardspec.comm.routes import Transfers
+from shardspec.comm.routes import schedule_for
 from shardspec.explorer.page import layouts_of
 from tests.explorer.test_page import DTYPE, MESHES
 
@@ -24,8 +24,8 @@ def test_what_a_move_brings_is_what_the_sender_shares():
                         if (step, a, b) in checked:
                             continue
                         checked.add((step, a, b))
-                        transfers = Transfers(step, mesh, a.box, b.box)
                         for device in mesh.ids:
-                            for peer, box in transfers.incoming(device):
+                            schedule = schedule_for(step, mesh, device, a.box, b.box)
+                            for peer, box in schedule.incoming:
                                 assert intersect(a.box(peer), b.box(device)) == box
     assert len({type(step) for step, _, _ in checked}) == 7

@@ -14,7 +14,7 @@ from scipy.sparse import lil_array
 
 from shardspec import CostModel, DeviceMesh, Layout, Link, SimulatedCommunicator, trace
 from shardspec.boxes import Box, box_size, intersect
-from shardspec.comm.routes import Transfers
+from shardspec.comm.routes import schedule_for
 from shardspec.comm.steps import Exchange
 from shardspec.execution import run_plan
 from shardspec.layout.cross import common_mesh, exchange_seconds
@@ -87,14 +87,13 @@ def least(before, after, link=UNIFORM):
 def routed(before, after, model):
     """Seconds of the busiest device, from what the step has each one send to whom."""
     mesh = before.mesh
-    transfers = Transfers(exchange(before, after, model), mesh, before.box, after.box)
+    step = exchange(before, after, model)
     busy: dict[tuple[str, int], float] = defaultdict(float)
     for sender in mesh.ids:
-        for receiver, box in transfers.outgoing(sender):
-            if receiver != sender:
-                alpha, beta = formulas.link(mesh, model, sender, receiver)
-                busy["sends", sender] += alpha + box_size(box) * beta
-                busy["receives", receiver] += alpha + box_size(box) * beta
+        for receiver, box in schedule_for(step, mesh, sender, before.box, after.box).outgoing:
+            alpha, beta = formulas.link(mesh, model, sender, receiver)
+            busy["sends", sender] += alpha + box_size(box) * beta
+            busy["receives", receiver] += alpha + box_size(box) * beta
     return max(busy.values(), default=0.0)
 
 
@@ -196,15 +195,12 @@ def test_replicas_along_slow_links_do_not_share(links, apart, most):
     before, after = (Layout(mesh, spec, (6, 6), "int8") for spec in ("[S1,R]", "[S0,R]"))
     step = exchange(before, after, model)
     assert step.apart == apart
-    transfers = Transfers(step, mesh, before.box, after.box)
-    sent = [
-        sum(box_size(box) for peer, box in transfers.outgoing(device) if peer != device)
-        for device in mesh.ids
-    ]
+    schedules = {id_: schedule_for(step, mesh, id_, before.box, after.box) for id_ in mesh.ids}
+    sent = [sum(box_size(box) for _, box in schedules[id_].outgoing) for id_ in mesh.ids]
     assert max(sent) == most
     if apart:
         for device in mesh.ids:
-            assert {peer // 3 for peer, _ in transfers.incoming(device)} == {device // 3}
+            assert {peer // 3 for peer, _ in schedules[device].incoming} == {device // 3}
 
 
 def test_the_way_back_has_slow_axes_of_its_own():

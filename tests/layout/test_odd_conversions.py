@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from shardspec.comm.simulated import SimulatedCommunicator
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.dtensor import DTensor
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh

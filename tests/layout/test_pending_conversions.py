@@ -11,7 +11,7 @@ from math import prod
 
 import pytest
 
-from shardspec.comm.simulated import SimulatedCommunicator
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.dtensor import DTensor
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh

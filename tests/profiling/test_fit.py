@@ -9,7 +9,7 @@ from shardspec import CostModel, Link
 from shardspec.comm.curves import KINDS
 from shardspec.errors import ProfileError
 from shardspec.profiling.fit import Measurement, fit_links, step_of
-from shardspec.profiling.profile import make_profile
+from shardspec.profiling.profile import Profile
 
 SHAPE = (2, 3)
 LINKS = (Link(1.4e-5, 1 / 48e9), Link(3.4e-6, 1 / 362e9))
@@ -40,8 +40,8 @@ def test_times_that_follow_the_model_give_its_links(link_model):
 
 @pytest.mark.parametrize("link_model", ["ring", "shared-bus"])
 def test_the_model_that_the_times_follow_is_chosen(link_model):
-    profile = make_profile(SHAPE, None, times(CostModel(SHAPE, LINKS, link_model)), {})
-    assert profile.link_model == link_model
+    profile = Profile(SHAPE, None, tuple(times(CostModel(SHAPE, LINKS, link_model))), {})
+    assert profile.fit.link_model == link_model
     assert profile.cost_model.link_model == link_model
     other = profile.shared_bus if link_model == "ring" else profile.ring
     assert other.worst_error > 0.2
@@ -49,8 +49,8 @@ def test_the_model_that_the_times_follow_is_chosen(link_model):
 
 def test_one_axis_alone_is_no_reason_for_a_bus():
     model = CostModel((4,), LINKS[:1], "shared-bus")
-    profile = make_profile((4,), None, times(model, axes=((0,),)), {})
-    assert profile.link_model == "ring"
+    profile = Profile((4,), None, tuple(times(model, axes=((0,),))), {})
+    assert profile.fit.link_model == "ring"
     assert profile.fit.worst_error < 1e-9
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
-from shardspec.comm.job import current_job
+from shardspec.comm.process_group import current_job
 from shardspec.errors import CommunicatorError
 from shardspec.resharding.execute import DeviceShards
 from shardspec.resharding.plan import plan_reshard

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardspec import DeviceMesh, DTensor, Layout
-from shardspec.comm.job import current_job
-from shardspec.comm.process_group import ProcessGroupCommunicator
+from shardspec.comm.process_group import ProcessGroupCommunicator, current_job
 from shardspec.errors import ShardSpecError
 from shardspec.resharding.plan import plan_reshard, reshard_state
 from tests.dist.processes import run_ranks

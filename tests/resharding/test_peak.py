@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, Layout, ProcessGroupCommunicator, plan_reshard
-from shardspec.comm.job import current_job
+from shardspec.comm.process_group import current_job
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
