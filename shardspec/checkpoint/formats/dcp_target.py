@@ -25,7 +25,6 @@ from shardspec.checkpoint.targets import (
     RawBytes,
     Target,
     assign_boxes,
-    extent_columns,
     made_bytes,
 )
 from shardspec.checkpoint.torch_files.writer import (
@@ -66,12 +65,12 @@ def dcp_target(
     files = []
     for rank in mesh.ids:
         name, end = f"__{rank}_0.distcp", 0
-        extents = extent_columns()
+        extents: list[Extent] = []
         # Let go of one by one: together they take as much memory as what is made of them.
         for entry in assigned.pop(rank):
             tensor = by_name[entry.tensor]
             archive = _archive(box_shape(entry.box), tensor.dtype)
-            extents.append(tensor, entry.box, end + archive.start)
+            extents.append(Extent(tensor, entry.box, end + archive.start))
             end += archive.num_bytes
         raw = []
         for key, value in others.items() if rank == mesh.ids[0] else ():
