@@ -1,10 +1,13 @@
 """Arguments that have a new name: the former one is taken for one release, with a warning."""
 
 import warnings
-from typing import TypeVar
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from shardspec.errors import ShardSpecError
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -23,3 +26,20 @@ def renamed_argument(function: str, new: str, value: _T, old: str, former: _T | 
     if value:
         raise ShardSpecError(f"{function} was given both {new}= and {old}=; leave out {old}=")
     return former
+
+
+def renamed(**names: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make a function take keyword arguments by former names too, each with its present name."""
+
+    def decorated(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            for old, new in names.items():
+                if (former := kwargs.pop(old, None)) is not None:
+                    value = kwargs.get(new)
+                    kwargs[new] = renamed_argument(function.__name__, new, value, old, former)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorated

@@ -8,9 +8,13 @@ from typing import Final
 
 import click
 
-from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
 from shardspec.checkpoint.select import Choice
-from shardspec.checkpoint.verify import VerifyReport, verify_checkpoint
+from shardspec.checkpoint.verify import (
+    VerifyReport,
+    diff_checkpoints,
+    names_to_compare,
+    verify_checkpoint,
+)
 from shardspec.cli.checkpoint_options import CHECKPOINT, OTHER, ChoiceOptions, SourceOptions
 from shardspec.cli.options import Declared, argument, command, flag, json_flag, option
 from shardspec.cli.output import path_text, progress_bar, say

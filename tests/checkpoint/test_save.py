@@ -14,8 +14,8 @@ import torch
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, load_sharded, merge, save_sharded
 from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import replica_keys
-from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.checkpoint.formats.native import info_lines, read_info
+from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.checkpoint.targets import assign_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError

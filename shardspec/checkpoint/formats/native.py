@@ -80,7 +80,7 @@ def info_lines(info: ShardingInfo) -> Iterator[str]:
         text = _members(((name, _boxes_json(entries)) for name, entries in boxes), "    ")
         yield f'{"," if place else ""}\n  {head[:-1]}, "boxes": {text}}}'
     yield "\n]" if info.files else "]"
-    more = {
+    more: dict[str, Mapping[str, object]] = {
         "values": {n: state_dict.encode_value(value, n) for n, value in info.values.items()},
         "paths": {n: state_dict.encode_path(path) for n, path in info.paths.items()},
         "file_metadata": info.file_metadata,

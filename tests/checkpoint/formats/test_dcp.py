@@ -17,11 +17,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.convert import merge
-from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.formats.dcp import open_dcp
 from shardspec.checkpoint.formats.names import DCP, format_of_names
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import (
     assert_merged_without_torch,
