@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
@@ -11,6 +12,7 @@ from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.store import Snapshot
 from shardspec.comm.steps import ReduceOp
+from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
@@ -77,8 +79,12 @@ class Outline(Generic[_Box_co]):
     pending: tuple[StoredReduction, ...]
     """One entry per axis over which a reduction is pending, in the order of the spec."""
     boxes: tuple[_Box_co, ...]
-    """Every stored box, also those stored more than once. Tensors of which the same ranks hold the
-    same parts may share one tuple."""
+    """All stored boxes, replicas too. Tensors that are sharded alike may share one tuple."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the global tensor."""
+        return prod(self.shape) * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +128,17 @@ class FileMetadata(NamedTuple):
 
 
 class Catalog(ABC):
-    """A checkpoint that is open for reading.
+    """A checkpoint that is open for reading."""
 
-    `mesh` has the devices that wrote it, where the format says so. `extras` are its entries that
-    are not tensors: plain values, or `OpaqueValue` ones.
-    """
+    snapshot: Snapshot | None = None
+    """State of its files before they were opened; `open_checkpoint` takes it."""
+    file_metadata = FileMetadata()
+    beside: tuple[Path, ...] = ()
+    """Files beside the weights that are copied with them; `sidecars` finds them."""
+    notes: tuple[str, ...] = ()
+    """What was assumed when it was opened, for the user, a line each."""
+    objects: Mapping[str, StoredObject] = MappingProxyType({})
+    """Those of `extras` that can be copied into torch's DCP unread."""
 
     def __init__(
         self,
@@ -137,25 +149,14 @@ class Catalog(ABC):
         mesh: DeviceMesh | None = None,
         extras: Mapping[str, object] | None = None,
     ) -> None:
-        self.format = format
-        self.directory = directory
+        self.format, self.directory, self.mesh = format, directory, mesh
         self.names = tuple(sorted(names))
         self.files = tuple(files)
-        self.mesh = mesh
-        self.snapshot: Snapshot | None = None
-        """State of its files before they were opened; `open_checkpoint` takes it."""
-        self.file_metadata = FileMetadata()
-        self.beside: tuple[Path, ...] = ()
-        """Files beside the weights that are copied with them; `sidecars` finds them."""
-        self.notes: tuple[str, ...] = ()
-        """What was assumed when it was opened, for the user, a line each."""
-        self.objects: Mapping[str, StoredObject] = {}
-        """Those of `extras` that can be copied into torch's DCP unread."""
         self._extras = extras or {}
 
     @property
     def extras(self) -> Mapping[str, object]:
-        """Entries that are not tensors, by name."""
+        """Entries that are not tensors, by name: plain values, or `OpaqueValue` ones."""
         return self._extras
 
     @abstractmethod

@@ -69,11 +69,10 @@ def merge(
 ) -> WriteReport:
     """Write the global tensors of a checkpoint into one file, or into files of a limited size.
 
-    Everything is checked before the first byte is written: headers agree with the metadata, boxes
-    tile every tensor, replicas agree. (Only the headers that torch's DCP puts before each chunk are
-    checked with the chunk.) Pending reductions are finished. The output appears under its name once
-    it is complete, flushed to the disk, and read again. Needs neither torch nor a process group;
-    memory does not grow with the sizes of the tensors.
+    Headers, tiling and replicas are checked before the first byte is written (but the headers that
+    torch's DCP puts before chunks). Pending reductions are finished. The output appears under its
+    name once it is complete, flushed to the disk, and read again. Needs neither torch nor a process
+    group; memory does not grow with the sizes of the tensors.
 
     Parameters
     ----------
@@ -251,13 +250,9 @@ def reshard(
             "DeviceMesh(range(8), (2, 4))",
         ),
         (
-            universal and (onto is not None or like is not None or rules),
-            "a Universal Checkpoint is for any number of ranks; leave out the mesh, the rules "
-            "and the checkpoint to shard like",
-        ),
-        (
-            universal and (any(choice) or names),
-            "a Universal Checkpoint has all tensors of a run as DeepSpeed saved them; leave out "
+            universal and (onto is not None or like is not None or rules or any(choice) or names),
+            "a Universal Checkpoint has all tensors of a run as DeepSpeed saved them, for any "
+            "number of ranks; leave out the mesh, the rules, the checkpoint to shard like, and "
             "--dtype, --include, --exclude, --rename and --map",
         ),
         (
@@ -358,7 +353,7 @@ def _merged(
         said = found.values if metadata else {}
         carried, said = frozenset(said), {**safetensors.METADATA, **said}
         if chosen == "safetensors":
-            target = safetensors.safetensors_target(name, wanted, said)
+            target = Target((safetensors.output_file(name, wanted, said),), directory=False)
         else:
             # PEFT expects its own name, also where the adapter was resharded in between.
             adapter = {file.name for file in source.files} == {_ADAPTER} or (

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,8 +78,7 @@ class TensorSummary:
     @property
     def num_bytes(self) -> int:
         """Bytes of the global tensor."""
-        outline = self.outline
-        return prod(outline.shape) * item_bytes(outline.dtype)
+        return self.outline.num_bytes
 
     @property
     def stored_bytes(self) -> int:

@@ -7,10 +7,8 @@ compare the copies that several ranks hold, claim the directory, write the files
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +21,9 @@ from shardspec.checkpoint.formats.native import (
     ShardingInfo,
     info_lines,
     read_info,
-    shard_header,
+    shard_file,
     shard_metadata,
+    shard_name,
 )
 from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.output_files import write_all
@@ -41,7 +40,7 @@ from shardspec.checkpoint.rank_state import (
 )
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, reason, system_errors, upload
-from shardspec.checkpoint.targets import BoxEntry, FileEntry, assign_boxes
+from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
 
@@ -135,56 +134,24 @@ def save_sharded(
         locked = agree(chosen, lambda: leader and _claim(path, overwrite, held))
         boxes = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
         # A device without boxes writes no file.
-        shards = [_Shard(r, boxes[r], what, save) for r in chosen.addressable if boxes[r]]
+        mine = [rank for rank in chosen.addressable if boxes[rank]]
         try:
-            written = agree(chosen, lambda: {shard.rank: shard.write(path) for shard in shards})
+            written = agree(
+                chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save)
+            )
             gathered = chosen.gather({rank: written.get(rank) for rank in chosen.addressable})
             files = tuple(file for rank in mesh.ids if (file := gathered[rank]) is not None)
             flat = what.flat
             info = ShardingInfo(save, mesh, what.layouts, files, flat.values, flat.paths)
             older = agree(chosen, lambda: _publish(path, info) if leader else [])
         except CheckpointError:
-            _remove(path, [shard.name for shard in shards])
+            _remove(path, [shard_name(rank, save) for rank in mine])
             raise
         if leader:
             # Without a lock only what the older info names is known to be of no other save.
             with suppress(OSError):
                 older = os.listdir(path) if locked else older
             _remove(path, _superseded(path, older, keep={file.name for file in files}))
-
-
-class _Shard:
-    """The file of a rank."""
-
-    def __init__(self, rank: int, boxes: list[BoxEntry], what: Described, save: str) -> None:
-        self.rank, self._boxes, self._what = rank, boxes, what
-        layouts = what.layouts
-        header = shard_header(rank, save, boxes, lambda name: layouts[name].dtype)
-        self.name, self._head, self._header = header
-
-    def write(self, directory: Path) -> FileEntry:
-        """Write the file; return its boxes, each with its CRC-32."""
-        # Made by the first rank; asking again makes a network file system look.
-        _make_directory(directory)
-        crcs: dict[tuple[str, Box], int] = {}
-        num_bytes = self._header.file_bytes
-        _write_file(directory / self.name, num_bytes, self._pieces(crcs))
-        entries = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in self._boxes]
-        return FileEntry(self.name, self.rank, num_bytes, entries)
-
-    def _pieces(self, crcs: dict[tuple[str, Box], int]) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of the file, and note the CRC-32 of each of its boxes."""
-        yield self._head
-        grouped = groupby(self._boxes, attrgetter("tensor"))
-        boxes = {name: [entry.box for entry in entries] for name, entries in grouped}
-        for name, *_ in self._header.entries:
-            shard, layout = self._what.shards[name][self.rank], self._what.layouts[name]
-            for box in boxes[name]:
-                crc = 0
-                for piece in tensor_bytes(box_of_shard(shard, layout, self.rank, box)):
-                    crc = crc32(piece, crc)
-                    yield piece
-                crcs[name, box] = crc
 
 
 def _check_free(path: Path) -> None:
@@ -220,6 +187,38 @@ def _claim(path: Path, overwrite: bool, held: ExitStack) -> bool:
     if not overwrite:
         _check_free(path)
     return locked is True
+
+
+def _write_shards(
+    path: Path, boxes: Mapping[int, Sequence[BoxEntry]], what: Described, save: str
+) -> dict[int, FileEntry]:
+    """Write the files of this process; return their boxes, each with its CRC-32, by rank."""
+    # Made by the first rank; asking again makes a network file system look.
+    _make_directory(path)
+    tensors = {
+        name: OutputTensor(name, name, layout.global_shape, layout.dtype)
+        for name, layout in what.layouts.items()
+    }
+    written = {}
+    for rank, entries in boxes.items():
+        file, crcs = shard_file(tensors, entries, rank, save), dict[tuple[str, Box], int]()
+        _write_file(path / file.name, file.num_bytes, _pieces(file, rank, what, crcs))
+        stored = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in entries]
+        written[rank] = FileEntry(file.name, rank, file.num_bytes, stored)
+    return written
+
+
+def _pieces(
+    file: OutputFile, rank: int, what: Described, crcs: dict[tuple[str, Box], int]
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file, and note the CRC-32 of each of its boxes."""
+    yield from (raw.data for raw in file.raw)
+    for tensor, box, _ in file.extents:
+        shard, crc = what.shards[tensor.name][rank], 0
+        for piece in tensor_bytes(box_of_shard(shard, what.layouts[tensor.name], rank, box)):
+            crc = crc32(piece, crc)
+            yield piece
+        crcs[tensor.name, box] = crc
 
 
 def _write_file(path: Path, num_bytes: int, pieces: Iterable[bytes | memoryview]) -> None:

@@ -38,19 +38,28 @@ _KINDS: Final[dict[type, tuple[str, Callable[[Any], bool]]]] = {
 """What a value of a kind is, in words, and the check."""
 
 
-def parse_json(data: bytes, file: Path, what: str, most_values: int = _MOST_VALUES) -> object:
-    """Return the value that bytes hold as JSON, in which no key is repeated; `what` names it."""
+def parse_json(
+    data: bytes,
+    file: Path,
+    what: str,
+    most_values: int = _MOST_VALUES,
+    shrink: Callable[[dict[str, Any]], object] = lambda found: found,
+) -> object:
+    """Return the value that bytes hold as JSON, in which no key is repeated; `what` names it.
+
+    Objects are replaced by what `shrink` makes of them.
+    """
 
     def fail(problem: str) -> Never:
         text = f"the {what} {problem}; the file is damaged, restore it"
         raise CheckpointError(f"{file}: {text}") from None
 
-    def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    def without_repeats(pairs: list[tuple[str, object]]) -> object:
         found = dict(pairs)
         if len(found) != len(pairs):
             ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
             fail(f"has the key {shown(twice)} twice")
-        return found
+        return shrink(found)
 
     if sum(map(data.count, (b"[", b"{", b","))) > most_values:
         fail(f"has more than {most_values} values")
@@ -103,15 +112,13 @@ def fields(value: object, kinds: Mapping[str, type], file: Path, at: str) -> lis
     return [field(parent, name, kind, file, at) for name, kind in kinds.items()]
 
 
-def read_json(
-    path: Path, what: str, most_bytes: int, most_values: int = _MOST_VALUES
-) -> dict[str, object]:
-    """Return the object that a file of a limited size holds as JSON."""
+def read_json(path: Path, what: str, most_bytes: int, *more: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return the object that a file of a limited size holds as JSON; `more` is for `parse_json`."""
     with SourceFile(path) as file:
         if file.num_bytes > most_bytes:
             raise CheckpointError(
                 f"{path}: has {file.num_bytes} bytes, past the {most_bytes} that it may have; it "
                 "is damaged, restore it"
             )
-        data = file.read(0, file.num_bytes)
-    return checked(parse_json(data, path, what, most_values), dict, path, f"the {what}")
+        found = parse_json(file.read(0, file.num_bytes), path, what, *more)
+    return checked(found, dict, path, f"the {what}")

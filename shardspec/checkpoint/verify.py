@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite, prod
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -59,7 +59,6 @@ def verify_checkpoint(
     """Read every byte: check that boxes tile every tensor, replicas agree, and digests are right.
 
     The first flaw is raised as a `CheckpointError`; with `every`, all are listed in the report.
-    `progress` is called with bytes of boxes.
     """
     source = as_catalog(directory)
     boxes = num_bytes = digested = done = 0
@@ -102,10 +101,7 @@ def verify_checkpoint(
 
 
 def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
-    """Yield the ranges of files with the boxes, each once, and a box that is in it.
-
-    Several boxes may be in one range that has a digest.
-    """
+    """Yield each range of a file that has a digest or a box, and one of its boxes."""
     seen = set()
     for stored in tensor.boxes:
         digest = stored.digest
@@ -145,10 +141,7 @@ class Difference:
 
 
 def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
-    """Return what is compared: new name to old name in the first, and the names in the second.
-
-    The second are those that correspond to chosen ones, or that the choice could have included.
-    """
+    """Return what is compared: new name to old name in the first, and the names in the second."""
     chosen = {wanted.name: wanted.source for wanted in select(a, choice)}
     return chosen, {name for name in b.names if name in chosen or choice.wants(name)}
 
@@ -176,10 +169,7 @@ def diff_checkpoints(
             raise CheckpointError(f"{name} {value!r} is not a tolerance; give a number from 0")
     left, right = as_catalog(a), as_catalog(b)
     old, others = names_to_compare(left, right, Choice(include, exclude, rename))
-    sizes = {}
-    for name, source in old.items():
-        outline = left.outline(source)
-        sizes[name] = prod(outline.shape) * item_bytes(outline.dtype)
+    sizes = {name: left.outline(source).num_bytes for name, source in old.items()}
     total, done = sum(sizes.values()), 0
 
     def compared(num_bytes: int) -> None:

@@ -382,3 +382,16 @@ def test_a_single_element_with_a_stride(tmp_path):
     assert column.stride() == (2,)
     save_sharded({"a": column}, tmp_path)
     assert load_sharded(tmp_path)["a"].to_global().tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"box": [[0, 2], [1, 3]]},
+        {"box": [[0, 2]], "addend": [1], "crc32": "0123abcd"},
+        {"box": [], "addend": []},
+    ],
+)
+def test_values_with_the_names_that_a_box_has(tmp_path, state):
+    save_sharded(state, tmp_path)
+    assert load_sharded(tmp_path) == state

@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
@@ -122,7 +123,8 @@ def read_info(directory: Path) -> ShardingInfo:
             f"{directory}: has no {INFO_NAME}, which is written last; the save did not finish, or "
             "this is no checkpoint; save again"
         )
-    stated = read_json(path, "sharding info", _MOST_BYTES, _MOST_VALUES)
+    shrink = partial(_box_entry, {})
+    stated = read_json(path, "sharding info", _MOST_BYTES, _MOST_VALUES, shrink)
     form, version = fields(stated, {"format": str, "version": int}, path, "")
     if (form, version) != (_FORMAT, VERSION):
         raise CheckpointError(
@@ -133,14 +135,15 @@ def read_info(directory: Path) -> ShardingInfo:
     save, mesh, tensors, files = fields(stated, kinds, path, "")
     mesh = _parse_mesh(mesh, path)
     layouts = _parse_tensors(tensors, mesh, path)
-    shared: dict[Any, Any] = {}
     entries = tuple(
-        _parse_file(file, f"files[{place}]", mesh, layouts, shared, path)
+        _parse_file(file, f"files[{place}]", mesh, layouts, path)
         for place, file in enumerate(files)
     )
     for name, count in Counter(entry.name for entry in entries).most_common(1):
         if count > 1:
             raise CheckpointError(f"{path}: files repeats the file name {name!r}")
+    if isinstance(values := stated.get("values"), BoxEntry):  # that are named as a box has them
+        stated["values"] = json.loads(_dump(_boxes_json([values])))
     decoded: dict[str, dict[str, Any]] = {}
     for key, decode in _DECODERS.items():
         decoded[key] = {}
@@ -192,47 +195,40 @@ def _parse_tensors(
 
 
 def _parse_file(
-    value: object,
-    key: str,
-    mesh: DeviceMesh,
-    layouts: Mapping[str, Layout],
-    shared: dict[Any, Any],
-    path: Path,
+    value: object, key: str, mesh: DeviceMesh, layouts: Mapping[str, Layout], path: Path
 ) -> FileEntry:
     name, rank, num_bytes, boxes = fields(value, _FILE, path, key)
     if rank not in mesh:
         raise CheckpointError(f"{path}: {key}.rank is {rank}, which is no device of the mesh")
     entries = []
-    for tensor, said in boxes.items():
+    for tensor in list(boxes):
+        said = boxes.pop(tensor)
         at = f"{key}.boxes[{tensor!r}]"
         if tensor not in layouts:
             raise CheckpointError(f"{path}: {at} is of a tensor that 'tensors' does not list")
-        tensor = shared.setdefault(tensor, tensor)
-        for one in said if isinstance(said, list) and said else (said,):
-            part, crc32 = _parse_box(one, at, path)
-            box, addend = shared.setdefault(part, part)
-            entries.append(BoxEntry(tensor, box, addend, crc32))
+        for entry in said if isinstance(said, list) and said else (said,):
+            if not isinstance(entry, BoxEntry):
+                raise CheckpointError(
+                    f"{path}: {at} should have a box of [low, high] pairs, an addend of whole "
+                    "numbers if any, and a crc32 of eight hexadecimal digits if any, but is "
+                    f"{shown(entry, 200)}"
+                )
+            entries.append(entry._replace(tensor=tensor))
     return FileEntry(name, rank, num_bytes, entries)
 
 
-def _parse_box(value: Any, key: str, path: Path) -> tuple[ReplicaKey, int | None]:  # noqa: ANN401  # JSON
-    """Return a box with its addend, and its CRC-32."""
+def _box_entry(shared: dict[ReplicaKey, ReplicaKey], value: dict[str, Any]) -> object:
+    """Return the JSON of a box as an entry, which is smaller; any other object as it is."""
+    box, addend, crc = value.get("box"), value.get("addend", [0]), value.get("crc32", "0" * 8)
     try:
-        box, addend, crc = value["box"], value.get("addend", []), value.get("crc32", "0" * 8)
-        part = tuple([(lo, hi) for lo, hi in box]), tuple(addend)
-        if (
-            isinstance(box, list)
-            and isinstance(addend, list)
-            and all(map(is_size, chain(*part[0], addend)))
-            and _CRC.fullmatch(crc)
-        ):
-            return part, int(crc, 16) if "crc32" in value else None
-    except (AttributeError, KeyError, TypeError, ValueError):
+        if isinstance(box, list) and isinstance(addend, list) and addend and _CRC.fullmatch(crc):
+            part = tuple([(lo, hi) for lo, hi in box]), tuple(value.get("addend", ()))
+            if all(map(is_size, chain(*part[0], part[1]))):
+                crc32 = int(crc, 16) if "crc32" in value else None
+                return BoxEntry("", *shared.setdefault(part, part), crc32)
+    except (TypeError, ValueError):
         pass
-    raise CheckpointError(
-        f"{path}: {key} should have a box of [low, high] pairs, an addend of whole numbers if any, "
-        f"and a crc32 of eight hexadecimal digits if any, but is {shown(value, 200)}"
-    )
+    return value
 
 
 def _text(value: object) -> str:
@@ -369,16 +365,28 @@ def shard_metadata(save: str, rank: int) -> dict[str, str]:
     return {"format": "pt", "shardspec.rank": str(rank), safetensors.SAVE_KEY: save}
 
 
-def shard_header(
-    rank: int, save: str, boxes: Iterable[BoxEntry], dtypes: Callable[[str], str]
-) -> tuple[str, bytes, safetensors.Header]:
-    """Return the name of the file of a rank, its first bytes, and its header."""
-    slots = []
+def shard_name(rank: int, save: str) -> str:
+    """Return the name of the file of a rank."""
+    return f"shard-{rank:05d}-{save}.safetensors"
+
+
+def shard_file(
+    tensors: Mapping[str, OutputTensor], boxes: Iterable[BoxEntry], rank: int, save: str
+) -> OutputFile:
+    """Return the file of a rank, given its boxes by the names of their tensors."""
+    held, slots, extents = {}, [], []
     for name, entries in groupby(boxes, attrgetter("tensor")):
-        shape = targets.stored_shape([entry.box for entry in entries])
-        slots.append(safetensors.TensorSlot(name, dtypes(name), shape))
+        held[name] = [entry.box for entry in entries]
+        shape = targets.stored_shape(held[name])
+        slots.append(safetensors.TensorSlot(name, tensors[name].dtype, shape))
     head, header = safetensors.encode_header(slots, shard_metadata(save, rank))
-    return f"shard-{rank:05d}-{save}.safetensors", head, header
+    for entry in header.entries:
+        offset = entry.offset
+        for box in held[entry.name]:
+            extents.append(targets.Extent(tensors[entry.name], box, offset))
+            offset += extents[-1].num_bytes
+    raw = (targets.RawBytes(0, head),)
+    return OutputFile(shard_name(rank, save), header.file_bytes, raw, extents)
 
 
 def sharded_target(
@@ -397,7 +405,7 @@ def sharded_target(
     by_name = {tensor.name: tensor for tensor in tensors}
     assigned = targets.assign_boxes(mesh, layouts)
     files = {
-        rank: _output_file(by_name, assigned.pop(rank), rank, token)
+        rank: shard_file(by_name, assigned.pop(rank), rank, token)
         for rank in mesh.ids
         if assigned[rank]
     }
@@ -415,21 +423,6 @@ def sharded_target(
 
     carried = frozenset(file_metadata)
     return Target(tuple(files.values()), directory=True, last=last, digested=True, carried=carried)
-
-
-def _output_file(
-    tensors: Mapping[str, OutputTensor], boxes: Sequence[BoxEntry], rank: int, save: str
-) -> OutputFile:
-    """Return the file of a rank, given its boxes by the names of their tensors."""
-    name, head, header = shard_header(rank, save, boxes, lambda name: tensors[name].dtype)
-    held = {name: list(entries) for name, entries in groupby(boxes, attrgetter("tensor"))}
-    extents = []
-    for entry in header.entries:
-        offset = entry.offset
-        for box in held[entry.name]:
-            extents.append(targets.Extent(tensors[entry.name], box.box, offset))
-            offset += extents[-1].num_bytes
-    return OutputFile(name, header.file_bytes, (targets.RawBytes(0, head),), extents)
 
 
 def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:

@@ -56,7 +56,6 @@ _ORDER: Final = (
 tensor starts at a multiple of its item size; by name within a dtype."""
 _INFO: Final = "DCP_SHARDING_INFO"
 _VERSION: Final = "DCP_VERSION"
-_KNOWN_VERSION: Final = "1.0"
 _OWN_KEYS: Final = frozenset(("format", _INFO, _VERSION))
 """Metadata of one file, which other files with the same tensors need not share."""
 _NUMBERED: Final = re.compile(r"(.*)-(\d+)-of-(\d+)(\.[a-z]+)", re.DOTALL)
@@ -102,16 +101,15 @@ def read_header(file: SourceFile) -> Header:
             f"{path}: states a header of {length} bytes, but has {file_bytes} in all, of which a "
             f"header takes at most {max(most, 0)}; it is no safetensors file, or truncated"
         )
-    data = file.read(8, length)
-    if not data.startswith(b"{"):
+    if file.read(8, min(length, 1)) != b"{":
         raise CheckpointError(f"{path}: the header does not start with '{{'; it is damaged")
-    stated = checked(parse_json(data, path, "header"), dict, path, "the header")
+    stated = checked(parse_json(file.read(8, length), path, "header"), dict, path, "the header")
     metadata = checked(stated.pop(_METADATA, {}), dict, path, _METADATA)
     for key, text in metadata.items():
         checked(text, str, path, f"{_METADATA}[{shown(key)}]")
     entries = []
-    for name, value in stated.items():
-        what = f"tensor {shown(name, 200)}"
+    for name in list(stated):
+        value, what = stated.pop(name), f"tensor {shown(name, 200)}"
         code, shape, span = fields(value, _FIELDS, path, what)
         if len(value) > len(_FIELDS):
             raise CheckpointError(
@@ -204,7 +202,7 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
 
 
 def open_index_directory(directory: Path) -> ListedCatalog:
-    """Read the one index of a directory, as `open_index_file` does."""
+    """Read the one index of a directory."""
     found = sorted(path.name for path in directory.iterdir() if is_index(path.name))
     if len(found) != 1:
         raise CheckpointError(
@@ -292,11 +290,10 @@ def by_file(index: Path) -> dict[Path, set[str]]:
 def check_listed(path: Path, held: Iterable[str], listed: Set[str], index: Path) -> None:
     """Check that a file holds what its index says."""
     for name in sorted(listed ^ set(held), key=lambda name: (name in listed, name)):
-        problem = f"holds tensor {name!r}, which {index.name} does not list for it"
-        if name in listed:
-            problem = f"lacks tensor {name!r}, which {index.name} lists for it"
+        verb, lists = ("lacks", "lists") if name in listed else ("holds", "does not list")
         raise CheckpointError(
-            f"{path}: {problem}; index and files are not of one save, restore them"
+            f"{path}: {verb} tensor {name!r}, which {index.name} {lists} for it; index and files "
+            "are not of one save, restore them"
         )
 
 
@@ -342,27 +339,26 @@ def _whole_header(path: Path) -> Header:
 
 
 def saved_offsets(path: Path, header: Header) -> Mapping[str, tuple[int, ...]] | None:
-    """Return per tensor of a file its first index in the whole tensor; None if none are noted.
+    """Return per tensor of a file its first index in the global tensor; None if there is no note.
 
-    torch's ``HuggingFaceStorageWriter`` puts ``"DCP_VERSION": "1.0"`` into the metadata of a file,
-    and ``"DCP_SHARDING_INFO"``, the JSON text ``{tensor name: {"saved_offsets": [first index per
-    dim]}}``. Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
+    The note is JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
+    Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
     """
-    text = header.metadata.get(_INFO)
+    text, version = header.metadata.get(_INFO), header.metadata.get(_VERSION)
     if text is None:
         return None
-    version = header.metadata.get(_VERSION)
-    if version != _KNOWN_VERSION:
+    if version != "1.0":
         raise CheckpointError(
-            f"{path}: its metadata says {_VERSION} {version!r}, but {_KNOWN_VERSION!r} is the one "
-            "that can be read; save again with a torch that writes it"
+            f"{path}: its metadata says {_VERSION} {version!r}, but '1.0' is the one that can be "
+            "read; save again with a torch that writes it"
         )
     notes = checked(parse_json(text.encode(), path, _INFO), dict, path, _INFO)
     for name in sorted(notes.keys() ^ {entry.name for entry in header.entries}):
-        problem = f"says nothing of tensor {name!r}"
-        if name in notes:
-            problem = f"speaks of tensor {name!r}, which the file does not hold"
-        raise CheckpointError(f"{path}: {_INFO} {problem}; the file was changed, restore it")
+        says = "speaks of" if name in notes else "says nothing of"
+        lacks = ", which the file does not hold" if name in notes else ""
+        raise CheckpointError(
+            f"{path}: {_INFO} {says} tensor {name!r}{lacks}; the file was changed, restore it"
+        )
     offsets: dict[str, tuple[int, ...]] = {}
     for entry in header.entries:
         what = f"{_INFO}[{entry.name!r}]"
@@ -376,14 +372,10 @@ def saved_offsets(path: Path, header: Header) -> Mapping[str, tuple[int, ...]] |
     return offsets
 
 
-def safetensors_target(
-    name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str] = METADATA
-) -> Target:
-    """Return the output that is one safetensors file."""
-    return Target((_file(name, tensors, metadata),), directory=False)
-
-
-def _file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> OutputFile:
+def output_file(
+    name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]
+) -> OutputFile:
+    """Return a file of global tensors."""
     by_name = {tensor.name: tensor for tensor in tensors}
     slots = (TensorSlot(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     head, header = encode_header(slots, metadata)
@@ -402,8 +394,7 @@ def huggingface_target(
 ) -> Target:
     """Return the output that is a directory of safetensors files with an index.
 
-    Tensors are put into files in their order; none has more than `max_shard_bytes` of several. If
-    there is one only, its name is `alone`.
+    A file has at most `max_shard_bytes` of tensors, or one tensor. A single file is named `alone`.
     """
     shards: list[list[OutputTensor]] = [[]]
     filled = 0
@@ -414,7 +405,7 @@ def huggingface_target(
         shards[-1].append(tensor)
         filled += tensor.num_bytes
     if len(shards) == 1:
-        return Target((_file(alone, shards[0], metadata),), directory=True)
+        return Target((output_file(alone, shards[0], metadata),), directory=True)
     files = {
         f"model-{place:05d}-of-{len(shards):05d}.safetensors": shard
         for place, shard in enumerate(shards, 1)
@@ -428,5 +419,5 @@ def huggingface_target(
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         put(INDEX_NAME, lambda write: write(text.encode()))
 
-    written = tuple(_file(name, shard, metadata) for name, shard in files.items())
+    written = tuple(output_file(name, shard, metadata) for name, shard in files.items())
     return Target(written, directory=True, last=last)
