@@ -192,8 +192,8 @@ def layouts_by_rules(
             spec = ShardingSpec(len(tensor.shape)) if otherwise is None else otherwise(tensor)
         if spec.partials:
             raise LayoutError(
-                f"tensor {tensor.name!r}: spec {spec} has pending reductions, which are finished "
-                "in what is written or loaded; leave them out"
+                f"tensor {tensor.name!r}: spec {spec} has pending reductions, but what is written "
+                "or loaded has none; leave them out"
             )
         try:
             layouts[tensor.name] = layout(spec, tensor.shape, tensor.dtype)
