@@ -2,11 +2,13 @@
 
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from shardspec.errors import ShardSpecError
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -41,3 +43,20 @@ def renamed_module(former: str, new: str) -> Callable[[str], Any]:
         return getattr(import_module(new), name)
 
     return attribute
+
+
+def renamed(**names: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make a function take keyword arguments by former names too, each with its present name."""
+
+    def decorated(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            for old, new in names.items():
+                if (former := kwargs.pop(old, None)) is not None:
+                    value = kwargs.get(new)
+                    kwargs[new] = renamed_argument(function.__name__, new, value, old, former)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorated

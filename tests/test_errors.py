@@ -92,7 +92,7 @@ CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
             (
                 lambda mesh=mesh: shardspec.reshard("a", "b", device_mesh=mesh),
                 "CheckpointError",
-                f"a {type(mesh).__name__} is no mesh to cut for",
+                f"a {type(mesh).__name__} is no mesh to shard for",
             )
             for mesh in ((2, 2), "2x2")
         ),

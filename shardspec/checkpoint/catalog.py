@@ -1,29 +1,18 @@
-"""What a checkpoint looks like to those who read it, whatever its format.
-
-A format lists its tensors, and for each the boxes that are stored: which part of the tensor, and
-where its bytes lie. Whoever merges or loads copies bytes between places and needs to know no more.
-"""
+"""What a checkpoint holds, whatever its format: tensors, and where the bytes of their boxes are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableSequence,
-    Sequence,
-)
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
-from threading import Lock
 from types import MappingProxyType
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.store import Snapshot
 from shardspec.comm.steps import ReduceOp
+from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
@@ -31,7 +20,7 @@ from shardspec.mesh import DeviceMesh
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """CRC-32 of a stretch of a file, which holds a box and perhaps more."""
+    """CRC-32 of a range of a file, which holds a box and perhaps more."""
 
     crc32: int
     start: int
@@ -41,7 +30,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class FileBox:
-    """A part of a tensor that lies in a file, somewhere."""
+    """A part of a tensor that is somewhere in a file."""
 
     box: Box
     """Which part of the global tensor; never empty."""
@@ -54,7 +43,7 @@ class FileBox:
 
 @dataclass(frozen=True, slots=True)
 class StoredBox(FileBox):
-    """A part of a tensor of which is known where in the file it lies."""
+    """A part of a tensor with its place in the file."""
 
     offset: int
     """Position in the file of its first byte."""
@@ -66,7 +55,7 @@ class StoredBox(FileBox):
 
 @dataclass(frozen=True, slots=True)
 class StoredReduction:
-    """A reduction that is still to be carried out when the tensor is read, over a mesh axis."""
+    """A reduction over a mesh axis that is pending: readers finish it."""
 
     op: ReduceOp
     addends: int
@@ -78,7 +67,7 @@ _Box = TypeVar("_Box", bound=FileBox)
 
 @dataclass(frozen=True, slots=True)
 class Outline(Generic[_Box_co]):
-    """What plans need to know of a tensor: how it is cut, and in which files its boxes are."""
+    """What plans need to know of a tensor: how it is sharded, and which files have its boxes."""
 
     name: str
     shape: tuple[int, ...]
@@ -86,21 +75,25 @@ class Outline(Generic[_Box_co]):
     dtype: str
     """torch's name of the element type."""
     spec: ShardingSpec | None
-    """How it is cut, where the format says so; axes by number."""
+    """How it is sharded, where the format says so; axes by number."""
     pending: tuple[StoredReduction, ...]
     """One entry per axis over which a reduction is pending, in the order of the spec."""
     boxes: tuple[_Box_co, ...]
-    """Every stored box, those that are stored more than once too. It may be one object for tensors
-    of which the same ranks hold the same parts."""
+    """All stored boxes, replicas too. Tensors that are sharded alike may share one tuple."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the global tensor."""
+        return prod(self.shape) * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(Outline[StoredBox]):
-    """A tensor of a checkpoint and all its boxes, with the places where their bytes lie."""
+    """A tensor of a checkpoint and the places of all its boxes."""
 
 
 class StoredObject(NamedTuple):
-    """An object of a format that keeps each apart, to be copied as it is."""
+    """A pickled object that is copied as it is."""
 
     path: Path
     offset: int
@@ -109,7 +102,7 @@ class StoredObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpaqueValue:
-    """Stands for a value that was not read, because reading it could run code: says what it is."""
+    """Stands for a value that was not read, because reading it could run code."""
 
     text: str
 
@@ -118,7 +111,7 @@ class OpaqueValue:
 
 
 def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
-    """Return the boxes of a tensor without copies: of each part, the one stored first."""
+    """Return the boxes of a tensor without replicas: of each part, the one stored first."""
     first: dict[ReplicaKey, _Box] = {}
     for stored in tensor.boxes:
         first.setdefault((stored.box, stored.addend), stored)
@@ -126,21 +119,26 @@ def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
 
 
 class FileMetadata(NamedTuple):
-    """What files of safetensors say besides their tensors, put together."""
+    """The metadata of all safetensors files of a checkpoint."""
 
     values: Mapping[str, str] = MappingProxyType({})
-    """What the files that say anything under a key agree on."""
+    """What no two files contradict each other on."""
     contradictions: Mapping[str, tuple[Path, Path]] = MappingProxyType({})
-    """Keys under which two files say different things, and these."""
+    """Keys for which two files have different values, and these files."""
 
 
 class Catalog(ABC):
-    """A checkpoint that can be read.
+    """A checkpoint that is open for reading."""
 
-    It says what wrote it (`format`), where it lies, its tensors and all its files, the mesh of the
-    devices that wrote it where the format says so, and its entries that are not tensors (`extras`):
-    plain values, or `OpaqueValue` ones.
-    """
+    snapshot: Snapshot | None = None
+    """State of its files before they were opened; `open_checkpoint` takes it."""
+    file_metadata = FileMetadata()
+    beside: tuple[Path, ...] = ()
+    """Files beside the weights that are copied with them; `sidecars` finds them."""
+    notes: tuple[str, ...] = ()
+    """What was assumed when it was opened, for the user, a line each."""
+    objects: Mapping[str, StoredObject] = MappingProxyType({})
+    """Those of `extras` that can be copied into torch's DCP unread."""
 
     def __init__(
         self,
@@ -151,52 +149,40 @@ class Catalog(ABC):
         mesh: DeviceMesh | None = None,
         extras: Mapping[str, object] | None = None,
     ) -> None:
-        self.format = format
-        self.directory = directory
+        self.format, self.directory, self.mesh = format, directory, mesh
         self.names = tuple(sorted(names))
         self.files = tuple(files)
-        self.mesh = mesh
-        self.snapshot: Snapshot | None = None
-        """What its files were before they were opened; `open_checkpoint` takes it."""
-        self.file_metadata = FileMetadata()
-        """What goes along into files of safetensors."""
-        self.beside: tuple[Path, ...] = ()
-        """Files beside the weights that are copied with them; `sidecars` finds them."""
-        self.notes: tuple[str, ...] = ()
-        """What was taken for granted when it was opened, in a line each, for the user."""
-        self.objects: Mapping[str, StoredObject] = {}
-        """Those of `extras` that torch's DCP can hold without their being understood."""
         self._extras = extras or {}
 
     @property
     def extras(self) -> Mapping[str, object]:
-        """Entries that are not tensors, by name."""
+        """Entries that are not tensors, by name: plain values, or `OpaqueValue` ones."""
         return self._extras
 
     @abstractmethod
     def tensor(self, name: str) -> StoredTensor:
-        """Return one of the tensors that `names` lists, all of it."""
+        """Return one of the tensors that `names` lists."""
 
     def outline(self, name: str) -> Outline[FileBox]:
-        """Return what is known of a tensor without a look into the file of each of its boxes."""
+        """Return what is known of a tensor without reading the files of its boxes."""
         return self.tensor(name)
 
     def origin(self, name: str) -> Hashable:
-        """Return a key that is equal for tensors that lie at the same places; like `outline`."""
+        """Return a key that is equal for tensors at the same places; reads what `outline` does."""
         return frozenset((box.path, box.offset, box.box) for box in self.tensor(name).boxes)
 
     def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # others know
-        """Say whether digests that are known like `outline` show that all copies are alike."""
+        """Say whether digests show that all replicas are equal; reads no more than `outline`."""
         return False
 
     def check_unchanged(self) -> None:
-        """Check that the files are those that were opened; to be asked once all has been read."""
+        """Check that the files are still those that were opened; to be called after all reads."""
         if self.snapshot is not None:
             self.snapshot.check_unchanged((*self.files, *self.beside))
 
 
 class ListedCatalog(Catalog):
-    """A checkpoint whose tensors were all listed when it was opened; most formats are read so."""
+    """A checkpoint whose tensors were all listed when it was opened, as in most formats."""
 
     def __init__(
         self,
@@ -221,7 +207,7 @@ def box_text(box: Box) -> str:
 
 
 ReplicaKey: TypeAlias = tuple[Box, tuple[int, ...]]
-"""A box, and which addend of the pending reductions it is."""
+"""A box, and which addend of the pending reductions it is. Replicas have the same key."""
 
 
 def stored_reductions(layout: Layout) -> tuple[StoredReduction, ...]:
@@ -231,19 +217,20 @@ def stored_reductions(layout: Layout) -> tuple[StoredReduction, ...]:
 
 
 def replica_keys(layout: Layout, physical_id: int) -> tuple[ReplicaKey, ...]:
-    """Return what a device holds: a box, or with parts one a part; none where that is nothing."""
+    """Return the boxes of a device that are not empty; several if the spec has parts."""
     at = layout.mesh.coordinates(physical_id)
     addend = tuple(at[layout.mesh.axis(p.axis)] for p in layout.spec.partials)
     if layout.spec.is_plain:
-        # One box, four times as fast.
+        # Four times as fast.
         box = layout.box(physical_id)
         return ((box, addend),) if box_size(box) else ()
     boxes = (LayoutCell(layout, cell).box(physical_id) for cell in cells_of(layout))
     return tuple((box, addend) for box in boxes if box_size(box))
 
 
+@lru_cache(32)
 def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
-    """Return every part that is not empty and the devices that hold it, in the mesh's order."""
+    """Return every box that is not empty and the devices that hold it, in the order of the mesh."""
     found: dict[ReplicaKey, list[int]] = {}
     for physical_id in layout.mesh.ids:
         for part in replica_keys(layout, physical_id):
@@ -253,88 +240,17 @@ def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
 
 @lru_cache(maxsize=1024)
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box that is all of a tensor; one object for tensors of one shape."""
+    """Return the box that is all of a tensor."""
     return tuple((0, size) for size in shape)
 
 
 def unsharded_tensor(
     name: str, shape: tuple[int, ...], dtype: str, path: Path, offset: int
 ) -> StoredTensor:
-    """Return a tensor that lies whole, row-major, at a place in one file."""
+    """Return a tensor that is stored as one row-major box."""
     boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), 0, path, offset),)
     return StoredTensor(name, shape, dtype, None, (), boxes)
 
 
-_MOST_BOXES: Final = 1 << 17
-"""Boxes of tensors that are kept; each takes some 400 bytes."""
-
-
-class LazyTensorCache:
-    """Looks tensors up when they are asked for, and keeps those asked for last; for all threads."""
-
-    def __init__(
-        self, look_up: Callable[[str], StoredTensor], most_boxes: int = _MOST_BOXES
-    ) -> None:
-        self._look_up = look_up
-        self._most_boxes = most_boxes
-        self._num_boxes = 0
-        self._lock = Lock()
-        self._known: dict[str, StoredTensor] = {}
-        """The one that was asked for last is the last."""
-
-    def __call__(self, name: str) -> StoredTensor:
-        """Return a tensor; raises what looking it up does."""
-        with self._lock:
-            known = self._known.pop(name, None)
-            if known is not None:
-                self._known[name] = known
-                return known
-        found = self._look_up(name)
-        with self._lock:
-            # Another thread may have been first; all are to have the same one.
-            first = self._known.setdefault(name, found)
-            if first is found:
-                self._num_boxes += len(found.boxes)
-            while self._num_boxes > self._most_boxes and len(self._known) > 1:
-                self._num_boxes -= len(self._known.pop(next(iter(self._known))).boxes)
-        return first
-
-
-_Row = TypeVar("_Row")
-
-
-class Columns(Sequence[_Row]):
-    """Rows that are kept by columns, and made when they are asked for: there are very many.
-
-    `row` makes one of its values; columns are lists or arrays of equal length.
-    """
-
-    __slots__ = ("_columns", "_row")
-
-    def __init__(self, row: Callable[..., _Row], *columns: MutableSequence[Any]) -> None:
-        self._row = row
-        self._columns = columns
-
-    def append(self, *values: object) -> None:
-        """Add a row."""
-        for column, value in zip(self._columns, values, strict=True):
-            column.append(value)
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
-
-    @overload
-    def __getitem__(self, index: int) -> _Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[_Row, ...]: ...
-    def __getitem__(self, index: int | slice) -> _Row | tuple[_Row, ...]:
-        """Return a row, or some."""
-        if isinstance(index, slice):
-            return tuple(map(self._row, *(column[index] for column in self._columns)))
-        return self._row(*[column[index] for column in self._columns])
-
-    def __iter__(self) -> Iterator[_Row]:
-        return map(self._row, *self._columns)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+LazyTensorCache: Final = lru_cache(128)
+"""Decorates what looks tensors up: the last ones are kept, for all threads."""

@@ -1,11 +1,10 @@
 """What is in a checkpoint, without its data."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import (
@@ -23,45 +22,38 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
-_MOST_KEPT: Final = 64
-"""Boxes of several tensors that are kept at a time; most have them in common."""
-
 
 class Holders(NamedTuple):
-    """Which ranks hold what: by the layout where it is known, else as stored."""
+    """Which ranks hold which boxes: by the layout if it is known, else as stored."""
 
     cells: Mapping[Box, tuple[int, ...]]
     """Every box that is not empty, and its ranks."""
     replicated: bool
     """Whether any box has several ranks."""
     uneven: bool
-    """Whether not all boxes have the same shape, or, by a layout, some rank holds none while others
-    do."""
+    """Whether boxes differ in shape, or, by a layout, some ranks hold none while others do."""
 
 
-def _holders_of(held: Iterable[tuple[int, Box]], num_ranks: int = 0) -> Holders:
-    """Return who holds what, given rank and box, of which some may be empty."""
+def _holders(held: Iterable[tuple[Box, int]], num_ranks: int = 0) -> Holders:
+    """Return who holds what; of `num_ranks` ranks, if they are known."""
     found: dict[Box, dict[int, None]] = {}
-    for rank, box in held:
-        if box_size(box):
-            found.setdefault(box, {})[rank] = None
+    for box, rank in held:
+        found.setdefault(box, {})[rank] = None
     cells = {box: tuple(ranks) for box, ranks in found.items()}
-    shapes = {box_shape(box) for box in cells}
     busy = {rank for ranks in cells.values() for rank in ranks}
-    replicated = any(len(ranks) > 1 for ranks in cells.values())
-    return Holders(cells, replicated, len(shapes) > 1 or (bool(shapes) and len(busy) < num_ranks))
+    uneven = len(set(map(box_shape, cells))) > 1 or 0 < len(busy) < num_ranks
+    return Holders(cells, any(len(ranks) > 1 for ranks in cells.values()), uneven)
 
 
 @lru_cache(maxsize=64)
 def _holders_by(layout: Layout) -> Holders:
-    """Return who holds what: once for the many tensors that are sharded alike."""
     ids = layout.mesh.ids
-    return _holders_of(((i, box) for i in ids for box, _ in replica_keys(layout, i)), len(ids))
+    return _holders(((box, i) for i in ids for box, _ in replica_keys(layout, i)), len(ids))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """One tensor of a checkpoint; what describes it is asked of the checkpoint each time."""
+    """One tensor of a checkpoint, which is asked each time for what describes it."""
 
     name: str
     layout: Layout | None
@@ -76,22 +68,21 @@ class TensorSummary:
 
     @property
     def stored(self) -> StoredTensor:
-        """The tensor with the places of its boxes, for which files may have to be looked into."""
+        """The tensor with the places of its boxes; may read headers."""
         return self.source.tensor(self.name)
 
     def file(self, box: FileBox) -> str:
-        """Name the file of one of its boxes, from the directory on."""
+        """Return the path of the file of one of its boxes, relative to the checkpoint."""
         return _file(box.path, self.source.directory)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the global tensor."""
-        outline = self.outline
-        return prod(outline.shape) * item_bytes(outline.dtype)
+        return self.outline.num_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all its boxes on disk; more than the whole where reductions are pending."""
+        """Bytes of all its boxes on disk; more than `num_bytes` if reductions are pending."""
         outline = self.outline
         return sum(box_size(box.box) for box in outline.boxes) * item_bytes(outline.dtype)
 
@@ -100,17 +91,17 @@ class TensorSummary:
         """Every box and the ranks that hold it."""
         if self.layout is not None:
             return _holders_by(self.layout)
-        return _holders_of((stored.rank, stored.box) for stored in self.outline.boxes)
+        return _holders((stored.box, stored.rank) for stored in self.outline.boxes)
 
     def has(self, index: Sequence[int]) -> bool:
-        """Whether an index, one position for each of the first dims, lies in its shape."""
+        """Whether an index of the first dims is inside the shape."""
         shape = self.outline.shape
         return len(index) <= len(shape) and all(
             0 <= at < size for at, size in zip(index, shape, strict=False)
         )
 
     def holders_at(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
-        """Return the boxes that hold a part of an index, other dims taken whole, and ranks."""
+        """Return the boxes with a part of an index of the first dims, and their ranks."""
         if not self.has(index):
             raise CheckpointError(
                 f"tensor {self.name!r}: index {list(index)} does not lie in the shape "
@@ -151,7 +142,7 @@ class TensorSummary:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """A checkpoint: who wrote it, its tensors, and how much each rank stored."""
+    """A checkpoint: its format, mesh and tensors, and how much each rank stored."""
 
     directory: Path
     format: str
@@ -168,21 +159,14 @@ class CheckpointSummary:
         """Bytes of all whole tensors: about the size of the merged file."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
-    def _boxes(self) -> Iterator[tuple[Sequence[FileBox], int]]:
-        """Yield all boxes, and the bytes of one element of all tensors that have them in common.
-
-        A million boxes take seconds to go through.
-        """
+    def _boxes(self) -> Iterable[tuple[Sequence[FileBox], int]]:
+        """Return all tuples of boxes, each once, and the bytes of one element of their tensors."""
         found: dict[int, tuple[Sequence[FileBox], int]] = {}
         for tensor in self.tensors:
             outline = tensor.outline
-            boxes = outline.boxes
-            if id(boxes) not in found and len(found) == _MOST_KEPT:
-                yield from found.values()
-                found.clear()
-            _, size = found.get(id(boxes), (boxes, 0))
-            found[id(boxes)] = boxes, size + item_bytes(outline.dtype)
-        yield from found.values()
+            _, size = found.get(id(outline.boxes), ((), 0))
+            found[id(outline.boxes)] = outline.boxes, size + item_bytes(outline.dtype)
+        return found.values()
 
     @property
     def bytes_by_rank(self) -> dict[int, int]:
@@ -200,7 +184,7 @@ class CheckpointSummary:
         return {rank: _file(path, self.directory) for rank, path in paths.items()}
 
     def facts(self) -> dict[str, object]:
-        """Return what is said of the checkpoint, but for its tensors, as plain values."""
+        """Return all but the tensors as plain values."""
         files, mesh = self.files_by_rank, self.mesh
         by_rank = self.bytes_by_rank.items()
         return {
@@ -219,13 +203,13 @@ def _file(path: Path, directory: Path) -> str:
 
 
 def other_text(value: object, most: int = 200) -> str:
-    """Return a value that is no tensor as text, cut short if it is longer than `most`."""
+    """Return a value that is no tensor as text of at most `most` characters."""
     text = value.text if isinstance(value, OpaqueValue) else repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
-    """Return what a checkpoint holds, by what describes it, which is checked; no data is read."""
+    """Return what a checkpoint holds; its metadata is checked, its data is not read."""
     source = as_catalog(directory)
     # Many tensors are sharded alike.
     check = memoize_by_boxes(check_tiling)

@@ -7,26 +7,25 @@ compare the copies that several ranks hold, claim the directory, write the files
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.directories import DIRECTORY, lock, opened
 from shardspec.checkpoint.formats.names import INFO_NAME
-from shardspec.checkpoint.formats.native import shard_metadata
-from shardspec.checkpoint.formats.safetensors_header import (
-    Header,
-    TensorSlot,
-    encode_header,
-    read_header,
+from shardspec.checkpoint.formats.native import (
+    ShardingInfo,
+    info_lines,
+    read_info,
+    shard_file,
+    shard_metadata,
+    shard_name,
 )
+from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.output_files import write_all
 from shardspec.checkpoint.rank_state import (
     Described,
@@ -39,25 +38,14 @@ from shardspec.checkpoint.rank_state import (
     describe,
     tensor_bytes,
 )
-from shardspec.checkpoint.sharding_info import ShardingInfo, format_info, read_info
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, reason, system_errors, upload
-from shardspec.checkpoint.targets import BoxEntry, FileEntry, assign_boxes, stored_shape
+from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
-from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
 
 _SHARD_NAME: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
 _TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp")
-
-
-class _Shard(NamedTuple):
-    """A file to be written, and its first bytes."""
-
-    entry: FileEntry
-    head: bytes
-    header: Header
 
 
 def save_sharded(
@@ -144,44 +132,26 @@ def save_sharded(
     # The system unlocks the directory when a process is killed.
     with ExitStack() as held:
         locked = agree(chosen, lambda: leader and _claim(path, overwrite, held))
+        boxes = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
         # A device without boxes writes no file.
-        assigned = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
-        boxes = {rank: entries for rank, entries in assigned.items() if entries}
-        mine = [_shard(r, boxes[r], what.layouts, save) for r in chosen.addressable if r in boxes]
+        mine = [rank for rank in chosen.addressable if boxes[rank]]
         try:
-            written = agree(chosen, lambda: _write_shards(path, mine, what))
-            digested = chosen.gather({rank: written.get(rank, []) for rank in chosen.addressable})
-            info = _info(save, mesh, what, {rank: digested[rank] for rank in boxes})
+            written = agree(
+                chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save)
+            )
+            gathered = chosen.gather({rank: written.get(rank) for rank in chosen.addressable})
+            files = tuple(file for rank in mesh.ids if (file := gathered[rank]) is not None)
+            flat = what.flat
+            info = ShardingInfo(save, mesh, what.layouts, files, flat.values, flat.paths)
             older = agree(chosen, lambda: _publish(path, info) if leader else [])
         except CheckpointError:
-            _remove(path, [shard.entry.name for shard in mine])
+            _remove(path, [shard_name(rank, save) for rank in mine])
             raise
         if leader:
             # Without a lock only what the older info names is known to be of no other save.
             with suppress(OSError):
                 older = os.listdir(path) if locked else older
-            _remove(path, _superseded(path, older, keep={file.name for file in info.files}))
-
-
-def _shard(
-    rank: int, entries: Sequence[BoxEntry], layouts: Mapping[str, Layout], save: str
-) -> _Shard:
-    """Return the file that a rank writes."""
-    slots = (
-        TensorSlot(name, layouts[name].dtype, stored_shape([entry.box for entry in boxes]))
-        for name, boxes in groupby(entries, attrgetter("tensor"))
-    )
-    head, header = encode_header(slots, shard_metadata(save, rank))
-    name = f"shard-{rank:05d}-{save}.safetensors"
-    return _Shard(FileEntry(name, rank, header.file_bytes, tuple(entries)), head, header)
-
-
-def _info(
-    save: str, mesh: DeviceMesh, what: Described, boxes: Mapping[int, Sequence[BoxEntry]]
-) -> ShardingInfo:
-    files = (_shard(rank, entries, what.layouts, save).entry for rank, entries in boxes.items())
-    flat = what.flat
-    return ShardingInfo(save, mesh, what.layouts, tuple(files), flat.values, flat.paths)
+            _remove(path, _superseded(path, older, keep={file.name for file in files}))
 
 
 def _check_free(path: Path) -> None:
@@ -220,67 +190,55 @@ def _claim(path: Path, overwrite: bool, held: ExitStack) -> bool:
 
 
 def _write_shards(
-    path: Path, shards: Sequence[_Shard], what: Described
-) -> dict[int, list[BoxEntry]]:
-    """Write the files of this process; return by rank its boxes, each with its CRC-32."""
-    written: dict[int, list[BoxEntry]] = {}
+    path: Path, boxes: Mapping[int, Sequence[BoxEntry]], what: Described, save: str
+) -> dict[int, FileEntry]:
+    """Write the files of this process; return their boxes, each with its CRC-32, by rank."""
     # Made by the first rank; asking again makes a network file system look.
     _make_directory(path)
-    for shard in shards:
-        crcs: dict[tuple[str, Box], int] = {}
-        fill = partial(_fill, shard, what, crcs)
-        _write_file(path, shard.entry.name, shard.header.file_bytes, fill)
-        written[shard.entry.rank] = [
-            entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in shard.entry.boxes
-        ]
+    tensors = {
+        name: OutputTensor(name, name, layout.global_shape, layout.dtype)
+        for name, layout in what.layouts.items()
+    }
+    written = {}
+    for rank, entries in boxes.items():
+        file, crcs = shard_file(tensors, entries, rank, save), dict[tuple[str, Box], int]()
+        _write_file(path / file.name, file.num_bytes, _pieces(file, rank, what, crcs))
+        stored = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in entries]
+        written[rank] = FileEntry(file.name, rank, file.num_bytes, stored)
     return written
 
 
-def _fill(
-    shard: _Shard, what: Described, crcs: dict[tuple[str, Box], int], write: "_Write"
-) -> None:
-    """Write a file, and note the CRC-32 of each of its boxes."""
-    write(memoryview(shard.head))
-    rank = shard.entry.rank
-    boxes: dict[str, list[Box]] = {}
-    for entry in shard.entry.boxes:
-        boxes.setdefault(entry.tensor, []).append(entry.box)
-    for slot in shard.header.entries:
-        for box in boxes[slot.name]:
-            crc = 0
-            held = box_of_shard(what.shards[slot.name][rank], what.layouts[slot.name], rank, box)
-            for piece in tensor_bytes(held):
-                crc = crc32(piece, crc)
-                write(piece)
-            crcs[slot.name, box] = crc
+def _pieces(
+    file: OutputFile, rank: int, what: Described, crcs: dict[tuple[str, Box], int]
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file, and note the CRC-32 of each of its boxes."""
+    yield from (raw.data for raw in file.raw)
+    for tensor, box, _ in file.extents:
+        shard, crc = what.shards[tensor.name][rank], 0
+        for piece in tensor_bytes(box_of_shard(shard, what.layouts[tensor.name], rank, box)):
+            crc = crc32(piece, crc)
+            yield piece
+        crcs[tensor.name, box] = crc
 
 
-_Write: TypeAlias = Callable[[memoryview], None]
-"""Writes on where it stopped."""
-
-
-def _write_file(directory: Path, name: str, num_bytes: int, fill: Callable[[_Write], None]) -> None:
+def _write_file(path: Path, num_bytes: int, pieces: Iterable[bytes | memoryview]) -> None:
     """Write a file that appears, or replaces another, when it is complete and on the disk.
 
     It has the mode of the info that is there, if one is, and its owner where the system allows it.
     """
-    path = directory / name
     if isinstance(path, RemotePath):
-        with upload(path, num_bytes, overwrite=name == INFO_NAME) as write_on:
-            fill(write_on)
+        with upload(path, num_bytes, overwrite=path.name == INFO_NAME) as write:
+            for piece in pieces:
+                write(piece)
         return
 
-    def write(fd: int) -> None:
+    def fill(fd: int) -> None:
         done = 0
+        for piece in pieces:
+            write_all(fd, memoryview(piece), done, path)
+            done += len(piece)
 
-        def go_on(data: memoryview) -> None:
-            nonlocal done
-            write_all(fd, data, done, path)
-            done += len(data)
-
-        fill(go_on)
-
-    write_atomically(path, num_bytes, write, overwrite=True, mode_of=INFO_NAME)
+    write_atomically(path, num_bytes, fill, overwrite=True, mode_of=INFO_NAME)
 
 
 def _publish(path: Path, info: ShardingInfo) -> list[str]:
@@ -303,13 +261,13 @@ def _publish(path: Path, info: ShardingInfo) -> list[str]:
     # An older info that cannot be read names nothing that could be removed.
     with suppress(CheckpointError):
         older = [file.name for file in read_info(path).files]
-    text = memoryview(format_info(info).encode())
-    _write_file(path, INFO_NAME, len(text), lambda write: write(text))
+    text = "".join(info_lines(info)).encode()
+    _write_file(path / INFO_NAME, len(text), [text])
     return older
 
 
 def _superseded(path: Path, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
-    """Yield those files that a save has written, by their names and headers, and none counts."""
+    """Yield files of saves that no info names any more, by their names and headers."""
     for name in names:
         if _TEMPORARY.fullmatch(name):
             yield name
@@ -327,7 +285,7 @@ def _superseded(path: Path, names: Iterable[str], keep: Collection[str]) -> Iter
 
 
 def _remove(path: Path, names: Iterable[str]) -> None:
-    """Remove files that no info names any more; one that stays takes room and does no harm."""
+    """Remove files that no info names; one that stays takes room and does no harm."""
     for name in names:
         with suppress(OSError, CheckpointError):
             (path / name).unlink()

@@ -1,7 +1,7 @@
-"""What is wanted of a checkpoint: which tensors, under which names, in which dtype, and how cut."""
+"""Which tensors of a checkpoint are written: their names, dtypes and layouts."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
@@ -22,22 +22,25 @@ Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 class Choice(NamedTuple):
-    """What is wanted of a checkpoint."""
+    """Which tensors are wanted of a checkpoint, and how; see `merge`."""
 
     include: Patterns | None = None
-    """Name patterns as in a shell (``*``, ``?``, ``[abc]``): what matches any of them, all if it
-    is None,"""
     exclude: Patterns = ()
-    """and none of these, is wanted."""
     rename: Renames = ()
-    """Regular expressions and their replacements, one after the other; see `re.sub`."""
     dtype: str | None = None
-    """What floating point tensors are cast to; others, and complex ones, stay as they are."""
 
     def wants(self, name: str) -> bool:
         """Return whether something of a name is wanted."""
         included = self.include is None or _matches(name, self.include)
         return included and not _matches(name, self.exclude)
+
+
+def _patterns(patterns: Patterns) -> Sequence[str]:
+    return (patterns,) if isinstance(patterns, str) else patterns
+
+
+def _matches(name: str, patterns: Patterns) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _patterns(patterns))
 
 
 def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
@@ -49,12 +52,12 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     target = None if choice.dtype is None else _float_dtype(choice.dtype)
     if choice.include is not None and not choice.include:
         raise CheckpointError("include has no pattern; leave it out where all is wanted")
-    for pattern in (*_several(choice.include or ()), *_several(choice.exclude)):
-        if not any(fnmatchcase(name, pattern) for name in (*source.names, *source.extras)):
-            first = _first(source.names) or "(there are none)"
+    known = (*source.names, *source.extras)
+    for pattern in (*_patterns(choice.include or ()), *_patterns(choice.exclude)):
+        if not any(fnmatchcase(name, pattern) for name in known):
             raise CheckpointError(
                 f"pattern {pattern!r} matches nothing of {source.directory}; the names start "
-                f"with {first}"
+                f"with {_first(source.names)}"
             )
     names = [name for name in source.names if choice.wants(name)]
     if not names and source.names:
@@ -72,79 +75,62 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     wanted = []
     for name in names:
         tensor = source.outline(name)
-        cast = target is not None and is_cast(tensor.dtype, target)
-        dtype = target if cast and target else tensor.dtype
+        dtype = target if target and is_cast(tensor.dtype, target) else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
 
 
-def _several(patterns: Patterns) -> Sequence[str]:
-    return (patterns,) if isinstance(patterns, str) else patterns
-
-
-def _matches(name: str, patterns: Patterns) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _several(patterns))
-
-
-def _first(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, list(names)[:3]))
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) or "(there are none)"
 
 
 def _float_dtype(dtype: str) -> str:
     name = dtype_name(dtype)
-    if name == "float8_e8m0fnu":
+    scales = name == "float8_e8m0fnu"  # neither signs nor 0
+    if scales or not is_floating(name) or name.startswith("complex") or packed(name) > 1:
         raise DTypeError(
-            f"cannot cast to {name}: it holds scales, and has neither signs nor 0; choose "
-            "float8_e4m3fn or another dtype of numbers"
-        )
-    if not is_floating(name) or name.startswith("complex") or packed(name) > 1:
-        raise DTypeError(
-            f"cannot cast to {name}: only floating point tensors are cast, to another floating "
-            "point dtype such as bf16"
+            f"cannot cast to {name}: only floating point tensors are cast, to another dtype of "
+            "floating point numbers such as bf16 or float8_e4m3fn"
         )
     return name
 
 
-def _renamed(names: Sequence[str], renames: Renames) -> tuple[Mapping[str, str], list[str]]:
+def _renamed(names: Sequence[str], renames: Renames) -> tuple[dict[str, str], list[str]]:
     """Return the new name of every tensor, and the expressions that match none."""
     pairs = list(renames.items()) if isinstance(renames, Mapping) else renames
-    expressions = []
-    for pattern, replacement in pairs:
-        try:
-            expressions.append((re.compile(pattern), replacement))
-        except re.error as error:
-            raise CheckpointError(
-                f"{pattern!r} is no regular expression: {error}; escape what should stand for "
-                "itself with a backslash"
-            ) from None
     matched: set[str] = set()
-    old: dict[str, str] = {}
-    for name in names:
-        new = name
-        for expression, replacement in expressions:
-            try:
+    renamed: dict[str, str] = {}
+    try:
+        expressions = [(re.compile(pattern), replacement) for pattern, replacement in pairs]
+        for name in names:
+            new = name
+            for expression, replacement in expressions:
                 new, count = expression.subn(replacement, new, count=1)
-            except (re.error, IndexError) as error:
-                raise CheckpointError(f"cannot replace by {replacement!r}: {error}") from None
-            if count:
-                matched.add(expression.pattern)
-        if new in old:
+                if count:
+                    matched.add(expression.pattern)
+            renamed[name] = new
+    except (re.error, IndexError) as error:
+        raise CheckpointError(
+            f"cannot rename by the regular expressions {pairs!r}: {error}; escape what should "
+            "stand for itself with a backslash"
+        ) from None
+    old: dict[str, str] = {}
+    for name, new in renamed.items():
+        if old.setdefault(new, name) != name:
             raise CheckpointError(
                 f"tensors {old[new]!r} and {name!r} would both be named {new!r}; rename them apart"
             )
         if name and not new:
             raise CheckpointError(f"tensor {name!r} would have no name left; rename it otherwise")
-        old[new] = name
-    idle = [pattern for pattern, _ in pairs if names and pattern not in matched]
-    return {name: new for new, name in old.items()}, idle
+    return renamed, [pattern for pattern, _ in pairs if names and pattern not in matched]
 
 
 def carried_values(
     source: Catalog, choice: Choice, *, objects: bool
 ) -> tuple[frozenset[str], dict[str, object]]:
-    """Return what is no tensor and goes along into formats of torch: old names, and new to value.
+    """Return the entries for formats of torch that are not tensors: old names, and new to value.
 
-    Objects that only torch could make again go along as they are stored, if the format has room.
+    With `objects`, those that only torch could unpickle are copied as they are stored.
     """
     known = source.objects if objects else {}
     names = plain({**source.extras, **dict.fromkeys(known)}, choice)
@@ -155,40 +141,38 @@ def carried_values(
 def plain(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
     """Return name to new name of the wanted values that are plain: numbers, text, lists of such."""
     wanted = [name for name, value in others.items() if _is_plain(value) and choice.wants(name)]
-    return dict(_renamed(wanted, choice.rename)[0])
+    return _renamed(wanted, choice.rename)[0]
 
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+        return all(map(_is_plain, (*value.keys(), *value.values())))
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
 def tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
-    """Return the tensors that are stored as another one: name to the first name of the same bytes.
+    """Return the tensors that share storage: name to the first name of the same bytes.
 
-    Only what lies at the same places of the same files counts, never what has equal values.
+    Tensors that lie elsewhere in the files do not count, whatever their values.
     """
     by_place: dict[object, list[OutputTensor]] = {}
     for tensor in wanted:
         outline = source.outline(tensor.source)
         if outline.boxes:
-            origin = source.origin(tensor.source)
-            key = (outline.shape, outline.dtype, tensor.dtype, origin)
+            key = outline.shape, outline.dtype, tensor.dtype, source.origin(tensor.source)
             by_place.setdefault(key, []).append(tensor)
     same = {}
     for alike in by_place.values():
-        if len(alike) > 1:
-            # From one place on they may go along their dims differently.
-            first: dict[object, str] = {}
-            for tensor in alike:
-                boxes = source.tensor(tensor.source).boxes
-                places = frozenset((box.path, box.offset, box.box, box.strides) for box in boxes)
-                name = first.setdefault(places, tensor.name)
-                if name != tensor.name:
-                    same[tensor.name] = name
+        first: dict[object, str] = {}
+        # Tensors that start at one place may have other strides.
+        for tensor in alike if len(alike) > 1 else ():
+            boxes = source.tensor(tensor.source).boxes
+            places = frozenset((box.path, box.offset, box.box, box.strides) for box in boxes)
+            name = first.setdefault(places, tensor.name)
+            if name != tensor.name:
+                same[tensor.name] = name
     return same
 
 
@@ -198,10 +182,9 @@ def layouts_by_rules(
     wanted: Sequence[OutputTensor],
     otherwise: Callable[[OutputTensor], ShardingSpec] | None = None,
 ) -> dict[str, Layout]:
-    """Return how each tensor is cut: by the rule for it, `otherwise`, or not at all."""
+    """Return the layout of each tensor: by the rule for it, else `otherwise`, else replicated."""
     specs = match_rules(rules, {tensor.name: len(tensor.shape) for tensor in wanted})
     layouts = {}
-    # One for all tensors that are alike.
     layout = lru_cache(None)(partial(Layout, mesh))
     for tensor in wanted:
         spec = specs.get(tensor.name)
@@ -222,23 +205,23 @@ def layouts_by_rules(
 def layouts_like(
     other: Catalog, wanted: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return the mesh of another checkpoint, and each tensor cut as there."""
+    """Return the mesh of another checkpoint, and its layout of each tensor for these shapes."""
     if other.mesh is None:
         raise CheckpointError(
             f"{other.directory}: a checkpoint in the format of {other.format} does not say its "
             "mesh and specs; give --mesh and --rules"
         )
-    known = set(other.names)
+    known = frozenset(other.names)
     layouts = {}
     for tensor in wanted:
         if tensor.name not in known:
             raise CheckpointError(
-                f"{other.directory}: has no tensor {tensor.name!r} that says how to cut it; "
+                f"{other.directory}: has no tensor {tensor.name!r} that says how to shard it; "
                 "--rename it, --exclude it, or give --mesh and --rules"
             )
         spec = other.outline(tensor.name).spec
         if spec is None or spec.dims != len(tensor.shape):
-            said = "does not say how it is cut" if spec is None else f"cuts it by {spec}"
+            said = "does not say how it is sharded" if spec is None else f"shards it by {spec}"
             raise CheckpointError(
                 f"{other.directory}: {said}, but tensor {tensor.name!r} has {len(tensor.shape)} "
                 "dims; give --mesh and --rules"

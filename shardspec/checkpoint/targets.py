@@ -7,10 +7,10 @@ for all of them.
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, overload
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import Columns, ReplicaKey, replica_holders, whole_box
+from shardspec.checkpoint.catalog import replica_holders, whole_box
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -26,15 +26,6 @@ class BoxEntry(NamedTuple):
     """Which addend of a pending reduction: one index per pending axis, in the order of the spec."""
     crc32: int | None = None
     """CRC-32 of its bytes; None where it was saved without."""
-
-
-def box_columns() -> Columns[BoxEntry]:
-    """Return room for boxes of a file; tensor, box and addend, and CRC-32 (or -1) are appended."""
-
-    def entry(tensor: str, part: ReplicaKey, crc32: int) -> BoxEntry:
-        return BoxEntry(tensor, *part, None if crc32 < 0 else crc32)
-
-    return Columns(entry, [], [], array("q"))
 
 
 def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
@@ -92,11 +83,6 @@ class Extent(NamedTuple):
         return box_size(self.box) * item_bytes(self.tensor.dtype)
 
 
-def extent_columns() -> Columns[Extent]:
-    """Return room for the extents of a file; tensor, box and offset are appended."""
-    return Columns(Extent, [], [], array("q"))
-
-
 class RawBytes(NamedTuple):
     """Bytes that are no tensor's, such as a header."""
 
@@ -104,9 +90,26 @@ class RawBytes(NamedTuple):
     data: bytes
 
 
+class _MadeBytes(Sequence[RawBytes]):
+    def __init__(self, places: range, make: Callable[[int], RawBytes]) -> None:
+        self._places, self._make = places, make
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> RawBytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RawBytes]: ...
+    def __getitem__(self, index: int | slice) -> RawBytes | Sequence[RawBytes]:
+        if isinstance(index, slice):
+            return _MadeBytes(self._places[index], self._make)
+        return self._make(self._places[index])
+
+
 def made_bytes(count: int, make: Callable[[int], RawBytes]) -> Sequence[RawBytes]:
     """Return raw bytes that are made, given a number from 0, each time that they are asked for."""
-    return Columns(make, array("q", range(count)))
+    return _MadeBytes(range(count), make)
 
 
 class Trailer(Protocol):
@@ -167,7 +170,7 @@ class Target(NamedTuple):
 
 def assign_boxes(
     mesh: DeviceMesh, tensors: Mapping[str, Layout], *, spread: bool = True
-) -> dict[int, Columns[BoxEntry]]:
+) -> dict[int, list[BoxEntry]]:
     """Choose one of the devices that hold a box to store it, for every box that is not empty.
 
     Every rank computes the same answer alone: boxes of one holder first, then the others from the
@@ -200,7 +203,7 @@ def assign_boxes(
     for number in sorted(range(len(shared)), key=lambda number: -sizes[number]):
         chosen[number] = rank = min(shared[number], key=load.__getitem__)
         load[rank] += sizes[number]
-    found = {rank: box_columns() for rank in mesh.ids}
+    found: dict[int, list[BoxEntry]] = {rank: [] for rank in mesh.ids}
     several = iter(chosen)
     for name in names:
         parts = [
@@ -208,5 +211,5 @@ def assign_boxes(
             for part, ranks in parts_of(tensors[name]).items()
         ]
         for part, rank in sorted(parts):
-            found[rank].append(name, part, -1)
+            found[rank].append(BoxEntry(name, *part))
     return found

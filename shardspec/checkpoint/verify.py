@@ -1,20 +1,28 @@
-"""Checking that every byte of a checkpoint is there, and as it was saved."""
+"""Reading checkpoints byte by byte: against their digests, or tensor by tensor with another one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from shardspec.boxes import box_shape
-from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.boxes import box_shape, box_size, chunks
+from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, whole_box
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.digests import Checks, stored_bytes
+from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, read_box_into
+from shardspec.checkpoint.select import Choice, Patterns, Renames, select
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
-from shardspec.checkpoint.tiling import check_replicas, check_tiling
-from shardspec.dtypes import item_bytes
+from shardspec.checkpoint.tiling import check_replicas, check_tiling, element_index
+from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
+from shardspec.layout.picture import ids_text
 
 _PIECE_BYTES: Final = 1 << 20
 _T = TypeVar("_T")
@@ -22,7 +30,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was looked at, and what is wrong."""
+    """What was read, and what is wrong."""
 
     directory: Path
     tensors: int
@@ -30,7 +38,7 @@ class VerifyReport:
     num_bytes: int
     """Bytes of all boxes."""
     digested_bytes: int
-    """Bytes of the boxes that have a digest; whether others were changed cannot be told."""
+    """Bytes of the boxes that have a digest; changes of the others go unnoticed."""
     flaws: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -51,20 +59,16 @@ def verify_checkpoint(
     """Read every byte: check that boxes tile every tensor, replicas agree, and digests are right.
 
     The first flaw is raised as a `CheckpointError`; with `every`, all are listed in the report.
-    `progress` is told of the bytes of boxes.
     """
     source = as_catalog(directory)
-    boxes = num_bytes = digested = 0
+    boxes = num_bytes = digested = done = 0
     for tensor in map(source.tensor, source.names):
-        for stored in tensor.boxes:
-            size = stored_bytes(tensor, stored)
-            boxes += 1
-            num_bytes += size
-            digested += size if stored.digest is not None else 0
+        boxes += len(tensor.boxes)
+        num_bytes += sum(stored_bytes(tensor, box) for box in tensor.boxes)
+        digested += sum(stored_bytes(tensor, box) for box in tensor.boxes if box.digest is not None)
     flaws: list[str] = []
 
     def look(check: Callable[[], _T]) -> _T | None:
-        """Do a check; where all flaws are to be listed, go on after one."""
         try:
             return check()
         except CheckpointError as error:
@@ -73,61 +77,190 @@ def verify_checkpoint(
             flaws.append(str(error))
             return None
 
-    tensors = partial(map, source.tensor, source.names)
-    room, done = memoryview(bytearray(_PIECE_BYTES)), 0
     with OpenFiles() as files:
+        every_tensor = map(source.tensor, source.names)
         files.will_read(
-            source.directory, (s for tensor in tensors() for _, s in _stretches(tensor))
+            source.directory, (at for tensor in every_tensor for _, at in _stretches(tensor))
         )
-        for tensor in tensors():
-            end = done + sum(stored_bytes(tensor, stored) for stored in tensor.boxes)
+        for tensor in map(source.tensor, source.names):
             for stored, stretch in _stretches(tensor):
                 if stored.digest is None:
-                    look(partial(_read, stretch, files, room))
+                    look(partial(_read, stretch, files))
                 else:
                     look(partial(Checks(tensor, [stored]).finish, files))
                 done += stored_bytes(tensor, stored)
                 if progress is not None:
                     progress(done, num_bytes)
-            if progress is not None and done != end:
-                progress(end, num_bytes)
-            done = end
             for group in look(partial(check_tiling, tensor)) or ():
                 look(partial(check_replicas, tensor, group, files))
+        if progress is not None:
+            progress(num_bytes, num_bytes)
         look(source.check_unchanged)
-    return VerifyReport(
-        source.directory, len(source.names), boxes, num_bytes, digested, tuple(flaws)
-    )
+    tensors = len(source.names)
+    return VerifyReport(source.directory, tensors, boxes, num_bytes, digested, tuple(flaws))
 
 
 def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
-    """Yield what of files is to be read to judge the boxes, each once, and a box that lies in it.
-
-    Several boxes may lie in one digested stretch.
-    """
+    """Yield each range of a file that has a digest or a box, and one of its boxes."""
     seen = set()
     for stored in tensor.boxes:
         digest = stored.digest
-        if digest is None:
-            stretch = FileStretch(stored.path, stored.offset, _span(tensor, stored))
-        else:
+        if digest is not None:
             stretch = FileStretch(stored.path, digest.start, digest.num_bytes)
+        else:
+            num_bytes = stored_bytes(tensor, stored)
+            if stored.strides is not None:
+                steps = zip(box_shape(stored.box), stored.strides, strict=True)
+                num_bytes = sum((size - 1) * step for size, step in steps)
+                num_bytes += item_bytes(tensor.dtype)
+            stretch = FileStretch(stored.path, stored.offset, num_bytes)
         if (stretch, digest) not in seen:
             seen.add((stretch, digest))
             yield stored, stretch
 
 
-def _read(stretch: FileStretch, files: OpenFiles, room: memoryview) -> None:
-    """Read bytes without a digest from start to end, which shows that they can be read."""
+def _read(stretch: FileStretch, files: OpenFiles) -> None:
+    """Read bytes that have no digest, which shows that they can be read."""
+    room = memoryview(bytearray(min(_PIECE_BYTES, stretch.num_bytes)))
     end = stretch.start + stretch.num_bytes
     for at in range(stretch.start, end, _PIECE_BYTES):
-        part = room[: min(_PIECE_BYTES, end - at)]
-        files.file(stretch.path).read_into(part, at)
+        files.file(stretch.path).read_into(room[: end - at], at)
 
 
-def _span(tensor: StoredTensor, stored: StoredBox) -> int:
-    """Return how many bytes of its file a box lies in."""
-    if stored.strides is None:
-        return stored_bytes(tensor, stored)
-    steps = zip(box_shape(stored.box), stored.strides, strict=True)
-    return sum((size - 1) * step for size, step in steps) + item_bytes(tensor.dtype)
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that is not the same in both."""
+
+    name: str
+    problem: str
+    """What differs, as a sentence without the name."""
+    index: tuple[int, ...] | None = None
+    """The first element that differs, in row-major order; None if shapes, dtypes or names do."""
+    ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """The ranks whose boxes hold that element, on each side."""
+
+
+def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
+    """Return what is compared: new name to old name in the first, and the names in the second."""
+    chosen = {wanted.name: wanted.source for wanted in select(a, choice)}
+    return chosen, {name for name in b.names if name in chosen or choice.wants(name)}
+
+
+def diff_checkpoints(
+    a: Path | str | Catalog,
+    b: Path | str | Catalog,
+    *,
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    rename: Renames = (),
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    progress: Progress | None = None,
+) -> Iterator[Difference]:
+    """Yield every tensor that differs, by name; tensors of the first are chosen as by `merge`.
+
+    Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any,
+    numbers are: ``|x - y| <= atol + rtol * |y|`` in float64, where ``x - y`` is exact for integers;
+    NaN is the same as any NaN, an infinity only as itself. Floating point numbers of two dtypes are
+    then compared too. `progress` is called with bytes of the first.
+    """
+    for name, value in (("atol", atol), ("rtol", rtol)):
+        if not (isfinite(value) and value >= 0):
+            raise CheckpointError(f"{name} {value!r} is not a tolerance; give a number from 0")
+    left, right = as_catalog(a), as_catalog(b)
+    old, others = names_to_compare(left, right, Choice(include, exclude, rename))
+    sizes = {name: left.outline(source).num_bytes for name, source in old.items()}
+    total, done = sum(sizes.values()), 0
+
+    def compared(num_bytes: int) -> None:
+        if progress is not None:
+            progress(done + num_bytes, total)
+
+    with OpenFiles() as files:
+        for name in sorted(old.keys() | others):
+            found: Difference | None
+            if name in old and name in others:
+                x, y = left.tensor(old[name]), right.tensor(name)
+                found = _difference(name, x, y, atol, rtol, files, compared)
+            else:
+                found = Difference(name, f"is only in {(left if name in old else right).directory}")
+            if found is not None:
+                yield found
+            # A tensor that differs is left at its first difference.
+            done += sizes.get(name, 0)
+            compared(0)
+    left.check_unchanged()
+    right.check_unchanged()
+
+
+def _difference(
+    name: str,
+    x: StoredTensor,
+    y: StoredTensor,
+    atol: float,
+    rtol: float,
+    files: OpenFiles,
+    compared: Callable[[int], None],
+) -> Difference | None:
+    """Return what differs, of elements the first; `compared` is called with bytes of the first."""
+    if x.shape != y.shape:
+        shapes = f"{list(x.shape)} in the first, {list(y.shape)} in the second"
+        return Difference(name, f"has shape {shapes}")
+    if x.dtype != y.dtype and not ((atol or rtol) and _is_real(x.dtype) and _is_real(y.dtype)):
+        return Difference(name, f"is {x.dtype} in the first, {y.dtype} in the second")
+    check_tiling(x)
+    check_tiling(y)
+    done, buffers = 0, Buffers()
+    sizes = item_bytes(x.dtype), item_bytes(y.dtype)
+    for box in chunks(whole_box(x.shape), BLOCK_BYTES // max(sizes)):
+        a, b = (np.empty((box_size(box), size), np.uint8) for size in sizes)
+        read_box_into(x, box, a.reshape(-1).data, files, buffers)
+        read_box_into(y, box, b.reshape(-1).data, files, buffers)
+        done += a.size
+        compared(done)
+        if x.dtype == y.dtype and np.array_equal(a, b):
+            continue
+        differs = (a != b).any(1) if x.dtype == y.dtype else np.ones(len(a), np.bool_)
+        if atol or rtol:
+            numbers_of = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
+            differs &= ~_close(*numbers_of, atol, rtol)
+        if differs.any():
+            place = int(differs.argmax())
+            index = element_index(box, place)
+            values = [
+                repr(numbers(raw[place], tensor.dtype)[0].item())
+                for raw, tensor in ((a, x), (b, y))
+            ]
+            if values[0] == values[1]:
+                bits = (raw[place][::-1].tobytes().hex() for raw in (a, b))
+                values = [f"{value} of bits 0x{of}" for value, of in zip(values, bits, strict=True)]
+            ranks = _holders(x, index), _holders(y, index)
+            who = [f"(rank{'s' * (len(on) > 1)} {ids_text(on)})" for on in ranks]
+            text = f"{values[0]} in the first {who[0]}, {values[1]} in the second {who[1]}"
+            return Difference(name, f"differs first at index {list(index)}: {text}", index, ranks)
+    return None
+
+
+def _is_real(dtype: str) -> bool:
+    return is_floating(dtype) and not dtype.startswith("complex") and packed(dtype) == 1
+
+
+def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks whose boxes hold an element."""
+    found = {
+        stored.rank
+        for stored in tensor.boxes
+        if all(lo <= at < hi for at, (lo, hi) in zip(index, stored.box, strict=True))
+    }
+    return tuple(sorted(found))
+
+
+def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArray[np.bool_]:
+    if x.dtype.kind in "iu":
+        # In float64, 2**53 and the number after it are one. Without signs, what wraps wraps back.
+        one, other = x.astype(np.uint64), y.astype(np.uint64)
+        apart = np.where(x > y, one - other, other - one)
+        close: NDArray[np.bool_] = apart <= atol + rtol * np.abs(y.astype(np.float64))
+        return close
+    wide = np.complex128 if x.dtype.kind == "c" else np.float64
+    return np.isclose(x.astype(wide), y.astype(wide), rtol=rtol, atol=atol, equal_nan=True)

@@ -268,8 +268,7 @@ def verify_command(
       shardspec verify ckpt --against model.safetensors
       shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
     """
-    from shardspec.checkpoint.diff import diff_checkpoints
-    from shardspec.checkpoint.verify import verify_checkpoint
+    from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 
     chosen = against is None and any(vars(choice).values())
     opts.refuse_if(chosen, "patterns choose what is compared; give --against too")
@@ -339,8 +338,8 @@ def diff_command(
       shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
       shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
     """
-    from shardspec.checkpoint.diff import diff_checkpoints, names_to_compare
     from shardspec.checkpoint.select import Choice
+    from shardspec.checkpoint.verify import diff_checkpoints, names_to_compare
 
     one, other = source.open(a, b)
     chosen, others = names_to_compare(one, other, Choice(**choice.arguments()))

@@ -13,9 +13,8 @@ import shardspec.checkpoint.open as opening
 from shardspec import DeviceMesh, load_sharded, merge
 from shardspec.checkpoint.catalog import ListedCatalog
 from shardspec.checkpoint.convert import reshard
-from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.stores import FORMS, ROOTS, upload
 

@@ -402,8 +402,8 @@ def test_files_that_contradict_each_other(tmp_path):
     source = written_in_parts(tmp_path / "in", [{"kind": "a"}, {"kind": "a"}, {"kind": "b"}])
     with pytest.raises(
         CheckpointError,
-        match=r"model-00001-of-00003.safetensors and model-00003-of-00003.safetensors say "
-        r"different things in their metadata under 'kind'.*--no-metadata \(metadata=False\)",
+        match=r"model-00001-of-00003.safetensors and model-00003-of-00003.safetensors have "
+        r"different metadata under 'kind'.*--no-metadata \(metadata=False\)",
     ):
         merge(source, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()

@@ -12,12 +12,11 @@ import safetensors.torch
 import torch
 
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor
-from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.source_files import MOST_OF_ONE, OpenFiles, SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, store_errors
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
 from tests.checkpoint.stores import (

@@ -4,6 +4,7 @@ import json
 import warnings
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,11 +82,11 @@ def test_like_another_checkpoint(tmp_path):
     assert info["tensors"] == wanted["tensors"]
     with pytest.raises(CheckpointError, match="does not say its mesh and specs; give --mesh"):
         reshard(like, tmp_path / "out2", like=tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"has no tensor 'x\.a' that says how to cut it"):
+    with pytest.raises(CheckpointError, match=r"has no tensor 'x\.a' that says how to shard it"):
         reshard(like, tmp_path / "out2", like=like, rename=[("^", "x.")])
-    with pytest.raises(CheckpointError, match="either a checkpoint to cut like, or a mesh"):
+    with pytest.raises(CheckpointError, match="either a checkpoint to shard like, or a mesh"):
         reshard(like, tmp_path / "out2", like=like, device_mesh=DeviceMesh(range(2), (2,)))
-    with pytest.raises(CheckpointError, match="give the mesh to cut for"):
+    with pytest.raises(CheckpointError, match="give the mesh to shard for"):
         reshard(like, tmp_path / "out2")
     assert not (tmp_path / "out2").exists()
 
@@ -158,12 +159,14 @@ def test_an_output_that_exists(tmp_path):
 
 def test_former_names_of_arguments_are_taken_with_a_warning(tmp_path):
     mesh = DeviceMesh(range(2), (2,))
+    former_merge: Any = merge
+    former_reshard: Any = reshard
     save_sharded({"w": torch.arange(4)}, tmp_path / "ckpt")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        reshard(tmp_path / "ckpt", tmp_path / "dcp", mesh=mesh, form="dcp", force=False)
-        merge(tmp_path / "dcp", tmp_path / "out", form="torch", force=True)
-        merge(tmp_path / "dcp", tmp_path / "out", force=True)
+        former_reshard(tmp_path / "ckpt", tmp_path / "dcp", mesh=mesh, form="dcp", force=False)
+        former_merge(tmp_path / "dcp", tmp_path / "out", form="torch", force=True)
+        former_merge(tmp_path / "dcp", tmp_path / "out", force=True)
     words = [str(warning.message).split(",")[0] for warning in warned]
     assert words == [
         "reshard takes device_mesh= in place of mesh=",
@@ -177,7 +180,7 @@ def test_former_names_of_arguments_are_taken_with_a_warning(tmp_path):
         pytest.warns(DeprecationWarning, match="takes overwrite="),
         pytest.raises(ShardSpecError, match="given both overwrite= and force=; leave out force="),
     ):
-        merge(tmp_path / "dcp", tmp_path / "out", overwrite=True, force=True)
+        former_merge(tmp_path / "dcp", tmp_path / "out", overwrite=True, force=True)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import torch
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, load_sharded, merge, save_sharded
 from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import replica_keys
+from shardspec.checkpoint.formats.native import info_lines, read_info
 from shardspec.checkpoint.inspect import inspect_checkpoint
-from shardspec.checkpoint.sharding_info import format_info, read_info
 from shardspec.checkpoint.targets import assign_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
@@ -58,7 +58,7 @@ def test_every_box_is_stored_once_and_the_info_says_where(tmp_path):
 def test_the_info_reads_back_as_it_was_written(tmp_path):
     save_sharded({"a\n": DTensor(torch.zeros(4, 3), MESH, "[S1,R]")}, tmp_path)
     info = read_info(tmp_path)
-    text = format_info(info)
+    text = "".join(info_lines(info))
     assert (tmp_path / "sharding_info.json").read_text() == text
     (tmp_path / "sharding_info.json").write_text(text)
     assert read_info(tmp_path) == info
@@ -386,3 +386,16 @@ def test_a_single_element_with_a_stride(tmp_path):
     assert column.stride() == (2,)
     save_sharded({"a": column}, tmp_path)
     assert load_sharded(tmp_path)["a"].to_global().tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"box": [[0, 2], [1, 3]]},
+        {"box": [[0, 2]], "addend": [1], "crc32": "0123abcd"},
+        {"box": [], "addend": []},
+    ],
+)
+def test_values_with_the_names_that_a_box_has(tmp_path, state):
+    save_sharded(state, tmp_path)
+    assert load_sharded(tmp_path) == state

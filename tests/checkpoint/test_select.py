@@ -87,12 +87,16 @@ def test_bad_input(source):
         ({"exclude": ["nope"]}, "pattern 'nope' matches nothing"),
         ({"include": []}, "include has no pattern; leave it out"),
         ({"include": ["rope"], "exclude": ["r*"]}, "no tensor of .* is left"),
-        ({"rename": [("(", "")]}, "'\\(' is no regular expression"),
-        ({"rename": [("a", r"\9")]}, "cannot replace by"),
+        (
+            {"rename": [("(", "")]},
+            r"cannot rename by the regular expressions \[\('\(', ''\)\]: missing \)",
+        ),
+        ({"rename": [("a", r"\9")]}, "cannot rename by .*: invalid group reference 9"),
         ({"rename": [("^.*$", "x")]}, "would both be named 'x'"),
         ({"include": ["rope"], "rename": [(".*", "")]}, "would have no name left"),
         ({"threads": 0}, "0 threads write nothing"),
         ({"format": "zip"}, "there is no format 'zip'"),
+        ({"include": ["rope"], "rename": [("rope", "r"), ("[", "")]}, "cannot rename by"),
     ]
     for options, problem in cases:
         with pytest.raises(CheckpointError, match=problem):

@@ -14,12 +14,11 @@ from click.testing import CliRunner
 from shardspec import DeviceMesh, DTensor, save_sharded
 from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
 from shardspec.checkpoint.convert import merge
-from shardspec.checkpoint.diff import Difference, diff_checkpoints
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.tiling import check_replicas
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.verify import Difference, diff_checkpoints, verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from shardspec.checkpoint.convert import merge, reshard
-from shardspec.checkpoint.formats.safetensors_header import read_header
+from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.mesh import DeviceMesh
 from tests.faults.harness import Case

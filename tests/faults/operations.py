@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardspec.checkpoint.convert import merge, reshard
-from shardspec.checkpoint.diff import diff_checkpoints
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.mesh import DeviceMesh
 from tests.faults.checks import raised
 from tests.faults.samples import SPECS, plain

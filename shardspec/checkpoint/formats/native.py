@@ -1,196 +1,304 @@
-"""shardspec's own format, read and written: the sharding info, and the headers of its files."""
+"""shardspec's own format, read and written: `sharding_info.json` and a safetensors file a rank.
 
+The info says the mesh, how each tensor is sharded, and which file holds which boxes. See
+``docs/format.md``.
+"""
+
+import json
 import os
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import groupby
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from shardspec.boxes import box_size
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    Digest,
-    FileBox,
-    FileMetadata,
-    Outline,
-    ReplicaKey,
-    StoredBox,
-    StoredTensor,
-    box_text,
-    replica_holders,
-    replica_keys,
-    stored_reductions,
-)
+from shardspec.checkpoint import catalog, state_dict, targets
+from shardspec.checkpoint.catalog import ListedCatalog, ReplicaKey, StoredBox, StoredTensor
+from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
-from shardspec.checkpoint.formats.safetensors_header import (
-    Header,
-    TensorSlot,
-    encode_header,
-    read_header,
-)
-from shardspec.checkpoint.sharding_info import SAVE_KEY, ShardingInfo, info_lines, read_info
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.store import file_inside, path_exists
-from shardspec.checkpoint.targets import (
-    BoxEntry,
-    Extent,
-    FileEntry,
-    OutputFile,
-    OutputTensor,
-    Put,
-    RawBytes,
-    Target,
-    Write,
-    assign_boxes,
-    box_columns,
-    extent_columns,
-    made_bytes,
-    stored_shape,
-)
-from shardspec.dtypes import item_bytes
-from shardspec.errors import CheckpointError
+from shardspec.checkpoint.strict_json import checked, fields, is_size, read_json
+from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, Target
+from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
+from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.text import shown
 
+VERSION: Final = 1
+"""The version of the format that this code reads and writes."""
+_FORMAT: Final = "shardspec"
 _CHANGED: Final = "the file was changed, restore it"
+_CRC: Final = re.compile("[0-9a-f]{8}")
+_MOST_SPEC: Final = 4096
+_MOST_BYTES: Final = 2 << 30
+"""A checkpoint of 10,000 tensors on 1,024 ranks takes some 50 MB, and 6 million values."""
+_MOST_VALUES: Final = 100_000_000
+_MESH: Final = {"ids": tuple, "shape": tuple, "axis_names": object}
+_TENSOR: Final = {"shape": tuple, "dtype": str, "spec": str}
+_FILE: Final = {"name": str, "rank": int, "bytes": int, "boxes": dict}
 
 
-def shard_metadata(save: str, rank: int) -> dict[str, str]:
-    """Return what every file says about itself, so that a stray file is found out."""
-    return {"format": "pt", "shardspec.rank": str(rank), SAVE_KEY: save}
+class ShardingInfo(NamedTuple):
+    """A whole checkpoint: the mesh, the layout of each tensor, and which file holds which boxes."""
+
+    save: str
+    """Names this save; every file of it carries the same text in its metadata."""
+    mesh: DeviceMesh
+    tensors: Mapping[str, Layout]
+    files: tuple[FileEntry, ...]
+    values: Mapping[str, object] = MappingProxyType({})
+    """Plain values of the state dict that was saved, by name."""
+    paths: Mapping[str, KeyPath] = MappingProxyType({})
+    """The keys of values in a nested state dict, by the names that join them."""
+    file_metadata: Mapping[str, str] = MappingProxyType({})
+    """Metadata of the safetensors files that the checkpoint was made of."""
 
 
-class NativeCatalog(Catalog):
-    """A checkpoint that `save_sharded` wrote; made by `open_native`.
-
-    Tensors that are sharded alike share their boxes. Where the boxes lie is kept in two arrays: a
-    checkpoint may have a million.
-    """
-
-    def __init__(self, directory: Path, info: ShardingInfo) -> None:
-        paths = [file_inside(directory, f.name, directory / INFO_NAME) for f in info.files]
-        files = (directory / INFO_NAME, *paths)
-        super().__init__(NATIVE, directory, info.tensors, files, info.mesh, info.values)
-        self.file_metadata = FileMetadata(info.file_metadata)
-        self.paths: Mapping[str, KeyPath] = info.paths
-        """Names that were no keys of the state dict, but joined: the keys that led there."""
-        self._layouts = info.tensors
-        self._boxes = _boxes_of(info, paths, directory)
-        self._first: dict[str, int] = {}
-        """Where in the arrays the first box of a tensor is."""
-        count = 0
-        for name, boxes in self._boxes.items():
-            self._first[name] = count
-            count += len(boxes)
-        self._offsets = array("q", bytes(8 * count))
-        self._crcs = array("q", bytes(8 * count))
-        # Files come in the order in which their boxes were counted.
-        next_box = dict(self._first)
-        looks = list(zip(paths, info.files, strict=True))
-        with prefetch_map(
-            looks, lambda look: _read_header(*look, info.save), prefetch_depth(directory)
-        ) as headers:
-            for path, file in looks:
-                # One header at a time is kept.
-                self._take(path, file, next(headers), next_box)
-
-    def _take(self, path: Path, file: FileEntry, header: Header, next_box: dict[str, int]) -> None:
-        """Note where the boxes of a file lie, once its header agrees with the info."""
-        due = {name: list(group) for name, group in groupby(file.boxes, attrgetter("tensor"))}
-        for name, dtype, shape, offset, _ in header.entries:
-            held = due.pop(name, [])
-            boxes = [entry.box for entry in held]
-            own = (self._layouts[name].dtype, stored_shape(boxes)) if held else None
-            if own != (dtype, shape):
-                said = "nothing of it"
-                if own is not None:
-                    where = " and ".join(map(box_text, boxes))
-                    said = f"{own[0]} of shape {list(own[1])} for its box {where}"
-                raise CheckpointError(
-                    f"{path}: holds tensor {shown(name, 200)} as {dtype} of shape {list(shape)}, "
-                    f"but {INFO_NAME} says {said}; {_CHANGED}"
-                )
-            for at, entry in enumerate(held, next_box[name]):
-                self._offsets[at] = offset
-                self._crcs[at] = -1 if entry.crc32 is None else entry.crc32
-                offset += box_size(entry.box) * item_bytes(dtype)
-            next_box[name] += len(held)
-        for name in due:
-            raise CheckpointError(
-                f"{path}: lacks tensor {name!r}, which {INFO_NAME} lists for it; {_CHANGED}"
-            )
-
-    def outline(self, name: str) -> Outline[FileBox]:
-        """Return a tensor and its boxes, which are one object for tensors sharded alike."""
-        layout = self._layouts[name]
-        pending = stored_reductions(layout)
-        boxes = self._boxes[name]
-        return Outline(name, layout.global_shape, layout.dtype, layout.spec, pending, boxes)
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor and its boxes."""
-        layout, boxes = self._layouts[name], []
-        for at, held in enumerate(self._boxes[name], self._first[name]):
-            offset, crc32 = self._offsets[at], self._crcs[at]
-            num_bytes = box_size(held.box) * item_bytes(layout.dtype)
-            digest = None if crc32 < 0 else Digest(crc32, offset, num_bytes)
-            boxes.append(StoredBox(held.box, held.addend, held.rank, held.path, offset, digest))
-        pending = stored_reductions(layout)
-        return StoredTensor(
-            name, layout.global_shape, layout.dtype, layout.spec, pending, tuple(boxes)
+def info_lines(info: ShardingInfo) -> Iterator[str]:
+    """Yield the text of `sharding_info.json`, which has a line for each tensor and box."""
+    ids, shape, axis_names = info.mesh.ids, info.mesh.shape, info.mesh.axis_names
+    mesh = {"ids": ids, "shape": shape, "axis_names": axis_names}
+    tensors = (
+        (
+            name,
+            {"shape": at.global_shape, "dtype": to_safetensors(at.dtype), "spec": str(at.spec)},
         )
+        for name, at in info.tensors.items()
+    )
+    yield f'{{\n"format": {_dump(_FORMAT)},\n"version": {VERSION},\n"save": {_dump(info.save)},\n'
+    yield f'"mesh": {_dump(mesh)},\n"tensors": {_members(tensors)},\n"files": ['
+    for place, file in enumerate(info.files):
+        head = _dump({"name": file.name, "rank": file.rank, "bytes": file.num_bytes})
+        boxes = groupby(file.boxes, attrgetter("tensor"))
+        text = _members(((name, _boxes_json(entries)) for name, entries in boxes), "    ")
+        yield f'{"," if place else ""}\n  {head[:-1]}, "boxes": {text}}}'
+    yield "\n]" if info.files else "]"
+    more: dict[str, Mapping[str, object]] = {
+        "values": {n: state_dict.encode_value(value, n) for n, value in info.values.items()},
+        "paths": {n: state_dict.encode_path(path) for n, path in info.paths.items()},
+        "file_metadata": info.file_metadata,
+    }
+    for key, encoded in more.items():
+        if encoded:
+            yield f',\n"{key}": {_members(encoded.items())}'
+    yield "\n}\n"
+
+
+def _boxes_json(entries: Iterable[BoxEntry]) -> object:
+    """Return what stands for the boxes of a tensor: an object, or of several a list of them."""
+    found = []
+    for entry in entries:
+        box: dict[str, object] = {"box": entry.box}
+        if entry.addend:
+            box["addend"] = entry.addend
+        if entry.crc32 is not None:
+            box["crc32"] = f"{entry.crc32:08x}"
+        found.append(box)
+    return found[0] if len(found) == 1 else found
+
+
+def _members(items: Iterable[tuple[str, object]], indent: str = "  ") -> str:
+    """Return the text of an object with a line for each member."""
+    lines = ",\n".join(f"{indent}{_dump(name)}: {_dump(value)}" for name, value in items)
+    return f"{{\n{lines}\n{indent[2:]}}}" if lines else "{}"
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def read_info(directory: Path) -> ShardingInfo:
+    """Read and check the sharding info of a checkpoint directory."""
+    path = file_inside(directory, INFO_NAME, directory)
+    if not path_exists(path):
+        raise CheckpointError(
+            f"{directory}: has no {INFO_NAME}, which is written last; the save did not finish, or "
+            "this is no checkpoint; save again"
+        )
+    shrink = partial(_box_entry, {})
+    stated = read_json(path, "sharding info", _MOST_BYTES, _MOST_VALUES, shrink)
+    form, version = fields(stated, {"format": str, "version": int}, path, "")
+    if (form, version) != (_FORMAT, VERSION):
+        raise CheckpointError(
+            f"{path}: has format {shown(form)} and version {version}, but this shardspec reads "
+            f"{_FORMAT!r} version {VERSION}; upgrade shardspec, or restore a damaged file"
+        )
+    kinds = {"save": str, "mesh": dict, "tensors": dict, "files": list}
+    save, mesh, tensors, files = fields(stated, kinds, path, "")
+    mesh = _parse_mesh(mesh, path)
+    layouts = _parse_tensors(tensors, mesh, path)
+    entries = tuple(
+        _parse_file(file, f"files[{place}]", mesh, layouts, path)
+        for place, file in enumerate(files)
+    )
+    for name, count in Counter(entry.name for entry in entries).most_common(1):
+        if count > 1:
+            raise CheckpointError(f"{path}: files repeats the file name {name!r}")
+    if isinstance(values := stated.get("values"), BoxEntry):  # that are named as a box has them
+        stated["values"] = json.loads(_dump(_boxes_json([values])))
+    decoded: dict[str, dict[str, Any]] = {}
+    for key, decode in _DECODERS.items():
+        decoded[key] = {}
+        for name, value in checked(stated.get(key, {}), dict, path, key).items():
+            try:
+                decoded[key][name] = decode(value)
+            except (ValueError, RecursionError) as error:
+                raise CheckpointError(f"{path}: {key}[{name!r}] {error}") from None
+    for name in decoded["values"].keys() & layouts.keys():
+        raise CheckpointError(f"{path}: {name!r} is both a tensor and a value")
+    for name in decoded["paths"].keys() - layouts.keys() - decoded["values"].keys():
+        raise CheckpointError(f"{path}: paths[{name!r}] is of nothing that the info lists")
+    return ShardingInfo(save, mesh, layouts, entries, **decoded)
+
+
+def _parse_mesh(value: object, path: Path) -> DeviceMesh:
+    ids, shape, names = fields(value, _MESH, path, "mesh")
+    key = "mesh.axis_names"
+    if names is not None:
+        names = [checked(name, str, path, key) for name in checked(names, list, path, key)]
+    try:
+        return DeviceMesh(ids, shape, axis_names=names)
+    except ShardSpecError as error:
+        raise CheckpointError(f"{path}: mesh: {error}") from None
+
+
+def _parse_tensors(
+    tensors: Mapping[str, object], mesh: DeviceMesh, path: Path
+) -> dict[str, Layout]:
+    """Return the layouts; tensors that are sharded alike have one object."""
+    known: dict[tuple[object, ...], Layout] = {}
+    layouts = {}
+    for name, value in tensors.items():
+        key = f"tensors[{name!r}]"
+        shape, code, spec = kind = tuple(fields(value, _TENSOR, path, key))
+        if kind not in known:
+            try:
+                if len(shape) > safetensors.MAX_DIMS or len(spec) > _MOST_SPEC:
+                    raise CheckpointError(
+                        f"has {len(shape)} dims and a spec of {len(spec)} characters, at most "
+                        f"{safetensors.MAX_DIMS} and {_MOST_SPEC} make sense"
+                    )
+                known[kind] = Layout(mesh, spec, shape, from_safetensors(code))
+            except ShardSpecError as error:
+                problem = error.problem if isinstance(error, SpecSyntaxError) else error
+                raise CheckpointError(f"{path}: {key} of spec {shown(spec)}: {problem}") from None
+        layouts[name] = known[kind]
+    return layouts
+
+
+def _parse_file(
+    value: object, key: str, mesh: DeviceMesh, layouts: Mapping[str, Layout], path: Path
+) -> FileEntry:
+    name, rank, num_bytes, boxes = fields(value, _FILE, path, key)
+    if rank not in mesh:
+        raise CheckpointError(f"{path}: {key}.rank is {rank}, which is no device of the mesh")
+    entries = []
+    for tensor in list(boxes):
+        said = boxes.pop(tensor)
+        at = f"{key}.boxes[{tensor!r}]"
+        if tensor not in layouts:
+            raise CheckpointError(f"{path}: {at} is of a tensor that 'tensors' does not list")
+        for entry in said if isinstance(said, list) and said else (said,):
+            if not isinstance(entry, BoxEntry):
+                raise CheckpointError(
+                    f"{path}: {at} should have a box of [low, high] pairs, an addend of whole "
+                    "numbers if any, and a crc32 of eight hexadecimal digits if any, but is "
+                    f"{shown(entry, 200)}"
+                )
+            entries.append(entry._replace(tensor=tensor))
+    return FileEntry(name, rank, num_bytes, entries)
+
+
+def _box_entry(shared: dict[ReplicaKey, ReplicaKey], value: dict[str, Any]) -> object:
+    """Return the JSON of a box as an entry, which is smaller; any other object as it is."""
+    box, addend, crc = value.get("box"), value.get("addend", [0]), value.get("crc32", "0" * 8)
+    try:
+        if isinstance(box, list) and isinstance(addend, list) and addend and _CRC.fullmatch(crc):
+            part = tuple([(lo, hi) for lo, hi in box]), tuple(value.get("addend", ()))
+            if all(map(is_size, chain(*part[0], part[1]))):
+                crc32 = int(crc, 16) if "crc32" in value else None
+                return BoxEntry("", *shared.setdefault(part, part), crc32)
+    except (TypeError, ValueError):
+        pass
+    return value
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"should be a string but is {shown(value)}")
+
+
+_DECODERS: Final[Mapping[str, Callable[[object], Any]]] = {
+    "values": state_dict.decode_value,
+    "paths": state_dict.decode_path,
+    "file_metadata": _text,
+}
+
+
+class NativeCatalog(ListedCatalog):
+    """A checkpoint that `save_sharded` wrote."""
+
+    paths: Mapping[str, KeyPath]
+    """The keys of tensors and values in a nested state dict, where their names are not the keys."""
 
 
 def open_native(directory: Path) -> NativeCatalog:
     """Read the sharding info and the header of every file, and check that they agree."""
-    return NativeCatalog(directory, read_info(directory))
-
-
-def _boxes_of(
-    info: ShardingInfo, paths: Sequence[Path], directory: Path
-) -> dict[str, tuple[FileBox, ...]]:
-    """Return the boxes of every tensor, file by file, once it is checked that its spec gives them.
-
-    Tensors of which the same files hold the same parts have one object.
-    """
-    box_of = lru_cache(None)(FileBox)
-    held: dict[str, list[FileBox]] = {name: [] for name in info.tensors}
-    for file, path in zip(info.files, paths, strict=True):
-        for name, box, addend, _ in file.boxes:
-            held[name].append(box_of(box, addend, file.rank, path))
-    known: dict[tuple[Layout, tuple[int, ...]], tuple[FileBox, ...]] = {}
-    found = {}
-    for name, layout in info.tensors.items():
-        boxes = held.pop(name)
-        alike = layout, tuple(map(id, boxes))
-        if alike not in known:
-            _check_boxes(name, layout, boxes, directory)
-            known[alike] = tuple(boxes)
-        found[name] = known[alike]
+    info = read_info(directory)
+    info_path = directory / INFO_NAME
+    paths = [file_inside(directory, file.name, info_path) for file in info.files]
+    _check_boxes(info, directory)
+    boxes: dict[str, list[StoredBox]] = {name: [] for name in info.tensors}
+    looks = list(zip(paths, info.files, strict=True))
+    with prefetch_map(
+        looks, lambda look: _read_header(*look, info.save), prefetch_depth(directory)
+    ) as headers:
+        for (path, file), header in zip(looks, headers, strict=True):
+            for name, box in _located(path, file, header, info.tensors):
+                boxes[name].append(box)
+    tensors = {}
+    for name, at in info.tensors.items():
+        pending, stored = catalog.stored_reductions(at), tuple(boxes.pop(name))
+        tensors[name] = StoredTensor(name, at.global_shape, at.dtype, at.spec, pending, stored)
+    files = (info_path, *paths)
+    found = NativeCatalog(NATIVE, directory, tensors, files, info.mesh, info.values)
+    found.file_metadata, found.paths = catalog.FileMetadata(info.file_metadata), info.paths
     return found
 
 
-def _check_boxes(name: str, layout: Layout, boxes: Sequence[FileBox], directory: Path) -> None:
-    """Check that each box is one that its rank has under the spec, and that none is missing."""
-    holders = replica_holders(layout)
-    held = [(box.box, box.addend) for box in boxes]
-    stored = set(held)
-    for part, box in zip(held, boxes, strict=True):
-        if box.rank not in holders.get(part, ()):
-            own = " and ".join(map(_part_text, replica_keys(layout, box.rank))) or "nothing"
-            raise CheckpointError(
-                f"{directory / INFO_NAME}: tensor {name!r}: rank {box.rank} is said to hold box "
-                f"{_part_text(part)}, but under spec {layout.spec} it holds {own}; the info "
-                "contradicts itself"
-            )
-    for part, ranks in holders.items():
-        if part not in stored:
+def _check_boxes(info: ShardingInfo, directory: Path) -> None:
+    """Check that ranks hold what the specs give them, and that every box is in some file."""
+    held: dict[str, list[tuple[int, ReplicaKey]]] = {name: [] for name in info.tensors}
+    for file in info.files:
+        for entry in file.boxes:
+            held[entry.tensor].append((file.rank, (entry.box, entry.addend)))
+    known = set()
+    for name, layout in info.tensors.items():
+        stored = held.pop(name)
+        alike = layout, tuple(stored)
+        if alike in known:
+            continue
+        known.add(alike)
+        holders = catalog.replica_holders(layout)
+        for rank, part in stored:
+            if rank not in holders.get(part, ()):
+                own = " and ".join(map(_part_text, catalog.replica_keys(layout, rank))) or "nothing"
+                raise CheckpointError(
+                    f"{directory / INFO_NAME}: tensor {name!r}: rank {rank} is said to hold box "
+                    f"{_part_text(part)}, but under spec {layout.spec} it holds {own}; the info "
+                    "contradicts itself"
+                )
+        for part in holders.keys() - {part for _, part in stored}:
+            ranks = holders[part]
             some = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
             who = f"rank {some}" if len(ranks) == 1 else f"ranks {some} all"
             raise CheckpointError(
@@ -199,31 +307,86 @@ def _check_boxes(name: str, layout: Layout, boxes: Sequence[FileBox], directory:
             )
 
 
-def _read_header(path: Path, file: FileEntry, save: str) -> Header:
+def _part_text(part: ReplicaKey) -> str:
+    box, addend = part
+    return f"{catalog.box_text(box)} of addend {list(addend)}" if addend else catalog.box_text(box)
+
+
+def _read_header(path: Path, file: FileEntry, save: str) -> safetensors.Header:
     """Return the header of a file that is the one of this save and rank."""
     if not path_exists(path):
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
         )
     with SourceFile(path) as opened:
-        header = read_header(opened)
-    if header.file_bytes != file.num_bytes:
-        raise CheckpointError(
-            f"{path}: has {header.file_bytes} bytes but {INFO_NAME} says {file.num_bytes}; "
-            f"{_CHANGED}"
-        )
-    for key, said in shard_metadata(save, file.rank).items():
-        if header.metadata.get(key) != said:
+        header = safetensors.read_header(opened)
+    said = {"bytes": header.file_bytes, **header.metadata}
+    for key, due in {"bytes": file.num_bytes, **shard_metadata(save, file.rank)}.items():
+        if said.get(key) != due:
             raise CheckpointError(
-                f"{path}: its metadata says {key} {header.metadata.get(key)!r} but "
-                f"{INFO_NAME} says {said!r}; the file belongs elsewhere, restore the right one"
+                f"{path}: says {key} {said.get(key)!r} but {INFO_NAME} says {due!r}; the file was "
+                "changed or belongs elsewhere, restore the right one"
             )
     return header
 
 
-def _part_text(part: ReplicaKey) -> str:
-    box, addend = part
-    return f"{box_text(box)} of addend {list(addend)}" if addend else box_text(box)
+def _located(
+    path: Path, file: FileEntry, header: safetensors.Header, layouts: Mapping[str, Layout]
+) -> Iterator[tuple[str, StoredBox]]:
+    """Yield the boxes of a file by tensor, once its header agrees with the info."""
+    due = {name: list(group) for name, group in groupby(file.boxes, attrgetter("tensor"))}
+    for name, dtype, shape, offset, _ in header.entries:
+        held = due.pop(name, [])
+        own = None
+        if held:
+            own = layouts[name].dtype, targets.stored_shape([entry.box for entry in held])
+        if own != (dtype, shape):
+            said = "nothing of it"
+            if own is not None:
+                where = " and ".join(catalog.box_text(entry.box) for entry in held)
+                said = f"{own[0]} of shape {list(own[1])} for its box {where}"
+            raise CheckpointError(
+                f"{path}: holds tensor {shown(name, 200)} as {dtype} of shape {list(shape)}, but "
+                f"{INFO_NAME} says {said}; {_CHANGED}"
+            )
+        for _, box, addend, crc32 in held:
+            num_bytes = box_size(box) * item_bytes(dtype)
+            digest = None if crc32 is None else catalog.Digest(crc32, offset, num_bytes)
+            yield name, StoredBox(box, addend, file.rank, path, offset, digest)
+            offset += num_bytes
+    for name in due:
+        raise CheckpointError(
+            f"{path}: lacks tensor {name!r}, which {INFO_NAME} lists for it; {_CHANGED}"
+        )
+
+
+def shard_metadata(save: str, rank: int) -> dict[str, str]:
+    """Return what every file says about itself, so that a stray file is found out."""
+    return {"format": "pt", "shardspec.rank": str(rank), safetensors.SAVE_KEY: save}
+
+
+def shard_name(rank: int, save: str) -> str:
+    """Return the name of the file of a rank."""
+    return f"shard-{rank:05d}-{save}.safetensors"
+
+
+def shard_file(
+    tensors: Mapping[str, OutputTensor], boxes: Iterable[BoxEntry], rank: int, save: str
+) -> OutputFile:
+    """Return the file of a rank, given its boxes by the names of their tensors."""
+    held, slots, extents = {}, [], []
+    for name, entries in groupby(boxes, attrgetter("tensor")):
+        held[name] = [entry.box for entry in entries]
+        shape = targets.stored_shape(held[name])
+        slots.append(safetensors.TensorSlot(name, tensors[name].dtype, shape))
+    head, header = safetensors.encode_header(slots, shard_metadata(save, rank))
+    for entry in header.entries:
+        offset = entry.offset
+        for box in held[entry.name]:
+            extents.append(targets.Extent(tensors[entry.name], box, offset))
+            offset += extents[-1].num_bytes
+    raw = (targets.RawBytes(0, head),)
+    return OutputFile(shard_name(rank, save), header.file_bytes, raw, extents)
 
 
 def sharded_target(
@@ -236,26 +399,24 @@ def sharded_target(
     """Return the output that is a checkpoint as the ranks of a mesh would save it.
 
     Layouts by name in the output have no reductions pending. `save` names this save in all its
-    files, `file_metadata` is what the source's safetensors files say besides their tensors.
+    files, `file_metadata` is the metadata of the source's safetensors files.
     """
     token = save or os.urandom(8).hex()
     by_name = {tensor.name: tensor for tensor in tensors}
-    assigned = assign_boxes(mesh, layouts)
-    files: dict[int, OutputFile] = {}
-    for rank in mesh.ids:
-        # Let go of one by one: together they take as much memory as what is made of them.
-        boxes = assigned.pop(rank)
-        if boxes:
-            files[rank] = _output_file(by_name, boxes, rank, token)
+    assigned = targets.assign_boxes(mesh, layouts)
+    files = {
+        rank: shard_file(by_name, assigned.pop(rank), rank, token)
+        for rank in mesh.ids
+        if assigned[rank]
+    }
 
-    def last(crcs: Mapping[str, Sequence[int]], put: Put) -> None:
-        info = ShardingInfo(
-            token, mesh, dict(sorted(layouts.items())), (), file_metadata=file_metadata
-        )
-        entries = (_entry(rank, file, crcs[file.name]) for rank, file in files.items())
+    def last(crcs: Mapping[str, Sequence[int]], put: targets.Put) -> None:
+        entries = tuple(_entry(rank, file, crcs[file.name]) for rank, file in files.items())
+        by_names = dict(sorted(layouts.items()))
+        info = ShardingInfo(token, mesh, by_names, entries, file_metadata=file_metadata)
 
-        def fill(write: Write) -> None:
-            for line in info_lines(info, entries):
+        def fill(write: targets.Write) -> None:
+            for line in info_lines(info):
                 write(line.encode())
 
         put(INFO_NAME, fill)
@@ -264,37 +425,10 @@ def sharded_target(
     return Target(tuple(files.values()), directory=True, last=last, digested=True, carried=carried)
 
 
-def _output_file(
-    tensors: Mapping[str, OutputTensor], boxes: Sequence[BoxEntry], rank: int, save: str
-) -> OutputFile:
-    """Return the file of a rank, given its boxes by the names of their tensors."""
-    unplaced = (Extent(tensors[entry.tensor], entry.box, 0) for entry in boxes)
-    header = _header_of(unplaced, rank, save)[1]
-    extents, offset = extent_columns(), header.entries[0].offset
-    # A file has its tensors by dtype, and then in the order of the boxes.
-    for dtype in dict.fromkeys(entry.dtype for entry in header.entries):
-        for entry in boxes:
-            if (tensor := tensors[entry.tensor]).dtype == dtype:
-                extents.append(tensor, entry.box, offset)
-                offset += box_size(entry.box) * item_bytes(dtype)
-    assert offset == header.file_bytes, "boxes lie in the order of the header"
-    # Made each time that it is asked for: all of them take much memory.
-    raw = made_bytes(1, lambda _: RawBytes(0, _header_of(extents, rank, save)[0]))
-    return OutputFile(f"shard-{rank:05d}-{save}.safetensors", header.file_bytes, raw, extents)
-
-
-def _header_of(extents: Iterable[Extent], rank: int, save: str) -> tuple[bytes, Header]:
-    slots = (
-        TensorSlot(tensor.name, tensor.dtype, stored_shape([extent.box for extent in group]))
-        for tensor, group in groupby(extents, attrgetter("tensor"))
-    )
-    return encode_header(slots, shard_metadata(save, rank))
-
-
 def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
     """Return what the info says of a file; it lists boxes in the order of their names."""
-    boxes = box_columns()
-    for at in sorted(range(len(crcs)), key=lambda at: file.extents[at].tensor.name):
-        extent = file.extents[at]
-        boxes.append(extent.tensor.name, (extent.box, ()), crcs[at])
-    return FileEntry(file.name, rank, file.num_bytes, boxes)
+    boxes = [
+        BoxEntry(extent.tensor.name, extent.box, (), crc)
+        for extent, crc in zip(file.extents, crcs, strict=True)
+    ]
+    return FileEntry(file.name, rank, file.num_bytes, sorted(boxes, key=attrgetter("tensor")))

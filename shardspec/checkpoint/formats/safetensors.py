@@ -1,21 +1,24 @@
-"""Hugging Face's safetensors: whole tensors, spread over files that an index lists, or none lists.
+"""safetensors files, and Hugging Face's checkpoints of whole tensors in several of them.
 
-The index is ``model.safetensors.index.json``, ``{"metadata": {"total_size": bytes}, "weight_map":
-{tensor name: file name}}``. It is compared with the headers of the files both ways, but for
-`total_size`: writers count tied tensors once or twice. Other files beside those that it names are
-left alone. Without an index, all ``*.safetensors`` of the directory make up the checkpoint. No
-tensor may stand in two of them, and where files are numbered ``-00001-of-00003`` all three have to
-be there. That an unnumbered file is missing cannot be told.
+A file is 8 bytes with the length of the header (little endian), the header (JSON), and the bytes
+of the tensors; all that the specification asks of a header is checked. The index of several files,
+``{"metadata": ..., "weight_map": {tensor name: file name}}``, is compared with their headers both
+ways, but for `total_size`: writers count tied tensors once or twice. Without an index all
+``*.safetensors`` of the directory make up the checkpoint. Then no tensor may be in two of them, and
+files numbered ``-00001-of-00003`` must all be there. That an unnumbered file is missing cannot be
+told.
 
-Source: ``save_pretrained`` of transformers and ``split_torch_state_dict_into_shards`` of
-huggingface_hub.
+Sources: https://github.com/huggingface/safetensors, section "Format"; ``save_pretrained`` of
+transformers; ``split_torch_state_dict_into_shards`` of huggingface_hub.
 """
 
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from functools import lru_cache
+from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import (
     FileMetadata,
@@ -25,33 +28,181 @@ from shardspec.checkpoint.catalog import (
     whole_box,
 )
 from shardspec.checkpoint.formats.names import INFO_NAME, SAFETENSORS, is_data_file, is_index
-from shardspec.checkpoint.formats.safetensors_header import (
-    Header,
-    TensorSlot,
-    encode_header,
-    read_header,
-)
-from shardspec.checkpoint.sharding_info import SAVE_KEY
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
-from shardspec.checkpoint.strict_json import JSONStream, checked, field, parse_json
+from shardspec.checkpoint.strict_json import checked, field, fields, parse_json, read_json
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Put, RawBytes, Target
-from shardspec.errors import CheckpointError
+from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
+from shardspec.errors import CheckpointError, DTypeError
+from shardspec.text import shown
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 METADATA: Final = {"format": "pt"}
-"""What transformers and others want to find in a file."""
+"""What transformers and others expect in a file."""
+SAVE_KEY: Final = "shardspec.save"
+"""Metadata key of the files of shardspec's own format: which save they are of."""
+MAX_DIMS: Final = 64
+"""Most dims of a tensor, as in numpy and torch."""
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit of the format."""
+_MOST_INDEX_BYTES: Final = 256 << 20
+_METADATA: Final = "__metadata__"
+_FIELDS: Final = {"dtype": str, "shape": tuple, "data_offsets": tuple}
+_ORDER: Final = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
+)
+"""Order of the tensors in a file, as safetensors 0.8 writes it: wide dtypes first, so that every
+tensor starts at a multiple of its item size; by name within a dtype."""
 _INFO: Final = "DCP_SHARDING_INFO"
 _VERSION: Final = "DCP_VERSION"
-_KNOWN_VERSION: Final = "1.0"
 _OWN_KEYS: Final = frozenset(("format", _INFO, _VERSION))
-"""What a writer says of its own file, and of no other that holds the same tensors."""
+"""Metadata of one file, which other files with the same tensors need not share."""
 _NUMBERED: Final = re.compile(r"(.*)-(\d+)-of-(\d+)(\.[a-z]+)", re.DOTALL)
-_MOST_INDEX_BYTES: Final = 256 << 20
+
+
+class TensorSlot(NamedTuple):
+    """A tensor to be written: what the header says about it."""
+
+    name: str
+    dtype: str
+    """torch's name of the element type."""
+    shape: tuple[int, ...]
+    """In elements as torch counts them; a header counts numbers, of which F4 has two in a byte."""
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor of a file; the first three as in `TensorSlot`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Position of the first byte, from the start of the file."""
+    num_bytes: int
+
+
+class Header(NamedTuple):
+    """What a file holds; the entries are in the order of their bytes."""
+
+    entries: Sequence[HeaderEntry]
+    metadata: Mapping[str, str]
+    file_bytes: int
+    """Size of the whole file."""
+
+
+def read_header(file: SourceFile) -> Header:
+    """Read and check the header of an open file."""
+    path, file_bytes = file.path, file.num_bytes
+    length = int.from_bytes(file.read(0, min(8, file_bytes)), "little")
+    most = min(_MAX_HEADER_BYTES, file_bytes - 8)
+    if length > most:
+        raise CheckpointError(
+            f"{path}: states a header of {length} bytes, but has {file_bytes} in all, of which a "
+            f"header takes at most {max(most, 0)}; it is no safetensors file, or truncated"
+        )
+    if file.read(8, min(length, 1)) != b"{":
+        raise CheckpointError(f"{path}: the header does not start with '{{'; it is damaged")
+    stated = checked(parse_json(file.read(8, length), path, "header"), dict, path, "the header")
+    metadata = checked(stated.pop(_METADATA, {}), dict, path, _METADATA)
+    for key, text in metadata.items():
+        checked(text, str, path, f"{_METADATA}[{shown(key)}]")
+    entries = []
+    for name in list(stated):
+        value, what = stated.pop(name), f"tensor {shown(name, 200)}"
+        code, shape, span = fields(value, _FIELDS, path, what)
+        if len(value) > len(_FIELDS):
+            raise CheckpointError(
+                f"{path}: {what} should have {', '.join(_FIELDS)} but has {shown(list(value))}"
+            )
+        try:
+            dtype, shape, due = _in_elements(code, shape)
+        except DTypeError as error:
+            raise CheckpointError(f"{path}: {what}: {error}") from None
+        if len(span) != 2 or span[1] - span[0] != due:
+            raise CheckpointError(
+                f"{path}: {what} of shape {list(shape)} and dtype {dtype} takes {due} bytes, "
+                f"which its data_offsets {shown(list(span))} do not span"
+            )
+        entries.append(HeaderEntry(name, dtype, shape, 8 + length + span[0], due))
+    entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
+    end = 8 + length
+    for entry in entries:
+        if entry.offset != end:
+            raise CheckpointError(
+                f"{path}: tensor {shown(entry.name, 200)} starts at byte {entry.offset} where "
+                f"{end} is due; the data {'overlaps' if entry.offset < end else 'has a hole'}"
+            )
+        end += entry.num_bytes
+    if end != file_bytes:
+        problem = "it is truncated" if file_bytes < end else "there are bytes past its end"
+        raise CheckpointError(
+            f"{path}: has {file_bytes} bytes but its header describes {end}; {problem}"
+        )
+    return Header(entries, metadata, file_bytes)
+
+
+@lru_cache(1024)
+def _in_elements(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+    """Return torch's name of a dtype, the shape as torch counts it, and the number of bytes."""
+    dtype = from_safetensors(code)
+    numbers = packed(dtype)
+    if len(shape) > MAX_DIMS or (numbers > 1 and (not shape or shape[-1] % numbers)):
+        raise DTypeError(
+            f"has {len(shape)} dims {shown(list(shape))}; at most {MAX_DIMS} make sense, and the "
+            f"last dim of {code} should be a multiple of {numbers}"
+        )
+    if numbers > 1:
+        shape = (*shape[:-1], shape[-1] // numbers)
+    return dtype, shape, prod(shape) * item_bytes(dtype)
+
+
+def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+    """Return the first bytes of a file, up to its data, and where each tensor belongs.
+
+    The bytes are those that safetensors itself writes for the same tensors.
+    """
+    ordered = sorted(slots, key=lambda slot: (_ORDER.index(to_safetensors(slot.dtype)), slot.name))
+    described: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    placed, end = [], 0
+    for slot in ordered:
+        numbers = packed(slot.dtype)
+        if slot.name == _METADATA:
+            raise CheckpointError(
+                f"a tensor cannot be named {_METADATA!r}: the safetensors format keeps that name "
+                "for itself; rename the tensor"
+            )
+        if numbers > 1 and not slot.shape:
+            raise CheckpointError(
+                f"tensor {slot.name!r} is a scalar of {slot.dtype}, which the safetensors format "
+                "cannot express: it counts the numbers along the last dim; give it the shape [1]"
+            )
+        shape = [*slot.shape[:-1], slot.shape[-1] * numbers] if slot.shape else []
+        num_bytes = prod(slot.shape) * item_bytes(slot.dtype)
+        entry = to_safetensors(slot.dtype), shape, [end, end + num_bytes]
+        described[slot.name] = dict(zip(_FIELDS, entry, strict=True))
+        placed.append((slot, end, num_bytes))
+        end += num_bytes
+    try:
+        text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"a tensor name holds {error.object[error.start]!r}, which UTF-8 cannot express; "
+            "rename the tensor"
+        ) from None
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"the names of {len(ordered)} tensors need a header of {len(text)} bytes, past the "
+            f"safetensors format's limit of {_MAX_HEADER_BYTES}; write fewer tensors to a file"
+        )
+    start = 8 + len(text)
+    entries = [HeaderEntry(*slot, start + at, num_bytes) for slot, at, num_bytes in placed]
+    return len(text).to_bytes(8, "little") + text, Header(entries, dict(metadata), start + end)
 
 
 def open_index_directory(directory: Path) -> ListedCatalog:
-    """Read the one index of a directory, as `open_index_file` does."""
+    """Read the one index of a directory."""
     found = sorted(path.name for path in directory.iterdir() if is_index(path.name))
     if len(found) != 1:
         raise CheckpointError(
@@ -107,38 +258,23 @@ def _opened(
                     )
                 home[name] = path
                 tensors[name] = unsharded_tensor(name, shape, dtype, path, offset)
-            for key, value in header.metadata.items():
-                known, other = said.setdefault(key, (value, path))
-                if known != value and key not in _OWN_KEYS:
+            for key in header.metadata.keys() - _OWN_KEYS:
+                known, other = said.setdefault(key, (header.metadata[key], path))
+                if known != header.metadata[key]:
                     contradictions.setdefault(key, (other, path))
     found = ListedCatalog(SAFETENSORS, place, tensors, (index, *files) if index else tuple(files))
-    unsaid = _OWN_KEYS | contradictions.keys()
-    agreed = {key: value for key, (value, _) in said.items() if key not in unsaid}
+    agreed = {key: value for key, (value, _) in said.items() if key not in contradictions}
     found.file_metadata = FileMetadata(agreed, contradictions)
     return found
 
 
 def by_file(index: Path) -> dict[Path, set[str]]:
-    """Read an index and return what it puts into every file; all files are there."""
+    """Read an index and return the names of the tensors in each file; all files are there."""
     names: dict[str, set[str]] = {}
-    with SourceFile(index) as file:
-        if file.num_bytes > _MOST_INDEX_BYTES:
-            raise CheckpointError(
-                f"{index}: has {file.num_bytes} bytes, past the {_MOST_INDEX_BYTES} that an index "
-                "may have; it is damaged"
-            )
-        stated: dict[str, object] = {}
-        stream = JSONStream(file.read, file.num_bytes, index, "index")
-        for key in stream.members("the index"):
-            if key != "weight_map":
-                stream.value()
-                continue
-            stated[key] = None
-            for name in stream.members(key):
-                home = checked(stream.value(), str, index, f"weight_map[{name!r}]")
-                names.setdefault(home, set()).add(name)
-        stream.end()
-    field(stated, "weight_map", object, index, "")
+    stated = read_json(index, "index", _MOST_INDEX_BYTES)
+    for name, home in field(stated, "weight_map", dict, index, "").items():
+        home = checked(home, str, index, f"weight_map[{name!r}]")
+        names.setdefault(home, set()).add(name)
     found = {}
     for home, listed in sorted(names.items()):
         path = file_inside(index.parent, home, index)
@@ -154,42 +290,38 @@ def by_file(index: Path) -> dict[Path, set[str]]:
 def check_listed(path: Path, held: Iterable[str], listed: Set[str], index: Path) -> None:
     """Check that a file holds what its index says."""
     for name in sorted(listed ^ set(held), key=lambda name: (name in listed, name)):
-        problem = f"holds tensor {name!r}, which {index.name} does not list for it"
-        if name in listed:
-            problem = f"lacks tensor {name!r}, which {index.name} lists for it"
+        verb, lists = ("lacks", "lists") if name in listed else ("holds", "does not list")
         raise CheckpointError(
-            f"{path}: {problem}; index and files are not of one save, restore them"
+            f"{path}: {verb} tensor {name!r}, which {index.name} {lists} for it; index and files "
+            "are not of one save, restore them"
         )
 
 
 def check_numbering(directory: Path, names: Collection[str]) -> None:
     """Check that of files named ``x-00001-of-00003.safetensors`` all are there, and some at all."""
     if not names:
-        # There were some when the format was found; whoever replaces them has just removed them.
+        # There were some when the format was found.
         raise CheckpointError(
             f"{directory}: its files were removed while it was opened; run again when nobody "
             "writes it"
         )
     rows: dict[tuple[str, str, str], dict[int, str]] = {}
-    for name in names:
-        match = _NUMBERED.fullmatch(name)
-        if match is not None:
-            stem, number, count, suffix = match.groups()
-            rows.setdefault((stem, count, suffix), {})[int(number)] = name
+    for match in filter(None, map(_NUMBERED.fullmatch, names)):
+        stem, number, count, suffix = match.groups()
+        rows.setdefault((stem, count, suffix), {})[int(number)] = match[0]
     for (stem, count, suffix), found in rows.items():
-        due = range(1, int(count) + 1)
-        missing = next((number for number in due if number not in found), None)
+        last = int(count)
+        missing = next((number for number in range(1, last + 1) if number not in found), None)
         if missing is not None:
             raise CheckpointError(
                 f"{directory}: {stem}-{missing:0{len(count)}d}-of-{count}{suffix} is missing, by "
                 "the numbers of the others; restore it"
             )
-        for number, name in found.items():
-            if number not in due:
-                raise CheckpointError(
-                    f"{directory}: {name} has a number that is not from 1 to {int(count)}; it "
-                    "belongs elsewhere, move it away"
-                )
+        for number in found.keys() - set(range(1, last + 1)):
+            raise CheckpointError(
+                f"{directory}: {found[number]} has a number that is not from 1 to {last}; it "
+                "belongs elsewhere, move it away"
+            )
 
 
 def _whole_header(path: Path) -> Header:
@@ -206,14 +338,44 @@ def _whole_header(path: Path) -> Header:
     return header
 
 
-def safetensors_target(
-    name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str] = METADATA
-) -> Target:
-    """Return the output that is one safetensors file."""
-    return Target((_file(name, tensors, metadata),), directory=False)
+def saved_offsets(path: Path, header: Header) -> Mapping[str, tuple[int, ...]] | None:
+    """Return per tensor of a file its first index in the global tensor; None if there is no note.
+
+    The note is JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
+    Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
+    """
+    text, version = header.metadata.get(_INFO), header.metadata.get(_VERSION)
+    if text is None:
+        return None
+    if version != "1.0":
+        raise CheckpointError(
+            f"{path}: its metadata says {_VERSION} {version!r}, but '1.0' is the one that can be "
+            "read; save again with a torch that writes it"
+        )
+    notes = checked(parse_json(text.encode(), path, _INFO), dict, path, _INFO)
+    for name in sorted(notes.keys() ^ {entry.name for entry in header.entries}):
+        says = "speaks of" if name in notes else "says nothing of"
+        lacks = ", which the file does not hold" if name in notes else ""
+        raise CheckpointError(
+            f"{path}: {_INFO} {says} tensor {name!r}{lacks}; the file was changed, restore it"
+        )
+    offsets: dict[str, tuple[int, ...]] = {}
+    for entry in header.entries:
+        what = f"{_INFO}[{entry.name!r}]"
+        (found,) = fields(notes[entry.name], {"saved_offsets": tuple}, path, what)
+        if len(found) != len(entry.shape):
+            raise CheckpointError(
+                f"{path}: {what}.saved_offsets is {list(found)}, but the tensor has shape "
+                f"{list(entry.shape)}; the file was changed, restore it"
+            )
+        offsets[entry.name] = found
+    return offsets
 
 
-def _file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> OutputFile:
+def output_file(
+    name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]
+) -> OutputFile:
+    """Return a file of global tensors."""
     by_name = {tensor.name: tensor for tensor in tensors}
     slots = (TensorSlot(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     head, header = encode_header(slots, metadata)
@@ -232,8 +394,7 @@ def huggingface_target(
 ) -> Target:
     """Return the output that is a directory of safetensors files with an index.
 
-    Tensors are put into files in their order; none has more than `max_shard_bytes` of several. If
-    there is one only, its name is `alone`.
+    A file has at most `max_shard_bytes` of tensors, or one tensor. A single file is named `alone`.
     """
     shards: list[list[OutputTensor]] = [[]]
     filled = 0
@@ -244,57 +405,19 @@ def huggingface_target(
         shards[-1].append(tensor)
         filled += tensor.num_bytes
     if len(shards) == 1:
-        return Target((_file(alone, shards[0], metadata),), directory=True)
-    files = tuple(
-        _file(f"model-{place:05d}-of-{len(shards):05d}.safetensors", shard, metadata)
+        return Target((output_file(alone, shards[0], metadata),), directory=True)
+    files = {
+        f"model-{place:05d}-of-{len(shards):05d}.safetensors": shard
         for place, shard in enumerate(shards, 1)
-    )
+    }
 
     def last(_: Mapping[str, Sequence[int]], put: Put) -> None:
         index = {
             "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
-            "weight_map": {
-                tensor.name: file.name
-                for file, shard in zip(files, shards, strict=True)
-                for tensor in shard
-            },
+            "weight_map": {tensor.name: name for name, shard in files.items() for tensor in shard},
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         put(INDEX_NAME, lambda write: write(text.encode()))
 
-    return Target(files, directory=True, last=last)
-
-
-def saved_offsets(path: Path, header: Header) -> Mapping[str, tuple[int, ...]] | None:
-    """Return per tensor of a file its first index in the whole tensor; None if none are noted.
-
-    torch's ``HuggingFaceStorageWriter`` puts ``"DCP_VERSION": "1.0"`` into the metadata of a file,
-    and ``"DCP_SHARDING_INFO"``, the JSON text ``{tensor name: {"saved_offsets": [first index per
-    dim]}}``. Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
-    """
-    text = header.metadata.get(_INFO)
-    if text is None:
-        return None
-    version = header.metadata.get(_VERSION)
-    if version != _KNOWN_VERSION:
-        raise CheckpointError(
-            f"{path}: its metadata says {_VERSION} {version!r}, but {_KNOWN_VERSION!r} is the one "
-            "that can be read; save again with a torch that writes it"
-        )
-    notes = checked(parse_json(text.encode("utf-8"), path, _INFO), dict, path, _INFO)
-    for name in sorted(notes.keys() ^ {entry.name for entry in header.entries}):
-        problem = f"says nothing of tensor {name!r}"
-        if name in notes:
-            problem = f"speaks of tensor {name!r}, which the file does not hold"
-        raise CheckpointError(f"{path}: {_INFO} {problem}; the file was changed, restore it")
-    offsets: dict[str, tuple[int, ...]] = {}
-    for entry in header.entries:
-        what = f"{_INFO}[{entry.name!r}]"
-        note = checked(notes[entry.name], dict, path, what)
-        found = offsets[entry.name] = field(note, "saved_offsets", tuple, path, what)
-        if len(found) != len(entry.shape):
-            raise CheckpointError(
-                f"{path}: {what}.saved_offsets is {list(found)}, but the tensor has shape "
-                f"{list(entry.shape)}; the file was changed, restore it"
-            )
-    return offsets
+    written = tuple(output_file(name, shard, metadata) for name, shard in files.items())
+    return Target(written, directory=True, last=last)

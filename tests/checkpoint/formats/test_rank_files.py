@@ -12,10 +12,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardspec.checkpoint.catalog import OpaqueValue, replica_keys
 from shardspec.checkpoint.convert import merge, reshard
-from shardspec.checkpoint.diff import diff_checkpoints
 from shardspec.checkpoint.load import load_sharded
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from tests.checkpoint.formats.reading import (
     assert_merged_without_torch,
     assert_same,
