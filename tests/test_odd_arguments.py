@@ -73,7 +73,7 @@ def test_specs_that_are_refused(args, message):
 
 @pytest.mark.parametrize("text", [5, None, b"[R]", ["[R]"]])
 def test_texts_of_specs_that_are_none(text):
-    with pytest.raises(SpecSyntaxError, match="is no spec; write one as in"):
+    with pytest.raises(SpecSyntaxError, match="a spec is text such as"):
         ShardingSpec.parse(text)
 
 

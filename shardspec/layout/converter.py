@@ -103,8 +103,8 @@ class LayoutConverter:
         """
         if not isinstance(source, Layout):
             raise LayoutError(
-                f"a {type(source).__name__} is no layout to leave from; give a Layout, which knows "
-                "mesh, shape and dtype"
+                f"the source is a {type(source).__name__}; give a Layout, which has mesh, shape "
+                "and dtype"
             )
         goal = target if isinstance(target, Layout) else source.with_spec(target)
         _check_same_tensor(source, goal)

@@ -84,8 +84,8 @@ class Layout:
     ) -> None:
         if not isinstance(mesh, DeviceMesh):
             raise LayoutError(
-                f"a {type(mesh).__name__} is no mesh; give a DeviceMesh (of torch's mesh: "
-                "DeviceMesh.from_torch)"
+                f"the mesh is a {type(mesh).__name__}; give a DeviceMesh (DeviceMesh.from_torch "
+                "takes torch's)"
             )
         shape = whole_numbers(global_shape)
         if shape is None or any(size < 0 for size in shape):
@@ -362,7 +362,7 @@ def match_rules(
     """
     if not isinstance(rules, Mapping):
         raise LayoutError(
-            f"a {type(rules).__name__} is no rules; give a dict of name pattern to spec"
+            f"the rules are a {type(rules).__name__}; give a dict of name pattern to spec"
         )
     specs = {}
     for pattern, spec in rules.items():

@@ -216,12 +216,11 @@ class ConversionPlan:
             ],
             numbers_from=3,
         )
-        links = f"{self.model.link_model} model; {self.model.links_text(source.mesh.axis_labels())}"
-        if self.target_model is not None:
-            there = self.target_model
-            links += (
-                f"; then {there.link_model} model; {there.links_text(target.mesh.axis_labels())}"
-            )
+        links = "; then ".join(
+            f"{model.link_model} model; {model.links_text(layout.mesh.axis_labels())}"
+            for model, layout in ((self.model, source), (self.target_model, target))
+            if model is not None
+        )
         return f"{title}\n{table}\nper device; {links}\nknown error: {self.known_error}"
 
     @classmethod

@@ -69,7 +69,7 @@ def _argmax_by(major: Floats, minor: Floats) -> Ints:
     return index
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def device_coordinates(mesh_shape: tuple[int, ...]) -> Ints:
     """Return (devices, axes): the coordinates of every device, in row-major order."""
     found: Ints = np.indices(mesh_shape).reshape(len(mesh_shape), prod(mesh_shape)).T
@@ -121,8 +121,8 @@ class _Dim:
         self._mesh_shape, self._rows, self._lists = mesh_shape, rows, lists
         self.lo, self.hi = intervals(mesh_shape, lists, size)
         self.longest = longest(mesh_shape, lists, size)
+        # Lists that cut the dim at the same places, as often, have the same number.
         parts: dict[object, int] = {}
-        """Lists that cut the dim at the same places, as often, have the same number."""
         self.parts = np.array(
             [
                 parts.setdefault(

@@ -247,7 +247,7 @@ class ShardingSpec:
         """
         if not isinstance(text, str):
             raise SpecSyntaxError(
-                f"a {type(text).__name__} is no spec; write one as in '[S0,R]'", shown(text), 0
+                f"a spec is text such as '[S0,R]', not a {type(text).__name__}", shown(text), 0
             )
         return _Parser(text).spec()
 
