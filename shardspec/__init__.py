@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from shardspec.factories import zeros as zeros
     from shardspec.layout.converter import LayoutConverter as LayoutConverter
     from shardspec.layout.layout import Layout as Layout
+    from shardspec.layout.layout import match_rules as match_rules
     from shardspec.layout.plan import ConversionPlan as ConversionPlan
-    from shardspec.layout.rules import match_rules as match_rules
     from shardspec.layout.spec import DimSpec as DimSpec
     from shardspec.layout.spec import ShardingSpec as ShardingSpec
     from shardspec.mesh import DeviceMesh as DeviceMesh
@@ -59,9 +59,8 @@ _NAMES: Final = {
     "errors": ("ShardSpecError",),
     "factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),
     "layout.converter": ("LayoutConverter",),
-    "layout.layout": ("Layout",),
+    "layout.layout": ("Layout", "match_rules"),
     "layout.plan": ("ConversionPlan",),
-    "layout.rules": ("match_rules",),
     "layout.spec": ("DimSpec", "ShardingSpec"),
     "mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),

@@ -1,11 +1,11 @@
-"""Device ids as they are given: tensors, arrays or nested sequences, read into plain tuples."""
+"""Numbers, device ids and axes as callers give them, checked and made plain."""
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias, cast
 
-from shardspec.errors import MeshError
+from shardspec.errors import AxisError, MeshError
 from shardspec.text import shown
 
 
@@ -43,6 +43,33 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     found = [whole_number(v) for v in values] if isinstance(values, Iterable) else [None]
     numbers = tuple(number for number in found if number is not None)
     return numbers if len(numbers) == len(found) else None
+
+
+def checked_axis(axis: object) -> int | str:
+    """Return the number or name of a mesh axis; `AxisError` if it is none."""
+    if isinstance(axis, str):
+        if not axis.isidentifier():
+            raise AxisError(f"axis name {shown(axis)}: use letters, digits and '_', no digit first")
+        return axis
+    number = whole_number(axis)
+    if number is None or number < 0:
+        raise AxisError(f"axis {shown(axis)}: an axis is a number from 0 or a name")
+    return number
+
+
+def by_number(what: str, given: object) -> dict[Any, Any]:
+    """Return a mapping with keys of decimal digits as numbers; other keys stay as they are."""
+    if not isinstance(given, Mapping | None):
+        raise AxisError(f"{what} is a {type(given).__name__}; give a dict, as in {{0: [0]}}")
+    found: dict[Any, Any] = {}
+    for key, value in (given or {}).items():
+        number = whole_number(key)
+        if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10:
+            number = int(key)
+        if number in found and number is not None:
+            raise AxisError(f"{what} has the key {number} twice, as a number and as text")
+        found[key if number is None else number] = value
+    return found
 
 
 def as_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:

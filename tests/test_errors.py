@@ -59,7 +59,7 @@ CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
     ("call", "error", "words"),
     [
         *(
-            (call, "SpecSyntaxError", f"a {kind} is no spec; write one as in '[S0,R]'")
+            (call, "SpecSyntaxError", f"a spec is text such as '[S0,R]', not a {kind}")
             for call, kind in [
                 (lambda: Layout(MESH, None, (4, 4), "f32"), "NoneType"),  # type: ignore[arg-type]
                 (lambda: Layout(MESH, ("S0", "R"), (4, 4), "f32"), "tuple"),  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
         (
             lambda: LayoutConverter().plan("[S0,R]", "[R,S0]"),  # type: ignore[arg-type]
             "LayoutError",
-            "a str is no layout to leave from",
+            "the source is a str; give a Layout",
         ),
         (
             lambda: DTensor(np.ones((4, 4)), MESH, "[S0,R]"),  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
         (
             lambda: shardspec.match_rules([("*", "[R]")], {"w": 1}),  # type: ignore[arg-type]
             "LayoutError",
-            "a list is no rules",
+            "the rules are a list; give a dict",
         ),
         *(
             (

@@ -40,13 +40,22 @@ def test_names_of_axes_as_torch_calls_them():
 
 SPECS: list[tuple[tuple[Any, ...], str]] = [
     ((2, {"0": [0], 0: [1]}), "dim_partition_dict has the key 0 twice, as a number and as text"),
-    ((2, {0.5: [0]}), "dim_partition_dict names dim 0.5; a dim is a whole number"),
-    ((2, {True: [0]}), "dim_partition_dict names dim True; a dim is a whole number"),
-    ((2, {"x": [0]}), "dim_partition_dict names dim 'x'; a dim is a whole number"),
+    (
+        (2, {0.5: [0]}),
+        "dim_partition_dict names dim 0.5, but the tensor has 2 dims, numbered from 0",
+    ),
+    (
+        (2, {True: [0]}),
+        "dim_partition_dict names dim True, but the tensor has 2 dims, numbered from 0",
+    ),
+    (
+        (2, {"x": [0]}),
+        "dim_partition_dict names dim 'x', but the tensor has 2 dims, numbered from 0",
+    ),
     ((2, {"9" * 5000: [0]}), "dim_partition_dict names dim '999"),
     ((2, [0]), "dim_partition_dict is a list; give a dict, as in {0: [0]}"),
-    (("2",), "dims '2': give a whole number"),
-    ((2.0,), "dims 2.0: give a whole number"),
+    (("2",), "a tensor cannot have '2' dims, only 0 to 1024"),
+    ((2.0,), "a tensor cannot have 2.0 dims, only 0 to 1024"),
     ((10**12,), "a tensor cannot have 1000000000000 dims, only 0 to 1024"),
     ((10**5000,), "a tensor cannot have a very large int dims, only 0 to 1024"),
     ((1, {0: [1.0]}), "axis 1.0: an axis is a number from 0 or a name"),
@@ -64,7 +73,7 @@ def test_specs_that_are_refused(args, message):
 
 @pytest.mark.parametrize("text", [5, None, b"[R]", ["[R]"]])
 def test_texts_of_specs_that_are_none(text):
-    with pytest.raises(SpecSyntaxError, match="is no spec; write one as in"):
+    with pytest.raises(SpecSyntaxError, match="a spec is text such as"):
         ShardingSpec.parse(text)
 
 

@@ -1,45 +1,37 @@
-"""The cheapest chain of steps from one layout to another."""
+"""The cheapest chain of steps from one layout to another, and the next best ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
+from math import inf
 from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Line, copies
 from shardspec.comm.steps import ReduceOp, Slice, Step
 from shardspec.errors import LayoutError
-from shardspec.layout.alternatives import cheapest_plans
-from shardspec.layout.cross import Move, exchange_to, path_between_meshes
-from shardspec.layout.graph import (
-    MAX_STATES,
-    Cuts,
-    State,
-    TransitionGraph,
-    count_states,
-    spec_of,
-    state_of,
-)
+from shardspec.layout import graph
+from shardspec.layout.cross import cheapest_crossing, exchange_to
 from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.plan import ConversionPlan, finishing_moves, naive_moves
+from shardspec.layout.plan import ConversionPlan, Move, finishing_moves, naive_moves
 from shardspec.layout.pricing import (
-    TIE_SECONDS,
+    Prices,
     exchange_between,
     pair_prices,
     permute_between,
     prices_to_search,
 )
-from shardspec.layout.search import cheapest_path, least_peaks, shortest_walk
 from shardspec.layout.table import CostTable, cost_table, pair_costs
 from shardspec.mesh import DeviceMesh
 
-_MOST_EDGES: Final = 100_000
+_MAX_EDGES: Final = 100_000
 """Steps that one search through a large graph looks at, in about a second."""
-_MOST_DIMS: Final = 8
-"""Dims that such a search moves axes to, beside those that are cut at either end."""
-_MOST_REMEMBERED: Final = 1 << 18
+_MAX_DIMS: Final = 8
+"""Dims that such a search moves axes to, beside those that are sharded at either end."""
+_MAX_REMEMBERED: Final = 1 << 18
 """Costs that a converter remembers before it starts anew."""
 
 
@@ -111,16 +103,14 @@ class LayoutConverter:
         """
         if not isinstance(source, Layout):
             raise LayoutError(
-                f"a {type(source).__name__} is no layout to leave from; give a Layout, which knows "
-                "mesh, shape and dtype"
+                f"the source is a {type(source).__name__}; give a Layout, which has mesh, shape "
+                "and dtype"
             )
         goal = target if isinstance(target, Layout) else source.with_spec(target)
         _check_same_tensor(source, goal)
         model = self._model_of(source.mesh)
-        if goal.mesh == source.mesh:
-            return _cheapest_plan(source, goal, model, max_bytes)
-        models = (model, _fitting(self.target_model, goal.mesh))
-        return _plan_between_meshes(source, goal, models, max_bytes)
+        other = None if goal.mesh == source.mesh else _fitting(self.target_model, goal.mesh)
+        return _cheapest_plan(source, goal, model, other, max_bytes)
 
     def alternatives(
         self,
@@ -132,9 +122,13 @@ class LayoutConverter:
     ) -> tuple[ConversionPlan, ...]:
         """Return the `count` cheapest plans in order, `plan`'s own first; fewer if there are fewer.
 
-        What counts as another plan is said in `shardspec.layout.alternatives`. Raises as `plan`
-        does, and where alternatives are not searched for: between two meshes, and among more than
-        1,500 layouts.
+        Plans differ by the moves that communicate, each from one layout to another; between two
+        layouts only the cheapest kind of move counts. Slices that follow each other are one cut,
+        whatever their order. No plan comes to a layout twice, and a cut comes to every layout
+        between its ends: so nothing is gathered only to be cut as it was.
+
+        Raises as `plan` does, and where alternatives are not searched for: between two meshes, and
+        among more than 1,500 layouts.
 
         Examples
         --------
@@ -143,7 +137,7 @@ class LayoutConverter:
         >>> [p.bytes_received for p in LayoutConverter().alternatives(source, "[R,S1]", 3)]
         [4096, 8192, 12288]
         """
-        return cheapest_plans(self.plan(source, target, max_bytes=max_bytes), count, max_bytes)
+        return _cheapest_plans(self.plan(source, target, max_bytes=max_bytes), count, max_bytes)
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
         """Return the modelled seconds of the cheapest plan; raises as `plan` does.
@@ -158,7 +152,7 @@ class LayoutConverter:
         try:
             return self._seconds[source, target]
         except KeyError:
-            if len(self._seconds) >= _MOST_REMEMBERED:
+            if len(self._seconds) >= _MAX_REMEMBERED:
                 self._seconds.clear()
             seconds = self.plan(source, target).cost_seconds
             self._seconds[source, target] = seconds
@@ -265,52 +259,50 @@ def _check_same_tensor(source: Layout, target: Layout) -> None:
 
 @lru_cache(maxsize=1024)
 def _cheapest_plan(
-    source: Layout, target: Layout, model: CostModel, max_bytes: int | None
+    source: Layout,
+    target: Layout,
+    model: CostModel,
+    target_model: CostModel | None,
+    max_bytes: int | None,
 ) -> ConversionPlan:
     if not (source.spec.is_plain and target.spec.is_plain):
-        return _plan_by_exchange(source, target, (model, None), max_bytes)
-    states = count_states(source.mesh.ndim, source.spec.dims, len(source.spec.partials))
-    if states <= MAX_STATES:
+        # Parts and blocks: finish reductions and exchange the rest.
+        moves = list(finishing_moves(source, target.spec))
+        if (moves[-1][1] if moves else source) != target:
+            moves.append((exchange_to(source, target, model, target_model), target))
+        plan = ConversionPlan.of_moves(source, moves, model, target_model)
+        if max_bytes is not None and plan.peak_bytes > max_bytes:
+            raise _too_large(source, target, max_bytes, plan.peak_bytes)
+        return plan
+    if target_model is not None:
+
+        def on_mesh(start: Layout, end: Layout, model: CostModel = model) -> ConversionPlan:
+            if start == end:
+                return ConversionPlan((), (start,), model)
+            return _cheapest_plan(start, end, model, None, max_bytes)
+
+        models = model, target_model
+        before, after = cheapest_crossing(
+            source, target, models, max_bytes, lambda a, b: on_mesh(a, b).peak_bytes
+        )
+        ends = on_mesh(source, before), on_mesh(after, target, target_model)
+        moves = [(step, layout) for step, _, layout in ends[0].moves]
+        moves.append((exchange_to(before, after, *models), after))
+        moves += [(step, layout) for step, _, layout in ends[1].moves]
+    elif (states := _count_states(source)) <= graph.MAX_STATES:
         moves = _moves_by_matrix(source, target, model, max_bytes)
     elif max_bytes is not None:
         raise LayoutError(
             f"max_bytes is not searched for among {states} layouts (mesh {source.mesh}, "
-            f"{source.spec.dims} dims), only among up to {MAX_STATES}; leave it out"
+            f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; leave it out"
         )
     else:
         moves = _moves_by_graph(source, target, model)
-    return ConversionPlan.of_moves(source, _with_slices_joined(moves), model)
+    return ConversionPlan.of_moves(source, _with_slices_joined(moves), model, target_model)
 
 
-@lru_cache(maxsize=1024)
-def _plan_between_meshes(
-    source: Layout, target: Layout, models: tuple[CostModel, CostModel], max_bytes: int | None
-) -> ConversionPlan:
-    if not (source.spec.is_plain and target.spec.is_plain):
-        return _plan_by_exchange(source, target, models, max_bytes)
-
-    def on_one_mesh(start: Layout, end: Layout) -> list[Move]:
-        plan = _cheapest_plan(start, end, models[0], max_bytes)
-        return list(zip(plan.steps, plan.layouts[1:], strict=True))
-
-    moves = path_between_meshes(source, target, models, max_bytes, on_one_mesh)
-    return ConversionPlan.of_moves(source, _with_slices_joined(moves), *models)
-
-
-def _plan_by_exchange(
-    source: Layout,
-    target: Layout,
-    models: tuple[CostModel, CostModel | None],
-    max_bytes: int | None,
-) -> ConversionPlan:
-    """Finish reductions and exchange the rest: how parts and blocks convert."""
-    moves = list(finishing_moves(source, target.spec))
-    if (moves[-1][1] if moves else source) != target:
-        moves.append((exchange_to(source, target, *models), target))
-    plan = ConversionPlan.of_moves(source, moves, *models)
-    if max_bytes is not None and plan.peak_bytes > max_bytes:
-        raise _too_large(source, target, max_bytes, plan.peak_bytes)
-    return plan
+def _count_states(layout: Layout) -> int:
+    return graph.count_states(layout.mesh.ndim, layout.spec.dims, len(layout.spec.partials))
 
 
 def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> LayoutError:
@@ -325,11 +317,12 @@ def _moves_by_matrix(
 ) -> list[Move]:
     """Search where the prices of all moves fit into a matrix."""
     prices, move = prices_to_search(source, model, max_bytes, target)
-    start, goal = (prices.space.index[state_of(layout.spec)] for layout in (source, target))
-    walk = shortest_walk(move, start, goal)
+    start, goal = (prices.space.index[graph.state_of(layout.spec)] for layout in (source, target))
+    walk = graph.shortest_walk(move, start, goal)
     if walk is None:
         assert max_bytes is not None, "without a bound there is always a way"
-        least = least_peaks(prices.cheapest(), prices.live_bytes, start)[goal]
+        live = np.where(np.isfinite(prices.seconds), prices.live_bytes, inf)
+        least = graph.distances(live, [start], np.maximum)[0, goal]
         raise _too_large(source, target, max_bytes, least)
     return [(prices.step(*ends), prices.layout(source, ends[1])) for ends in pairwise(walk)]
 
@@ -337,38 +330,40 @@ def _moves_by_matrix(
 def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Move]:
     """Search where there are too many states for a matrix.
 
-    To keep the search short, axes that neither end uses stay unused; of many dims those that stay
-    whole at both ends do, but for the longest; and after `_MOST_EDGES` steps the best of what needs
-    no search is taken: finish reductions, then one permute or exchange, or gather and cut.
+    To keep it short, axes that neither end uses stay unused, and of the dims that are whole at both
+    ends only the longest are sharded. After `_MAX_EDGES` steps the best of what needs no search is
+    taken: finish reductions, then one permute or exchange, or gather and slice.
     """
     sure = ConversionPlan.of_moves(source, _moves_without_search(source, target, model), model)
-    start, goal = state_of(source.spec), state_of(target.spec)
-    axes = sorted({int(axis) for axis in source.spec.axes} | {a for cut in goal[0] for a in cut})
+    start, goal = graph.state_of(source.spec), graph.state_of(target.spec)
+    axes = {int(axis) for axis in (*source.spec.axes, *target.spec.axes)}
     dims = [dim for dim, cuts in enumerate(zip(start[0], goal[0], strict=True)) if any(cuts)]
     whole = [dim for dim in range(len(goal[0])) if dim not in dims]
     whole.sort(key=lambda dim: -source.global_shape[dim])
-    dims += whole[: max(0, _MOST_DIMS - len(dims))]
-    space = TransitionGraph(source.mesh.ndim, tuple(axes), tuple(sorted(dims)))
+    dims += whole[: max(0, _MAX_DIMS - len(dims))]
+    space = graph.TransitionGraph(source.mesh.ndim, tuple(sorted(axes)), tuple(sorted(dims)))
 
     @cache
-    def held(cuts: Cuts) -> int:
-        return source.with_spec(spec_of((cuts, ()))).max_local_bytes
+    def held(cuts: graph.Cuts) -> int:
+        return source.with_spec(graph.spec_of((cuts, ()))).max_local_bytes
 
     # Steps of one kind along the same axes cost the same, in whatever order these arrive.
     known: dict[tuple[type[Step], frozenset[int], int], tuple[Line, ...]] = {}
 
-    def price(step: Step, state: State) -> float:
+    def price(step: Step, state: graph.State) -> float:
         key = type(step), frozenset(step.axes), copies(step, 1)
         if key not in known:
             known[key] = model.lines(step)
         num_bytes = held(state[0])
-        return min(fixed + num_bytes * per_byte for fixed, per_byte in known[key]) + TIE_SECONDS
+        return (
+            min(fixed + num_bytes * per_byte for fixed, per_byte in known[key]) + graph.TIE_SECONDS
+        )
 
-    bound = sure.cost_seconds + TIE_SECONDS * len(sure.steps)
-    found = cheapest_path(space, start, goal, price, bound, _MOST_EDGES)
+    bound = sure.cost_seconds + graph.TIE_SECONDS * len(sure.steps)
+    found = graph.cheapest_path(space, start, goal, price, bound, _MAX_EDGES)
     if not found:
         return list(zip(sure.steps, sure.layouts[1:], strict=True))
-    return [(step, source.with_spec(spec_of(state))) for step, state in found]
+    return [(step, source.with_spec(graph.spec_of(state))) for step, state in found]
 
 
 def _moves_without_search(source: Layout, target: Layout, model: CostModel) -> list[Move]:
@@ -378,11 +373,11 @@ def _moves_without_search(source: Layout, target: Layout, model: CostModel) -> l
         return moves
     if here.spec.partials:
         return list(naive_moves(source, target.spec, model))
-    start, goal = state_of(here.spec)[0], state_of(target.spec)[0]
-    permute, exchange = pair_prices(here, goal, model)
+    ends = graph.state_of(here.spec)[0], graph.state_of(target.spec)[0]
+    permute, exchange = pair_prices(here, target, model)
     if permute <= exchange:
-        return [*moves, (permute_between(start, goal), target)]
-    return [*moves, (exchange_between(start, goal, model), target)]
+        return [*moves, (permute_between(*ends), target)]
+    return [*moves, (exchange_between(*ends, model), target)]
 
 
 def _with_slices_joined(moves: Sequence[Move]) -> list[Move]:
@@ -391,7 +386,61 @@ def _with_slices_joined(moves: Sequence[Move]) -> list[Move]:
     for step, layout in moves:
         last = joined[-1][0] if joined else None
         if isinstance(step, Slice) and isinstance(last, Slice) and step.dim == last.dim:
-            joined[-1] = (Slice(step.dim, last.axes + step.axes), layout)
+            joined[-1] = Slice(step.dim, last.axes + step.axes), layout
         else:
             joined.append((step, layout))
     return joined
+
+
+def _cheapest_plans(
+    best: ConversionPlan, count: int, max_bytes: int | None
+) -> tuple[ConversionPlan, ...]:
+    """Return the cheapest plans, the given one first; fewer if there are fewer."""
+    if count < 1:
+        raise LayoutError(f"cannot list {count} plans; ask for at least 1")
+    source, target = best.source, best.target
+    if count == 1 or source == target or not (source.spec.is_plain and target.spec.is_plain):
+        return (best,)
+    if target.mesh != source.mesh:
+        raise LayoutError(
+            f"alternatives are listed on one mesh only, and {target} is on another one than "
+            f"{source}"
+        )
+    if (states := _count_states(source)) > graph.MAX_STATES:
+        raise LayoutError(
+            f"alternatives are not searched for among {states} layouts (mesh {source.mesh}, "
+            f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; ask for the plan alone"
+        )
+    prices, move = prices_to_search(source, best.model, max_bytes, target)
+    start, goal = (prices.space.index[graph.state_of(layout.spec)] for layout in (source, target))
+    plans = {_moved(best): best}
+    slices = [ends for ends, step in prices.steps.items() if isinstance(step, Slice)]
+    for path in islice(graph.cheapest_paths(prices.space, slices, move, start, goal, count), count):
+        plan = ConversionPlan.of_moves(source, _moves_along(prices, path, source), best.model)
+        plans.setdefault(_moved(plan), plan)
+    return tuple(plans.values())[:count]
+
+
+def _moved(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
+    """Return both ends of every move that communicates, which tell plans apart."""
+    return tuple((before, after) for _, before, after in plan.communicating)
+
+
+def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> Iterator[Move]:
+    """Yield the steps of a path with where they lead, each cut as one slice a dim."""
+    layout = source
+    for (a, _), (b, by_cut) in pairwise(path):
+        if not by_cut:
+            layout = prices.layout(source, b)
+            yield prices.step(a, b), layout
+            continue
+        before, after = prices.space.states[a][0], prices.space.states[b][0]
+        cut = {dim: axes for dim, axes in enumerate(after) if axes != before[dim]}
+        # The slice that leaves least comes first: then least is held at once.
+        left = {
+            dim: source.with_spec(layout.spec.with_dims({dim: cut[dim]})).max_local_bytes
+            for dim in cut
+        }
+        for dim in sorted(cut, key=left.__getitem__):
+            layout = source.with_spec(layout.spec.with_dims({dim: cut[dim]}))
+            yield Slice(dim, cut[dim][len(before[dim]) :]), layout

@@ -1,53 +1,47 @@
-"""The transition graph to look at: what is drawn, as Graphviz's language and as SVG.
+"""Drawings of the transition graph, as Graphviz's language and as SVG.
 
-Specs are nodes, in columns: first those with more reductions pending, then by how many axes cut the
-tensor. Edges have the colour of their kind of step. Where a path is marked, the rest stands back,
+Specs are nodes, in columns: first those with more reductions pending, then by how many axes shard
+the tensor. Edges have the colour of their kind of step. Where a path is marked, the rest is faint,
 and numbers on its steps refer to a list below. Permute and exchange join any two specs with nothing
-pending, so only those on the path are drawn.
-
-In SVG steps to the right and to the left are drawn apart, steps within a column bow out of it, and
-a step that skips columns passes between their specs: so no label lies on another.
+pending, so only those on the path are drawn. In SVG, steps to the right and to the left are drawn
+apart, steps within a column bow out of it, and a step that skips columns passes between their
+specs: so no label lies on another.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Final, TypeAlias
+from xml.etree.ElementTree import Element
 
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import MAX_STATES, State, TransitionGraph, count_states, spec_of
 from shardspec.layout.layout import Layout, resolve_axes
-from shardspec.layout.picture import svg_element
+from shardspec.layout.picture import draw, svg_page
 from shardspec.layout.plan import ConversionPlan, step_text
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis, DeviceMesh
 from shardspec.text import counted, seconds_text
 
-COLOURS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "slice": "#56b4e9",
-        "all-gather": "#0072b2",
-        "all-to-all": "#d55e00",
-        "reduce-scatter": "#009e73",
-        "all-reduce": "#cc79a7",
-        "permute": "#b58900",
-        "exchange": "#222222",
-    }
-)
+COLOURS: Final[Mapping[str, str]] = {
+    "slice": "#56b4e9",
+    "all-gather": "#0072b2",
+    "all-to-all": "#d55e00",
+    "reduce-scatter": "#009e73",
+    "all-reduce": "#cc79a7",
+    "permute": "#b58900",
+    "exchange": "#222222",
+}
 """By kind of step; most people who see few colours can tell these apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnEdge:
-    """One step between two specs."""
+    """One step between two specs, given by their labels."""
 
     before: str
-    """Label of the node it leaves."""
     after: str
-    """Label of the node it leads to."""
     step: Step
     text: str
     """What it does, and along which axes."""
@@ -70,7 +64,7 @@ class Drawing:
     edges: tuple[DrawnEdge, ...]
     """Every step of the graph."""
     path: tuple[DrawnEdge, ...] = ()
-    """The steps of the plan that is marked; several slices of one dim are one of these."""
+    """The steps of the plan that is marked."""
     ends: tuple[str, str] | None = None
     """Both ends of the plan."""
     known_error: str = ""
@@ -162,17 +156,12 @@ def _text(step: Step, mesh: DeviceMesh) -> str:
 
 
 def _path(plan: ConversionPlan) -> tuple[DrawnEdge, ...]:
-    moves = zip(plan.moves, plan.step_seconds, strict=True)
-    return tuple(
-        DrawnEdge(
-            str(before.labelled_spec),
-            str(after.labelled_spec),
-            step,
-            f"{_text(step, plan.source.mesh)}, {seconds_text(seconds)}",
-            number,
-        )
-        for number, ((step, before, after), seconds) in enumerate(moves, 1)
-    )
+    found: list[DrawnEdge] = []
+    for (step, before, after), seconds in zip(plan.moves, plan.step_seconds, strict=True):
+        ends = str(before.labelled_spec), str(after.labelled_spec)
+        text = f"{_text(step, plan.source.mesh)}, {seconds_text(seconds)}"
+        found.append(DrawnEdge(*ends, step, text, len(found) + 1))
+    return tuple(found)
 
 
 _FADED: Final = "28"
@@ -230,12 +219,10 @@ _GAP: Final = 230
 _BOW: Final = 125
 """How far a step within a column may bow out of it."""
 _LEFT: Final = 30
-_RIGHT: Final = _BOW + 25
 _HEAD: Final = 104
 """Room for the title and the legend."""
 _APART: Final = 5
 """Half the distance between steps to the right and to the left."""
-_FONT: Final = "DejaVu Sans Mono, Menlo, Consolas, monospace"
 
 
 class _Places:
@@ -262,66 +249,63 @@ class _Places:
 
 def svg_text(drawing: Drawing) -> str:
     """Return a drawing as SVG."""
-    places = _Places(drawing.columns)
-    marked = {(edge.before, edge.after) for edge in drawing.path}
-    faint = [edge for edge in drawing.edges if (edge.before, edge.after) not in marked]
-    bottom = max(y for _, y in places.at.values()) + _ROW
-    parts = [svg_element("rect", width="100%", height="100%", fill="white")]
-    parts += [_label(20, 30, drawing.title, font_size=14, font_weight="bold")]
+    places, ends = _Places(drawing.columns), drawing.ends or ()
+    root = Element(
+        "svg", {"font-family": "DejaVu Sans Mono, Menlo, Consolas, monospace", "font-size": "12"}
+    )
+    for kind in drawing.kinds:  # heads of arrows
+        size = {"markerWidth": 8, "markerHeight": 8, "markerUnits": "userSpaceOnUse"}
+        box = {"viewBox": "0 0 8 8", "refX": 7, "refY": 4, "orient": "auto"}
+        draw(
+            draw(root, "marker", id=kind, **box, **size),
+            "path",
+            d="M0,0.5 L8,4 L0,7.5 z",
+            fill=COLOURS[kind],
+        )
+    draw(root, "rect", width="100%", height="100%", fill="white")
+    draw(root, "text", drawing.title, x=20, y=30, font_size=14, font_weight="bold")
     right = 20.0
     for kind in drawing.kinds:
         routed = any(edge.routed and kind_of(edge.step) == kind for edge in drawing.path)
-        parts += [_line(f"M{right:.1f},52 h34", kind, 2.4, routed), _label(right + 42, 56, kind)]
+        _draw_line(root, f"M{right:.1f},52 h34", kind, 2.4, routed=routed)
+        draw(root, "text", kind, x=right + 42, y=56)
         right += 66 + _CHAR * len(kind)
-    lines = [_edge(edge, places, 1.1) for edge in faint]
-    parts.append(svg_element("g", *lines, fill="none", opacity="0.13" if marked else "0.6"))
-    lines = [_edge(edge, places, 2.8) for edge in drawing.path]
-    parts.append(svg_element("g", *lines, fill="none"))
+    marked = {(edge.before, edge.after) for edge in drawing.path}
+    faint = [edge for edge in drawing.edges if (edge.before, edge.after) not in marked]
+    for edges, width, opacity in (
+        (faint, 1.1, "0.13" if marked else "0.6"),
+        (drawing.path, 2.8, None),
+    ):
+        group = draw(root, "g", fill="none", opacity=opacity)
+        for edge in edges:
+            curves = _curves(edge, places)
+            path = "M{:.1f},{:.1f}".format(*curves[0][0])
+            for _, *points in curves:
+                path += " C" + " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            line = _draw_line(group, path, kind_of(edge.step), width, routed=edge.routed)
+            draw(line, "title", _listed(edge))
     for label, (x, y) in places.at.items():
-        end = label in (drawing.ends or ())
-        bright = end or label in drawing.on_path
+        bright = label in ends or label in drawing.on_path
         ink = "#111" if bright or drawing.ends is None else "#888"
-        parts.append(
-            svg_element(
-                "rect",
-                class_="node",
-                x=x - places.half,
-                y=y - _HEIGHT / 2,
-                width=2 * places.half,
-                height=_HEIGHT,
-                rx=6,
-                fill="#fff3bf" if bright else "white",
-                stroke=ink,
-                stroke_width=2.4 if end else 1.2,
-            )
-        )
-        parts.append(_label(x, y + 4, label, text_anchor="middle", fill=ink))
-    for place, edge in enumerate(drawing.path):
-        y = bottom + 8 + 22 * place
-        parts += [_number(edge, *_badge(edge, places)), _number(edge, 30, y)]
-        parts.append(_label(46, y + 4, _listed(edge)))
+        sides = {"x": x - places.half, "y": y - _HEIGHT / 2, "width": 2 * places.half}
+        colours = {"fill": "#fff3bf" if bright else "white", "stroke": ink}
+        stroke = 2.4 if label in ends else 1.2
+        box = {**sides, "height": _HEIGHT, "rx": 6, **colours, "stroke_width": stroke}
+        draw(root, "rect", class_="node", **box)
+        draw(root, "text", label, x=x, y=y + 4, text_anchor="middle", fill=ink)
+    y = max(y for _, y in places.at.values()) + _ROW + 8
+    for edge in drawing.path:
+        for x, at in (_badge(edge, places), (30.0, y)):
+            disc = {"fill": COLOURS[kind_of(edge.step)], "stroke": "white", "stroke_width": 2}
+            draw(root, "circle", cx=x, cy=at, r=10, **disc)
+            style = {"text_anchor": "middle", "fill": "white", "font_weight": "bold"}
+            draw(root, "text", str(edge.number), x=x, y=at + 4, **style)
+        draw(root, "text", _listed(edge), x=46, y=y + 4)
+        y += 22
     listed = [60 + _CHAR * len(_listed(edge)) for edge in drawing.path]
     title = 40 + _CHAR * 1.2 * len(drawing.title)
-    width = round(max(places.x[-1] + places.half + _RIGHT, title, right, *listed))
-    height = round(bottom + 22 * len(listed) + (18 if listed else 0))
-    return svg_element(
-        "svg",
-        "\n".join(["", *map(_marker, drawing.kinds), *parts, ""]),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width} {height}",
-        width=width,
-        height=height,
-        font_family=_FONT,
-        font_size=12,
-    )
-
-
-def _marker(kind: str) -> str:
-    """Return the head of the arrows of a kind of step."""
-    head = svg_element("path", d="M0,0.5 L8,4 L0,7.5 z", fill=COLOURS[kind])
-    box = {"id": kind, "viewBox": "0 0 8 8", "refX": 7, "refY": 4, "orient": "auto"}
-    box |= {"markerWidth": 8, "markerHeight": 8, "markerUnits": "userSpaceOnUse"}
-    return svg_element("marker", head, **box)
+    width = max(places.x[-1] + places.half + _BOW + 25, title, right, *listed)
+    return svg_page(root, round(width), round(y + (10 if listed else -8)))
 
 
 def _curves(edge: DrawnEdge, places: _Places) -> list[_Curve]:
@@ -340,7 +324,7 @@ def _curves(edge: DrawnEdge, places: _Places) -> list[_Curve]:
     for column in range(here + side, there, side):
         middle, rows = places.x[column], places.rows[column]
         straight = y + (middle - x) / (end_x - x) * (end_y - y)
-        # The nearest height at which no node of the column is.
+        # The nearest height with no node of the column.
         gaps = [rows[0] - _ROW / 2, *(row + _ROW / 2 for row in rows)]
         _, free = min((abs(gap - straight), gap) for gap in gaps)
         free -= side * _APART / 2
@@ -365,34 +349,10 @@ def _badge(edge: DrawnEdge, places: _Places) -> _Point:
     return x, y
 
 
-def _edge(edge: DrawnEdge, places: _Places, width: float) -> str:
-    curves = _curves(edge, places)
-    path = "M{:.1f},{:.1f} ".format(*curves[0][0])
-    for _, *points in curves:
-        path += "C{:.1f},{:.1f} {:.1f},{:.1f} {:.1f},{:.1f} ".format(
-            *(c for p in points for c in p)
-        )
-    tip = svg_element("title", escape(_listed(edge)))
-    return _line(path.rstrip(), kind_of(edge.step), width, edge.routed, tip)
-
-
-def _line(path: str, kind: str, width: float, routed: bool, *content: str) -> str:
-    dashes, head = "8 5" if routed else None, f"url(#{kind})"
-    style = {"stroke": COLOURS[kind], "stroke_width": width, "stroke_dasharray": dashes}
-    return svg_element("path", *content, d=path, **style, marker_end=head)
-
-
-def _number(edge: DrawnEdge, x: float, y: float) -> str:
-    disc = {"fill": COLOURS[kind_of(edge.step)], "stroke": "white", "stroke_width": 2}
-    style = {"text_anchor": "middle", "fill": "white", "font_weight": "bold"}
-    return svg_element("circle", cx=x, cy=y, r=10, **disc) + _label(
-        x, y + 4, str(edge.number), **style
-    )
+def _draw_line(parent: Element, path: str, kind: str, width: float, *, routed: bool) -> Element:
+    style = {"stroke": COLOURS[kind], "stroke_width": width, "marker_end": f"url(#{kind})"}
+    return draw(parent, "path", d=path, stroke_dasharray="8 5" if routed else None, **style)
 
 
 def _listed(edge: DrawnEdge) -> str:
     return f"{edge.before} → {edge.after}: {edge.text}"
-
-
-def _label(x: float, y: float, text: str, **style: object) -> str:
-    return svg_element("text", escape(text), x=x, y=y, **style)

@@ -1,29 +1,30 @@
 """The layout-transition graph: every spec is a node, every edge is exactly one step.
 
-Which steps lead where depends only on the number of mesh axes, the tensor rank and what is pending,
-not on sizes, so one graph serves every mesh shape and tensor; prices are put on it per conversion.
-The graph has 11 nodes for two axes and rank 2, 1,457 for four axes and rank 4, and a great many for
-six axes. So it is there in two forms: `TransitionGraph` makes it where it is looked at, `Space` is
-all of it as arrays, in which thousands of edges are priced at once.
+Which steps lead where depends only on the number of mesh axes, the tensor rank and the pending
+reductions. Two axes and rank 2 give 11 nodes, four axes and rank 4 give 1,457, and six axes give
+very many. So there are two forms: `TransitionGraph` expands nodes on demand, and `Space` holds the
+whole graph as arrays, so that thousands of edges are priced at once.
 
-Cutting is free, so a slice along several axes is as good as one slice after another: the graph has
-the single ones, and a plan joins them again. Where more than `MAX_REORDERED` axes of one dim travel
-together, they arrive in the order in which they left; fewer arrive in any order. Of more pending
-axes than that each is finished alone, or all are at once.
+Slices are free, so the graph has only slices along one axis; a plan joins them again. At most
+`MAX_REORDERED` axes of one dim arrive in any order; more arrive in the order in which they left. Of
+more pending axes than that, either one is finished or all are.
+
+A matrix (states, states) has the seconds of the move from the row's state to the column's, or inf.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import combinations, permutations
-from math import comb, factorial, prod
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from itertools import count as counter
+from math import comb, factorial, inf, prod
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import copies
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -43,27 +44,33 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 Cuts: TypeAlias = tuple[tuple[int, ...], ...]
-"""Per tensor dim the axes that cut it, the major one first."""
+"""Per tensor dim the axes that shard it, major first."""
 PartialState: TypeAlias = tuple[tuple[int, ReduceOp], ...]
 """Axis and operation of each pending reduction, by ascending axis."""
 State: TypeAlias = tuple[Cuts, PartialState]
 """A spec in the form the search works on: quick to hash and to change."""
+Price: TypeAlias = Callable[[Step, State], float]
+"""Seconds of a step that starts from a state, the tie-breaker included; never negative."""
 
+Node: TypeAlias = tuple[int, bool]
+"""The place of a state, and whether a cut led to it: after a cut comes no other."""
+
+TIE_SECONDS: Final = 1e-12
+"""Added per move while searching, so that of equally cheap plans the one with fewer moves wins."""
 MAX_REORDERED: Final = 4
-"""The most axes that one all-to-all may put into a new order."""
+"""The most axes that one all-to-all may reorder."""
 MAX_STATES: Final = 1500
-"""Up to so many states (four axes at rank 4) a space is laid out whole."""
-_MOST_ORDERS: Final = 5000
-_MOST_AXES: Final = 32
-_MOST_DIMS: Final = 64
+"""The most states (four axes at rank 4) of a graph that is laid out as arrays."""
+_MAX_ORDERS: Final = 5000
+_MAX_AXES: Final = 32
+_MAX_DIMS: Final = 64
 """As many as torch and numpy have."""
+_SOURCES_AT_ONCE: Final = 24
+"""Rows that `distances` works on together: they fit into the CPU's cache."""
 
 
 def state_of(spec: ShardingSpec) -> State:
-    """Return the state of a spec whose axes are numbers: `[S10,R|P2]` is ((1, 0), ()), ((2, sum),).
-
-    Raises `LossyConversionError` for parts and blocks.
-    """
+    """Return the state of a spec with numbered axes: `[S10,R|P2]` is ((1, 0), ()), ((2, sum),)."""
     spec.check_plain("the transition graph")
     cuts = tuple(tuple(int(axis) for axis in cut.axes) for cut in spec.dim_specs)
     return cuts, tuple(sorted((int(p.axis), p.op) for p in spec.partials))
@@ -71,7 +78,7 @@ def state_of(spec: ShardingSpec) -> State:
 
 @lru_cache(maxsize=1 << 13)
 def spec_of(state: State) -> ShardingSpec:
-    """Return the spec of a state; undoes `state_of`."""
+    """Return the spec of a state; the inverse of `state_of`."""
     cuts, pending = state
     return ShardingSpec(len(cuts), dict(enumerate(cuts)), partial=dict(pending))
 
@@ -80,22 +87,17 @@ def spec_of(state: State) -> ShardingSpec:
 class TransitionGraph:
     """All specs reachable by steps.
 
-    Examples
-    --------
-    >>> whole = ShardingSpec.parse("[R,R]")
-    >>> graph = TransitionGraph(2).explore(whole)
+    >>> graph = TransitionGraph(2).explore(ShardingSpec.parse("[R,R]"))
     >>> graph.number_of_nodes()
     11
-    >>> graph.edges[state_of(whole), state_of(ShardingSpec.parse("[R,S1]"))]["step"]
-    Slice(dim=1, axes=(1,))
     """
 
     num_axes: int
     """Mesh axes."""
     axes: tuple[int, ...] | None = None
-    """Those that may come to cut a dim; by default all."""
+    """Axes that slices may use; by default all."""
     dims: tuple[int, ...] | None = None
-    """The dims that axes may come to; by default all."""
+    """Dims that axes may move to; by default all."""
 
     def expand(self, state: State) -> dict[State, Step]:
         """Return the states that one step leads to, in one fixed order, with the step."""
@@ -104,8 +106,8 @@ class TransitionGraph:
         return {reached: step for step, reached in _successors(state, axes, dims)}
 
     def explore(self, start: ShardingSpec) -> "nx.DiGraph":
-        """Return all states that can be reached from a spec; edges have the attribute ``step``."""
-        import networkx as nx  # takes an eighth of a second, and planning needs none of it
+        """Return the graph of all states reachable from a spec; edges have the attribute `step`."""
+        import networkx as nx  # takes an eighth of a second to import
 
         graph = nx.DiGraph()
         todo = [state_of(start)]
@@ -122,7 +124,7 @@ class TransitionGraph:
 def _successors(
     state: State, axes_to_use: Sequence[int], dims: Sequence[int]
 ) -> Iterator[tuple[Step, State]]:
-    """List every step possible from a state, and where it leads."""
+    """Yield every step possible from a state, and where it leads."""
     cuts, pending = state
     used = {axis for cut in cuts for axis in cut} | {axis for axis, _ in pending}
 
@@ -134,25 +136,23 @@ def _successors(
             if axis not in used:
                 yield Slice(dim, (axis,)), (with_cut(dim, (*cuts[dim], axis)), pending)
     for src, cut in enumerate(cuts):
-        for count in range(1, len(cut) + 1):
-            leaving, shorter = cut[-count:], with_cut(src, cut[:-count])
-            # Many axes arrive in the order in which they left.
-            orders = list(permutations(leaving)) if count <= MAX_REORDERED else [leaving]
+        for number in range(1, len(cut) + 1):
+            leaving, shorter = cut[-number:], with_cut(src, cut[:-number])
+            orders = list(permutations(leaving)) if number <= MAX_REORDERED else [leaving]
             for dst in dims:
                 for axes in orders if dst != src else ():
                     reached = with_cut(dst, cuts[dst] + axes, shorter)
                     yield AllToAll(src, dst, leaving, axes), (reached, pending)
     for op in sorted({op for _, op in pending}):
-        of_op = [axis for axis, its in pending if its == op]
-        for axes in _arrangements(of_op):
+        for axes in _arrangements([axis for axis, its in pending if its == op]):
             left = tuple(p for p in pending if p[0] not in axes)
             for dim in dims:
                 yield ReduceScatter(dim, axes, op), (with_cut(dim, cuts[dim] + axes), left)
             if axes == tuple(sorted(axes)):
                 yield AllReduce(axes, op), (cuts, left)
     for dim, cut in enumerate(cuts):
-        for count in range(1, len(cut) + 1):
-            yield AllGather(dim, cut[-count:]), (with_cut(dim, cut[:-count]), pending)
+        for number in range(1, len(cut) + 1):
+            yield AllGather(dim, cut[-number:]), (with_cut(dim, cut[:-number]), pending)
 
 
 def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
@@ -161,41 +161,38 @@ def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
         yield from ((axis,) for axis in axes)
         yield tuple(axes)
         return
-    for count in range(1, len(axes) + 1):
-        for chosen in combinations(axes, count):
+    for number in range(1, len(axes) + 1):
+        for chosen in combinations(axes, number):
             yield from permutations(chosen)
 
 
 def count_states(num_axes: int, dims: int, num_pending: int) -> int:
-    """Return how many specs can be reached; `LayoutError` where there are too many axes or dims.
+    """Return how many specs are reachable; `LayoutError` for too many axes or dims.
 
-    Of `num_axes` axes, ``p`` of the `num_pending` stay pending, ``k`` of the others cut dims, and
-    ``k`` axes in order are laid into `dims` dims.
+    ``p`` of the `num_pending` axes stay pending, and ``k`` of the others, in order, are dealt to
+    the dims.
     """
-    if num_axes > _MOST_AXES or dims > _MOST_DIMS:
+    if num_axes > _MAX_AXES or dims > _MAX_DIMS:
         raise LayoutError(
-            f"conversions are planned on up to {_MOST_AXES} mesh axes and for tensors of up to "
-            f"{_MOST_DIMS} dims, but these are {num_axes} axes and {dims} dims"
+            f"conversions are planned on up to {_MAX_AXES} mesh axes and for tensors of up to "
+            f"{_MAX_DIMS} dims, but these are {num_axes} axes and {dims} dims"
         )
     return sum(
-        comb(num_pending, p)
-        * sum(
-            comb(num_axes - p, k) * factorial(k) * comb(max(k + dims - 1, 0), k)
-            for k in range(num_axes - p + 1)
-        )
+        comb(num_pending, p) * comb(num_axes - p, k) * factorial(k) * comb(max(k + dims - 1, 0), k)
         for p in range(num_pending + 1)
+        for k in range(num_axes - p + 1)
     )
 
 
 def is_symmetric(global_shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-    """Say whether states that differ by the order of dims and of like axes are priced as one.
+    """Return whether states that differ by the order of dims and of like axes share their prices.
 
-    They cost the same where every dim divides evenly whatever the cut. Of many axes and dims there
-    are too many orders to look at.
+    They do where every dim divides evenly whatever the cut. Of many axes and dims there are too
+    many orders to look at.
     """
     orders = factorial(len(global_shape)) * factorial(len(mesh_shape))
     devices = prod(mesh_shape)
-    return orders <= _MOST_ORDERS and all(size and size % devices == 0 for size in global_shape)
+    return orders <= _MAX_ORDERS and all(size and size % devices == 0 for size in global_shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,56 +205,21 @@ class Space:
     """Fewer pending reductions and fewer cuts first."""
     index: dict[State, int]
     lists: list[tuple[int, ...]]
-    """Every list of axes that cuts a dim somewhere."""
+    """Every list of axes that shards a dim somewhere."""
     list_index: Ints
-    """(states, dims): which of `lists` cuts each dim."""
-    nothing_pending: Ints
+    """(states, dims): which of `lists` shards each dim."""
+    num_finished: int
     """States with no pending reduction: the first ones. Permute and exchange join these."""
-    edge_from: Ints
-    edge_to: Ints
-    edge_kind: Ints
-    """Which of `kinds` prices each edge."""
-    kinds: list[Step]
-    """One step for each kind and set of axes; steps that share them cost the same."""
     steps: dict[tuple[int, int], Step]
-
-    def uncut_bits(self) -> Ints:
-        """Return per state the bits of the axes that neither cut a dim nor are pending."""
-        full = (1 << self.num_axes) - 1
-        used = [
-            sum(1 << axis for axes in (*cuts, *((a,) for a, _ in left)) for axis in axes)
-            for cuts, left in self.states
-        ]
-        return full - np.array(used, dtype=np.int64)
-
-    def edge_seconds(self, model: CostModel, local_bytes: Floats) -> Floats:
-        """Return the seconds of every edge, given the bytes of the largest shard of each state."""
-        held = local_bytes[self.edge_from]
-        seconds: Floats = np.min(
-            [fixed + per_byte * held for fixed, per_byte in _edge_lines(self, model)], axis=0
-        )
-        return seconds
-
-    def local_elements(self, mesh_shape: tuple[int, ...], global_shape: tuple[int, ...]) -> Floats:
-        """Return the elements of the largest shard of every state."""
-        elements = np.ones(len(self.states))
-        for dim, size in enumerate(global_shape):
-            sides = []
-            for axes in self.lists:
-                side = size
-                for axis in axes:
-                    side = -(-side // mesh_shape[axis])
-                sides.append(side)
-            elements *= np.array(sides, dtype=np.float64)[self.list_index[:, dim]]
-        return elements
+    """By the places of both ends."""
 
     def orbits(self, alike: Sequence[int], *, first: bool = False) -> tuple[Ints, Ints]:
         """Return for each state the one that stands for it, and how to get there.
 
-        Where all dims divide evenly, states cost the same that differ by a permutation of the
-        tensor dims (but for the `first`, if that is not like the others), or of mesh axes that have
-        the same number in `alike`. The second array is (states, states): row ``u`` maps every state
-        by the permutation that takes ``u`` to the state that stands for it.
+        States cost the same that differ by a permutation of the tensor dims (but for the `first`,
+        if that is not like the others), or of mesh axes that have the same number in `alike`. Row
+        ``u`` of the second array (states, states) maps every state by the permutation that takes
+        ``u`` to the state that stands for it.
         """
         return _orbits(self, tuple(alike), first)
 
@@ -285,50 +247,180 @@ def _orbits(space: Space, alike: tuple[int, ...], first: bool) -> tuple[Ints, In
 
 
 @lru_cache(maxsize=16)
-def _edge_lines(space: Space, model: CostModel) -> list[tuple[Floats, Floats]]:
-    """Return lines, each as the seconds of every edge whatever the size and those per byte held."""
-    of_kinds = [model.lines(step) for step in space.kinds]
-    most = max(map(len, of_kinds), default=1)
-    lines = np.array([(*each, *each[:1] * (most - len(each))) for each in of_kinds])
-    lines = lines.reshape(-1, most, 2)[space.edge_kind]
-    return [(lines[:, n, 0].copy(), lines[:, n, 1].copy()) for n in range(most)]
-
-
-@lru_cache(maxsize=16)
 def space_of(num_axes: int, dims: int, pending: PartialState) -> Space:
-    """Return the space of all specs that a conversion can pass through from what is pending."""
-    start: State = (((),) * dims, pending)
-    graph = TransitionGraph(num_axes).explore(spec_of(start))
-    states = sorted(graph.nodes, key=_order)
+    """Return the space of all specs that a conversion can pass through."""
+    graph = TransitionGraph(num_axes).explore(spec_of((((),) * dims, pending)))
+    states: list[State] = sorted(
+        graph.nodes, key=lambda s: (len(s[1]), s[1], sum(map(len, s[0])), s[0])
+    )
     index = {state: i for i, state in enumerate(states)}
     lists = sorted({axes for cuts, _ in states for axes in cuts}, key=lambda a: (len(a), a))
-    place = {axes: i for i, axes in enumerate(lists)}
-    list_index = [[place[axes] for axes in cuts] for cuts, _ in states]
-    steps: dict[tuple[int, int], Step] = {
-        (index[a], index[b]): step for a, b, step in graph.edges(data="step")
-    }
-    kinds: dict[tuple[str, tuple[int, ...], int], Step] = {}
-    keys = [(type(s).__name__, tuple(sorted(s.axes)), copies(s, 1)) for s in steps.values()]
-    for key, step in zip(keys, steps.values(), strict=True):
-        kinds.setdefault(key, step)
-    number = {key: n for n, key in enumerate(kinds)}
-    ends = np.array(list(steps), dtype=np.int64).reshape(-1, 2)
+    list_index = [[lists.index(axes) for axes in cuts] for cuts, _ in states]
     return Space(
-        num_axes=num_axes,
-        dims=dims,
-        states=states,
-        index=index,
-        lists=lists,
-        list_index=np.array(list_index, dtype=np.int64).reshape(len(states), dims),
-        nothing_pending=np.flatnonzero([not left for _, left in states]),
-        edge_from=ends[:, 0],
-        edge_to=ends[:, 1],
-        edge_kind=np.array([number[key] for key in keys], dtype=np.int64),
-        kinds=list(kinds.values()),
-        steps=steps,
+        num_axes,
+        dims,
+        states,
+        index,
+        lists,
+        np.array(list_index, dtype=np.int64).reshape(len(states), dims),
+        sum(not left for _, left in states),
+        {(index[a], index[b]): step for a, b, step in graph.edges(data="step")},
     )
 
 
-def _order(state: State) -> tuple[Any, ...]:
-    cuts, pending = state
-    return len(pending), pending, sum(map(len, cuts)), cuts
+def distances(move: Floats, sources: Sequence[int] | Ints, join: np.ufunc = np.add) -> Floats:
+    """Return (sources, states): the cheapest seconds from some states to every state.
+
+    With `np.maximum` for `join`, the least number that some path's moves never exceed. This is the
+    relaxation of Bellman and Ford, in as many rounds as the longest cheapest path has moves.
+    """
+    best: Floats = move[sources]
+    best[np.arange(len(sources)), sources] = 0.0
+    for first in range(0, len(sources), _SOURCES_AT_ONCE):
+        rows = best[first : first + _SOURCES_AT_ONCE]
+        through = np.empty_like(rows)
+        middles = np.flatnonzero((rows < inf).any(axis=0))
+        while len(middles):
+            before = rows.copy()
+            for middle in middles:
+                join(rows[:, middle, None], move[middle], out=through)
+                np.minimum(rows, through, out=rows)
+            # Only states that came nearer can bring others nearer.
+            middles = np.flatnonzero((rows < before).any(axis=0))
+    return best
+
+
+def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
+    """Return the states of a cheapest path, both ends included; None where no path exists.
+
+    Of equally cheap predecessors the one with the smallest index is taken.
+    """
+    best = distances(move, [source])[0]
+    if not np.isfinite(best[target]):
+        return None
+    walk = [target]
+    while walk[-1] != source:
+        # Beside millions of seconds the tie-breaker is lost: then a state that was passed may seem
+        # as near as before.
+        best[walk[-1]] = inf
+        walk.append(int((best + move[:, walk[-1]]).argmin()))
+    return walk[::-1]
+
+
+def cheapest_path(
+    graph: TransitionGraph,
+    source: State,
+    target: State,
+    price: Price,
+    bound: float = inf,
+    max_edges: float = inf,
+) -> list[tuple[Step, State]] | None:
+    """Return the cheapest steps from one state to another, each with the state it leads to.
+
+    None where no path of fewer seconds than `bound` is found among `max_edges` steps. This is
+    Dijkstra's search on a graph that is expanded on the way; networkx needs all edges beforehand,
+    which for six axes are millions. Ties go to the path found first.
+    """
+    best: dict[State, float] = {source: 0.0}
+    came_from: dict[State, tuple[State, Step]] = {}
+    done: set[State] = set()
+    order = counter()
+    queue = [(0.0, next(order), source)]
+    while queue:
+        seconds, _, state = heappop(queue)
+        if state == target:
+            path = []
+            while state != source:
+                previous, step = came_from[state]
+                path.append((step, state))
+                state = previous
+            return path[::-1]
+        if state in done:
+            continue
+        done.add(state)
+        steps = graph.expand(state)
+        max_edges -= len(steps)
+        if max_edges < 0:
+            return None
+        for reached, step in steps.items():
+            total = seconds + price(step, state)
+            if total < best.get(reached, bound):
+                best[reached] = total
+                came_from[reached] = (state, step)
+                heappush(queue, (total, next(order), reached))
+    return None
+
+
+def cheapest_paths(
+    space: Space,
+    slices: Iterable[tuple[int, int]],
+    move: Floats,
+    start: int,
+    goal: int,
+    count: int,
+) -> Iterator[list[Node]]:
+    """Yield the cheapest paths in order; slices in a row are one edge.
+
+    Paths from the source are extended in the order of their cost and of the distance that is left
+    at least. `networkx.shortest_simple_paths` would go on along the many paths that slice to a
+    layout they came from.
+    """
+    states, sliced = space.states, defaultdict[int, list[int]](list)
+    # No path comes back to where it started, nor goes on from where it ends.
+    move[:, start] = move[goal] = inf
+    left = distances(move.T, [goal])[0]
+    for a, b in sorted(slices):
+        if np.isfinite(move[a, b]):
+            sliced[a].append(b)
+            move[a, b] = inf
+    known: list[float] = []  # seconds of the cheapest complete paths, negative
+
+    def cuts_from(start: int) -> dict[int, int]:
+        """Return the states that slices lead to, with the number of slices."""
+        found = {start: 0}
+        todo = [start]
+        for state in todo:
+            for after in sliced.get(state, []):
+                if after not in found:
+                    found[after] = found[state] + 1
+                    todo.append(after)
+        del found[start]
+        return found
+
+    def edges(node: Node, most: float) -> Iterator[tuple[Node, float, frozenset[State]]]:
+        """Yield where a move or a cut leads, its seconds, and the states that it passes."""
+        here, after_cut = node
+        least = move[here] + left
+        for b in np.flatnonzero(np.isfinite(least) & (least <= most)).tolist():
+            yield (b, False), float(move[here, b]), frozenset([states[b]])
+        for b, number in cuts_from(here).items() if not after_cut else ():
+            if left[b] <= most:
+                yield (b, True), number * TIE_SECONDS, _between(states[here], states[b])
+
+    order = counter()
+    queue = [(float(left[start]), next(order), 0.0, [(start, False)], frozenset([states[start]]))]
+    while queue:
+        _, _, seconds, path, seen = heappop(queue)
+        if path[-1][0] == goal:
+            yield path
+            continue
+        # Sums in another order may differ in the last digits.
+        most = inf if len(known) < count else -known[0] * (1 + 1e-9) - seconds
+        for node, more, passed in edges(path[-1], most):
+            if seen.isdisjoint(passed):
+                total = seconds + more
+                least = total + float(left[node[0]])
+                heappush(queue, (least, next(order), total, [*path, node], seen | passed))
+                if node[0] == goal:
+                    heappush(known, -total)
+                    if len(known) > count:
+                        heappop(known)
+
+
+def _between(before: State, after: State) -> frozenset[State]:
+    """Return every state that slices from one to the other may come to, but the first."""
+    partial: list[Cuts] = [()]
+    for here, there in zip(before[0], after[0], strict=True):
+        parts = [there[:length] for length in range(len(here), len(there) + 1)]
+        partial = [(*cuts, part) for cuts in partial for part in parts]
+    return frozenset((cuts, before[1]) for cuts in partial) - {before}

@@ -1,7 +1,8 @@
 """A layout: mesh, spec, global shape and dtype, and from them the box of every device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, TypeAlias
@@ -9,7 +10,7 @@ from typing import Final, TypeAlias
 from shardspec.boxes import Box, box_size, split_interval
 from shardspec.device_ids import whole_numbers
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
-from shardspec.errors import AxisError, DTypeError, LayoutError
+from shardspec.errors import AxisError, DTypeError, LayoutError, SpecSyntaxError
 from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh import DeviceMesh
@@ -17,7 +18,7 @@ from shardspec.text import counted, shown
 
 SpecLike: TypeAlias = ShardingSpec | str
 
-MAX_ELEMENTS: Final = 2**63 - 1
+_MAX_ELEMENTS: Final = 2**63 - 1
 
 
 def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
@@ -83,21 +84,19 @@ class Layout:
     ) -> None:
         if not isinstance(mesh, DeviceMesh):
             raise LayoutError(
-                f"a {type(mesh).__name__} is no mesh; give a DeviceMesh (of torch's mesh: "
-                "DeviceMesh.from_torch)"
+                f"the mesh is a {type(mesh).__name__}; give a DeviceMesh (DeviceMesh.from_torch "
+                "takes torch's)"
             )
         shape = whole_numbers(global_shape)
-        if shape is None:
+        if shape is None or any(size < 0 for size in shape):
             raise LayoutError(
-                f"global shape {shown(global_shape)}: give a sequence of whole numbers"
+                f"global shape {shown(global_shape)}: give a sequence of whole numbers from 0"
             )
-        resolved = resolve_axes(ShardingSpec.of(spec), mesh)
-        if any(size < 0 for size in shape):
-            raise LayoutError(f"global shape {shown(shape)} has a negative size")
-        if prod(filter(None, shape)) > MAX_ELEMENTS:
+        if prod(filter(None, shape)) > _MAX_ELEMENTS:
             raise LayoutError(
                 f"global shape {shown(shape)} has more elements than a tensor can have, 2^63 - 1"
             )
+        resolved = resolve_axes(ShardingSpec.of(spec), mesh)
         if resolved.dims != len(shape):
             raise LayoutError(
                 f"spec {spec} is for {counted(resolved.dims, 'dim')}, but the tensor of shape "
@@ -123,13 +122,7 @@ class Layout:
         return f"{self.spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
 
     def box(self, physical_id: int) -> Box:
-        """Return the part of the global tensor that a device holds.
-
-        Raises
-        ------
-        MeshError
-            If the device is not in the mesh.
-        """
+        """Return the part of the global tensor that a device holds; `MeshError` if it is none."""
         sides = self.intervals(physical_id)
         if any(len(side) > 1 for side in sides):
             raise LayoutError(
@@ -144,8 +137,6 @@ class Layout:
 
         Neighbouring intervals are one; a device that has nothing of a dim has ``(size, size)``.
 
-        Examples
-        --------
         >>> mesh = DeviceMesh(range(2), (2,))
         >>> Layout(mesh, "[S0{4,2/1}]", (6,), "int8").intervals(0)
         (((0, 2), (4, 6)),)
@@ -153,22 +144,19 @@ class Layout:
         at = self.mesh.coordinates(physical_id)
         found: list[tuple[tuple[int, int], ...]] = []
         for size, cut in zip(self.global_shape, self.spec.dim_specs, strict=True):
-            axes = [int(axis) for axis in cut.axes]
-            splits = [(self.mesh.shape[axis], at[axis]) for axis in axes]
-            if cut.is_plain:
-                lo, hi = 0, size
-                for count, index in splits:
-                    lo, hi = split_interval(lo, hi, count, index)
-                found.append(((lo, hi),) if lo < hi else ((size, size),))
+            splits = [(self.mesh.shape[int(axis)], at[int(axis)]) for axis in cut.axes]
+            if not cut.is_plain:
+                found.append(_part_intervals(cut, size, splits))
                 continue
-            found.append(_part_intervals(cut, size, splits))
+            lo, hi = 0, size
+            for count, index in splits:
+                lo, hi = split_interval(lo, hi, count, index)
+            found.append(((lo, hi),) if lo < hi else ((size, size),))
         return tuple(found)
 
     def local_boxes(self, physical_id: int) -> list[Box]:
         """Return the parts of the global tensor that a device holds, in the order of its shard.
 
-        Examples
-        --------
         >>> mesh = DeviceMesh(range(2), (2,))
         >>> Layout(mesh, "[S0{4,2},R]", (6, 3), "int8").local_boxes(1)
         [((2, 4), (0, 3)), ((5, 6), (0, 3))]
@@ -178,8 +166,6 @@ class Layout:
     def boxes(self) -> dict[int, Box]:
         """Return the box of every device, by physical id.
 
-        Examples
-        --------
         >>> Layout(DeviceMesh([5, 9], (2,)), "[S0]", (3,), "int8").boxes()
         {5: ((0, 2),), 9: ((2, 3),)}
         """
@@ -193,8 +179,6 @@ class Layout:
     def labelled_spec(self) -> ShardingSpec:
         """The spec with axes by name where the mesh has names.
 
-        Examples
-        --------
         >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
         >>> str(Layout(mesh, "[S10,R]", (4, 4), "f32").labelled_spec)
         '[S(tp,dp),R]'
@@ -215,25 +199,12 @@ class Layout:
         return prod(self.global_shape) * item_bytes(self.dtype)
 
     def with_spec(self, spec: SpecLike) -> "Layout":
-        """Return the same tensor cut another way.
-
-        Examples
-        --------
-        >>> str(Layout(DeviceMesh(range(2), (2,)), "[S0,R]", (4, 4), "f32").with_spec("[R,S0]"))
-        '[R,S0] of [4, 4] float32 on 2'
-        """
+        """Return the same tensor sharded another way."""
         return Layout(self.mesh, spec, self.global_shape, self.dtype)
 
     @property
     def title(self) -> str:
-        """Spec, sizes, dtype and mesh, axes by name where the mesh has names.
-
-        Examples
-        --------
-        >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
-        >>> Layout(mesh, "[S10,R]", (4, 4), "f32").title
-        '[S(tp,dp),R] of [4, 4] float32 on dp=2,tp=2'
-        """
+        """Spec, sizes, dtype and mesh, axes by name where the mesh has names."""
         return f"{self.labelled_spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
 
     def drawing(self) -> Picture:
@@ -256,20 +227,12 @@ class Layout:
     def picture(self) -> str:
         """Draw as text which devices hold which part of the tensor.
 
-        Examples
-        --------
-        >>> print(Layout(DeviceMesh(range(4), (2, 2)), "[S0,R]", (4, 4), "f32").picture())
-        [S0,R] of [4, 4] float32 on 2x2
-                   0:4
-            ┌───────────────┐
-            │               │
-        0:2 │      0,1      │
-            │               │
-            ├───────────────┤
-            │               │
-        2:4 │      2,3      │
-            │               │
-            └───────────────┘
+        >>> print(Layout(DeviceMesh(range(4), (2, 2)), "[S1]", (10,), "f32").picture())
+        [S1] of [10] float32 on 2x2
+          0:5   5:10
+        ┌─────┬─────┐
+        │ 0,2 │ 1,3 │
+        └─────┴─────┘
         """
         return self.drawing().text()
 
@@ -303,11 +266,9 @@ def _part_intervals(
     start = 0
     for part in cut.parts or (Part(size),):
         lo, hi = 0, -(-part.size // cut.block)
-        if part.shares:
-            lo, hi = split_interval(lo, hi, part.shares, place * part.shares // devices)
-        else:
-            for count, index in splits:
-                lo, hi = split_interval(lo, hi, count, index)
+        shares = [(part.shares, place * part.shares // devices)] if part.shares else splits
+        for count, index in shares:
+            lo, hi = split_interval(lo, hi, count, index)
         lo, hi = start + min(lo * cut.block, part.size), start + min(hi * cut.block, part.size)
         start += part.size
         if lo < hi and found and found[-1][1] == lo:
@@ -366,3 +327,74 @@ def _check_reducible(op: str, dtype: str) -> None:
         raise DTypeError(f"{op} is not defined for {dtype}: complex numbers have no order")
     if dtype.startswith(("float8", "float4", "uint16", "uint32", "uint64")):
         raise DTypeError(f"no reduction is defined for {dtype}; convert to a wider dtype first")
+
+
+def match_rules(
+    rules: Mapping[str, SpecLike], tensors: Mapping[str, int]
+) -> dict[str, ShardingSpec]:
+    """Return the spec of every tensor that a rule matches.
+
+    Parameters
+    ----------
+    rules
+        Name pattern to spec. Patterns are those of the shell (``*``, ``?``, ``[abc]``), matched
+        against the whole name with case.
+    tensors
+        Tensor name to its number of dims.
+
+    Returns
+    -------
+    dict
+        Name to spec, in the order of `tensors`, without the tensors that no rule matches.
+
+    Raises
+    ------
+    LayoutError
+        If two rules match one tensor, a rule matches nothing, or a spec has another number of dims
+        than the tensor.
+    SpecSyntaxError, AxisError
+        If the text of a spec is not one; names the rule.
+
+    Examples
+    --------
+    >>> match_rules({"*.weight": "[S0,R]", "*.bias": "[S0]"}, {"up.weight": 2, "up.bias": 1})
+    {'up.weight': ShardingSpec.parse('[S0,R]'), 'up.bias': ShardingSpec.parse('[S0]')}
+    """
+    if not isinstance(rules, Mapping):
+        raise LayoutError(
+            f"the rules are a {type(rules).__name__}; give a dict of name pattern to spec"
+        )
+    specs = {}
+    for pattern, spec in rules.items():
+        try:
+            specs[pattern] = ShardingSpec.of(spec)
+        except SpecSyntaxError as error:
+            problem = f"rule {pattern!r}: {error.problem}"
+            raise SpecSyntaxError(problem, error.text, error.position) from None
+        except AxisError as error:
+            raise AxisError(f"rule {pattern!r}: {error}") from None
+    unused = set(specs)
+    matched: dict[str, ShardingSpec] = {}
+    for name, dims in tensors.items():
+        patterns = [pattern for pattern in specs if fnmatchcase(name, pattern)]
+        unused.difference_update(patterns)
+        if len(patterns) > 1:
+            raise LayoutError(
+                f"tensor {name!r} is matched by the rules {patterns}; narrow the patterns so that "
+                "one is left"
+            )
+        for pattern in patterns:
+            if specs[pattern].dims != dims:
+                remedy = "narrow the pattern, and give that tensor a rule of its own"
+                raise LayoutError(
+                    f"rule {pattern!r} has spec {specs[pattern]} of "
+                    f"{counted(specs[pattern].dims, 'dim')}, but tensor {name!r} has {dims}; "
+                    + (remedy if pattern != name else f"give it a spec of {counted(dims, 'dim')}")
+                )
+            matched[name] = specs[pattern]
+    if unused:
+        raise LayoutError(
+            f"rule {sorted(unused)[0]!r} matches no tensor; the names start with "
+            f"{', '.join(map(repr, list(tensors)[:3])) or '(there are none)'}"
+        )
+    return matched

@@ -1,7 +1,4 @@
-"""Which devices hold which part of a tensor, drawn as text, SVG and HTML.
-
-A picture is made of boxes and of who holds them, so that it can be of a layout or of a checkpoint.
-"""
+"""Which devices hold which part of a tensor, drawn as text, SVG and HTML."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
@@ -9,6 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import product
 from typing import Final, TypeAlias
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 from shardspec.boxes import Box
 from shardspec.errors import LayoutError
@@ -21,70 +19,58 @@ _Interval: TypeAlias = tuple[int, int]
 MAX_CELLS: Final = 4096
 """A picture of more boxes can neither be read nor drawn in good time."""
 
-_TO_SCALE: Final = 8
-"""Up to this size a dim is drawn to scale in text."""
-_ELEMENT_LINES: Final = 2
-"""Lines an element takes in a drawing to scale, the border below it included."""
-_ELEMENT_WIDTH: Final = 4
-"""The least columns it takes, the border beside it included: about as wide as high."""
-
 _PIXELS: Final = 26
 """Of an element in an SVG drawn to scale."""
-_TO_SCALE_IN_SVG: Final = 12
 _LINE: Final = 18
 _MARGIN: Final = 12
 _LETTER: Final = 7
-"""Width of a letter of the font, about."""
+"""Approximate width of a letter of the font."""
 _STYLE: Final = (
     ".shardspec-layout{background:#fff}"
     ".shardspec-layout text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}"
     ".shardspec-layout .side{fill:#59636e}.shardspec-layout .title{font-weight:600}"
     ".shardspec-layout rect.cell{stroke:#1f2328;stroke-width:1}"
 )
-"""Holds for these drawings alone: in a notebook a style is in force on the whole page."""
+"""Holds for these drawings alone: in a notebook a style applies to the whole page."""
 
 
-def svg_element(name: str, *content: str, **attributes: object) -> str:
-    """Return an element of SVG around others, which may be text that is escaped already.
-
-    Numbers are rounded to a tenth, attributes that are None left out; `_` in a name is `-`.
-    """
-    written = ""
+def draw(parent: Element, tag: str, text: str | None = None, /, **attributes: object) -> Element:
+    """Add an element to an SVG. Numbers are rounded to a tenth; `_` in a name is `-`."""
+    element = SubElement(parent, tag)
+    element.text = text
     for key, value in attributes.items():
         if value is not None:
-            text = f"{round(value, 1):g}" if isinstance(value, float) else escape(str(value))
-            written += f' {key.rstrip("_").replace("_", "-")}="{text}"'
-    return f"<{name}{written}>{''.join(content)}</{name}>" if content else f"<{name}{written}/>"
+            written = f"{round(value, 1):g}" if isinstance(value, float) else str(value)
+            element.set(key.rstrip("_").replace("_", "-"), written)
+    return element
 
 
-def _plain(_box: int, text: str) -> str:
-    return text
+def svg_page(root: Element, width: float, height: float) -> str:
+    """Return a drawing as text, given its size in pixels."""
+    root.set("xmlns", "http://www.w3.org/2000/svg")
+    root.set("viewBox", f"0 0 {width:g} {height:g}")
+    root.set("width", f"{width:g}")
+    root.set("height", f"{height:g}")
+    return tostring(root, encoding="unicode")
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Boxes that make up a grid, each with the ids of those that hold it.
+    """Boxes that make up a grid, each with the ids of its holders: of a layout or a checkpoint.
 
-    Every cell is one box: its rows stand to the left, its columns above, and in it the physical ids
-    of all devices that hold it. A tensor of one dim is one row; one of more than two dims is drawn
-    as one grid of its last two dims for each block of the others.
+    A tensor of one dim is one row; one of more than two dims is drawn as one grid of its last two
+    dims for each block of the others.
     """
 
     title: str
     cells: Mapping[Box, Sequence[int]]
-    """Box to ids. With the intervals that any of them has along each dim, every combination is a
-    box."""
+    """Box to ids. The intervals of all boxes along each dim, combined, make every box."""
     notes: Sequence[str] = ()
     """What the cells cannot say."""
 
-    def text(self, paint: Paint = _plain) -> str:
+    def text(self, paint: Paint = lambda _, text: text) -> str:
         """Draw it as text; the cells of a dim of up to 8 elements are drawn to scale.
 
-        `paint` is given the number of a box and a piece of its cell, and returns the piece as it is
-        to be printed, in colour for example.
-
-        Examples
-        --------
         >>> print(Picture("three parts", {((0, 9),): [0, 2], ((9, 12),): [1]}).text())
         three parts
           0:9   9:12
@@ -94,8 +80,7 @@ class Picture:
         """
         lines = [self.title]
         for outer, boxes in self._blocks():
-            if outer:
-                lines.append(_block_title(outer))
+            lines += [_block_title(outer)] if outer else []
             lines += self._grid(
                 [(number, ids_text(self.cells[box])) for number, box in boxes], paint
             )
@@ -107,11 +92,11 @@ class Picture:
         above, beside = list(map(_side_text, columns)), list(map(_side_text, rows)) or [""]
         margin, per_row = max(map(len, beside)) + bool(rows), max(len(columns), 1)
         lines = [cells[at : at + per_row] for at in range(0, len(cells), per_row)]
-        letters = [max(len(text) for _, text in column) for column in zip(*lines, strict=True)]
-        widths = _text_widths(columns, letters)
-        heights = [1] * len(beside)
-        if rows and rows[-1][1] <= _TO_SCALE:
-            heights = [_ELEMENT_LINES * (hi - lo) - 1 for lo, hi in rows]
+        needed = [max(len(text) for _, text in column) + 3 for column in zip(*lines, strict=True)]
+        if above:
+            needed = [max(n, len(label) + 1) for n, label in zip(needed, above, strict=True)]
+        widths = [length - 1 for length in _lengths(columns, needed, 4, 8)]
+        heights = [length - 1 for length in _lengths(rows, [2] * len(beside), 2, 8)]
         if above:
             labels = (label.center(w) for label, w in zip(above, widths, strict=True))
             yield f"{'':{margin}} {' '.join(labels)}".rstrip()
@@ -139,20 +124,22 @@ class Picture:
                 f"{self.title}: {len(self.cells)} boxes are more than the {MAX_CELLS} that can be "
                 "drawn; draw it on a smaller mesh"
             )
-        texts = {box: ids_text(ids) for box, ids in self.cells.items()}
-        _, rows, columns = self._sides()
-        letters = max(map(len, [*texts.values(), *map(_side_text, columns)]), default=0)
-        widths = _lengths(columns, (letters + 2) * _LETTER)
-        heights = _lengths(rows, _PIXELS)
-        left = _MARGIN + _LETTER * (1 + max((len(_side_text(row)) for row in rows), default=-1))
-        parts: list[str] = []
+        root = Element(
+            "svg", {"class": "shardspec-layout", "role": "img", "aria-label": self.title}
+        )
+        draw(root, "style", _STYLE)
 
         def write(
             x: float, y: float, text: str, kind: str | None = None, anchor: str = "middle"
         ) -> None:
-            place = {"x": x, "y": y, "text_anchor": anchor}
-            parts.append(svg_element("text", escape(text), class_=kind, **place))
+            draw(root, "text", text, class_=kind, x=x, y=y, text_anchor=anchor)
 
+        texts = {box: ids_text(ids) for box, ids in self.cells.items()}
+        _, rows, columns = self._sides()
+        letters = max(map(len, [*texts.values(), *map(_side_text, columns)]), default=0)
+        widths = _lengths(columns, [(letters + 2) * _LETTER] * max(len(columns), 1), _PIXELS, 12)
+        heights = _lengths(rows, [_PIXELS] * max(len(rows), 1), _PIXELS, 12)
+        left = _MARGIN + _LETTER * (1 + max((len(_side_text(row)) for row in rows), default=-1))
         y = _MARGIN + _LINE
         write(_MARGIN, y - 4, self.title, "title", "start")
         for outer, boxes in self._blocks():
@@ -172,8 +159,7 @@ class Picture:
                     where = f"[{', '.join(map(_side_text, box))}] on {texts[box]}"
                     colour = "#{:02x}{:02x}{:02x}".format(*box_rgb(number))
                     sides = {"x": x, "y": y, "width": across, "height": down}
-                    tip = svg_element("title", escape(where))
-                    parts.append(svg_element("rect", tip, class_="cell", **sides, fill=colour))
+                    draw(draw(root, "rect", class_="cell", **sides, fill=colour), "title", where)
                     write(x + across / 2, y + down / 2 + 4, texts[box])
                     x += across
                 y += down
@@ -182,25 +168,13 @@ class Picture:
             write(_MARGIN, y, note, "side", "start")
         letters = max(map(len, [self.title, *self.notes]))
         width = max(left + sum(widths) + _MARGIN, 2 * _MARGIN + letters * _LETTER)
-        return svg_element(
-            "svg",
-            "\n".join(["", svg_element("style", _STYLE), *parts, ""]),
-            xmlns="http://www.w3.org/2000/svg",
-            class_="shardspec-layout",
-            width=width,
-            height=y + _MARGIN,
-            viewBox=f"0 0 {width} {y + _MARGIN}",
-            role="img",
-            aria_label=self.title,
-        )
+        return svg_page(root, width, y + _MARGIN)
 
     def html(self) -> str:
         """Return a page of its own with the drawing; raises as `svg` does."""
-        head = f'<meta charset="utf-8"><title>{escape(self.title)}</title>'
         return (
-            "<!DOCTYPE html>\n"
-            f'<html lang="en"><head>{head}</head>\n'
-            f"<body>\n{self.svg()}\n</body></html>\n"
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            f"<title>{escape(self.title)}</title></head>\n<body>\n{self.svg()}\n</body></html>\n"
         )
 
     def _sides(self) -> tuple[list[list[_Interval]], list[_Interval], list[_Interval]]:
@@ -211,21 +185,16 @@ class Picture:
 
     def _blocks(self) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
         """Yield for each grid what it shows, and its boxes row by row, numbered."""
-        if not self.cells:
-            return
         outer_sides, *inner = self._sides()
         numbers = {box: number for number, box in enumerate(sorted(self.cells))}
-        for outer in product(*outer_sides):
+        for outer in product(*outer_sides) if numbers else ():
             boxes = [(*outer, *box) for box in product(*(side for side in inner if side))]
             yield outer, [(numbers[box], box) for box in boxes]
 
 
 def box_rgb(number: int) -> tuple[int, int, int]:
-    """Return the colour of a box by its number as red, green and blue from 0 to 255.
-
-    Neighbours differ, and black can be read on it.
-    """
-    # The golden angle: however many boxes there are, hues stay apart.
+    """Return the colour of a box by its number: neighbours differ, and black can be read on it."""
+    # The golden angle keeps hues apart however many boxes there are.
     hue = (210 + number * 137.508) % 360 / 360
     red, green, blue = (round(255 * part) for part in hls_to_rgb(hue, 0.82, 0.8))
     return red, green, blue
@@ -253,25 +222,12 @@ def _side_text(side: _Interval) -> str:
     return f"{side[0]}:{side[1]}"
 
 
-def _text_widths(columns: Sequence[_Interval], letters: Sequence[int]) -> list[int]:
-    """Return the inner width of each column, given the letters that its cells need."""
-    needed = [count + 2 for count in letters]
-    if not columns:
-        return needed
-    needed = [max(n, len(_side_text(c))) for n, c in zip(needed, columns, strict=True)]
-    if columns[-1][1] > _TO_SCALE:
+def _lengths(
+    sides: Sequence[_Interval], needed: Sequence[int], element: int, to_scale: int
+) -> list[int]:
+    """Return how long to draw each interval of a dim: to scale in a short dim, else all alike."""
+    if not sides or sides[-1][1] > to_scale:
         return [max(needed)] * len(needed)
-    sizes = [hi - lo for lo, hi in columns]
-    an_element = max(-(-(n + 1) // size) for n, size in zip(needed, sizes, strict=True))
-    return [max(an_element, _ELEMENT_WIDTH) * size - 1 for size in sizes]
-
-
-def _lengths(intervals: Sequence[_Interval], least: int) -> list[int]:
-    """Return the pixels of every interval of a dim: to scale where it is short."""
-    if not intervals:
-        return [least]
-    sizes = [hi - lo for lo, hi in intervals]
-    if intervals[-1][1] > _TO_SCALE_IN_SVG:
-        return [least] * len(sizes)
-    element = max(_PIXELS, *(-(-least // size) for size in sizes))
+    sizes = [hi - lo for lo, hi in sides]
+    element = max(element, *(-(-n // size) for n, size in zip(needed, sizes, strict=True)))
     return [element * size for size in sizes]

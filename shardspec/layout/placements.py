@@ -1,12 +1,11 @@
 """Specs in the words of `torch.distributed.tensor`: one placement per mesh axis, and back.
 
 torch splits a dim by the axes that shard it from left to right. An axis that splits inside axes
-further right has a split factor: the number of parts which those have made before
-(``_StridedShard``). So `[S10]` on a 2x2 mesh is ``(_StridedShard(0, split_factor=2), Shard(0))``.
-The rule is ``DTensorSpec._convert_shard_order_to_StridedShard`` in torch 2.13, and its inverse.
-A factor of the only axis of a dim says that the dim is that many parts side by side, each sharded
-by itself: `[S0{4,4}]` on a mesh of 2 is ``(_StridedShard(0, split_factor=2),)``. Nothing here needs
-torch.
+further right has a split factor, the number of parts which those have made before
+(``_StridedShard``): `[S10]` on a 2x2 mesh is ``(_StridedShard(0, split_factor=2), Shard(0))``. The
+rule is ``DTensorSpec._convert_shard_order_to_StridedShard`` in torch 2.13, and its inverse. A
+factor of the only axis of a dim makes that many parts side by side, each sharded alone:
+`[S0{4,4}]` on a mesh of 2 is ``(_StridedShard(0, split_factor=2),)``. Nothing here needs torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,11 +47,8 @@ Placement: TypeAlias = Whole | Split | PartialPlacement
 def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
     """Return the placement of every mesh axis; the spec's axes are numbers.
 
-    Raises `LossyConversionError` if the spec has blocks, or parts of which torch's rule makes
-    others.
+    Raises `LossyConversionError` for blocks, and for parts that differ from those of torch's rule.
 
-    Examples
-    --------
     >>> placements_of(ShardingSpec.parse("[S10,R]"), (2, 3))
     (Split(dim=0, split_factor=3), Split(dim=0, split_factor=1))
     """
@@ -87,14 +83,10 @@ def spec_of_placements(
 
     `dims` is the number of the tensor's dims, or their sizes, which parts need; a negative dim of a
     `Split` counts from the end. `shard_order` is, per dim, the axes that split it, where torch
-    keeps that beside the placements; split factors are then all 1.
-
-    Raises `LayoutError` if the number of placements is not that of the axes, a dim does not exist,
-    or no order of the axes has these split factors; `LossyConversionError` if several axes shard
+    keeps that beside the placements; split factors are then all 1. Raises `LayoutError` for
+    placements that do not fit mesh or tensor, and `LossyConversionError` where several axes shard
     parts of one dim, which torch does by two rules.
 
-    Examples
-    --------
     >>> str(spec_of_placements([Split(0, 3), Split(0)], 2, (2, 3)))
     '[S10,R]'
     >>> str(spec_of_placements([Split(0, 2)], (6, 5), (3,)))
@@ -129,7 +121,11 @@ def spec_of_placements(
                 order.insert(_place(order, factor, found[0], mesh_shape, axis), axis)
     parts = {dim: found for dim, found in factors.items() if found[0] > 1}
     if shard_order is not None and not parts:
-        orders = _checked_order(orders, {d: list(axes) for d, axes in shard_order.items() if axes})
+        given: dict[int, list[int | str]] = {d: list(a) for d, a in shard_order.items() if a}
+        here, there = ({d: sorted(a, key=int) for d, a in o.items()} for o in (orders, given))
+        if here != there:
+            raise LayoutError(f"shard order {given} names other dims or axes than the placements")
+        orders = given
     cuts = {dim: DimSpec(tuple(order)) for dim, order in orders.items()}
     for dim, found in parts.items():
         if sizes is None:
@@ -167,13 +163,3 @@ def _place(
         f"axis {axis} has split factor {factor}, but the axes to its right that split the same dim "
         f"make {[mesh_shape[int(a)] for a in order] or 'no'} parts; no order of the axes has it"
     )
-
-
-def _checked_order(
-    found: Mapping[int, list[int | str]], given: dict[int, list[int | str]]
-) -> dict[int, list[int | str]]:
-    if {dim: sorted(axes, key=int) for dim, axes in found.items()} != {
-        dim: sorted(axes, key=int) for dim, axes in given.items()
-    }:
-        raise LayoutError(f"shard order {given} names other dims or axes than the placements")
-    return given

@@ -21,23 +21,21 @@ from shardspec.comm.steps import (
     Slice,
     Step,
 )
-from shardspec.dtypes import item_bytes
 from shardspec.layout.cross import (
-    Move,
     common_model,
     exchange_seconds,
     exchange_to,
     live_bytes,
-    missing,
     received_bytes,
 )
 from shardspec.layout.graph import state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.pricing import pair_prices
-from shardspec.layout.routed import ALL_DEVICES
 from shardspec.layout.spec import ShardingSpec
 from shardspec.text import bytes_text, seconds_text, table_text
 
+Move: TypeAlias = tuple[Step, Layout]
+"""A step, and the layout it leads to."""
 StepError: TypeAlias = tuple[str, Band | None]
 """A kind of step, and how far its price is off; None if not known."""
 
@@ -137,7 +135,10 @@ class ConversionPlan:
         found: list[StepError] = []
         for step, before, after in self.communicating:
             model = self.model_between(before, after)
-            found.append((_what(step, before), model.error(step, before.max_local_bytes)))
+            what, kind = step_text(step), kind_of(step)
+            if kind is not None:
+                what = f"{kind} of {prod(before.mesh.shape[axis] for axis in step.axes)}"
+            found.append((what, model.error(step, before.max_local_bytes)))
             if model.copy_s and copies(step, 2):
                 # Their rate is the vendor's.
                 found.append(("local copies", None))
@@ -145,6 +146,10 @@ class ConversionPlan:
 
     def as_dict(self) -> dict[str, object]:
         """Return the plan as plain lists, numbers and text, ready for JSON."""
+
+        def plain(value: object) -> object:
+            return list(value) if isinstance(value, tuple) else value
+
         rows = zip(self.moves, self.step_seconds, self.step_bytes, self.live_bytes, strict=True)
         return {
             "source": str(self.source.spec),
@@ -159,7 +164,7 @@ class ConversionPlan:
             "steps": [
                 {
                     "step": type(step).__name__,
-                    **{name: _plain(getattr(step, name)) for name in step.__slots__},
+                    **{name: plain(getattr(step, name)) for name in step.__slots__},
                     "layout": str(after.spec),
                     "bytes_received": received,
                     "seconds": seconds,
@@ -177,7 +182,46 @@ class ConversionPlan:
         return json.dumps(self.as_dict(), indent=indent)
 
     def __str__(self) -> str:
-        return _plan_text(self)
+        source, target = self.source, self.target
+        meshes = f"on mesh {source.mesh}"
+        if target.mesh != source.mesh:
+            meshes = f"from mesh {source.mesh} to mesh {target.mesh}"
+        title = (
+            f"{source.labelled_spec} → {target.labelled_spec}   {list(source.global_shape)} "
+            f"{source.dtype} ({bytes_text(source.global_bytes)}) {meshes}"
+        )
+        if not self.steps:
+            return f"{title}\nnothing to do: both are the same layout"
+        rows = zip(self.moves, self.step_bytes, self.step_seconds, self.live_bytes, strict=True)
+        table = table_text(
+            ["step", "axes", "layout after", "receives", "time", "live"],
+            [
+                [
+                    step_text(step),
+                    ",".join(before.mesh.axis_labels(step.axes)),
+                    str(after.labelled_spec),
+                    bytes_text(received),
+                    seconds_text(seconds),
+                    bytes_text(live),
+                ]
+                for (step, before, after), received, seconds, live in rows
+            ],
+            footer=[
+                "total",
+                "",
+                "",
+                bytes_text(self.bytes_received),
+                seconds_text(self.cost_seconds),
+                f"peak {bytes_text(self.peak_bytes)}",
+            ],
+            numbers_from=3,
+        )
+        links = "; then ".join(
+            f"{model.link_model} model; {model.links_text(layout.mesh.axis_labels())}"
+            for model, layout in ((self.model, source), (self.target_model, target))
+            if model is not None
+        )
+        return f"{title}\n{table}\nper device; {links}\nknown error: {self.known_error}"
 
     @classmethod
     def of_moves(
@@ -199,7 +243,7 @@ def step_seconds(step: Step, before: Layout, after: Layout, model: CostModel) ->
     if before.mesh != after.mesh or (isinstance(step, Exchange) and not plain):
         return exchange_seconds(before, after, model)
     if isinstance(step, Permute | Exchange):
-        permute, exchange = pair_prices(before, state_of(after.spec)[0], model)
+        permute, exchange = pair_prices(before, after, model)
         return permute if isinstance(step, Permute) else exchange
     return model.step_seconds(step, before.max_local_bytes)
 
@@ -207,17 +251,11 @@ def step_seconds(step: Step, before: Layout, after: Layout, model: CostModel) ->
 def step_bytes(step: Step, before: Layout, after: Layout) -> int:
     """Return the bytes that the busiest device receives in a step.
 
-    For a collective by a bandwidth-optimal algorithm; for permute and exchange exactly what the
-    device lacks. On meshes of more than 512 devices every so-manieth device is looked at.
+    For a collective by a bandwidth-optimal algorithm; for permute and exchange what it lacks.
     """
-    plain = before.spec.is_plain and after.spec.is_plain
-    if before.mesh != after.mesh or (isinstance(step, Exchange) and not plain):
+    if isinstance(step, Permute | Exchange):
         return received_bytes(before, after)
-    if not isinstance(step, Permute | Exchange):
-        return bytes_received(step, before.mesh.shape, before.max_local_bytes)
-    ids = before.mesh.ids[:: -(-before.mesh.size // ALL_DEVICES)]
-    most = max(missing(after.box(device), before.box(device)) for device in ids)
-    return most * item_bytes(before.dtype)
+    return bytes_received(step, before.mesh.shape, before.max_local_bytes)
 
 
 def errors_text(errors: Iterable[StepError]) -> str:
@@ -235,17 +273,6 @@ def errors_text(errors: Iterable[StepError]) -> str:
     return "; ".join(parts) or "none, nothing is sent"
 
 
-def _what(step: Step, before: Layout) -> str:
-    kind = kind_of(step)
-    if kind is None:
-        return step_text(step)
-    return f"{kind} of {prod(before.mesh.shape[axis] for axis in step.axes)}"
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def step_text(step: Step) -> str:
     """Say in a few words what a step does, the kind of step first."""
     return _WORDS[type(step)].format(step)
@@ -260,49 +287,6 @@ _WORDS: Final = {
     Permute: "permute",
     Exchange: "exchange",
 }
-
-
-def _plan_text(plan: ConversionPlan) -> str:
-    """Return a plan as a table: a row per step, then the totals and the links assumed."""
-    source, target = plan.source, plan.target
-    meshes = f"on mesh {source.mesh}"
-    if target.mesh != source.mesh:
-        meshes = f"from mesh {source.mesh} to mesh {target.mesh}"
-    title = (
-        f"{source.labelled_spec} → {target.labelled_spec}   {list(source.global_shape)} "
-        f"{source.dtype} ({bytes_text(source.global_bytes)}) {meshes}"
-    )
-    if not plan.steps:
-        return f"{title}\nnothing to do: both are the same layout"
-    rows = zip(plan.moves, plan.step_bytes, plan.step_seconds, plan.live_bytes, strict=True)
-    table = table_text(
-        ["step", "axes", "layout after", "receives", "time", "live"],
-        [
-            [
-                step_text(step),
-                ",".join(before.mesh.axis_labels(step.axes)),
-                str(after.labelled_spec),
-                bytes_text(received),
-                seconds_text(seconds),
-                bytes_text(live),
-            ]
-            for (step, before, after), received, seconds, live in rows
-        ],
-        footer=[
-            "total",
-            "",
-            "",
-            bytes_text(plan.bytes_received),
-            seconds_text(plan.cost_seconds),
-            f"peak {bytes_text(plan.peak_bytes)}",
-        ],
-        numbers_from=3,
-    )
-    links = f"{plan.model.link_model} model; {plan.model.links_text(source.mesh.axis_labels())}"
-    if plan.target_model is not None:
-        there = plan.target_model
-        links += f"; then {there.link_model} model; {there.links_text(target.mesh.axis_labels())}"
-    return f"{title}\n{table}\nper device; {links}\nknown error: {plan.known_error}"
 
 
 def route_text(plan: ConversionPlan) -> str:
@@ -337,7 +321,7 @@ def plans_table(plans: Sequence[ConversionPlan], names: Sequence[str]) -> str:
 def naive_plan(
     source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> ConversionPlan:
-    """Return the plan that all-reduces, all-gathers every cut dim, and slices to the target.
+    """Return the plan that all-reduces, all-gathers every sharded dim, and slices to the target.
 
     To another mesh the gathered tensor crosses whole, and is sliced there. What is pending at the
     target as well stays pending.
@@ -355,25 +339,23 @@ def naive_plan(
 
 
 def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Iterator[Move]:
-    """Yield the steps that finish reductions, gather everything and cut, with where they lead."""
+    """Yield the steps that finish reductions, gather everything and slice, with where they lead."""
     for step, layout in finishing_moves(source, target):
         yield step, layout
         source = layout
     spec = source.spec
     if not (spec.is_plain and target.is_plain):
-        whole = ShardingSpec(spec.dims, partial=spec.partial)
-        for after in (whole, target):
+        for after in (ShardingSpec(spec.dims, partial=spec.partial), target):
             if after != spec:
                 there = source.with_spec(after)
                 yield exchange_to(source, there, model), there
                 spec = after
         return
-    held, wanted = state_of(spec), state_of(target)
-    for dim, cut in enumerate(held[0]):
+    for dim, cut in enumerate(state_of(spec)[0]):
         if cut:
             spec = spec.with_dims({dim: ()})
             yield AllGather(dim, cut), source.with_spec(spec)
-    for dim, cut in enumerate(wanted[0]):
+    for dim, cut in enumerate(state_of(target)[0]):
         if cut:
             spec = spec.with_dims({dim: cut})
             yield Slice(dim, cut), source.with_spec(spec)

@@ -1,117 +1,117 @@
 """Prices of every move between every two specs, for one tensor on one mesh.
 
-Prices of permute and exchange are lines over the bytes. Where every dim divides evenly whatever the
-cut, the lines depend on the mesh and the rank alone, and specs that differ by a permutation of the
-dims, or of axes that are alike, share them; else they are made for the one shape.
+Collectives are priced by the cost model, permute and exchange as `shardspec.layout.routed` says.
+Where every dim divides evenly whatever the cut, these depend on the mesh and the rank alone, and
+specs that differ by a permutation of the dims, or of like axes, share them; else they are made for
+the one shape.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import copies
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.layout.graph import (
+    TIE_SECONDS,
     Cuts,
     Floats,
+    Ints,
     PartialState,
     Space,
-    count_states,
     is_symmetric,
     space_of,
     spec_of,
     state_of,
 )
 from shardspec.layout.layout import Layout
-from shardspec.layout.routed import Lines, Overlaps, geometry_of, routed_lines
-
-TIE_SECONDS: Final = 1e-12
-"""Added per step while searching, so that of equally cheap plans the one with fewer steps wins."""
+from shardspec.layout.routed import (
+    MAX_EXACT_DEVICES,
+    Lines,
+    Routing,
+    Sides,
+    longest,
+    pruned,
+    value_at,
+)
 
 _ROUNDING: Final = 1e-12
 """Prices that differ by so little, in proportion, are one price summed in another order."""
-
-_FEW_STATES: Final = 200
-"""Up to so many states what is worked out takes a MiB, so that of many tensors is kept."""
-_MOST_CELLS: Final = 1 << 21
+_MAX_CELLS: Final = 1 << 21
 """Pairs of specs times pairs of devices that are priced together."""
-_MOST_WORK: Final = 1e7
+_MAX_WORK: Final = 1e7
 """Pairs of specs times devices up to which every permute and exchange is priced."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Seconds of the single moves between all specs of a space, as arrays (states, states).
-
-    Row: where from. Column: where to. inf where no such step leads there.
-    """
+    """The cheapest single move between all specs of a space."""
 
     space: Space
     """What the rows and columns stand for."""
+    steps: dict[tuple[int, int], Step]
+    """The collectives and slices."""
     local_bytes: Floats
     """Bytes of the largest shard of each state."""
-    collective: Floats
-    permute: Floats
-    exchange: Floats
+    seconds: Floats
+    """(states, states); inf where no single move leads there."""
+    kind: npt.NDArray[np.int8]
+    """0 where a collective or slice is the cheapest, 1 for a permute, 2 for an exchange."""
     routed: bool
     """Whether permute and exchange are priced; false where there are too many pairs."""
     model: CostModel
 
-    def cheapest(self) -> Floats:
-        """Return the cheapest single move between every two states, the tie-breaker included."""
-        best: Floats = np.minimum(self.collective, self.permute)
-        np.minimum(best, self.exchange, out=best)
-        best += TIE_SECONDS
-        return best
+    @cached_property
+    def live_bytes(self) -> Floats:
+        """Bytes that the fullest device holds during the move between every two states."""
+        return self.local_bytes[:, None] + self.local_bytes
 
-    def with_pair(self, source: Layout, goal: Cuts) -> "Prices":
-        """Return the prices with permute and exchange between two states added."""
-        ends = self.space.index[state_of(source.spec)], self.space.index[goal, ()]
-        permute, exchange = self.permute.copy(), self.exchange.copy()
-        permute[ends], exchange[ends] = pair_prices(source, goal, self.model)
-        return replace(self, permute=permute, exchange=exchange)
+    def with_pair(self, source: Layout, target: Layout) -> "Prices":
+        """Return the prices with permute and exchange between two specs added."""
+        ends = self.space.index[state_of(source.spec)], self.space.index[state_of(target.spec)]
+        seconds, kind = self.seconds.copy(), self.kind.copy()
+        each = (seconds[ends], *pair_prices(source, target, self.model))
+        seconds[ends] = min(each)
+        kind[ends] = next(n for n, price in enumerate(each) if price <= min(each) * (1 + _ROUNDING))
+        return replace(self, seconds=seconds, kind=kind)
 
     def with_slices_joined(self) -> "Prices":
-        """Return the prices with a slice by several axes of one dim as one move.
+        """Return the prices with a slice along several axes of one dim as one move.
 
-        Its seconds are those of several slices, but between them no shard is ever held; so it is
-        needed where bytes are bounded.
+        It costs as much as several slices, but no shard is held between them; so it is needed where
+        bytes are bounded.
         """
-        steps, collective = dict(self.space.steps), self.collective.copy()
+        steps, seconds, kind = dict(self.steps), self.seconds.copy(), self.kind.copy()
         for target, (cuts, pending) in enumerate(self.space.states):
             for dim, axes in enumerate(cuts):
                 for kept in range(len(axes) - 1):
                     whole = (*cuts[:dim], axes[:kept], *cuts[dim + 1 :])
-                    source = self.space.index[whole, pending]
-                    steps[source, target] = Slice(dim, axes[kept:])
-                    collective[source, target] = 0.0
-        return replace(self, space=replace(self.space, steps=steps), collective=collective)
-
-    @property
-    def live_bytes(self) -> Floats:
-        """Bytes that the fullest device holds during the move between every two states."""
-        return self.local_bytes[:, None] + self.local_bytes
+                    ends = self.space.index[whole, pending], target
+                    steps[ends] = Slice(dim, axes[kept:])
+                    seconds[ends] = kind[ends] = 0
+        return replace(self, steps=steps, seconds=seconds, kind=kind)
 
     def layout(self, tensor: Layout, state: int) -> Layout:
         """Return the layout of a tensor in a state."""
         return tensor.with_spec(spec_of(self.space.states[state]))
 
     def step(self, source: int, target: int) -> Step:
-        """Return the cheapest single move between two states; a collective where it is as cheap."""
-        seconds = (
-            self.collective[source, target],
-            self.permute[source, target],
-            self.exchange[source, target],
-        )
-        best = min(seconds) * (1 + _ROUNDING)
-        if seconds[0] <= best:
-            return self.space.steps[source, target]
+        """Return the cheapest single move between two states."""
         ends = self.space.states[source][0], self.space.states[target][0]
-        return permute_between(*ends) if seconds[1] <= best else exchange_between(*ends, self.model)
+        match self.kind[source, target]:
+            case 0:
+                return self.steps[source, target]
+            case 1:
+                return permute_between(*ends)
+            case _:
+                return exchange_between(*ends, self.model)
 
 
 def permute_between(before: Cuts, after: Cuts) -> Permute:
@@ -121,44 +121,38 @@ def permute_between(before: Cuts, after: Cuts) -> Permute:
 
 def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
     """Return the exchange from one spec to another on the same mesh."""
-    cut = [axis for axes in before for axis in axes]
-    return Exchange(_changed_axes(before, after), model.apart(cut))
+    return Exchange(_changed_axes(before, after), model.apart([a for axes in before for a in axes]))
 
 
-def _changed_axes(before: Cuts, after: Cuts) -> tuple[int, ...]:
-    """Return the axes whose part in the cuts differs, ascending."""
-
-    def places(cuts: Cuts) -> set[tuple[int, int, int]]:
-        return {(a, dim, i) for dim, axes in enumerate(cuts) for i, a in enumerate(axes)}
-
-    return tuple(sorted({axis for axis, _, _ in places(before) ^ places(after)}))
+def _changed_axes(*both: Cuts) -> tuple[int, ...]:
+    """Return the axes whose place in the cuts differs, ascending."""
+    before, after = (
+        {(a, dim, i) for dim, axes in enumerate(cuts) for i, a in enumerate(axes)} for cuts in both
+    )
+    return tuple(sorted({axis for axis, _, _ in before ^ after}))
 
 
 def alike_axes(mesh_shape: tuple[int, ...], model: CostModel) -> tuple[int, ...]:
     """Return per mesh axis a number that is the same for axes equally long and fast."""
-    if model.measured:  # of this mesh's own axes
+    if model.measured:  # curves of this mesh's own axes
         return tuple(range(len(mesh_shape)))
     kinds = [(n, replace(link, name="")) for n, link in zip(mesh_shape, model.links, strict=True)]
     return tuple(map(kinds.index, kinds))
 
 
-def prices_of(tensor: Layout, model: CostModel, most_work: float = _MOST_WORK) -> Prices:
-    """Price all single moves of a tensor on its mesh, and with what is pending there.
+def prices_of(tensor: Layout, model: CostModel, max_work: float = _MAX_WORK) -> Prices:
+    """Price all single moves of a tensor on its mesh, with the reductions that are pending there.
 
-    Up to `most_work` pairs of specs times devices permute and exchange are priced too.
+    Permute and exchange are priced for up to `max_work` pairs of specs times devices.
     """
-    pending = state_of(tensor.spec)[1]
-    few = count_states(tensor.mesh.ndim, tensor.spec.dims, len(pending)) <= _FEW_STATES
-    make = _prices_of_few if few else _prices_of_many
-    return make(
-        tensor.mesh.shape, pending, tensor.global_shape, item_bytes(tensor.dtype), model, most_work
-    )
+    pending, item = state_of(tensor.spec)[1], item_bytes(tensor.dtype)
+    return cached_prices(tensor.mesh.shape, pending, tensor.global_shape, item, model, max_work)
 
 
 def prices_to_search(
     source: Layout, model: CostModel, max_bytes: int | None, target: Layout | None = None
 ) -> tuple[Prices, Floats]:
-    """Return prices, and the moves of a search with a bound on what a device holds, or without.
+    """Return prices, and the seconds of the moves that hold at most `max_bytes`, ties broken.
 
     Where there are too many pairs of specs to price permute and exchange, those straight from the
     source to the target are.
@@ -167,41 +161,62 @@ def prices_to_search(
     if max_bytes is not None:
         prices = prices.with_slices_joined()
     if target and not prices.routed and not source.spec.partials and source != target:
-        prices = prices.with_pair(source, state_of(target.spec)[0])
-    move = prices.cheapest()
+        prices = prices.with_pair(source, target)
+    move = prices.seconds + TIE_SECONDS
     if max_bytes is not None:
         move[prices.live_bytes > max_bytes] = np.inf
     return prices, move
 
 
-def _prices(
+@lru_cache(maxsize=16)
+def cached_prices(
     mesh_shape: tuple[int, ...],
     pending: PartialState,
     global_shape: tuple[int, ...],
     item: int,
     model: CostModel,
-    most_work: float,
+    max_work: float,
 ) -> Prices:
+    """Return the prices of tensors of one shape; see `prices_of`."""
     space = space_of(len(mesh_shape), len(global_shape), pending)
-    local_bytes = space.local_elements(mesh_shape, global_shape) * item
-    count = len(space.states)
-    collective, permute, exchange = np.full((3, count, count), np.inf)
-    collective[space.edge_from, space.edge_to] = space.edge_seconds(model, local_bytes)
-    known = len(space.nothing_pending)  # the states with nothing pending come first
-    routed = _routed(mesh_shape, global_shape, item, model, most_work)
-    if routed is not None:
-        permute[:known, :known], exchange[:known, :known] = routed
-    return Prices(space, local_bytes, collective, permute, exchange, routed is not None, model)
+    local_bytes = np.full(len(space.states), float(item))
+    for dim, size in enumerate(global_shape):
+        local_bytes *= longest(mesh_shape, space.lists, size)[space.list_index[:, dim]]
+    seconds = np.full((len(space.states),) * 2, np.inf)
+    kind = np.zeros(seconds.shape, np.int8)
+    ends, lines = _collective_lines(space, model)
+    held = local_bytes[ends[0]]
+    seconds[ends] = np.min([fixed + slope * held for fixed, slope in lines], axis=0)
+    known = space.num_finished
+    routed = _routed(mesh_shape, global_shape, item, model, max_work)
+    for number, price in enumerate(routed or (), 1):
+        best = seconds[:known, :known]
+        cheaper = price < best * (1 - _ROUNDING)
+        np.copyto(best, price, where=price < best)
+        kind[:known, :known][cheaper] = number
+    return Prices(space, space.steps, local_bytes, seconds, kind, routed is not None, model)
 
 
-_prices_of_few = lru_cache(maxsize=64)(_prices)
-_prices_of_many = lru_cache(maxsize=1)(_prices)
+@lru_cache(maxsize=16)
+def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[Lines]]:
+    """Return both ends of every edge, and lines over the bytes held; the lowest is the price."""
+    # Steps of one kind along the same axes cost the same.
+    known: dict[object, tuple[tuple[float, float], ...]] = {}
+    of_edges = []
+    for step in space.steps.values():
+        key = type(step), tuple(sorted(step.axes)), copies(step, 1)
+        if key not in known:
+            known[key] = model.lines(step)
+        of_edges.append(known[key])
+    most = max(map(len, of_edges), default=1)
+    lines = np.array([(*each, *each[:1] * (most - len(each))) for each in of_edges])
+    fixed, slope = lines.reshape(-1, most, 2).transpose(2, 1, 0).copy()
+    ends = np.array(list(space.steps), dtype=np.int64).reshape(-1, 2).T.copy()
+    return (ends[0], ends[1]), list(zip(fixed, slope, strict=True))
 
 
-def forget_prices() -> None:
-    """Let go of the prices that are kept."""
-    _prices_of_few.cache_clear()
-    _prices_of_many.cache_clear()
+_Row: TypeAlias = tuple[Ints, Lines, Lines]
+"""States, and permute and exchange from these to all states."""
 
 
 def _routed(
@@ -209,141 +224,90 @@ def _routed(
     global_shape: tuple[int, ...],
     item: int,
     model: CostModel,
-    most_work: float,
+    max_work: float,
 ) -> tuple[Floats, Floats] | None:
-    """Return permute and exchange between all states with nothing pending, None for too many.
-
-    Axes of one device make no difference, so states that differ only there are priced once.
-    """
-    space, squeezed = space_of(len(mesh_shape), len(global_shape), ()), _Squeezed(mesh_shape)
-    count, dims = len(space.states), len(global_shape)
-    if len(squeezed.axes) < len(mesh_shape):
-        small = model.on(squeezed.axes)
-        found = _routed(small.mesh_shape, global_shape, item, small, most_work)
+    """Return permute and exchange between all states with nothing pending, None for too many."""
+    dims, space = len(global_shape), space_of(len(mesh_shape), len(global_shape), ())
+    axes = _long_axes(mesh_shape)
+    if len(axes) < len(mesh_shape):
+        # Axes of one device make no difference, so states that differ only there are priced once.
+        small = model.on(axes)
+        found = _routed(small.mesh_shape, global_shape, item, small, max_work)
         if found is None:
             return None
-        index = space_of(len(squeezed.axes), dims, ()).index
-        same = np.array([index[squeezed.cuts(cuts), ()] for cuts, _ in space.states])
+        index = space_of(len(axes), dims, ()).index
+        same = np.array([index[_squeezed(cuts, axes), ()] for cuts, _ in space.states])
         permute, exchange = (seconds[np.ix_(same, same)] for seconds in found)
-        # Between those that are priced as one nothing moves.
         permute[same[:, None] == same] = 0.0
         np.fill_diagonal(permute, np.inf)
         return permute, exchange
-    devices = prod(mesh_shape)
+    devices, count = prod(mesh_shape), len(space.states)
     even = is_symmetric(global_shape, mesh_shape)
-    alike = space.orbits(alike_axes(mesh_shape, model)) if even else None
-    rows = count if alike is None else len(np.unique(alike[0]))
-    if rows * count * devices > most_work or len(geometry_of(mesh_shape).rows) < devices:
+    orbits = space.orbits(alike_axes(mesh_shape, model)) if even else None
+    sources = count if orbits is None else len(np.unique(orbits[0]))
+    if sources * count * devices > max_work or devices > MAX_EXACT_DEVICES:
         return None
-    make = _lines_of_few if count <= _FEW_STATES else _lines_of_many
-    # All sizes that divide evenly have the same lines.
-    sizes, scale = global_shape, item
+    rows: Iterable[_Row] = _rows(space, model, global_shape)
+    size = item
     if even:
-        sizes, scale = (devices,) * dims, prod(global_shape) * item
-    permute, exchange = make(mesh_shape, sizes, model, even)
-    seconds = _highest(permute, scale), _highest(exchange, scale)
+        rows, size = _even_rows(space, model), prod(global_shape) * item
+    seconds = np.empty((2, count, count))
+    for some, *lines in rows:
+        for each, prices in zip(lines, seconds, strict=True):
+            prices[some] = value_at(each, size).reshape(-1, count)
+    if orbits is not None:
+        seconds = seconds[:, orbits[0][:, None], orbits[1]]
     seconds[1][seconds[1] == 0] = np.inf  # nothing moves: that is a slice, or no step at all
-    return seconds
+    return seconds[0], seconds[1]
 
 
-def _lines(
-    mesh_shape: tuple[int, ...], sizes: tuple[int, ...], model: CostModel, even: bool
-) -> tuple[Lines, Lines]:
-    """Return permute and exchange between all states, by the bytes of an element.
+def _long_axes(mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axis for axis, devices in enumerate(mesh_shape) if devices > 1)
 
-    Where sizes are `even`, by those of the whole tensor instead. Lines lie along the first axis
-    here, so that they are evaluated in a few sweeps over contiguous memory.
-    """
-    space = space_of(len(mesh_shape), len(sizes), ())
-    geometry, uncut, count = geometry_of(mesh_shape), space.uncut_bits(), len(space.states)
-    by_size = {size: Overlaps(geometry, space.lists, size) for size in set(sizes)}
-    overlaps = [by_size[size] for size in sizes]
-    stands_for, relabelled = np.arange(count), np.broadcast_to(np.arange(count), (count, count))
+
+def _squeezed(cuts: Cuts, axes: Sequence[int]) -> Cuts:
+    """Return cuts on the mesh that has some of the axes alone."""
+    return tuple(tuple(axes.index(a) for a in cut if a in axes) for cut in cuts)
+
+
+@lru_cache(maxsize=8)
+def _even_rows(space: Space, model: CostModel) -> list[_Row]:
+    """Return lines from one state of each kind to all, by the bytes of an evenly cut tensor."""
+    size = prod(model.mesh_shape)
+    scale, found = size**space.dims, []
+    for some, permute, exchange in _rows(space, model, (size,) * space.dims, even=True):
+        fixed, slope = pruned(*exchange)
+        found.append((some, (permute[0], permute[1] / scale), (fixed, slope / scale)))
+    return found
+
+
+def _rows(
+    space: Space, model: CostModel, sizes: Sequence[int], *, even: bool = False
+) -> Iterator[_Row]:
+    """Yield lines from some states to all; states sharded along the same axes come together."""
+    routing, count = Routing(model, sizes, space.lists), len(space.states)
+    sources = np.arange(count)
     if even:
-        stands_for, relabelled = space.orbits(alike_axes(mesh_shape, model))
-    rows: dict[int, tuple[Lines, Lines]] = {}
-    # Those that the same axes cut are priced together, so many as take little memory.
-    sources, at_once = np.unique(stands_for), max(1, _MOST_CELLS // (count * geometry.differ.size))
-    for bits in np.unique(uncut[sources]).tolist():
-        alike = sources[uncut[sources] == bits]
+        sources = np.unique(space.orbits(alike_axes(model.mesh_shape, model))[0])
+    at_once = max(1, _MAX_CELLS // (count * routing.differ.size))
+    used = routing.axis_bits(space.list_index[sources])
+    for bits in np.unique(used).tolist():
+        alike = sources[used == bits]
         for first in range(0, len(alike), at_once):
             some = alike[first : first + at_once]
-            lines = routed_lines(
-                geometry,
-                model,
-                overlaps,
-                np.repeat(space.list_index[some], count, axis=0),
-                np.tile(space.list_index, (len(some), 1)),
-                bits,
-                np.tile(uncut, len(some)),
-            )
-            for number, source in enumerate(some.tolist()):
-                part = slice(number * count, (number + 1) * count)
-                permute, exchange = (Lines(each.fixed[part], each.slope[part]) for each in lines)
-                rows[source] = permute, exchange.pruned()
-
-    elements = prod(sizes) if even else 1
-
-    def joined(which: int) -> Lines:
-        most = max(row[which].fixed.shape[-1] for row in rows.values())
-        fixed, slope = np.empty((2, most, count, count))
-        for state, image in enumerate(relabelled):
-            row = rows[int(stands_for[state])][which]
-            for every, values in ((fixed, row.fixed), (slope, row.slope / elements)):
-                every[:, state] = values[image, :1].T  # the first line again where there are fewer
-                every[: values.shape[-1], state] = values[image].T
-        return Lines(fixed, slope)
-
-    return joined(0), joined(1)
+            ends = np.repeat(space.list_index[some], count, axis=0)
+            yield some, *routing.lines(ends, np.tile(space.list_index, (len(some), 1)))
 
 
-_lines_of_few = lru_cache(maxsize=16)(_lines)
-_lines_of_many = lru_cache(maxsize=1)(_lines)
+def pair_prices(source: Layout, target: Layout, model: CostModel) -> tuple[float, float]:
+    """Return the seconds of a permute and of an exchange to a spec on the same mesh, or inf.
 
-
-def _highest(lines: Lines, x: float) -> Floats:
-    """Return the largest of lines along the first axis at one place."""
-    best: Floats = lines.slope[0] * x + lines.fixed[0]
-    for fixed, slope in zip(lines.fixed[1:], lines.slope[1:], strict=True):
-        value = slope * x
-        value += fixed
-        np.maximum(best, value, out=best)
-    return best
-
-
-class _Squeezed:
-    """A mesh without its axes of one device, which make no difference."""
-
-    def __init__(self, mesh_shape: tuple[int, ...]) -> None:
-        self.axes = tuple(axis for axis, devices in enumerate(mesh_shape) if devices > 1)
-        self._place = {axis: number for number, axis in enumerate(self.axes)}
-
-    def cuts(self, cuts: Cuts) -> Cuts:
-        place = self._place
-        return tuple(tuple(place[a] for a in axes if a in place) for axes in cuts)
-
-
-def pair_prices(source: Layout, target: Cuts, model: CostModel) -> tuple[float, float]:
-    """Return the seconds of a permute and of an exchange to one spec; inf where there is none.
-
-    Nothing is pending at the source; the target is on the same mesh.
+    Nothing is pending at the source.
     """
-    squeezed = _Squeezed(source.mesh.shape)
-    model = model.on(squeezed.axes)
-    plain = state_of(source.spec)[0]
-    here, there = squeezed.cuts(plain), squeezed.cuts(target)
-    sides = list(zip(source.global_shape, here, there, strict=True))
-    # Dims that stay whole are one dim.
-    whole = prod(size for size, *cuts in sides if not any(cuts))
-    sides = [(whole, (), ()), *(side for side in sides if any(side[1:]))]
-    geometry = geometry_of(model.mesh_shape)
-    overlaps = [Overlaps(geometry, lists, size) for size, *lists in sides]
-    full = (1 << len(model.mesh_shape)) - 1
-    uncut, uncut_then = (
-        full - sum(1 << a for axes in cuts for a in axes) for cuts in (here, there)
-    )
-    first, second = np.zeros((1, len(sides)), dtype=np.int64), np.ones((1, len(sides)), np.int64)
-    lines = routed_lines(geometry, model, overlaps, first, second, uncut, np.array([uncut_then]))
+    ends = state_of(source.spec)[0], state_of(target.spec)[0]
+    lists = list(dict.fromkeys((*ends[0], *ends[1])))
+    routing = Routing(model, source.global_shape, lists)
+    here, there = (np.array([[lists.index(axes) for axes in cuts]], np.int64) for cuts in ends)
     item = item_bytes(source.dtype)
-    permute, exchange = (float(each.at(item)[0]) for each in lines)
-    return permute if plain != target else np.inf, exchange or np.inf
+    permute, exchange = (float(value_at(each, item)[0]) for each in routing.lines(here, there))
+    return permute if ends[0] != ends[1] else np.inf, exchange or np.inf

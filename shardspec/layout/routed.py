@@ -1,16 +1,13 @@
 """What permute and exchange cost: priced from the boxes of every device on both sides.
 
-A device that lacks bytes gets them from one that holds them. Those that hold the same, and are as
-near, send as much as each other: no other choice of senders makes the busiest one send less. Per
-device and link the seconds are ``alpha + bytes * beta``; the busiest device, sending or receiving,
-sets the price of an exchange, and the slowest link used that of a permute. On a shared bus the
-bytes of all devices add up instead.
-
-Every price here is the largest of a few lines ``fixed + slope * elements``, kept as two arrays.
+A device that lacks bytes gets them from one that holds them; holders of the same box that are as
+near share the work, and no other choice makes the busiest one send less. Per device and link the
+seconds are ``alpha + bytes * beta``. The busiest device, sending or receiving, sets the price of an
+exchange, and the slowest link used that of a permute. On a shared bus the bytes of all devices add
+up instead. Such a price is the largest of a few lines ``fixed + slope * elements``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import combinations, product
 from math import prod
@@ -22,64 +19,47 @@ import numpy.typing as npt
 from shardspec.comm.cost import CostModel
 from shardspec.layout.graph import Floats, Ints
 
-Bools: TypeAlias = npt.NDArray[np.bool_]
 Sides: TypeAlias = tuple[Ints, Ints]
-"""Where parts of a dim begin, and where they end."""
+"""Where intervals of a dim begin, and where they end."""
+Lines: TypeAlias = tuple[Floats, Floats]
+"""Prices as the largest of lines: their fixed parts and slopes, along the last axis."""
 
-ALL_DEVICES: Final = 512
-"""Up to so many devices every one is priced; on larger meshes those at the corners stand for
-all, which is exact where the cuts are even and the axes equally long."""
-_MOST_PAIRS: Final = 1 << 20
+MAX_EXACT_DEVICES: Final = 512
+"""Up to so many devices each is priced; on larger meshes those at the corners stand for all,
+which is exact where the cuts are even and the axes equally long."""
+_MAX_PAIRS: Final = 1 << 20
 """Pairs of devices up to which corners are looked at; on the largest meshes four are."""
-_AT_ONCE: Final = 1 << 15
-"""Devices that are looked at together."""
+_ROUNDING: Final = 1e-12
+"""Prices that differ by so little, in proportion, are one price summed in another order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Prices as the largest of lines ``fixed + slope * x``, along the last axis."""
+def value_at(lines: Lines, x: float) -> Floats:
+    """Return the largest of lines along the last axis at one place."""
+    best: Floats = (lines[0] + lines[1] * x).max(axis=-1)
+    return best
 
-    fixed: Floats
-    slope: Floats
 
-    def at(self, x: float) -> Floats:
-        """Return the price at `x`."""
-        value: Floats = (self.fixed + self.slope * x).max(axis=-1)
-        return value
+def pruned(fixed: Floats, slope: Floats) -> Lines:
+    """Return lines with the same maximum for every ``x >= 0``, mostly far fewer of them.
 
-    def pruned(self) -> "Lines":
-        """Return lines with the same maximum for every ``x >= 0``, mostly far fewer of them.
-
-        The upper envelope of those that are kept is convex, so whether another rises above it is
-        seen where two of them cross.
-        """
-        first = _argmax_by(self.fixed, self.slope)
-        kept = [first]
-        if self.fixed.shape[-1] > 1:
-            kept.append(_argmax_by(self.slope, self.fixed))
-        while True:
-            index = np.stack(kept, axis=-1)
-            fixed = np.take_along_axis(self.fixed, index, axis=-1)
-            slope = np.take_along_axis(self.slope, index, axis=-1)
-            worst = self._missed(fixed, slope)
-            if worst is None:
-                return Lines(fixed, slope)
-            kept.append(worst)
-
-    def _missed(self, fixed: Floats, slope: Floats) -> Ints | None:
-        """Return per price a line that rises above the kept ones, None where none does."""
-        count = fixed.shape[-1]
-        for i, j in combinations(range(count), 2):
-            steeper = slope[..., j] - slope[..., i]
+    The upper envelope of those that are kept is convex, so whether another line rises above it is
+    seen where two of them cross.
+    """
+    kept = [_argmax_by(fixed, slope), _argmax_by(slope, fixed)]
+    while True:
+        index = np.stack(kept, axis=-1)
+        f, s = (np.take_along_axis(each, index, axis=-1) for each in (fixed, slope))
+        for i, j in combinations(range(len(kept)), 2):
             with np.errstate(divide="ignore", invalid="ignore"):
-                cross = (fixed[..., i] - fixed[..., j]) / steeper
+                cross = (f[..., i] - f[..., j]) / (s[..., j] - s[..., i])
             cross = np.where(np.isfinite(cross) & (cross > 0), cross, 0.0)[..., None]
-            envelope = (fixed + slope * cross).max(axis=-1)
-            values = self.fixed + self.slope * cross
-            above = values.max(axis=-1) > envelope * (1 + 1e-12)
+            values = fixed + slope * cross
+            above = values.max(axis=-1) > (f + s * cross).max(axis=-1) * (1 + _ROUNDING)
             if above.any():
-                return np.where(above, values.argmax(axis=-1), 0)
-        return None
+                kept.append(np.where(above, values.argmax(axis=-1), 0))
+                break
+        else:
+            return f, s
 
 
 def _argmax_by(major: Floats, minor: Floats) -> Ints:
@@ -89,287 +69,259 @@ def _argmax_by(major: Floats, minor: Floats) -> Ints:
     return index
 
 
-@dataclass(frozen=True, eq=False)
-class Geometry:
-    """Devices of a mesh shape, seen in pairs."""
+@lru_cache(maxsize=8)
+def device_coordinates(mesh_shape: tuple[int, ...]) -> Ints:
+    """Return (devices, axes): the coordinates of every device, in row-major order."""
+    found: Ints = np.indices(mesh_shape).reshape(len(mesh_shape), prod(mesh_shape)).T
+    return found
 
-    mesh_shape: tuple[int, ...]
-    coordinates: Ints
-    """(devices, axes): of every device, in row-major order."""
-    rows: Ints
-    """Devices that are priced."""
-    differ: Ints
-    """(rows, devices): bit ``i`` is set where two devices differ on axis ``i``."""
 
-    def intervals(self, lists: Sequence[tuple[int, ...]], size: int) -> Sides:
-        """Return (lists, devices): where each device's part of a dim begins, and where it ends."""
-        known: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
-        for axes in set(lists):
-            lo = np.zeros(len(self.coordinates), dtype=np.int64)
-            hi = np.full_like(lo, size)
-            for axis in axes:
-                block = -(-(hi - lo) // self.mesh_shape[axis])
-                start = np.minimum(lo + self.coordinates[:, axis] * block, hi)
-                lo, hi = start, start + np.minimum(block, hi - start)
-            known[axes] = lo, hi
-        starts, ends = zip(*(known[axes] for axes in lists), strict=True)
-        return np.stack(starts), np.stack(ends)
-
-    def by_bits(self, model: CostModel) -> tuple[Floats, Floats]:
-        """Return what a pair takes and pays a byte, by the bits of the axes between them."""
-        alpha, beta = np.zeros((2, 1 << len(self.mesh_shape)))
-        for axis in range(len(self.mesh_shape)):
-            link, half = model.pair(axis), 1 << axis
-            for table, cost in zip((alpha, beta), link, strict=True):
-                np.maximum(table[:half], cost, out=table[half : 2 * half])
-        return alpha, beta
+def intervals(mesh_shape: tuple[int, ...], lists: Sequence[tuple[int, ...]], size: int) -> Sides:
+    """Return (lists, devices): where each device's part of a dim begins, and where it ends."""
+    coordinates = device_coordinates(mesh_shape)
+    sides = np.zeros((2, len(lists), len(coordinates)), dtype=np.int64)
+    sides[1] = size
+    known: dict[tuple[int, ...], int] = {}
+    for place, axes in enumerate(lists):
+        if known.setdefault(axes, place) < place:
+            sides[:, place] = sides[:, known[axes]]
+            continue
+        lo, hi = sides[:, place]
+        for axis in axes:
+            block = -(-(hi - lo) // mesh_shape[axis])
+            lo += np.minimum(coordinates[:, axis] * block, hi - lo)
+            np.minimum(hi, lo + block, out=hi)
+    return sides[0], sides[1]
 
 
 def shared(a: Sides, b: Sides) -> Ints:
-    """Return how long the intervals are that parts of a dim share."""
+    """Return how long the intersections of intervals are."""
     lengths: Ints = np.minimum(a[1], b[1])
     lengths = lengths - np.maximum(a[0], b[0])
     return np.maximum(lengths, 0, out=lengths)
 
 
-def geometry_of(mesh_shape: tuple[int, ...]) -> Geometry:
-    """Return the geometry of a mesh shape; that of a small mesh is kept."""
-    return (_kept if prod(mesh_shape) <= ALL_DEVICES else _geometry)(mesh_shape)
+def longest(mesh_shape: tuple[int, ...], lists: Sequence[tuple[int, ...]], size: int) -> Floats:
+    """Return how long the longest part of a dim is under each list of axes."""
+    sides = []
+    for axes in lists:
+        side = size
+        for axis in axes:
+            side = -(-side // mesh_shape[axis])
+        sides.append(side)
+    return np.array(sides, dtype=np.float64)
 
 
-def _geometry(mesh_shape: tuple[int, ...]) -> Geometry:
-    coordinates = (
-        np.indices(mesh_shape).reshape(len(mesh_shape), prod(mesh_shape)).T.astype(np.int64)
-    )
-    if prod(mesh_shape) <= ALL_DEVICES:
-        rows = np.arange(len(coordinates))
-    else:
-        ends = (sorted({0, n - 1}) for n in mesh_shape)
-        # Where there are many, some far apart.
-        corners = [np.ravel_multi_index(at, mesh_shape) for at in product(*ends)]
-        most = max(4, _MOST_PAIRS // prod(mesh_shape))
-        rows = np.array(corners)[
-            np.linspace(0, len(corners) - 1, min(most, len(corners)), dtype=int)
-        ]
-    differ = np.zeros((len(rows), len(coordinates)), dtype=np.int64)
-    for axis in range(len(mesh_shape)):
-        different = coordinates[rows, axis][:, None] != coordinates[:, axis][None, :]
-        differ |= different.astype(np.int64) << axis
-    return Geometry(mesh_shape, coordinates, rows, differ)
+class _Dim:
+    """How much of one tensor dim devices share, for every pair of lists of axes."""
 
+    def __init__(
+        self, mesh_shape: tuple[int, ...], rows: Ints, lists: Sequence[tuple[int, ...]], size: int
+    ) -> None:
+        self._mesh_shape, self._rows, self._lists = mesh_shape, rows, lists
+        self.lo, self.hi = intervals(mesh_shape, lists, size)
+        self.longest = longest(mesh_shape, lists, size)
+        # Lists that cut the dim at the same places, as often, have the same number.
+        parts: dict[object, int] = {}
+        self.parts = np.array(
+            [
+                parts.setdefault(
+                    (prod(mesh_shape[axis] for axis in axes), np.unique(lo[lo < hi]).tobytes()),
+                    len(parts),
+                )
+                for axes, lo, hi in zip(lists, self.lo, self.hi, strict=True)
+            ]
+        )
+        self.sums = cache(self._sums)
 
-_kept = lru_cache(maxsize=16)(_geometry)
-
-
-class Overlaps:
-    """How much of one tensor dim two devices share, for every pair of lists of axes.
-
-    `parts` is equal for lists that cut the dim at the same places, `largest` the longest part that
-    each list makes.
-    """
-
-    def __init__(self, geometry: Geometry, lists: Sequence[tuple[int, ...]], size: int) -> None:
-        self._lo, self._hi = geometry.intervals(lists, size)
-        self._geometry, self._lists = geometry, list(lists)
-        self._sums: dict[int, tuple[Floats, Floats]] = {}
-        self.largest: Floats = (self._hi - self._lo).max(axis=1).astype(np.float64)
-        known: dict[object, int] = {}
-        parts = []
-        for axes, starts, ends in zip(lists, self._lo, self._hi, strict=True):
-            ways = prod(geometry.mesh_shape[axis] for axis in axes)
-            key = (ways, np.unique(starts[starts < ends]).tobytes())
-            parts.append(known.setdefault(key, len(known)))
-        self.parts: Ints = np.array(parts, dtype=np.int64)
-
-    def sums(self, varying: int) -> tuple[Floats, Floats]:
+    def _sums(self, varying: int) -> tuple[Floats, Floats]:
         """Return what a device shares with those that differ from it on these axes at most.
 
         Given the bits of the axes. Both arrays are (lists, lists, rows): under the first list, the
         lengths, summed over all parts that these axes make of it, that lie in the row device's own
         part under the second list; and how many such parts are not empty.
         """
-        if varying not in self._sums:
-            found = [self._sums_of(place, varying) for place in range(len(self._lists))]
-            lengths, parts = (np.stack(each) for each in zip(*found, strict=True))
-            self._sums[varying] = lengths, parts
-        return self._sums[varying]
+        strides = [prod(self._mesh_shape[axis + 1 :]) for axis in range(len(self._mesh_shape))]
+        lengths, parts = np.empty((2, len(self._lists), len(self._lists), len(self._rows)))
+        own = self.lo[:, self._rows, None], self.hi[:, self._rows, None]
+        at = device_coordinates(self._mesh_shape)[self._rows]
+        for place, axes in enumerate(self._lists):
+            peers = self._rows[:, None]
+            for axis in axes:
+                if varying >> axis & 1:
+                    moved = np.arange(self._mesh_shape[axis]) - at[:, axis, None]
+                    peers = (peers[:, :, None] + moved[:, None] * strides[axis]).reshape(
+                        len(at), -1
+                    )
+            found = shared(own, (self.lo[place][peers], self.hi[place][peers]))
+            lengths[place], parts[place] = found.sum(axis=-1), (found > 0).sum(axis=-1)
+        return lengths, parts
 
-    def _sums_of(self, place: int, varying: int) -> tuple[Floats, Floats]:
-        mesh_shape, rows = self._geometry.mesh_shape, self._geometry.rows
-        along = [axis for axis in self._lists[place] if varying >> axis & 1]
-        strides = [prod(mesh_shape[axis + 1 :]) for axis in along]
-        sizes = [mesh_shape[axis] for axis in along]
-        others = rows.copy()
-        for axis, stride in zip(along, strides, strict=True):
-            others -= self._geometry.coordinates[rows, axis] * stride
-        steps = np.indices(sizes).reshape(len(sizes), prod(sizes)).T @ np.array(strides, dtype=int)
-        peers = others[:, None] + steps
-        own = self._lo[:, rows, None], self._hi[:, rows, None]
-        lengths = shared(own, (self._lo[place][peers], self._hi[place][peers]))
-        return lengths.sum(axis=-1).astype(np.float64), (lengths > 0).sum(axis=-1).astype(float)
-
-    def same(self, a: Ints, b: Ints, some: slice) -> Bools:
+    def same(self, a: Ints, b: Ints) -> npt.NDArray[np.bool_]:
         """Return (pairs, rows, devices): where two parts are the same interval, and not empty."""
-        rows = self._geometry.rows
-        lo, hi = self._lo[a][..., rows, None], self._hi[a][..., rows, None]
-        same: Bools = lo == self._lo[b][..., None, some]
-        same &= hi == self._hi[b][..., None, some]
+        lo, hi = self.lo[a][:, self._rows, None], self.hi[a][:, self._rows, None]
+        same: npt.NDArray[np.bool_] = lo == self.lo[b][:, None]
+        same &= hi == self.hi[b][:, None]
         same &= lo < hi
         return same
 
 
-def routed_lines(
-    geometry: Geometry,
-    model: CostModel,
-    overlaps: Sequence[Overlaps],
-    sources: Ints,
-    targets: Ints,
-    uncut: int,
-    uncut_then: Ints,
-) -> tuple[Lines, Lines]:
-    """Return what permute and exchange cost by the bytes of an element, per pair of specs.
+class Routing:
+    """Prices permute and exchange between specs, each the index of a list of axes for every dim."""
 
-    `overlaps` has one entry per tensor dim, and `sources` and `targets` (pairs, dims) say which of
-    its lists cuts that. `uncut` has the bits of the axes that cut nothing, the same for all
-    sources: devices that differ only on these hold the same. `uncut_then` are those of each target.
-    A permute, which needs both ends to hold the same boxes as often, else has a fixed part of inf.
-    """
-    exchange = _exchange_lines(geometry, model, overlaps, sources, targets, uncut, uncut_then)
-    alike = (targets != sources).any(axis=-1)
-    for dim, table in enumerate(overlaps):
-        alike &= table.parts[targets[:, dim]] == table.parts[sources[:, dim]]
-    some = sources[alike], targets[alike], uncut, uncut_then[alike]
-    found = _permute_lines(geometry, model, overlaps, *some)
-    fixed = np.full((len(targets), found.fixed.shape[-1]), np.inf)
-    slope = np.zeros_like(fixed)
-    fixed[alike], slope[alike] = found.fixed, found.slope
-    return Lines(fixed, slope), exchange
+    def __init__(
+        self, model: CostModel, sizes: Sequence[int], lists: Sequence[tuple[int, ...]]
+    ) -> None:
+        self._model, self._mesh_shape = model, model.mesh_shape
+        self._axes = range(len(model.mesh_shape))
+        self._rows, self.differ = _devices_in_pairs(model.mesh_shape)
+        by_size = {size: _Dim(model.mesh_shape, self._rows, lists, size) for size in set(sizes)}
+        self._dims = [by_size[size] for size in sizes]
+        self._bits = np.array([sum(1 << axis for axis in axes) for axes in lists], np.int64)
 
+    def axis_bits(self, specs: Ints) -> Ints:
+        """Return the bits of the axes that shard a dim of each spec."""
+        bits: Ints = self._bits[specs].sum(axis=-1)
+        return bits
 
-def _exchange_lines(
-    geometry: Geometry,
-    model: CostModel,
-    overlaps: Sequence[Overlaps],
-    sources: Ints,
-    targets: Ints,
-    uncut: int,
-    uncut_then: Ints,
-) -> Lines:
-    """Price exchanges, from what devices get over the cheapest axes alone, then over more.
+    def lines(self, sources: Ints, targets: Ints) -> tuple[Lines, Lines]:
+        """Return what permute and exchange cost by the bytes of an element, per pair of specs.
 
-    Who differs from a device on some axes at most holds a product of parts, one per dim; so what it
-    gets from all of them is a product of sums over one dim each.
-    """
-    all_axes = (1 << len(geometry.mesh_shape)) - 1
-    cut = all_axes & ~uncut
-    along = [axis for axis in range(len(geometry.mesh_shape)) if cut >> axis & 1]
-    sharing = ~cut & ~sum(1 << axis for axis in model.apart(along)) & all_axes
-    replicas = prod(n for axis, n in enumerate(geometry.mesh_shape) if sharing >> axis & 1)
-
-    @cache
-    def reached(varying: int) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return bytes and peers of receiving, then of sending, its own part included.
-
-        What is asked of a device is asked of its replicas as well; they send as much as each other.
+        The same axes shard all sources. A permute, which needs both ends to hold the same boxes as
+        often, else has a fixed part of inf.
         """
-        asking = varying & cut | sharing
-        received, senders, sent, receivers = np.ones((4, len(targets), len(geometry.rows)))
-        for dim, table in enumerate(overlaps):
-            for both, sums in zip((received, senders), table.sums(varying), strict=True):
-                both *= sums[sources[:, dim], targets[:, dim]]
-            for both, sums in zip((sent, receivers), table.sums(asking), strict=True):
-                both *= sums[targets[:, dim], sources[:, dim]]
-        # Axes that cut nothing any more: all along these want the same.
-        free = np.ones((len(targets), 1))
-        for axis, devices in enumerate(geometry.mesh_shape):
-            free[(uncut_then & asking) >> axis & 1 == 1] *= devices
-        return received, senders, sent * free / replicas, receivers * free
+        used = int(self.axis_bits(sources[:1])[0])
+        alike = (targets != sources).any(axis=-1)
+        for dim, table in enumerate(self._dims):
+            alike &= table.parts[targets[:, dim]] == table.parts[sources[:, dim]]
+        found = self._permute(sources[alike], targets[alike], used)
+        fixed = np.full((len(targets), found[0].shape[-1]), np.inf)
+        slope = np.zeros_like(fixed)
+        fixed[alike], slope[alike] = found
+        return (fixed, slope), self._exchange(sources, targets, used)
 
-    everything = reached(all_axes)
-    fixed, slope = np.zeros((2, 2, len(targets), len(geometry.rows)))
-    of_axes = [model.slowest([axis]) for axis in range(len(geometry.mesh_shape))]
-    slowest = np.zeros((2, len(targets)))
-    for which in range(2):
-        costs = [cost[which] for cost in of_axes]
-        before = reached(0)
-        for cost in sorted(set(costs)):
-            now = reached(sum(1 << axis for axis, other in enumerate(costs) if other <= cost))
-            more = [a - b for a, b in zip(now, before, strict=True)]
-            # Pieces stay whole: of three, one of two replicas sends two, and the slow ones count.
-            more[3] = np.ceil((everything[3] - before[3]) / replicas)
-            more[3] -= np.ceil((everything[3] - now[3]) / replicas)
-            if which:
-                slope += cost * np.stack(more[::2])
-            else:
-                fixed += cost * np.stack(more[1::2])
-            slowest[which] = np.where(more[0].any(axis=-1), cost, slowest[which])
-            before = now
-    if model.link_model == "shared-bus":
-        # The busiest device's messages, and everyone's bytes.
-        own = reached(0)
-        messages = np.maximum(
-            everything[1] - own[1], np.ceil((everything[3] - own[3]) / replicas)
-        ).max(axis=-1)
-        scale = prod(geometry.mesh_shape) / len(geometry.rows)
-        moved = (everything[0] - own[0]).sum(axis=-1) * scale
-        fixed, slope = (messages * slowest[0])[:, None], (moved * slowest[1])[:, None]
-    else:
-        fixed, slope = (np.concatenate(list(each), axis=-1) for each in (fixed, slope))
-    moving = slope.any(axis=-1, keepdims=True) if model.start_s or model.copy_s else None
-    if moving is not None:
-        fixed = fixed + model.start_s * moving
+    def _local(self, specs: Ints) -> Floats:
+        """Return the elements of the largest shard of each spec."""
+        elements = np.ones(len(specs))
+        for dim, table in enumerate(self._dims):
+            elements *= table.longest[specs[:, dim]]
+        return elements
+
+    def _exchange(self, sources: Ints, targets: Ints, used: int) -> Lines:
+        """Price exchanges, from what devices get over the cheapest axes alone, then over more.
+
+        Who differs from a device on some axes at most holds a product of parts, one per dim; so
+        what it gets from all of them is a product of sums over one dim each.
+        """
+        model, mesh_shape, every = self._model, self._mesh_shape, (1 << len(self._axes)) - 1
+        apart = model.apart([axis for axis in self._axes if used >> axis & 1])
+        sharing = every & ~used & ~sum(1 << axis for axis in apart)
+        replicas = prod(mesh_shape[axis] for axis in self._axes if sharing >> axis & 1)
+        unused_then = every & ~self.axis_bits(targets)
+
+        @cache
+        def reached(varying: int) -> Floats:
+            """Return bytes and peers of receiving, then of sending, its own part included.
+
+            What is asked of a device is asked of its replicas as well; they send as much as each
+            other.
+            """
+            asking = varying & used | sharing
+            found = np.ones((4, len(targets), len(self._rows)))
+            for dim, table in enumerate(self._dims):
+                for both, sums in zip(found[:2], table.sums(varying), strict=True):
+                    both *= sums[sources[:, dim], targets[:, dim]]
+                for both, sums in zip(found[2:], table.sums(asking), strict=True):
+                    both *= sums[targets[:, dim], sources[:, dim]]
+            for axis in self._axes:
+                # All along an axis that shards nothing any more want the same.
+                found[2:, (unused_then & asking) >> axis & 1 == 1] *= mesh_shape[axis]
+            found[2] /= replicas
+            return found
+
+        everything, own = reached(every), reached(0)
+        fixed, slope = np.zeros((2, 2, len(targets), len(self._rows)))
+        slowest = np.zeros((2, len(targets)))
+        for which in range(2):
+            costs = [model.slowest([axis])[which] for axis in self._axes]
+            before = own
+            for cost in sorted(set(costs)):
+                now = reached(sum(1 << axis for axis in self._axes if costs[axis] <= cost))
+                more = now - before
+                # Pieces stay whole: of three, one of two replicas sends two; slow ones count.
+                more[3] = np.ceil((everything[3] - before[3]) / replicas)
+                more[3] -= np.ceil((everything[3] - now[3]) / replicas)
+                if which:
+                    slope += cost * more[::2]
+                else:
+                    fixed += cost * more[1::2]
+                slowest[which] = np.where(more[0].any(axis=-1), cost, slowest[which])
+                before = now
+        if model.link_model == "shared-bus":
+            # The busiest device's messages, and everyone's bytes.
+            gets, sends = everything[1] - own[1], np.ceil((everything[3] - own[3]) / replicas)
+            messages = np.maximum(gets, sends).max(axis=-1)
+            moved = (everything[0] - own[0]).mean(axis=-1) * prod(mesh_shape)
+            fixed, slope = (messages * slowest[0])[:, None], (moved * slowest[1])[:, None]
+        else:
+            fixed, slope = (np.concatenate(list(each), axis=-1) for each in (fixed, slope))
+        moving = slope.any(axis=-1, keepdims=True)
         # Pieces are packed and unpacked.
-        held = _largest(overlaps, sources) + _largest(overlaps, targets)
-        slope = slope + model.copy_s * moving * held[:, None]
-    return Lines(fixed, slope)
+        held = (self._local(sources) + self._local(targets))[:, None]
+        return fixed + model.start_s * moving, slope + model.copy_s * moving * held
 
-
-def _permute_lines(
-    geometry: Geometry,
-    model: CostModel,
-    overlaps: Sequence[Overlaps],
-    sources: Ints,
-    targets: Ints,
-    uncut: int,
-    uncut_then: Ints,
-) -> Lines:
-    """Price permutes to targets that hold the same boxes as often as the source."""
-    by_bits = geometry.by_bits(model)
-    # Of many combinations of axes few differ in latency and rate.
-    kinds, kind_of = np.unique(by_bits[0] + 1j * by_bits[1], return_inverse=True)
-    devices, rows = len(geometry.coordinates), len(geometry.rows)
-    used = np.zeros((len(targets), len(kinds)), dtype=bool)
-    wants, stays = np.zeros((2, len(targets), rows), dtype=bool)
-    # So many devices at a time that large meshes fit into memory.
-    for first in range(0, devices, _AT_ONCE):
-        some = slice(first, first + _AT_ONCE)
-        differ = geometry.differ[:, some]
-        served, away = (differ & uncut) == 0, differ != 0  # by the nearest holder
-        wanted = np.ones((len(targets), *differ.shape), dtype=bool)
+    def _permute(self, sources: Ints, targets: Ints, used: int) -> Lines:
+        """Price permutes to targets that hold the same boxes as often as the source."""
+        bits, places = _differences(self._mesh_shape)
+        links = np.zeros((2, len(bits)))
+        for axis in self._axes:
+            crossed = (bits >> axis & 1)[None] * np.array(self._model.pair(axis))[:, None]
+            np.maximum(links, crossed, out=links)
+        # Of many combinations of axes few differ in latency and rate.
+        kinds, kind_of = np.unique(links[0] + 1j * links[1], return_inverse=True)
+        every = (1 << len(self._axes)) - 1
+        unused, unused_then = every & ~used, every & ~self.axis_bits(targets)
+        wanted = np.ones((len(targets), *self.differ.shape), dtype=bool)
         held = np.ones_like(wanted)
-        for dim, table in enumerate(overlaps):
-            wanted &= table.same(targets[:, dim], sources[:, dim], some)
-            held &= table.same(sources[:, dim], targets[:, dim], some)
-        wanted &= served
-        held &= (differ & uncut_then[:, None, None]) == 0
-        wants |= wanted.any(axis=-1)
-        stays |= (wanted & ~away).any(axis=-1)
-        held |= wanted
-        crossed = kind_of[differ]
-        for kind in range(len(kinds)):
-            used[:, kind] |= (held & (crossed == kind)).any(axis=(1, 2))
-    fixed, slope = (np.where(used, cost, 0.0) for cost in (kinds.real, kinds.imag))
-    if model.link_model == "shared-bus":
-        # A shard that is empty does not travel, and one that is there already stays.
-        moving = (wants & ~stays).mean(axis=-1) * devices
-        fixed = fixed.max(axis=-1, keepdims=True)
-        slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
-    return Lines(fixed, slope * _largest(overlaps, sources)[:, None])
+        for dim, table in enumerate(self._dims):
+            wanted &= table.same(targets[:, dim], sources[:, dim])
+            held &= table.same(sources[:, dim], targets[:, dim])
+        wanted &= (self.differ & unused) == 0  # by the nearest holder
+        held &= (self.differ & unused_then[:, None, None]) == 0
+        crossed = kind_of[places]
+        crossing = wanted | held
+        used_kinds = np.stack(
+            [(crossing & (crossed == kind)).any(axis=(1, 2)) for kind in range(len(kinds))], axis=-1
+        )
+        fixed, slope = (np.where(used_kinds, cost, 0.0) for cost in (kinds.real, kinds.imag))
+        if self._model.link_model == "shared-bus":
+            # A shard that is empty does not travel, and one that is there already stays.
+            stays = (wanted & (self.differ == 0)).any(axis=-1)
+            moving = (wanted.any(axis=-1) & ~stays).mean(axis=-1) * prod(self._mesh_shape)
+            fixed = fixed.max(axis=-1, keepdims=True)
+            slope = slope.max(axis=-1, keepdims=True) * moving[:, None]
+        return fixed, slope * self._local(sources)[:, None]
 
 
-def _largest(overlaps: Sequence[Overlaps], lists: Ints) -> Floats:
-    """Return the elements of the largest shard of each spec."""
-    elements = np.ones(len(lists))
-    for dim, table in enumerate(overlaps):
-        elements *= table.largest[lists[:, dim]]
-    return elements
+@lru_cache(maxsize=8)
+def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """Return the devices that are priced, and (these, devices): bits of the axes that differ."""
+    coordinates = device_coordinates(mesh_shape)
+    rows = np.arange(len(coordinates))
+    if len(rows) > MAX_EXACT_DEVICES:
+        ends = (sorted({0, n - 1}) for n in mesh_shape)
+        corners = np.array([np.ravel_multi_index(at, mesh_shape) for at in product(*ends)])
+        # Where there are many, some far apart.
+        most = min(max(4, _MAX_PAIRS // len(rows)), len(corners))
+        rows = corners[np.linspace(0, len(corners) - 1, most, dtype=int)]
+    differ = np.zeros((len(rows), len(coordinates)), dtype=np.int64)
+    for axis, at in enumerate(coordinates.T):
+        differ |= (at[rows, None] != at).astype(np.int64) << axis
+    return rows, differ
+
+
+@lru_cache(maxsize=8)
+def _differences(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """Return on which axes some two devices differ, as bits, and which of these each pair has."""
+    bits, places = np.unique(_devices_in_pairs(mesh_shape)[1], return_inverse=True)
+    return bits, places.reshape(-1, prod(mesh_shape))

@@ -1,22 +1,33 @@
-"""Sharding specs: how the dims of a tensor are cut over the axes of a mesh.
+r"""Sharding specs: how the mesh axes shard the dims of a tensor, and their text form.
 
-The notation is the one of Alpa and Colossal-AI, extended by pending reductions and axis names; the
-grammar is in `shardspec.layout.grammar`.
+The notation is that of Alpa and Colossal-AI, extended by pending reductions and axis names::
+
+    layout  := "[" dim {"," dim} ["|" partial {"," partial}] "]"
+    dim     := "R" | "S" axes ["{" part {"," part} "}"] ["*" INT]
+    part    := INT ["/" INT]
+    axes    := DIGIT+ | "(" (INT | NAME) {"," (INT | NAME)} ")"
+    partial := "P" ["sum" | "avg" | "min" | "max" | "prod"] axes
+
+Brackets and blanks are optional on input. Bare digits are always one axis each; axis ten is
+``S(10)``. A scalar is ``[]``. Parts in braces are each sharded alone, ``1024/2`` in two shares that
+neighbouring devices hold copies of; ``*128`` cuts at multiples of 128 only.
 """
 
+import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, get_args
+from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 from shardspec.comm.steps import ReduceOp
-from shardspec.device_ids import whole_number
+from shardspec.device_ids import by_number, checked_axis, whole_number
 from shardspec.errors import AxisError, LossyConversionError, SpecSyntaxError
-from shardspec.layout.grammar import parse_spec
 from shardspec.mesh import Axis
 from shardspec.text import counted, shown
 
-_OPS: Final[tuple[str, ...]] = get_args(ReduceOp)
-MOST_DIMS: Final = 1024
+_T = TypeVar("_T")
+_OPS: Final[tuple[ReduceOp, ...]] = get_args(ReduceOp)
+_MAX_DIMS: Final = 1024
 """Far more than any tensor has."""
 
 
@@ -27,60 +38,37 @@ def _axes_text(axes: Sequence[Axis]) -> str:
     return f"({','.join(map(str, axes))})"
 
 
-def _by_number(what: str, given: object) -> dict[Any, Any]:
-    """Return a mapping with numbers for keys that are text of digits; the others as they are."""
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise AxisError(f"{what} is a {type(given).__name__}; give a dict, as in {{0: [0]}}")
-    found: dict[Any, Any] = {}
-    for key, value in given.items():
-        number = whole_number(key)
-        if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10:
-            number = int(key)
-        if number is None:
-            found[key] = value
-            continue
-        if number in found:
-            raise AxisError(f"{what} has the key {number} twice, as a number and as text")
-        found[number] = value
-    return found
-
-
-def _check_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    checked: list[Axis] = []
-    for axis in axes:
-        if isinstance(axis, str):
-            if not axis.isidentifier():
-                raise AxisError(
-                    f"axis name {shown(axis)}: use letters, digits and '_', no digit first"
-                )
-            checked.append(axis)
-            continue
-        number = whole_number(axis)
-        if number is None or number < 0:
-            raise AxisError(f"axis {shown(axis)}: an axis is a number from 0 or a name")
-        checked.append(number)
-    return tuple(checked)
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a dim that is cut by itself, written `4096` or `1024/2`."""
+    """A piece of a dim that is sharded alone, written `4096` or `1024/2`."""
 
     size: int
-    """How long it is."""
+    """Its length."""
     shares: int = 0
-    """Into how many it is cut, where these are fewer than the devices along the axes: neighbouring
-    devices then have copies, 1 replicates. By default 0: one share each."""
+    """How many shares it has, where these are fewer than the devices along the axes: neighbouring
+    devices then hold copies, and 1 replicates. By default 0: one share each."""
 
     def __str__(self) -> str:
         return f"{self.size}/{self.shares}" if self.shares else str(self.size)
 
 
+def _part(given: object) -> Part:
+    """Return a part given as one, as a size, as a pair of size and shares, or as text of these."""
+    if isinstance(given, Part):
+        given = given.size, given.shares
+    values = given.split("/", 1) if isinstance(given, str) else given
+    values = values if isinstance(values, Sequence) else [values]
+    numbers = [int(v) if isinstance(v, str) and v.isdecimal() else whole_number(v) for v in values]
+    size, shares = (*numbers, 0)[:2] if numbers else (None, 0)
+    if len(numbers) > 2 or size is None or shares is None or size < 1 or shares < 0:
+        remedy = "give its size, a whole number from 1, or a pair of size and shares"
+        raise AxisError(f"part {shown(given)}: {remedy}")
+    return Part(size, shares)
+
+
 @dataclass(frozen=True, slots=True)
 class DimSpec:
-    """How one tensor dim is cut: the mesh axes that split it, the major one first.
+    """How one tensor dim is sharded: the mesh axes that split it, the major one first.
 
     Examples
     --------
@@ -93,20 +81,20 @@ class DimSpec:
     axes: tuple[Axis, ...] = ()
     """Axes by number or name; empty where the dim is whole on every device."""
     parts: tuple[Part, ...] = ()
-    """Pieces that are each cut by themselves; a device has a share of each, in order. None: the
+    """Pieces that are each sharded alone; a device has a share of each, in order. By default the
     dim is one piece."""
     block: int = 1
     """Cuts lie at multiples of this many elements of a piece."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", _check_axes(self.axes))
+        object.__setattr__(self, "axes", tuple(map(checked_axis, self.axes)))
         object.__setattr__(self, "parts", tuple(map(_part, self.parts)))
         block = whole_number(self.block)
         if block is None or block < 1:
             raise AxisError(f"block {shown(self.block)}: give a whole number from 1")
         object.__setattr__(self, "block", block)
         if not self.axes and not self.is_plain:
-            raise AxisError("a dim that no axis cuts has no parts and no block; name its axes")
+            raise AxisError("a dim that no axis shards has no parts and no block; name its axes")
 
     @property
     def is_plain(self) -> bool:
@@ -119,25 +107,6 @@ class DimSpec:
         return f"S{_axes_text(self.axes)}{parts}{block}" if self.axes else "R"
 
 
-def _part(given: object) -> Part:
-    """Return a part given as one, as a size, as a pair of size and shares, or as text of these."""
-    if isinstance(given, str):
-        given = given.split("/", 1)
-    values = [given]
-    if isinstance(given, Part):
-        values = [given.size, given.shares]
-    elif isinstance(given, Sequence):
-        values = list(given)
-    numbers = [int(v) if isinstance(v, str) and v.isdecimal() else whole_number(v) for v in values]
-    size, shares = (*numbers, 0)[:2] if numbers else (None, 0)
-    if len(numbers) > 2 or size is None or shares is None or size < 1 or shares < 0:
-        raise AxisError(
-            f"part {shown(given)}: give its size, a whole number from 1, or a pair of size and "
-            "shares"
-        )
-    return Part(size, shares)
-
-
 CutLike: TypeAlias = Sequence[Axis] | Mapping[str, Any] | DimSpec
 """The axes of a dim; or with parts and blocks, a `DimSpec` or its fields as a dict."""
 
@@ -147,23 +116,19 @@ def _dim_spec(dim: int, cut: object) -> DimSpec:
         return cut
     if isinstance(cut, Mapping):
         if "axes" not in cut or set(cut) - {"axes", "parts", "block"}:
-            raise AxisError(
-                f"dim_partition_dict gives {shown(cut)} for dim {dim}; a dict has 'axes', and "
-                "perhaps 'parts' and 'block'"
-            )
+            given = f"dim_partition_dict gives {shown(cut)} for dim {dim}"
+            raise AxisError(f"{given}; a dict has 'axes', and perhaps 'parts' and 'block'")
         axes = _dim_spec(dim, cut["axes"]).axes
         return DimSpec(axes, tuple(cut.get("parts", ())), cut.get("block", 1))
     if isinstance(cut, str) or not isinstance(cut, Iterable):
-        raise AxisError(
-            f"dim_partition_dict gives {shown(cut)} for dim {dim}; "
-            f"give a list of axes: [{shown(cut)}]"
-        )
+        given = f"dim_partition_dict gives {shown(cut)} for dim {dim}"
+        raise AxisError(f"{given}; give a list of axes: [{shown(cut)}]")
     return DimSpec(tuple(cut))
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A reduction that is still pending over one mesh axis.
+    """A reduction that is pending over one mesh axis.
 
     Every device along the axis holds one addend (for ``"sum"``) of the tensor's value. A partial
     mean is the sum scaled by one over the axis size.
@@ -173,15 +138,9 @@ class Partial:
     op: ReduceOp = "sum"
 
     def __post_init__(self) -> None:
-        _check_axes((self.axis,))
+        checked_axis(self.axis)
         if self.op not in _OPS:
             raise AxisError(f"reduction {shown(self.op)} over axis {self.axis}: use one of {_OPS}")
-
-
-def _partial_key(partial: Partial) -> tuple[int, bool, int, str]:
-    by_name = isinstance(partial.axis, str)
-    number = -1 if isinstance(partial.axis, str) else partial.axis
-    return _OPS.index(partial.op), by_name, number, str(partial.axis)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -234,31 +193,30 @@ class ShardingSpec:
         partial: Mapping[Axis, ReduceOp] | None = None,
     ) -> None:
         count = whole_number(dims)
-        if count is None:
-            raise AxisError(f"dims {shown(dims)}: give a whole number")
-        dims = count
-        if not 0 <= dims <= MOST_DIMS:
-            raise AxisError(f"a tensor cannot have {shown(dims)} dims, only 0 to {MOST_DIMS}")
-        cuts = _by_number("dim_partition_dict", dim_partition_dict)
+        if count is None or not 0 <= count <= _MAX_DIMS:
+            raise AxisError(f"a tensor cannot have {shown(dims)} dims, only 0 to {_MAX_DIMS}")
+        cuts = by_number("dim_partition_dict", dim_partition_dict)
         for dim in cuts:
-            if whole_number(dim) is None:
+            if whole_number(dim) is None or not 0 <= dim < count:
                 raise AxisError(
-                    f"dim_partition_dict names dim {shown(dim)}; a dim is a whole number"
+                    f"dim_partition_dict names dim {shown(dim)}, but the tensor has "
+                    f"{counted(count, 'dim')}, numbered from 0"
                 )
-            if not 0 <= dim < dims:
-                raise AxisError(
-                    f"dim_partition_dict names dim {dim}, but the tensor has "
-                    f"{counted(dims, 'dim')}, numbered from 0"
-                )
-        dim_specs = tuple(_dim_spec(dim, cuts.get(dim, ())) for dim in range(dims))
+        dim_specs = tuple(_dim_spec(dim, cuts.get(dim, ())) for dim in range(count))
+        given = by_number("partial", partial).items()
         pending = tuple(
             sorted(
-                (Partial(a, op) for a, op in _by_number("partial", partial).items()),
-                key=_partial_key,
+                (Partial(axis, op) for axis, op in given),
+                key=lambda p: (_OPS.index(p.op), isinstance(p.axis, str), p.axis),
             )
         )
         _check_used_once(dim_specs, pending)
-        _check_commute(pending)
+        ops = {p.op for p in pending}
+        if len(ops) > 1 and not ops <= {"sum", "avg"}:
+            raise AxisError(
+                f"pending reductions {sorted(ops)} do not commute, so their result depends on the "
+                "order; finish one before starting the other (sum and avg may be mixed)"
+            )
         object.__setattr__(self, "dim_specs", dim_specs)
         object.__setattr__(self, "partials", pending)
         object.__setattr__(self, "_hash", hash((dim_specs, pending)))
@@ -267,22 +225,17 @@ class ShardingSpec:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Made anew: the kept hash is of this process only, since each salts its text hashes.
-        return _remake, (self.dim_specs, self.partial)
+        # The kept hash is of this process only, since each salts its text hashes.
+        cuts = dict(enumerate(self.dim_specs))
+        return functools.partial(ShardingSpec, partial=self.partial), (self.dims, cuts)
 
     @classmethod
     def parse(cls, text: str) -> "ShardingSpec":
         """Read a spec from its notation; brackets and blanks are optional.
 
-        Raises
-        ------
-        SpecSyntaxError
-            If the text does not follow the grammar; shows the text and a caret.
-        AxisError
-            If an axis is used twice or pending reductions do not commute.
+        Raises `SpecSyntaxError` where the text does not follow the grammar, with a caret below the
+        place; `AxisError` as the constructor.
 
-        Examples
-        --------
         >>> ShardingSpec.parse("[S10,R|P2]").dim_partition_dict
         {0: [1, 0]}
         >>> ShardingSpec.parse("[S0,X]")
@@ -294,33 +247,22 @@ class ShardingSpec:
         """
         if not isinstance(text, str):
             raise SpecSyntaxError(
-                f"a {type(text).__name__} is no spec; write one as in '[S0,R]'", shown(text), 0
+                f"a spec is text such as '[S0,R]', not a {type(text).__name__}", shown(text), 0
             )
-        dims, partial = parse_spec(text)
-        cuts = [DimSpec(tuple(axes), tuple(map(_part, parts)), b) for axes, parts, b in dims]
-        return cls(len(dims), dict(enumerate(cuts)), partial=partial)
+        return _Parser(text).spec()
 
     @classmethod
     def of(cls, spec: "ShardingSpec | str") -> "ShardingSpec":
-        """Return a spec given as one or in its notation.
-
-        Raises
-        ------
-        SpecSyntaxError
-            If it is neither, or does not follow the grammar.
-        AxisError
-            As the constructor.
-        """
+        """Return a spec given as one or in its notation; raises as `parse`."""
         return spec if isinstance(spec, ShardingSpec) else cls.parse(spec)
 
     def __str__(self) -> str:
-        text = ",".join(map(str, self.dim_specs))
-        pending = []
-        for op in _OPS:
-            axes = [p.axis for p in self.partials if p.op == op]
-            if axes:
-                pending.append(f"P{'' if op == 'sum' else op}{_axes_text(axes)}")
-        return f"[{text}|{','.join(pending)}]" if pending else f"[{text}]"
+        by_op = {op: [p.axis for p in self.partials if p.op == op] for op in _OPS}
+        pending = [
+            f"P{'' if op == 'sum' else op}{_axes_text(axes)}" for op, axes in by_op.items() if axes
+        ]
+        bar = "|" if pending else ""
+        return f"[{','.join(map(str, self.dim_specs))}{bar}{','.join(pending)}]"
 
     def __repr__(self) -> str:
         return f"ShardingSpec.parse({str(self)!r})"
@@ -332,10 +274,7 @@ class ShardingSpec:
 
     @property
     def dim_partition_dict(self) -> dict[int, list[Axis]]:
-        """Tensor dim to the mesh axes that split it; whole dims are left out. A fresh dict.
-
-        Parts and blocks are left out: `dim_specs` has them.
-        """
+        """Tensor dim to the mesh axes that split it, without whole dims; `dim_specs` has parts."""
         return {dim: list(cut.axes) for dim, cut in enumerate(self.dim_specs) if cut.axes}
 
     @property
@@ -345,7 +284,7 @@ class ShardingSpec:
 
     @property
     def partial(self) -> dict[Axis, ReduceOp]:
-        """Mesh axis to the operation of the reduction pending over it. A fresh dict."""
+        """Mesh axis to the operation of the reduction pending over it."""
         return {p.axis: p.op for p in self.partials}
 
     @property
@@ -360,21 +299,14 @@ class ShardingSpec:
         return all(cut.is_plain for cut in self.dim_specs)
 
     def check_plain(self, what: str) -> None:
-        """Raise `LossyConversionError` where a dim has parts or blocks, which `what` cannot say."""
+        """Raise `LossyConversionError` where a dim has parts or blocks, which `what` lacks."""
         if not self.is_plain:
-            raise LossyConversionError(
-                f"{self} cuts by parts or blocks, which {what} cannot say; redistribute to "
-                f"{ShardingSpec(self.dims, self.dim_partition_dict, partial=self.partial)} first"
-            )
+            plain = ShardingSpec(self.dims, self.dim_partition_dict, partial=self.partial)
+            problem = f"{self} cuts by parts or blocks, which {what} cannot say"
+            raise LossyConversionError(f"{problem}; redistribute to {plain} first")
 
     def with_axes(self, rename: Callable[[Axis], Axis]) -> "ShardingSpec":
-        """Return the spec with other names or numbers for its axes.
-
-        Examples
-        --------
-        >>> str(ShardingSpec.parse("[S0{4,2},R|P1]").with_axes(lambda axis: "xy"[axis]))
-        '[S(x){4,2},R|P(y)]'
-        """
+        """Return the spec with other names or numbers for its axes."""
         cuts = {
             dim: DimSpec(tuple(map(rename, cut.axes)), cut.parts, cut.block)
             for dim, cut in enumerate(self.dim_specs)
@@ -388,24 +320,12 @@ class ShardingSpec:
         return ShardingSpec(self.dims, cuts, partial=pending)
 
     def with_dims(self, changes: Mapping[int, CutLike]) -> "ShardingSpec":
-        """Return the spec with the cuts of some dims replaced.
-
-        Examples
-        --------
-        >>> str(ShardingSpec.parse("[S0,R|P1]").with_dims({0: [], 1: [0]}))
-        '[R,S0|P1]'
-        """
+        """Return the spec with the cuts of some dims replaced."""
         cuts: dict[int, CutLike] = {**dict(enumerate(self.dim_specs)), **changes}
         return ShardingSpec(self.dims, cuts, partial=self.partial)
 
     def without_partial(self, axes: Iterable[Axis] | None = None) -> "ShardingSpec":
-        """Return the spec with the reductions over some axes, or over all, no longer pending.
-
-        Examples
-        --------
-        >>> str(ShardingSpec.parse("[R|P01]").without_partial([1]))
-        '[R|P0]'
-        """
+        """Return the spec with the reductions over some axes, or over all, no longer pending."""
         done = set(self.partial if axes is None else axes)
         pending = {axis: op for axis, op in self.partial.items() if axis not in done}
         return ShardingSpec(self.dims, dict(enumerate(self.dim_specs)), partial=pending)
@@ -424,15 +344,106 @@ def _check_used_once(dim_specs: Sequence[DimSpec], partials: Sequence[Partial]) 
         where[axis] = place
 
 
-def _check_commute(partials: Sequence[Partial]) -> None:
-    """Refuse mixed reductions whose result depends on which axis is reduced first."""
-    ops = {p.op for p in partials}
-    if len(ops) > 1 and not ops <= {"sum", "avg"}:
-        raise AxisError(
-            f"pending reductions {sorted(ops)} do not commute, so their result depends on the "
-            "order; finish one before starting the other (sum and avg may be mixed)"
-        )
+class _Parser:
+    """A cursor over the text. Each method reads one rule of the grammar."""
 
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+        self._pending: dict[Axis, ReduceOp] = {}
 
-def _remake(cuts: Sequence[DimSpec], partial: Mapping[Axis, ReduceOp]) -> ShardingSpec:
-    return ShardingSpec(len(cuts), dict(enumerate(cuts)), partial=partial)
+    def spec(self) -> ShardingSpec:
+        bracketed = self._take("[")
+        empty = bracketed and self._peek() in ("]", "|")
+        dims = [] if empty else self._listed(self._dim)
+        if self._take("|"):
+            self._listed(self._partial)
+        if bracketed and not self._take("]"):
+            raise self._error("expected ',' or '|' or ']'")
+        if self._peek():
+            end = "the end of the spec" if bracketed else "',' or '|'"
+            raise self._error(f"expected {end}")
+        return ShardingSpec(len(dims), dict(enumerate(dims)), partial=self._pending)
+
+    def _dim(self) -> DimSpec:
+        if self._take("R"):
+            return DimSpec()
+        if not self._take("S"):
+            raise self._error("expected R or S and its axes")
+        axes = tuple(axis for axis, _ in self._axes("S"))
+        parts = self._listed(self._part, until="}") if self._take("{") else []
+        return DimSpec(axes, tuple(parts), self._size("the size of a block", "*", 1))
+
+    def _part(self) -> Part:
+        return Part(self._size("the size of a part"), self._size("a number of shares", "/", 0))
+
+    def _size(self, what: str, after: str = "", default: int = 0) -> int:
+        """Read a number, or what stands for it where `after` does not precede."""
+        if not self._take(after):
+            return default
+        word, start = self._match("[0-9]*")
+        if not word or len(word) > 18 or not int(word):  # no tensor has more elements
+            raise self._error(f"expected {what}: a whole number from 1", start)
+        return int(word)
+
+    def _partial(self) -> None:
+        if not self._take("P"):
+            raise self._error("expected P and its axes")
+        op: ReduceOp = next((word for word in _OPS if self._take(word)), "sum")
+        for axis, at in self._axes(f"P{'' if op == 'sum' else op}"):
+            if axis in self._pending:
+                raise self._error(f"axis {axis} is already pending", at)
+            self._pending[axis] = op
+
+    def _axes(self, after: str) -> list[tuple[Axis, int]]:
+        """Read axes, each with its position in the text."""
+        digits: list[tuple[Axis, int]] = []
+        if self._take("("):
+            return self._listed(self._axis, until=")")
+        while (char := self._peek()) and char in "0123456789":
+            digits.append((int(char), self._at))
+            self._at += 1
+        if not digits:
+            raise self._error(f"expected axes after {after}: digits, or names in brackets")
+        return digits
+
+    def _axis(self) -> tuple[Axis, int]:
+        word, start = self._match(r"\w*")
+        if word.isdecimal() and word.isascii():
+            if len(word) > 9:  # no mesh has more axes
+                raise self._error(
+                    f"an axis number has 9 digits at most, this has {len(word)}", start
+                )
+            return int(word), start
+        if word.isidentifier():
+            return word, start
+        raise self._error("expected an axis number or name", start)
+
+    def _listed(self, item: Callable[[], _T], until: str = "") -> list[_T]:
+        """Read items with commas between them, up to a closing bracket where there is one."""
+        found = [item()]
+        while self._take(","):
+            found.append(item())
+        if not self._take(until):
+            raise self._error(f"expected ',' or '{until}'")
+        return found
+
+    def _peek(self) -> str:
+        while self._text[self._at : self._at + 1].isspace():
+            self._at += 1
+        return self._text[self._at : self._at + 1]
+
+    def _take(self, word: str) -> bool:
+        self._peek()
+        found = self._text.startswith(word, self._at)
+        self._at += len(word) * found
+        return found
+
+    def _match(self, pattern: str) -> tuple[str, int]:
+        """Read what matches, after blanks; return it and where it starts."""
+        self._peek()
+        start = self._at
+        self._at += len(re.findall(f"^{pattern}", self._text[start:])[0])
+        return self._text[start : self._at], start
+
+    def _error(self, problem: str, at: int | None = None) -> SpecSyntaxError:
+        return SpecSyntaxError(problem, self._text, self._at if at is None else at)

@@ -5,6 +5,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -21,43 +22,43 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import AxisError, LayoutError
 from shardspec.layout.graph import (
     MAX_STATES,
+    TIE_SECONDS,
     Floats,
     Ints,
     PartialState,
     count_states,
+    distances,
     is_symmetric,
     spec_of,
     state_of,
 )
 from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.pricing import TIE_SECONDS, Prices, alike_axes, prices_of
-from shardspec.layout.routed import geometry_of, shared
-from shardspec.layout.search import all_distances
+from shardspec.layout.pricing import Prices, alike_axes, prices_of
+from shardspec.layout.routed import intervals, shared
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text
 
-_MOST_WORK: Final = 3e8
+_MAX_WORK: Final = 3e8
 """As `shardspec.layout.pricing` counts it: about a minute."""
-_MOST_LAYOUTS: Final = 3000
+_MAX_LAYOUTS: Final = 3000
 _BYTES_EACH: Final = 200
 """That a pair of layouts takes while a table is made."""
-_MOST_SPREAD: Final = 1 << 26
+_MAX_SPREAD: Final = 1 << 26
 """Numbers that are told apart by a table of all between the smallest and the largest."""
 
-_ARRAYS: Final = {
-    "labels": ("U", 1),
-    "seconds": ("f", 2),
-    "mesh_shape": ("i", 1),
-    "global_shape": ("i", 1),
-    "dtype": ("U", 0),
-    "bytes_received": ("i", 2),
-    "peak_bytes": ("i", 2),
-    "local_bytes": ("i", 1),
-    "axis_names": ("U", 1),
+_ARRAYS: Final[dict[str, tuple[type[np.generic], int, bool]]] = {
+    "labels": (np.str_, 1, True),
+    "seconds": (np.float64, 2, True),
+    "mesh_shape": (np.int64, 1, False),
+    "global_shape": (np.int64, 1, False),
+    "dtype": (np.str_, 0, False),
+    "bytes_received": (np.int64, 2, True),
+    "peak_bytes": (np.int64, 2, True),
+    "local_bytes": (np.int64, 1, True),
+    "axis_names": (np.str_, 1, False),
 }
-"""Kind and number of dims of what is saved."""
-_BY_LAYOUT: Final = {"labels", "seconds", "bytes_received", "peak_bytes", "local_bytes"}
+"""What is saved: type, number of dims, and whether each of these is as long as there are labels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,34 +96,29 @@ class CostTable:
     def index(self, spec: SpecLike) -> int:
         """Return the row and column of a spec, axes by number or by name; raises as `cost`."""
         place = self._places.get(spec) if isinstance(spec, str) else None
-        if place is None:
-            mesh = DeviceMesh(
-                range(prod(self.mesh_shape)), self.mesh_shape, axis_names=self.axis_names
-            )
-            why = "pending reductions are in it where cost_table is given partial="
-            try:
-                place = self._places.get(
-                    str(Layout(mesh, spec, self.global_shape, self.dtype).spec)
-                )
-            except (AxisError, LayoutError) as error:
-                why = str(error)
-            if place is None:
-                raise LayoutError(
-                    f"spec {spec} is not in the table of {len(self.labels)} layouts on a mesh of "
-                    f"shape {self.mesh_shape}: {why}"
-                )
-        return place
+        if place is not None:
+            return place
+        mesh = DeviceMesh(range(prod(self.mesh_shape)), self.mesh_shape, axis_names=self.axis_names)
+        try:
+            return self._places[str(Layout(mesh, spec, self.global_shape, self.dtype).spec)]
+        except (AxisError, LayoutError, KeyError) as error:
+            why = str(error)
+            if isinstance(error, KeyError):
+                why = "pending reductions are in it where cost_table is given partial="
+        raise LayoutError(
+            f"spec {spec} is not in the table of {len(self.labels)} layouts on a mesh of "
+            f"shape {self.mesh_shape}: {why}"
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as a compressed numpy archive; the name should end in ``.npz``.
 
         It appears under its name when it is complete, and replaces what was there.
         """
-        kinds = {"U": np.str_, "f": np.float64, "i": np.int64}
         arrays: dict[str, Any] = {}
-        for name, (kind, _) in _ARRAYS.items():
+        for name, (dtype, _, _) in _ARRAYS.items():
             value = getattr(self, name)
-            arrays[name] = np.array(() if value is None else value, kinds[kind])
+            arrays[name] = np.array(() if value is None else value, dtype)
         goal = Path(path)
         unfinished = goal.with_name(f".{goal.name}.{token_hex(4)}.tmp")
         try:
@@ -136,7 +132,7 @@ class CostTable:
     def load(cls, path: str | os.PathLike[str]) -> "CostTable":
         """Read a table that `save` wrote; `LayoutError` if the file is not such a table."""
         try:
-            return cls(*_contents(path))
+            return cls(**_contents(path))
         except Exception as error:  # numpy and zipfile raise a dozen kinds, each for a damage
             raise LayoutError(
                 f"{os.fspath(path)} is not a saved cost table: {' '.join(str(error).split())}; "
@@ -144,7 +140,7 @@ class CostTable:
             ) from None
 
 
-def _contents(path: str | os.PathLike[str]) -> tuple[Any, ...]:
+def _contents(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of a saved table, each checked; raises whatever tells that one is wrong."""
     # numpy leaves a damaged file open that it opened itself.
     with open(path, "rb") as raw:
@@ -153,23 +149,21 @@ def _contents(path: str | os.PathLike[str]) -> tuple[Any, ...]:
             raise ValueError("it is no zip archive")
         raw.seek(0)
         with np.load(raw, allow_pickle=False) as file:
-            found = {name: file[name] for name in _ARRAYS}
-    for name, (kind, ndim) in _ARRAYS.items():
+            found: dict[str, Any] = {name: file[name] for name in _ARRAYS}
+    labels = found["labels"].ravel().tolist()
+    for name, (dtype, ndim, by_layout) in _ARRAYS.items():
         array = found[name]
-        if not isinstance(array, np.ndarray) or array.dtype.kind != kind or array.ndim != ndim:
+        if array.dtype.kind != np.dtype(dtype).kind or array.ndim != ndim:
             raise ValueError(f"its {name} are not what a table has")
-    labels = tuple(found["labels"].tolist())
-    for name, (_, ndim) in _ARRAYS.items():
-        shape = found[name].shape
-        if name in _BY_LAYOUT and shape != (len(set(labels)),) * ndim:
-            raise ValueError(f"{len(labels)} labels do not fit an array of shape {shape}")
-    seconds = found["seconds"].astype(np.float64)
-    if not (seconds >= 0).all():
+        if by_layout and array.shape != (len(set(labels)),) * ndim:
+            raise ValueError(f"{len(labels)} labels do not fit an array of shape {array.shape}")
+        if ndim < 2 and name != "local_bytes":
+            found[name] = tuple(array.tolist()) if ndim else str(array)
+        elif dtype is not np.str_:
+            found[name] = array.astype(dtype)
+    if not (found["seconds"] >= 0).all():
         raise ValueError("some of its seconds are negative or no numbers")
-    mesh_shape, global_shape = (tuple(found[n].tolist()) for n in ("mesh_shape", "global_shape"))
-    numbers = (found[n].astype(np.int64) for n in ("bytes_received", "peak_bytes", "local_bytes"))
-    names = tuple(found["axis_names"].tolist()) or None
-    return labels, seconds, mesh_shape, global_shape, str(found["dtype"]), *numbers, names
+    return {**found, "axis_names": found["axis_names"] or None}
 
 
 def cost_table(
@@ -188,13 +182,13 @@ def cost_table(
     spec = ShardingSpec(len(global_shape), partial=dict(pending))
     whole = Layout(mesh, spec, global_shape, dtype)
     count = count_states(mesh.ndim, len(global_shape), len(pending))
-    if count > _MOST_LAYOUTS:
+    if count > _MAX_LAYOUTS:
         raise LayoutError(
             f"a mesh of {mesh.ndim} axes and a tensor of {len(global_shape)} dims have {count:,} "
-            f"layouts, more than the {_MOST_LAYOUTS:,} that a table holds: it would take "
+            f"layouts, more than the {_MAX_LAYOUTS:,} that a table holds: it would take "
             f"{bytes_text(_BYTES_EACH * count * count)}; ask for single costs"
         )
-    prices = prices_of(whole, model, _MOST_WORK)
+    prices = prices_of(whole, model, _MAX_WORK)
     if not prices.routed:
         raise LayoutError(
             f"a table for the {mesh.size} devices of mesh {mesh} and {count:,} layouts would take "
@@ -218,22 +212,22 @@ def cost_table(
 def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Floats, Ints, Ints]:
     """Search from one spec of each kind where dims divide evenly, else from every spec."""
     joined, space = prices.with_slices_joined(), prices.space
-    move, count = joined.cheapest(), len(space.states)
+    move, count = joined.seconds + TIE_SECONDS, len(space.states)
     place, relabelled = np.arange(count), np.broadcast_to(np.arange(count), (count, count))
     sources = place
     if is_symmetric(whole.global_shape, whole.mesh.shape):
         alike = alike_axes(whole.mesh.shape, model)
         stands_for, relabelled = space.orbits(alike, first=model.copy_s > 0)
         sources, place = np.unique(stands_for, return_inverse=True)
-    moved = _Moved(joined, whole, move)
+    received_in = _bytes_of_moves(joined, whole)
     local = prices.local_bytes.astype(np.int64)
-    best = all_distances(move, sources)
+    best = distances(move, sources)
     seconds = np.full((len(sources), count), np.inf)
     received, peak = np.full((2, len(sources), count), -1, dtype=np.int64)
     for row, source in enumerate(sources.tolist()):
         reached = np.flatnonzero(np.isfinite(best[row]))
         last = _last_moves(move, best[row], source)
-        each = moved.bytes(last, np.arange(count))
+        each = received_in(last, np.arange(count))
         at = reached.copy()
         seconds[row, reached], received[row, reached], peak[row, reached] = 0.0, 0, local[source]
         for _ in range(count):
@@ -263,44 +257,41 @@ def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
     return last
 
 
-class _Moved:
-    """Bytes that the busiest device receives in the cheapest single move between two states."""
+def _bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints, Ints], Ints]:
+    """Return what tells the bytes that the busiest device receives in moves between states."""
+    space, mesh_shape = prices.space, whole.mesh.shape
+    local, lists = prices.local_bytes.astype(np.int64), space.list_index
+    sides = [intervals(mesh_shape, space.lists, size) for size in whole.global_shape]
+    # Of a collective as a fraction of what is held before.
+    parts, wholes = np.zeros((2, *prices.seconds.shape), dtype=np.int64)
 
-    def __init__(self, prices: Prices, whole: Layout, move: Floats) -> None:
-        space, mesh_shape = prices.space, whole.mesh.shape
-        self._local, self._lists = prices.local_bytes.astype(np.int64), space.list_index
-        # As a fraction of what is held before.
-        self._parts, self._wholes = np.zeros((2, *move.shape), dtype=np.int64)
-        known: dict[tuple[str | None, int], tuple[int, int]] = {}
-        for ends, step in space.steps.items():
-            kind, n = kind_of(step), prod(mesh_shape[axis] for axis in step.axes)
-            if (kind, n) not in known:
-                part = share(kind, n) * whole_of(kind, n) if kind else Fraction(0)
-                known[kind, n] = part.as_integer_ratio()
-            self._parts[ends], self._wholes[ends] = known[kind, n]
-        # A collective is taken where it is as cheap.
-        self._wholes[prices.collective > (move - TIE_SECONDS) * (1 + 1e-12)] = 0
-        geometry = geometry_of(mesh_shape)
-        self._sides = [geometry.intervals(space.lists, size) for size in whole.global_shape]
-        self._item = item_bytes(whole.dtype)
+    @cache
+    def fraction(kind: str | None, n: int) -> tuple[int, int]:
+        part = share(kind, n) * whole_of(kind, n) if kind else Fraction(0)
+        return part.as_integer_ratio()
 
-    def bytes(self, source: Ints, target: Ints) -> Ints:
-        """Return the bytes of moves, each from a state to one."""
-        wholes = self._wholes[source, target]
-        held = self._local[source] * self._parts[source, target]
-        received: Ints = -(-held // np.maximum(wholes, 1))
-        sent = wholes == 0
-        received[sent] = self._lacking(source[sent], target[sent])
-        return received
+    for ends, step in prices.steps.items():
+        devices = prod(mesh_shape[axis] for axis in step.axes)
+        parts[ends], wholes[ends] = fraction(kind_of(step), devices)
+    wholes[prices.kind > 0] = 0
 
-    def _lacking(self, source: Ints, target: Ints) -> Ints:
+    def lacking(source: Ints, target: Ints) -> Ints:
         kept = wanted = np.ones((len(source), 1), dtype=np.int64)
-        for dim, (lo, hi) in enumerate(self._sides):
-            a, b = self._lists[source, dim], self._lists[target, dim]
+        for dim, (lo, hi) in enumerate(sides):
+            a, b = lists[source, dim], lists[target, dim]
             kept = kept * shared((lo[a], hi[a]), (lo[b], hi[b]))
             wanted = wanted * (hi[b] - lo[b])
-        lacking = np.max(wanted - kept, axis=-1, initial=0)
-        return np.asarray(lacking * self._item, dtype=np.int64)
+        most = np.max(wanted - kept, axis=-1, initial=0)
+        return np.asarray(most * item_bytes(whole.dtype), dtype=np.int64)
+
+    def received(source: Ints, target: Ints) -> Ints:
+        held = local[source] * parts[source, target]
+        found: Ints = -(-held // np.maximum(wholes[source, target], 1))
+        routed = wholes[source, target] == 0
+        found[routed] = lacking(source[routed], target[routed])
+        return found
+
+    return received
 
 
 def pair_costs(
@@ -311,41 +302,43 @@ def pair_costs(
 ) -> Floats:
     """Return the seconds from each source to the target beside it; see `LayoutConverter.costs`.
 
-    `model_of` returns the prices on a mesh; `cost` prices one pair: those between two meshes, and
-    of tensors with too many layouts.
+    `cost` prices one pair: those between two meshes, and of tensors with too many layouts.
     """
     if len(sources) != len(targets):
         raise LayoutError(f"{len(sources)} sources for {len(targets)} targets; give pairs")
     if not len(sources):
         return np.zeros(0)
-    (here, at_here), (there, at_there) = _distinct(sources), _distinct(targets)
-    tensor_here, tensor_there = _ids([(x.global_shape, x.dtype) for x in e] for e in (here, there))
-    wrong = tensor_here[at_here] != tensor_there[at_there]
+    layouts, ends = _distinct([*sources, *targets])
+    left, right = ends[: len(sources)], ends[len(sources) :]
+    tensors = _ids((x.global_shape, x.dtype) for x in layouts)
+    wrong = tensors[left] != tensors[right]
     if wrong.any():
         edge = int(wrong.argmax())
         raise LayoutError(
             f"edge {edge} is between two tensors: {sources[edge]} and {targets[edge]}; both ends "
             "need one shape and dtype"
         )
-    pairs, at = _numbered(at_here * len(there) + at_there)
-    left, right = np.divmod(pairs, len(there))
+    pairs, at = _numbered(left * len(layouts) + right)
+    left, right = np.divmod(pairs, len(layouts))
     # Those of one tensor with the same reductions pending are looked up in one matrix of prices.
-    mesh_here, mesh_there = _ids([x.mesh for x in ends] for ends in (here, there))
-    (alike,) = _ids([[(x.mesh, x.global_shape, x.dtype, x.spec.partials) for x in here]])
-    group = np.where(mesh_here[left] == mesh_there[right], alike[left], -1)
-    order = np.argsort(group, kind="stable")
+    meshes = _ids(x.mesh for x in layouts)
+    alike = _ids((x.mesh, x.global_shape, x.dtype, x.spec.partials) for x in layouts)
+    groups = np.where(meshes[left] == meshes[right], alike[left], -1)
     seconds = np.empty(len(pairs))
-    for numbers in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+    for group in np.unique(groups):
+        numbers = np.flatnonzero(groups == group)
         starts, row = np.unique(left[numbers], return_inverse=True)
-        ends, column = np.unique(right[numbers], return_inverse=True)
+        goals, column = np.unique(right[numbers], return_inverse=True)
         found = None
-        if group[numbers[0]] >= 0:
-            found = _from_prices([here[n] for n in starts], [there[n] for n in ends], model_of)
+        if group >= 0:
+            found = _from_prices(
+                [layouts[n] for n in starts], [layouts[n] for n in goals], model_of
+            )
         if found is not None:
             seconds[numbers] = found[row, column]
         else:
             each = zip(left[numbers], right[numbers], strict=True)
-            seconds[numbers] = [cost(here[a], there[b]) for a, b in each]
+            seconds[numbers] = [cost(layouts[a], layouts[b]) for a, b in each]
     every: Floats = seconds[at]
     return every
 
@@ -366,34 +359,33 @@ def _from_prices(
     if not prices.routed or min(goals) < 0:
         return None
     starts = np.array([index[state_of(source.spec)] for source in sources])
-    best: Floats = all_distances(prices.cheapest() - TIE_SECONDS, starts)[:, goals]
+    best: Floats = distances(prices.seconds, starts)[:, goals]
     return best
 
 
-def _ids(lists: Iterable[Sequence[object]]) -> list[Ints]:
-    """Return numbers for the values in all lists, the same for equal ones."""
+def _ids(values: Iterable[object]) -> Ints:
+    """Return numbers for values, the same for equal ones."""
     known: dict[object, int] = {}
-    return [np.array([known.setdefault(v, len(known)) for v in values]) for values in lists]
+    return np.array([known.setdefault(value, len(known)) for value in values])
 
 
 def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], Ints]:
     """Return the distinct layouts, and which of them each one is.
 
-    Millions of edges are among a few objects; so these are told apart by identity before they are
+    Millions of edges join a few objects, so these are told apart by identity before they are
     compared.
     """
     ids, at = _numbered(np.fromiter(map(id, layouts), np.int64, count=len(layouts)) >> 3)
     some = np.empty(len(ids), dtype=np.int64)
     some[at] = np.arange(len(at))
-    places: dict[Layout, int] = {}
-    place_of = np.array([places.setdefault(layouts[n], len(places)) for n in some.tolist()])
-    return list(places), place_of[at]
+    objects = [layouts[n] for n in some.tolist()]
+    return list(dict.fromkeys(objects)), _ids(objects)[at]
 
 
 def _numbered(values: Ints) -> tuple[Ints, Ints]:
     """Return the distinct numbers, ascending, and the place of each one among them."""
     least, most = int(values.min()), int(values.max())
-    if most - least >= _MOST_SPREAD:
+    if most - least >= _MAX_SPREAD:
         distinct, at = np.unique(values, return_inverse=True)
         return distinct, at
     values = values - least

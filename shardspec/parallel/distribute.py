@@ -12,8 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import in_our_words
-from shardspec.layout.layout import Layout, SpecLike, resolve_axes
-from shardspec.layout.rules import match_rules
+from shardspec.layout.layout import Layout, SpecLike, match_rules, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.torch_dtensors import redistribute

@@ -11,8 +11,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from shardspec.layout.layout import SpecLike
-from shardspec.layout.rules import match_rules
+from shardspec.layout.layout import SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis
 

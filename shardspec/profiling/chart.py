@@ -1,11 +1,11 @@
 """Measured against fitted times, both on logarithmic scales: on the diagonal the fit is exact."""
 
-from html import escape
 from math import ceil, floor, log10
 from typing import Final
+from xml.etree.ElementTree import Element
 
 from shardspec.comm.curves import KINDS
-from shardspec.layout.picture import svg_element
+from shardspec.layout.picture import draw, svg_page
 from shardspec.profiling.fit import fitted
 from shardspec.profiling.profile import Profile
 from shardspec.text import seconds_text
@@ -68,36 +68,32 @@ def chart_svg(profile: Profile) -> str:
     """Draw the chart as SVG; the title of a point says what it is."""
     scale = _Scale(profile)
     size, far = _PIXELS + 2 * _MARGIN, _PIXELS + _MARGIN
+    root = Element("svg")
 
-    def text(x: float, y: float, words: str, anchor: str = "start") -> str:
-        return svg_element("text", escape(words), x=x, y=y, text_anchor=anchor)
+    def text(x: float, y: float, words: str, anchor: str = "start") -> None:
+        draw(root, "text", words, x=x, y=y, text_anchor=anchor)
 
-    def point(x: float, y: float, kind: str, *title: str) -> str:
-        return svg_element("circle", *title, cx=x, cy=y, r=4, fill=_COLOURS[kind])
+    def point(x: float, y: float, kind: str) -> Element:
+        return draw(root, "circle", cx=x, cy=y, r=4, fill=_COLOURS[kind])
 
-    parts = [svg_element("style", _STYLE)]
+    draw(root, "style", _STYLE)
     for decade, label in scale.labels.items():
         x = _MARGIN + scale.place(decade, _PIXELS)
-        parts.append(
-            svg_element("path", class_="grid", d=f"M{x} {_MARGIN}V{far}M{_MARGIN} {size - x}H{far}")
-        )
-        parts.append(text(x, far + 18, label, "middle"))
-        parts.append(text(_MARGIN - 6, size - x + 4, label, "end"))
-    parts.append(svg_element("path", class_="same", d=f"M{_MARGIN} {far}L{far} {_MARGIN}"))
+        draw(root, "path", class_="grid", d=f"M{x} {_MARGIN}V{far}M{_MARGIN} {size - x}H{far}")
+        text(x, far + 18, label, "middle")
+        text(_MARGIN - 6, size - x + 4, label, "end")
+    draw(root, "path", class_="same", d=f"M{_MARGIN} {far}L{far} {_MARGIN}")
     for (kind, across, up), measured in zip(scale.points, profile.measurements, strict=True):
         title = (
             f"{kind} over axes {','.join(map(str, measured.axes))}, {measured.num_bytes} bytes: "
             f"{seconds_text(10**up)} measured, {seconds_text(10**across)} fitted"
         )
         x, y = (scale.place(value, _PIXELS) for value in (across, up))
-        shown = svg_element("title", escape(title))
-        parts.append(point(_MARGIN + x, far - y, kind, shown))
+        draw(point(_MARGIN + x, far - y, kind), "title", title)
     for line, kind in enumerate(_COLOURS):
-        parts.append(point(_MARGIN + 14, _MARGIN + 12 + 18 * line, kind))
-        parts.append(text(_MARGIN + 24, _MARGIN + 16 + 18 * line, kind))
-    parts.append(text(size / 2, size - 26, "fitted", "middle"))
-    parts.append(text(_MARGIN, _MARGIN - 30, profile.cost_model.known_error))
-    parts.append(text(_MARGIN - 40, _MARGIN - 10, "measured"))
-    root = {"width": size, "height": size, "viewBox": f"0 0 {size} {size}"}
-    body = "\n".join(["", *parts, ""])
-    return svg_element("svg", body, xmlns="http://www.w3.org/2000/svg", **root) + "\n"
+        point(_MARGIN + 14, _MARGIN + 12 + 18 * line, kind)
+        text(_MARGIN + 24, _MARGIN + 16 + 18 * line, kind)
+    text(size / 2, size - 26, "fitted", "middle")
+    text(_MARGIN, _MARGIN - 30, profile.cost_model.known_error)
+    text(_MARGIN - 40, _MARGIN - 10, "measured")
+    return svg_page(root, size, size) + "\n"

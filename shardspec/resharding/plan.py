@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating
 from shardspec.errors import LayoutError
-from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.rules import match_rules
+from shardspec.layout.layout import Layout, SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.copies import (

@@ -175,12 +175,9 @@ def test_a_space_lists_the_graph():
     graph = explored(3, "[R,R|P1]")
     assert set(space.states) == set(graph.nodes)
     assert [space.index[state] for state in space.states] == list(range(len(space.states)))
-    edges = {
-        (space.states[a], space.states[b], space.steps[a, b])
-        for a, b in zip(space.edge_from.tolist(), space.edge_to.tolist(), strict=True)
-    }
+    edges = {(space.states[a], space.states[b], step) for (a, b), step in space.steps.items()}
     assert edges == set(graph.edges(data="step"))
     for place, state in enumerate(space.states):
         lists = tuple(space.lists[i] for i in space.list_index[place])
         assert lists == state[0]
-    assert [space.states[i] for i in space.nothing_pending] == [s for s in space.states if not s[1]]
+    assert space.states[: space.num_finished] == [s for s in space.states if not s[1]]

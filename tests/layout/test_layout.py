@@ -211,9 +211,9 @@ NAMED = DeviceMesh(range(6), (2, 3), axis_names=("dp", "tp"))
         ),
         ("[S0,R]", (), "spec [S0,R] is for 2 dims, but the tensor of shape () has 0 dims"),
         ("[]", (1,), "spec [] is for 0 dims, but the tensor of shape (1,) has 1 dim"),
-        ("[S0]", (-4,), "global shape (-4,) has a negative size"),
-        ("[S0]", (2.5,), "global shape (2.5,): give a sequence of whole numbers"),
-        ("[S0]", 4, "global shape 4: give a sequence of whole numbers"),
+        ("[S0]", (-4,), "global shape (-4,): give a sequence of whole numbers from 0"),
+        ("[S0]", (2.5,), "global shape (2.5,): give a sequence of whole numbers from 0"),
+        ("[S0]", 4, "global shape 4: give a sequence of whole numbers from 0"),
     ],
 )
 def test_a_shape_that_does_not_fit(spec, shape, message):

@@ -1,8 +1,7 @@
 import pytest
 
 from shardspec.errors import AxisError, LayoutError, SpecSyntaxError
-from shardspec.layout.layout import SpecLike
-from shardspec.layout.rules import match_rules
+from shardspec.layout.layout import SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
 
 TENSORS = {"layers.0.up.weight": 2, "layers.10.up.weight": 2, "layers.0.up.bias": 1, "Norm": 1}

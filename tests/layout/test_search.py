@@ -15,9 +15,15 @@ from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link
 from shardspec.comm.steps import Exchange, Permute, Slice
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.graph import TransitionGraph, spec_of, state_of
+from shardspec.layout.graph import (
+    TransitionGraph,
+    cheapest_path,
+    distances,
+    shortest_walk,
+    spec_of,
+    state_of,
+)
 from shardspec.layout.layout import Layout
-from shardspec.layout.search import all_distances, cheapest_path, distances, shortest_walk
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from tests.layout import formulas
@@ -177,9 +183,11 @@ def test_matrix_searches_against_networkx():
         for a, costs in nx.all_pairs_dijkstra_path_length(graph):
             for b, cost in costs.items():
                 expected[a, b] = cost
-        np.testing.assert_allclose(all_distances(move, np.arange(size)), expected, rtol=1e-12)
+        np.testing.assert_allclose(distances(move, np.arange(size)), expected, rtol=1e-12)
+        reached = distances(np.where(np.isfinite(move), 1.0, inf), np.arange(size), np.maximum)
+        assert (np.isfinite(reached) == np.isfinite(expected)).all()
         for a, b in product(range(size), repeat=2):
-            np.testing.assert_allclose(distances(move, a)[b], expected[a, b], rtol=1e-12)
+            np.testing.assert_allclose(distances(move, [a])[0, b], expected[a, b], rtol=1e-12)
             walk = shortest_walk(move, a, b)
             if walk is None:
                 assert expected[a, b] == inf

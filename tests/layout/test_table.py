@@ -7,8 +7,7 @@ import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import count_states, space_of, spec_of
-from shardspec.layout.search import all_distances
+from shardspec.layout.graph import count_states, distances, space_of, spec_of
 from shardspec.layout.table import CostTable
 
 FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
@@ -239,12 +238,12 @@ def test_what_it_refuses(tmp_path):
         CostTable.load(tmp_path / "no.npz")
 
 
-def test_all_distances_against_single_searches():
+def test_distances_against_single_searches():
     space = space_of(2, 3, ())
     generator = np.random.default_rng(1)
     move = generator.random((19, 19))
     move[generator.random((19, 19)) < 0.7] = np.inf
-    best = all_distances(move, np.arange(19))
+    best = distances(move, np.arange(19))
     expected = move.copy()
     np.fill_diagonal(expected, 0)
     for middle in range(19):
