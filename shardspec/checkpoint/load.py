@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, StoredTensor, distinct
-from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
@@ -22,7 +21,7 @@ from shardspec.checkpoint.rank_state import (
     describe,
     world_mesh,
 )
-from shardspec.checkpoint.read_boxes import Buffers, read_box_into, stretches
+from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.select import (
     Choice,
     Patterns,

@@ -1,31 +1,164 @@
-"""Putting boxes of tensors together from stored boxes: a block at a time, no byte more than needed.
+"""Reading boxes of tensors out of stored boxes, block by block, and checking their digests.
 
-All goes through a buffer that fits the CPU's cache: for files in memory this is faster than having
-the system copy by itself (copy_file_range), and what passes by can be checked. Memory does not grow
-with the size of a tensor.
+All goes through a buffer that fits the CPU's cache: for files in memory this is faster than a copy
+by the system (copy_file_range), and the bytes can be checked on the way. Memory does not grow with
+the size of a tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from math import prod
+from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
+from isal.isal_zlib import crc32 as _crc32
+from isal.isal_zlib import crc32_combine
+
 from shardspec.boxes import Box, box_shape, box_size, chunks, intersect, slices_within
-from shardspec.checkpoint.catalog import StoredBox, StoredTensor, distinct
-from shardspec.checkpoint.digests import Checks
+from shardspec.checkpoint.catalog import (
+    Digest,
+    FileBox,
+    Outline,
+    StoredBox,
+    StoredTensor,
+    box_text,
+    distinct,
+)
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles, SourceFile
 from shardspec.copies import overlaps
 from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import Bytes
 
 BLOCK_BYTES: Final = 1 << 20
 """Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
+_LONG_ROW: Final = 2048
+"""Bytes from which rows are copied one by one, and not by numpy."""
+_PAGE: Final = 4096
+"""Shorter gaps are read along: the system reads whole pages anyway."""
+_MAX_SPANS: Final = 64
+"""Spans of a box kept apart; there are more where columns are read of which not all are wanted."""
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
 _Seen: TypeAlias = Callable[[int, memoryview], int | None]
-"""Told of every stretch that was read: its position in the file, and its bytes."""
+"""Called with what was read: its position in the file, and its bytes."""
+_Key: TypeAlias = tuple[Path, Digest]
+_Spans: TypeAlias = dict[int, tuple[int, int]]
+"""First byte to the end and the CRC-32; no two touch."""
+
+
+def crc32(data: Buffer, value: int = 0) -> int:
+    """Return the CRC-32 of bytes (that of zlib and zip), going on from `value`."""
+    return int(_crc32(data, value))
+
+
+def crc_text(value: int) -> str:
+    """Write a CRC-32 as the eight digits under which it is stored and shown."""
+    return f"{value:08x}"
+
+
+def stored_bytes(tensor: Outline[FileBox], stored: FileBox) -> int:
+    """Return the bytes of a stored box."""
+    return box_size(stored.box) * item_bytes(tensor.dtype)
+
+
+class Checks:
+    """Checks the digests of the boxes of one tensor while they are read, by threads, in any order.
+
+    `finish` reads what was not read yet. Without it, a box of which some bytes are never read, or
+    that is read in many pieces at once, is not checked.
+    """
+
+    def __init__(self, tensor: StoredTensor, boxes: Iterable[StoredBox] | None = None) -> None:
+        self._tensor = tensor
+        self._lock = Lock()
+        # Boxes inside one digested stretch, such as parts of a storage, are checked together.
+        self._open: dict[_Key, tuple[StoredBox, _Spans]] = {}
+        self._late: dict[_Key, tuple[StoredBox, _Spans]] = {}
+        """Those read in too many pieces."""
+        for stored in tensor.boxes if boxes is None else boxes:
+            if stored.digest is not None:
+                self._open.setdefault((stored.path, stored.digest), (stored, {}))
+
+    def __contains__(self, stored: StoredBox) -> bool:
+        return (stored.path, stored.digest) in self._open
+
+    def add(self, stored: StoredBox, start: int, data: Buffer) -> int | None:
+        """Take in bytes from a position in the file of a box; return their CRC-32 if computed.
+
+        Raises `CheckpointError` if they complete the box and its digest is another.
+        """
+        length = memoryview(data).nbytes
+        with self._lock:
+            if self._spans(stored, start, start + length) is None:
+                return None
+        value = crc32(data)
+        self.add_known(stored, start, length, value)
+        return value
+
+    def _spans(self, stored: StoredBox, start: int, end: int) -> _Spans | None:
+        """Return what was read of a box so far, unless some of these bytes were."""
+        assert stored.digest is not None, "only those with a digest are checked"
+        found = self._open.get((stored.path, stored.digest))
+        # Gaps between the rows of one box are read as the rows of another.
+        if found is None or any(at < end and start < to for at, (to, _) in found[1].items()):
+            return None
+        return found[1]
+
+    def add_known(self, stored: StoredBox, start: int, num_bytes: int, value: int) -> None:
+        """Take in bytes whose CRC-32 is `value`; otherwise like `add`."""
+        digest, end = stored.digest, start + num_bytes
+        with self._lock:
+            spans = self._spans(stored, start, end)
+            if spans is None or digest is None:
+                return
+            before = next((at for at, (to, _) in spans.items() if to == start), None)
+            if before is not None:
+                start, value = before, int(crc32_combine(spans.pop(before)[1], value, num_bytes))
+            if end in spans:
+                at, (end, tail) = end, spans.pop(end)
+                value = int(crc32_combine(value, tail, end - at))
+            spans[start] = end, value
+            if (start, end) == (digest.start, digest.start + digest.num_bytes):
+                del self._open[stored.path, digest]
+                if value != digest.crc32:
+                    raise CheckpointError(
+                        f"tensor {self._tensor.name!r}: rank {stored.rank}'s box "
+                        f"{box_text(stored.box)} in {stored.path} has CRC-32 {crc_text(value)}, "
+                        f"but {crc_text(digest.crc32)} was saved; its bytes were changed, restore "
+                        "the file or save again"
+                    )
+            elif len(spans) > _MAX_SPANS:
+                spans.clear()
+                self._late[stored.path, digest] = self._open.pop((stored.path, digest))
+
+    def unchecked(self, boxes: Sequence[StoredBox]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield what was read of boxes that are not checked yet, for `add_known` elsewhere.
+
+        That is the index of the box among `boxes`, position, bytes and CRC-32.
+        """
+        numbers = {id(stored): number for number, stored in enumerate(boxes)}
+        for (_, digest), (stored, spans) in (*self._open.items(), *self._late.items()):
+            # A box of which nothing was read has to be checked too.
+            for start, (end, value) in spans.items() or [(digest.start, (digest.start, 0))]:
+                yield numbers[id(stored)], start, end - start, value
+
+    def finish(self, files: OpenFiles) -> None:
+        """Read the rest of the boxes that are not checked yet, and check them."""
+        self._open |= self._late
+        for (path, digest), (stored, spans) in list(self._open.items()):
+            at, last = digest.start, digest.start + digest.num_bytes
+            for start, end in (*sorted((a, b) for a, (b, _) in spans.items()), (last, last)):
+                for piece in range(at, start, BLOCK_BYTES):
+                    num_bytes = min(BLOCK_BYTES, start - piece)
+                    self.add(stored, piece, files.file(path).read(piece, num_bytes))
+                at = end
+            if not digest.num_bytes:
+                self.add(stored, at, b"")
 
 
 class Part(NamedTuple):
@@ -239,12 +372,6 @@ def _read_part(
     steps = (*(gaps[dim] for dim in order), 1)
     _read(file, start, steps, out.transpose(*order, len(gaps)), buffers.scratch, seen)
     return None
-
-
-_LONG_ROW: Final = 2048
-"""Bytes from which rows are put in place one by one, and not by numpy."""
-_PAGE: Final = 4096
-"""Gaps shorter than this are read along: the system reads whole pages of a file anyway."""
 
 
 def _read(

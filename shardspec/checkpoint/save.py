@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.commit import write_atomically
-from shardspec.checkpoint.digests import crc32
-from shardspec.checkpoint.directories import DIRECTORY, lock, opened
+from shardspec.checkpoint.commit import DIRECTORY, lock, opened, write_atomically
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import shard_metadata
 from shardspec.checkpoint.formats.safetensors_header import (
@@ -39,9 +37,10 @@ from shardspec.checkpoint.rank_state import (
     describe,
     tensor_bytes,
 )
+from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.sharding_info import ShardingInfo, format_info, read_info
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import RemotePath, as_path, reason, system_errors, upload
+from shardspec.checkpoint.store import RemotePath, as_path, path_errors, reason, upload
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, assign_boxes, stored_shape
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
@@ -196,7 +195,7 @@ def _check_free(path: Path) -> None:
 
 def _make_directory(path: Path) -> None:
     if not isinstance(path, RemotePath):  # stores make it with the first file
-        with system_errors(path, "made a directory"):
+        with path_errors(path, "made a directory"):
             path.mkdir(parents=True, exist_ok=True)
 
 
@@ -208,7 +207,7 @@ def _claim(path: Path, overwrite: bool, held: ExitStack) -> bool:
     _make_directory(path)
     locked: bool | None = None
     if not isinstance(path, RemotePath):
-        with system_errors(path, "read"):
+        with path_errors(path, "read"):
             locked = lock(held.enter_context(opened(path, flags=DIRECTORY)))
     if locked is False:
         raise CheckpointError(

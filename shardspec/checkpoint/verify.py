@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
 from shardspec.checkpoint.coordinate import Progress
-from shardspec.checkpoint.digests import Checks, stored_bytes
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.read_boxes import Checks, stored_bytes
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.dtypes import item_bytes

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from shardspec.boxes import slices_within
 from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
-from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.read_boxes import (
     Buffers,
+    Checks,
     byte_box,
     cut,
     offset_in,
