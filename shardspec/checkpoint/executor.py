@@ -6,8 +6,7 @@ whatever files it goes to. For a store, they take whole files, each written from
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from threading import Event, Lock
@@ -19,7 +18,7 @@ from shardspec.boxes import Box, box_size, chunks
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
 from shardspec.checkpoint.coordinate import Member, Progress
 from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, Checks, crc32, read_box, stretches
-from shardspec.checkpoint.source_files import AHEAD_BYTES, OpenFiles
+from shardspec.checkpoint.source_files import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, Target
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
@@ -31,6 +30,8 @@ _COPY_BYTES: Final = 64 << 20
 """Size limit of a copy, so that threads share the work of a larger tensor."""
 _MIN_COPIES: Final = 8
 """Of several processes, where copies are longer than a block."""
+_TASKS_AHEAD: Final = 2
+"""Per thread."""
 
 
 class WriteOptions(NamedTuple):
@@ -186,24 +187,35 @@ class Execution:
         self._lock = Lock()
 
     def run(self, copy: Callable[[Task, OpenFiles, Buffers], None]) -> None:
-        """Do all tasks of this process, in threads."""
+        """Do all tasks of this process, in threads; the first that fails stops the others."""
         threads = self.options.threads
         if self._files is not None:
             threads = max(1, min(threads, len(self._files)))
 
-        def work(tasks: Iterable[Task]) -> None:
-            buffers = Buffers()
-            with OpenFiles() as files:
-                for task in tasks:
-                    wanted = (
-                        stretch
-                        for tensor, copied in task.copies
-                        for stretch in stretches(self.source.tensor(tensor.name), copied.box)
-                    )
+        def work(task: Task) -> None:
+            wanted = (
+                stretch
+                for tensor, copied in task.copies
+                for stretch in stretches(self.source.tensor(tensor.name), copied.box)
+            )
+            try:
+                with OpenFiles() as files:
                     files.will_read(self.source.directory, wanted, AHEAD_BYTES // threads)
-                    copy(task, files, buffers)
+                    copy(task, files, Buffers())
+            except _Cancelled:
+                pass
+            except BaseException:
+                self._failed.set()
+                raise
 
-        _run_in_threads(work, self._tasks(), threads, self._failed)
+        ahead = _TASKS_AHEAD * threads if threads > 1 else 0
+        with prefetch_map(self._tasks(), work, ahead, threads) as done:
+            try:
+                for _ in done:
+                    pass
+            except BaseException:
+                self._failed.set()
+                raise
 
     def _tasks(self) -> Iterator[Task]:
         if self._files is not None:
@@ -343,45 +355,3 @@ class Execution:
 
 class _Cancelled(Exception):
     """Another thread has failed, so this one stops."""
-
-
-def _run_in_threads(
-    work: Callable[[Iterable[Task]], None], tasks: Iterator[Task], threads: int, failed: Event
-) -> None:
-    """Have threads work on tasks; the first that fails stops the others."""
-    if threads == 1:
-        work(tasks)
-        return
-    # Importing it takes as long as copying 10 MiB.
-    from concurrent.futures import ThreadPoolExecutor, as_completed, wait
-
-    lock = Lock()
-
-    def taken() -> Iterator[Task]:
-        while not failed.is_set():
-            with lock:
-                task = next(tasks, None)
-            if task is None:
-                return
-            yield task
-
-    def guarded() -> None:
-        try:
-            with suppress(_Cancelled):
-                work(taken())
-        except BaseException:
-            failed.set()
-            raise
-
-    with ThreadPoolExecutor(threads, "shardspec-copy") as pool:
-        futures = [pool.submit(guarded) for _ in range(threads)]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        except BaseException:
-            failed.set()
-            # However often the user interrupts: no file may be closed that a thread writes to.
-            while not all(future.done() for future in futures):
-                with suppress(KeyboardInterrupt):
-                    wait(futures)
-            raise

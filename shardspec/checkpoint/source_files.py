@@ -50,26 +50,28 @@ def prefetch_depth(place: Path, *, here: int = 0) -> int:
 
 @contextmanager
 def prefetch_map(
-    items: Iterable[_Item], look: Callable[[_Item], _Found], ahead: int
+    items: Iterable[_Item],
+    look: Callable[[_Item], _Found],
+    ahead: int,
+    workers: int | None = None,
 ) -> Generator[Iterator[_Found], None, None]:
     """Yield an iterator over the results of a call for every item, in order.
 
-    Threads make calls up to `ahead` of the result in use. An exception is raised when the result of
-    its item is due. Calls that are running at the end of the block are not waited for.
+    Threads, by default `ahead`, make calls up to `ahead` of the result in use; with 0 the caller's
+    makes them. An exception is raised when the result of its item is due. Calls that are running at
+    the end of the block are waited for only if `workers` is given.
 
     >>> with prefetch_map("abc", str.upper, 2) as found:
     ...     list(found)
     ['A', 'B', 'C']
     """
-    items = list(items)
-    workers = min(ahead, len(items))
-    if workers < 1 or len(items) < 2:
+    if ahead < 1:
         yield map(look, items)
         return
     # Importing it takes as long as copying 10 MiB.
     from concurrent.futures import ThreadPoolExecutor
 
-    pool = ThreadPoolExecutor(workers, "shardspec-prefetch")
+    pool = ThreadPoolExecutor(workers or ahead, "shardspec-prefetch")
     pending: deque[tuple[_Item, Future[_Found] | None]] = deque()
 
     def result() -> _Found:
@@ -91,7 +93,12 @@ def prefetch_map(
     try:
         yield results()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        running = True
+        while running:
+            # However often the user interrupts, calls that are waited for end.
+            with suppress(KeyboardInterrupt):
+                pool.shutdown(wait=workers is not None, cancel_futures=True)
+                running = False
 
 
 class FileStretch(NamedTuple):
