@@ -197,26 +197,29 @@ class _Stage:
                         raise self._another_run
                     if locked and _is_same(self._parent, name, fd):
                         if match[1]:
-                            self._remove_directory(name.removesuffix(_LOCK_SUFFIX), fd)
+                            staged = name.removesuffix(_LOCK_SUFFIX)
+                            record = os.pread(fd, os.fstat(fd).st_size, 0)
+                            if not record:  # it had not begun to publish
+                                shutil.rmtree(staged, ignore_errors=True, dir_fd=self._parent)
+                            # What cannot be moved stays.
+                            with suppress(OSError, ValueError):
+                                self._move_rest(staged, *json.loads(record))
                         os.unlink(name, dir_fd=self._parent)
 
-    def _remove_directory(self, name: str, locked: int) -> None:
-        """Remove what a killed run had staged; if that was renamed, move the files of others."""
-        try:
-            inode, made, replaced = json.loads(os.pread(locked, os.fstat(locked).st_size, 0))
-        except ValueError:  # it had not begun to publish
-            shutil.rmtree(name, ignore_errors=True, dir_fd=self._parent)
-            return
+    def _move_rest(
+        self, name: str, inode: int, made: Collection[str], replaced: Collection[str]
+    ) -> None:
+        """Move the files of others to the directory that was published; remove the rest."""
         for left in (name, f"{name}-old"):
-            # What cannot be moved stays.
-            with suppress(OSError), opened(left, self._parent) as old:
-                if os.fstat(old).st_ino == inode:
+            with suppress(FileNotFoundError), opened(left, self._parent) as old:
+                if os.fstat(old).st_ino == inode:  # not published
                     shutil.rmtree(left, ignore_errors=True, dir_fd=self._parent)
                     continue
                 with opened(self._path.name, self._parent) as new:
                     if os.fstat(new).st_ino == inode:
-                        move_others(old, new, made, replaced, late=True)
-                os.rmdir(left, dir_fd=self._parent)
+                        move_others(old, new, made, replaced)
+                with suppress(OSError):
+                    os.rmdir(left, dir_fd=self._parent)
 
     def publish(self, overwrite: bool, replaced: Collection[str], inode: int | None) -> None:
         """Give the output its name."""
@@ -241,39 +244,23 @@ class _Stage:
             _give_modes(self.fd, older, alike)
         made = names_below(self.fd)
         # If this run is killed from here on, the next one moves the files of others.
-        record = json.dumps([os.fstat(self.fd).st_ino, sorted(made), sorted(replaced)])
-        os.pwrite(self._lock, record.encode(), 0)
+        rest = os.fstat(self.fd).st_ino, sorted(made), sorted(replaced)
+        os.pwrite(self._lock, json.dumps(rest).encode(), 0)
         os.fsync(self._lock)
-        old_name = name
         if not renameat2(parent, name, self._path, _EXCHANGE):
             # Between these two, neither has the name; both are complete on the disk.
-            old_name = f"{name}-old"
-            os.rename(final, old_name, src_dir_fd=parent, dst_dir_fd=parent)
+            os.rename(final, f"{name}-old", src_dir_fd=parent, dst_dir_fd=parent)
             os.rename(name, final, src_dir_fd=parent, dst_dir_fd=parent)
         self._published = True
         _check_named(parent, self._path, self.fd)
-        self._keep_others(old_name, made, replaced)
-
-    def _keep_others(self, old_name: str, made: Collection[str], replaced: Collection[str]) -> None:
-        """Move what is not of the old checkpoint to the new directory; remove the rest."""
-        failed: OSError | None = None
-        for _ in range(10):
-            try:
-                with opened(old_name, self._parent) as old:
-                    move_others(old, self.fd, made, replaced)
-                failed = None
-            except OSError as error:
-                failed = error
-            # Files that somebody puts there by its descriptor meanwhile are kept too.
-            with suppress(OSError):
-                os.rmdir(old_name, dir_fd=self._parent)
-                return
-        if failed is not None:
+        try:
+            self._move_rest(name, *rest)
+        except OSError as error:
             raise CheckpointError(
                 f"{self._path}: is written, but what else was in the old directory could not be "
-                f"moved there ({failed.filename or old_name}: {reason(failed)}); it is kept in "
-                f"{self._path.with_name(old_name)}"
-            )
+                f"moved there ({error.filename or name}: {reason(error)}); it is kept in "
+                f"{self._path.with_name(name)}"
+            ) from None
 
     def close(self) -> None:
         """Remove what was not published, as far as the system allows it, and the lock."""
@@ -284,14 +271,11 @@ class _Stage:
             os.close(fd)
 
 
-def move_others(
-    old: int, new: int, made: Collection[str], replaced: Collection[str], *, late: bool = False
-) -> None:
-    """Move from a directory to its replacement what was neither made there nor is to go.
+def move_others(old: int, new: int, made: Collection[str], replaced: Collection[str]) -> None:
+    """Move from a directory to its replacement what was neither made there nor is replaced.
 
-    `made` are names of the files made in the new one, `replaced` of those of the old that go. With
-    `late`, what has a name in the new one by now is newer, and stays. Raises an IsADirectoryError
-    if a file was made where the old one has a directory.
+    What has the same name in the new one by now is newer, and stays. Raises an IsADirectoryError if
+    a file was made where the old one has a directory.
     """
     made, gone = frozenset(made), {*made, *replaced}
     inside = {str(above) for name in gone for above in PurePosixPath(name).parents}
@@ -312,7 +296,7 @@ def move_others(
                 for at in (old, new):
                     with suppress(OSError):  # one that is not empty stays
                         os.rmdir(name, dir_fd=at)
-            elif not (late and name in os.listdir(new)):
+            elif name not in os.listdir(new):
                 os.rename(name, name, src_dir_fd=old, dst_dir_fd=new)
 
     move(old, new, "")

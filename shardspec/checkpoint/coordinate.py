@@ -31,32 +31,28 @@ TIMEOUT_S: Final = 30.0
 """How long a process may send no heartbeat, or the store may not answer."""
 _HEARTBEAT_S: Final = 2.0
 _RENDEZVOUS_S: Final = 600.0
-_CHECK_S: Final = 1.0
-"""How often a process that copies checks on the others."""
+_CHECK_S: Final = 0.5
+"""How often a process checks on the others."""
 _POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the processes."""
+    """One of the processes; `job` tells those of one torchrun from those of another."""
 
     rank: int
     size: int
     job: str = field(default="", compare=False, repr=False)
-    """Tells the processes of one torchrun from those of another."""
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Member | None":
         """Return which of the processes of torchrun this is; None if it is the only one."""
-        if "TORCHELASTIC_RUN_ID" not in environment:
-            return None
-        try:
-            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        except (KeyError, ValueError):
-            return None
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
         job = "/".join(environment.get(name, "") for name in names)
-        return cls(rank, size, f"{crc32(job.encode()):08x}") if size > 1 else None
+        rank, size = (environment.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+        if names[0] not in environment or not (rank.isdecimal() and size.isdecimal()):
+            return None
+        return cls(int(rank), int(size), f"{crc32(job.encode()):08x}") if int(size) > 1 else None
 
 
 class Workers:
@@ -69,6 +65,7 @@ class Workers:
         self._store = store
         self._heartbeats: dict[int, tuple[bytes | None, float]] = {}
         """Per rank the last heartbeat, and when it was first seen."""
+        self._checked = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._send_heartbeats, daemon=True)
         if store is not None:
@@ -90,12 +87,16 @@ class Workers:
         return [self._wait(f"{key}/{rank}") for rank in ranks]
 
     def check(self) -> None:
-        """Raise a `CheckpointError` if a process has failed, or sends no heartbeats any more."""
-        failed = self._get("failed")
-        if failed is not None:
-            raise CheckpointError(str(json.loads(failed)))
+        """Raise a `CheckpointError` if another process has failed, or sends no heartbeats any more.
+
+        Called often; it asks the store now and then.
+        """
         now = time.monotonic()
-        for rank in range(self.member.size if self._store else 0):
+        if self._store is None or now < self._checked + _CHECK_S:
+            return
+        if (failed := self._get("failed")) is not None:
+            raise CheckpointError(str(json.loads(failed)))
+        for rank in range(self.member.size):
             beat = self._get(f"heartbeat/{rank}")
             last, since = self._heartbeats.setdefault(rank, (beat, now))
             if beat != last:
@@ -105,26 +106,11 @@ class Workers:
                     f"rank {rank} has sent no heartbeat for {TIMEOUT_S:.0f} s; it was killed, "
                     "or its machine has stopped"
                 )
+        self._checked = time.monotonic()
 
     def has_failed(self) -> bool:
         """Return whether any process has failed."""
         return self._get("failed") is not None
-
-    def checking(self, progress: Progress | None) -> Progress | None:
-        """Return a progress callback that also checks on the other processes."""
-        if self._store is None:
-            return progress
-        due = time.monotonic() + _CHECK_S
-
-        def advance(done: int, total: int) -> None:
-            nonlocal due
-            if time.monotonic() > due:
-                self.check()
-                due = time.monotonic() + _CHECK_S
-            if progress is not None:
-                progress(done, total)
-
-        return advance
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -135,10 +121,9 @@ class Workers:
             store = self._store
             if store is None:
                 raise
-            rank = f"rank {self.member.rank}"
-            text = f"{rank} was interrupted"
-            if isinstance(error, ShardSpecError):
-                text = str(error) if str(error).startswith("rank ") else f"{rank}: {error}"
+            text = str(error) if isinstance(error, ShardSpecError) else "was interrupted"
+            if not text.startswith("rank "):
+                text = f"rank {self.member.rank}: {text}"
             # If the store is gone, nobody is waiting for it.
             with suppress(ShardSpecError):
                 said = json.dumps(text)
@@ -161,19 +146,15 @@ class Workers:
                 time.sleep(_POLL_S)
 
     def _send_heartbeats(self) -> None:
-        while True:
-            # The main thread notices by itself if the store is gone.
-            with suppress(ShardSpecError):
+        # The main thread notices by itself if the store is gone.
+        with suppress(ShardSpecError):
+            self._set(f"heartbeat/{self.member.rank}", str(time.time()))
+            while not self._ended.wait(_HEARTBEAT_S):
                 self._set(f"heartbeat/{self.member.rank}", str(time.time()))
-            if self._ended.wait(_HEARTBEAT_S):
-                return
 
     def _wait(self, key: str) -> Any:  # noqa: ANN401  # what JSON gives
-        checked = time.monotonic()
         while (value := self._get(key)) is None:
-            if time.monotonic() - checked > _CHECK_S or self.has_failed():
-                self.check()
-                checked = time.monotonic()
+            self.check()
             time.sleep(_POLL_S)
         return json.loads(value)
 
@@ -188,24 +169,25 @@ class Workers:
 
     def _call(self, act: Callable[[], T]) -> T:
         """Call the store in a thread: calls cannot be interrupted, and some have no timeout."""
-        answers: list[T] = []
-        errors: list[RuntimeError] = []
+        # Importing it takes as long as copying 10 MiB.
+        from concurrent.futures import Future
+
+        answer: Future[T] = Future()
 
         def call() -> None:
             try:
-                answers.append(act())
+                answer.set_result(act())
             except RuntimeError as error:  # the class of torch's errors
-                errors.append(error)
+                answer.set_exception(error)
 
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
-        thread.join(TIMEOUT_S)
-        if not answers:
+        threading.Thread(target=call, daemon=True).start()
+        try:
+            return answer.result(TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:
             raise CheckpointError(
                 "the processes have lost their connection: the one that holds the store has ended "
                 "or stopped"
-            ) from (errors[0] if errors else None)
-        return answers[0]
+            ) from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from isal.isal_zlib import crc32_combine
 
 from shardspec.boxes import Box, box_size, chunks
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
-from shardspec.checkpoint.coordinate import Member, Progress
+from shardspec.checkpoint.coordinate import Member, Progress, Workers
 from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, Checks, crc32, read_box, stretches
 from shardspec.checkpoint.source_files import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, Target
@@ -158,13 +158,13 @@ class Execution:
         source: Catalog,
         target: Target,
         options: WriteOptions,
-        progress: Progress | None,
-        member: Member,
+        workers: Workers,
         *,
         whole_files: bool,
     ) -> None:
         self.source, self.target = source, target
-        self.options, self.member = options, member
+        self.options = options
+        self.member = member = workers.member
         self.digested = options.verify or target.digested
         """Whether the CRC-32 of what is written is computed."""
         self.reread = options.verify and options.reread
@@ -180,7 +180,7 @@ class Execution:
             self._total = sum(copy.num_bytes for one in self._plan() for copy in one.copies)
             if member.rank == 0:
                 self._total += sum(file.other_bytes for file in target.files)
-        self._progress, self._done = progress, 0
+        self._check, self._done = workers.check, 0
         self._failed = Event()
         self._findings = Findings([], [], {})
         self._parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
@@ -296,8 +296,9 @@ class Execution:
             raise _Cancelled
         with self._lock:
             self._done += num_bytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+            self._check()
+            if self.options.progress is not None:
+                self.options.progress(self._done, self._total)
 
     def _cast(self, block: memoryview, dtype: str, extent: Extent) -> memoryview:
         """Cast a block; count what it lost, or raise if that is not allowed."""

@@ -150,14 +150,8 @@ def _write(
     workers: Workers,
 ) -> WriteReport:
     """Write all files; the first process completes the output."""
-    job = Execution(
-        source,
-        target,
-        options,
-        workers.checking(options.progress),
-        workers.member,
-        whole_files=isinstance(destination.path, RemotePath),
-    )
+    remote = isinstance(destination.path, RemotePath)
+    job = Execution(source, target, options, workers, whole_files=remote)
     written = []
     # The other processes are told of an error before their files are removed.
     with begin_output(job, workers, destination) as output, workers.failing_together():
