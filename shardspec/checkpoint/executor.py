@@ -5,7 +5,6 @@ whatever files it goes to. For a store, they take whole files, each written from
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -66,10 +65,13 @@ class TensorCopies(NamedTuple):
     complete: bool
 
 
-def plan_copies(target: Target, rank: int = 0, size: int = 1) -> Iterator[TensorCopies]:
+def plan_copies(
+    target: Target, rank: int = 0, size: int = 1, *, whole_files: bool = False
+) -> Iterator[TensorCopies]:
     """Yield the copies that fill a target, tensor by tensor.
 
-    Each of several processes gets an equal share of the bytes, which is one stretch of the plan.
+    Each of several processes gets an equal share of the bytes, which is one stretch of the plan, or
+    of the files.
     """
     # Extents by tensor, as single numbers: there may be ten million.
     extents: dict[str, array[int]] = {}
@@ -78,16 +80,17 @@ def plan_copies(target: Target, rank: int = 0, size: int = 1) -> Iterator[Tensor
         for number, extent in enumerate(file.extents):
             extents.setdefault(extent.tensor.source, array("q")).append(place << 32 | number)
             total += extent.num_bytes
-    limit = _COPY_BYTES
-    if size > 1:
-        limit = min(limit, max(BLOCK_BYTES, total // (_MIN_COPIES * size)))
+    limit = _COPY_BYTES if size == 1 else max(BLOCK_BYTES, total // (_MIN_COPIES * size))
+    limit = total if whole_files else min(_COPY_BYTES, limit)
+    files = frozenset(plan_files(target, rank, size)) if whole_files else frozenset[int]()
     before = 0
     for name, codes in extents.items():
         mine: list[Copy] = []
         complete = True
         for code in codes:
             for copy in _copies_of(target, *divmod(code, 1 << 32), limit):
-                if _owner(before, copy.num_bytes, total, size) == rank:
+                owner = _owner(before, copy.num_bytes, total, size)
+                if copy.file in files if whole_files else owner == rank:
                     mine.append(copy)
                 else:
                     complete = False
@@ -106,7 +109,7 @@ def _copies_of(target: Target, place: int, number: int, limit: int) -> Iterator[
         offset += num_bytes
 
 
-def _plan_files(target: Target, rank: int, size: int) -> list[int]:
+def plan_files(target: Target, rank: int, size: int) -> list[int]:
     """Return the indices of the files that one of several processes writes."""
     before, mine = 0, []
     for number, file in enumerate(target.files):
@@ -172,14 +175,12 @@ class Execution:
         self.crcs = [array("I", bytes(4 * len(file.extents))) for file in target.files]
         """CRC-32 of every extent of every file, if they are computed."""
         self.losses: CastLosses | None = None
-        self._plan = partial(plan_copies, target, member.rank, member.size)
-        self._files = _plan_files(target, member.rank, member.size) if whole_files else None
-        if self._files is not None:
-            self._total = sum(target.files[number].num_bytes for number in self._files)
-        else:
-            self._total = sum(copy.num_bytes for one in self._plan() for copy in one.copies)
-            if member.rank == 0:
-                self._total += sum(file.other_bytes for file in target.files)
+        self._plan = partial(plan_copies, target, member.rank, member.size, whole_files=whole_files)
+        self._whole_files = whole_files
+        self._files = plan_files(target, member.rank, member.size) if whole_files else []
+        others = self._files if whole_files else range(0 if member.rank else len(target.files))
+        self._total = sum(target.files[number].other_bytes for number in others)
+        self._total += sum(copy.num_bytes for one in self._plan() for copy in one.copies)
         self._check, self._done = workers.check, 0
         self._failed = Event()
         self._findings = Findings([], [], {})
@@ -189,7 +190,7 @@ class Execution:
     def run(self, copy: Callable[[Task, OpenFiles, Buffers], None]) -> None:
         """Do all tasks of this process, in threads; the first that fails stops the others."""
         threads = self.options.threads
-        if self._files is not None:
+        if self._whole_files:
             threads = max(1, min(threads, len(self._files)))
 
         def work(task: Task) -> None:
@@ -218,34 +219,24 @@ class Execution:
                 raise
 
     def _tasks(self) -> Iterator[Task]:
-        if self._files is not None:
-            yield from self._file_tasks(self._files)
-            return
+        by_file: dict[int, list[tuple[_SharedTensor, Copy]]] = {n: [] for n in self._files}
         batch: list[tuple[_SharedTensor, Copy]] = []
         num_bytes = 0
         for source, copies, complete in self._plan():
             tensor = _SharedTensor(source, len(copies), complete)
             for copy in copies:
+                if self._whole_files:
+                    by_file[copy.file].append((tensor, copy))
+                    continue
                 batch.append((tensor, copy))
                 num_bytes += copy.num_bytes
                 if num_bytes >= _COPY_BYTES // 2:
                     yield Task(0, batch)
                     batch, num_bytes = [], 0
-        yield Task(0, batch)
-
-    def _file_tasks(self, mine: Sequence[int]) -> Iterator[Task]:
-        files = self.target.files
-        every, here = (
-            Counter(extent.tensor.source for n in numbers for extent in files[n].extents)
-            for numbers in (range(len(files)), mine)
-        )
-        tensors = {n: _SharedTensor(n, count, count == every[n]) for n, count in here.items()}
-        for number in mine:
-            copies = [
-                (tensors[e.tensor.source], Copy(number, at, e.box, e.offset, e.num_bytes))
-                for at, e in enumerate(files[number].extents)
-            ]
-            yield Task(number, copies)
+        if batch:
+            yield Task(0, batch)
+        for number, of_file in by_file.items():
+            yield Task(number, sorted(of_file, key=lambda one: one[1].offset))
 
     def blocks(
         self, tensor: _SharedTensor, copy: Copy, files: OpenFiles, buffers: Buffers
@@ -263,7 +254,7 @@ class Execution:
         extent = self.target.files[copy.file].extents[copy.extent]
         casts = is_cast(stored.dtype, extent.tensor.dtype)
         at, crc = copy.offset, 0
-        for _, block, known in read_box(stored, copy.box, files, buffers, checks):
+        for block, known in read_box(stored, copy.box, files, buffers, checks):
             data = self._cast(block, stored.dtype, extent) if casts else block
             # After a cast, a block may be longer.
             for part in (data[n : n + BLOCK_BYTES] for n in range(0, len(data), BLOCK_BYTES)):

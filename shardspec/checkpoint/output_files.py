@@ -7,9 +7,9 @@ start to end; it appears when it is complete, and a file that it replaces stays 
 import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from isal.isal_zlib import crc32_combine
 
@@ -38,25 +38,6 @@ _WRITE_BYTES: Final = 128 << 10
 than that: small ones are more work, and large ones can be slow to get."""
 _TEMPORARY_SUFFIX: Final = ".shardspec-tmp"
 """How the names of files end that were not moved yet; a killed run leaves them."""
-
-
-class Output(Protocol):
-    """Where the files of an output are written."""
-
-    def copy(self, task: Task, files: OpenFiles, buffers: Buffers) -> None:
-        """Do a task of this process."""
-
-    def finish(self) -> Written:
-        """Complete the files, given all CRC-32, write those that list the others; return all."""
-
-
-def begin_output(
-    job: Execution, workers: Workers, destination: Destination
-) -> AbstractContextManager[Output]:
-    """Begin an output, which is complete at the end of the block."""
-    if isinstance(destination.path, RemotePath):
-        return _in_store(job, workers, destination, destination.path)
-    return _on_disk(job, workers, destination)
 
 
 class _FilePart(NamedTuple):
@@ -185,13 +166,14 @@ class Staged(NamedTuple):
             os.close(fd)
 
 
-class _DiskOutput:
+class DiskOutput:
     """An output on a disk."""
 
     def __init__(self, job: Execution, staged: Staged) -> None:
         self._job, self._staged = job, staged
 
     def copy(self, task: Task, files: OpenFiles, buffers: Buffers) -> None:
+        """Do a task of this process."""
         job, path = self._job, self._staged.path
         scratch = buffers.scratch if job.reread else None
 
@@ -208,6 +190,7 @@ class _DiskOutput:
                         raise _different(path, _extent_part(extent, crc).name, found, crc)
 
     def finish(self) -> Written:
+        """Complete the files, write those that list the others, and return all."""
         job, staged = self._job, self._staged
         written: Written = []
         for file, crcs in zip(job.target.files, job.crcs, strict=True):
@@ -236,19 +219,19 @@ class _DiskOutput:
 
 
 @contextmanager
-def _on_disk(job: Execution, workers: Workers, destination: Destination) -> Iterator[Output]:
-    """Stage the files, which the other processes open."""
+def on_disk(job: Execution, workers: Workers, destination: Destination) -> Iterator[DiskOutput]:
+    """Begin an output on a disk: files are staged, and opened by the other processes."""
     path, directory = destination.path, job.target.directory
     if job.member.rank:
         with joined_output(Path(workers.broadcast("place")), path) as place:
-            yield _DiskOutput(job, Staged(place, path, directory))
+            yield DiskOutput(job, Staged(place, path, directory))
         return
     with staged_output(destination, directory=directory, overwrite=job.options.overwrite) as place:
         staged = Staged(place, path, directory)
         for file in job.target.files:
             staged.create(file.name, file.num_bytes)
         workers.broadcast("place", str(real_path(place)))
-        yield _DiskOutput(job, staged)
+        yield DiskOutput(job, staged)
 
 
 def write_all(
@@ -287,7 +270,7 @@ def _is_list(name: str) -> bool:
     return name.endswith((".json", ".metadata"))
 
 
-class _StoreOutput:
+class StoreOutput:
     """An output in a store, all of which has been read again before it counts.
 
     A file of a new name is uploaded under it. One whose name is taken is uploaded beside the old
@@ -318,6 +301,7 @@ class _StoreOutput:
         return final.with_name(f".{final.name}.{self._token}{_TEMPORARY_SUFFIX}")
 
     def copy(self, task: Task, files: OpenFiles, buffers: Buffers) -> None:
+        """Do a task of this process."""
         job, file, crcs = self._job, self._job.target.files[task.file], self._job.crcs[task.file]
         place, parts, at = self._place(file.name), list[_FilePart](), 0
         raws = iter(file.raw)
@@ -407,10 +391,10 @@ class _StoreOutput:
 
 
 @contextmanager
-def _in_store(
-    job: Execution, workers: Workers, destination: Destination, path: RemotePath
-) -> Iterator[Output]:
-    """Find out what is there; nothing of what was uploaded stays if the run fails."""
+def in_store(job: Execution, workers: Workers, destination: Destination) -> Iterator[StoreOutput]:
+    """Begin an output in a store; nothing of what was uploaded stays if the run fails."""
+    path = destination.path
+    assert isinstance(path, RemotePath), "others are on a disk"
     there: Sequence[str] = []
     if job.member.rank == 0 and job.options.overwrite:
         if job.target.directory:
@@ -419,7 +403,7 @@ def _in_store(
         elif path.is_file():
             there = [path.name]
     names = frozenset(workers.broadcast("there", there))
-    output = _StoreOutput(job, path, workers.token, names, destination.replaced)
+    output = StoreOutput(job, path, workers.token, names, destination.replaced)
     try:
         yield output
     except BaseException:

@@ -165,20 +165,18 @@ class Part(NamedTuple):
     """What a stored box holds of a block."""
 
     stored: StoredBox
-    box: Box
-    """The stored box in bytes, as `byte_box` gives it."""
-    shared: Box
-    """What is in both, in bytes."""
+    box: Box  # the stored box in bytes
+    shared: Box  # what is in both, in bytes
 
     @property
     def start(self) -> int:
-        """Position in the file of its first byte, if the stored box is row-major."""
+        """Position in the file of its first byte, in a row-major box."""
         return self.stored.offset + offset_in(self.box, self.shared)
 
     @property
     def contiguous(self) -> bool:
-        """Whether it lies in its file as one stretch."""
-        return not self.stored.strides and in_one(self.shared, self.box)
+        """Whether it is one stretch of its file."""
+        return not self.stored.strides and _contiguous(self.shared, self.box)
 
 
 def byte_box(box: Box, item_bytes: int) -> Box:
@@ -190,21 +188,15 @@ def byte_box(box: Box, item_bytes: int) -> Box:
 
 
 def offset_in(outer: Box, inner: Box) -> int:
-    """Return how many bytes of a row-major box precede the first one of another in it."""
+    """Return how many elements of a row-major box precede the first one of another in it."""
     offset = 0
     for (lo, hi), (at, _) in zip(outer, inner, strict=True):
         offset = offset * (hi - lo) + at - lo
     return offset
 
 
-def in_one(part: Box, outer: Box) -> bool:
-    """Return whether a part of a row-major box is one stretch of it.
-
-    Examples
-    --------
-    >>> in_one(((1, 3), (0, 4)), ((0, 9), (0, 4))), in_one(((1, 3), (0, 2)), ((0, 9), (0, 4)))
-    (True, False)
-    """
+def _contiguous(part: Box, outer: Box) -> bool:
+    """Return whether a part of a row-major box is one stretch of it."""
     whole = True
     for side, outer_side in zip(reversed(part), reversed(outer), strict=True):
         if not whole and side[1] - side[0] > 1:
@@ -216,10 +208,9 @@ def in_one(part: Box, outer: Box) -> bool:
 def cut(
     tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
 ) -> Iterator[tuple[Box, list[Part]]]:
-    """Cut a box of a tensor into blocks of at most so many bytes, to be put together in order.
+    """Cut a box of a tensor into blocks of at most so many bytes, a multiple of every item size.
 
-    Yields each block in bytes, and what holds its parts: of all addends of a pending reduction.
-    `most` is a multiple of every item size.
+    Yields each block in bytes, and its parts in stored boxes: of all addends that are pending.
     """
     size = item_bytes(tensor.dtype)
     wanted = byte_box(target, size)
@@ -230,10 +221,9 @@ def cut(
 
 
 def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
-    """Return what will be read to put one box of a tensor together, in that order.
+    """Yield what will be read for a box of a tensor, in that order, where that is contiguous.
 
-    Addends of a pending reduction are left out, and so is what does not lie in a file as one
-    stretch.
+    Addends of a pending reduction are left out.
     """
     if tensor.pending:
         return
@@ -244,24 +234,11 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
 
 
 class Buffers:
-    """Memory for one thread that copies: made once, used for every tensor."""
+    """Memory for one thread that copies: for a block of the target, and for what is put into it."""
 
     def __init__(self) -> None:
         self.block = memoryview(bytearray(BLOCK_BYTES))
-        """Where a block of the target is put together."""
         self.scratch = memoryview(bytearray(BLOCK_BYTES))
-        """What was read and is still to be put in place."""
-
-
-class BlockRead(NamedTuple):
-    """A stretch of a box that was put together."""
-
-    offset: int
-    """Where in the box, row-major, it starts."""
-    data: memoryview
-    """Good until the next one is read."""
-    crc32: int | None
-    """Of the bytes, if it was taken."""
 
 
 def read_box(
@@ -271,12 +248,11 @@ def read_box(
     buffers: Buffers,
     checks: Checks | None = None,
     out: memoryview | None = None,
-) -> Iterator[BlockRead]:
-    """Read one box of a tensor, from its start to its end; pending reductions are finished.
+) -> Iterator[tuple[memoryview, int | None]]:
+    """Read one box of a tensor in order; yield blocks, and their CRC-32 if it was computed.
 
-    The stored boxes tile the tensor, as `check_tiling` makes sure. Blocks are put together in
-    `out`, flat and as long as the box, or in a buffer. Digests are compared on the way, if there
-    are `checks`. Raises CheckpointError if reading fails, or bytes are not as saved.
+    The stored boxes tile the tensor (`check_tiling`). Pending reductions are finished. A block is
+    valid until the next one is read, or a part of `out`, which is flat and as long as the box.
     """
     at = 0
     for block, parts in cut(tensor, target, len(buffers.block)):
@@ -289,7 +265,7 @@ def read_box(
         else:
             for part in parts:
                 crc = read(part)
-        yield BlockRead(at, room, crc if len(parts) == 1 else None)
+        yield room, crc if len(parts) == 1 else None
         at += num_bytes
 
 
@@ -301,7 +277,7 @@ def read_box_into(
     buffers: Buffers,
     checks: Checks | None = None,
 ) -> None:
-    """Read one box of a tensor into flat memory as long as the box; as `read_box`."""
+    """Read one box of a tensor into flat memory; as `read_box`."""
     for _ in read_box(tensor, target, files, buffers, checks, out):
         pass
 
@@ -337,7 +313,7 @@ def _read_part(
     stored, box, shared = part
     file = files.file(stored.path)
     seen = None if checks is None or stored not in checks else partial(checks.add, stored)
-    if part.contiguous and in_one(shared, block):
+    if part.contiguous and _contiguous(shared, block):
         at = offset_in(block, shared)
         data = room[at : at + box_size(shared)]
         file.read_into(data, part.start)

@@ -16,7 +16,7 @@ from shardspec.checkpoint.coordinate import Member, Workers, together
 from shardspec.checkpoint.destination import check_place, check_replaced
 from shardspec.checkpoint.executor import Execution, Findings, WriteOptions
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.output_files import begin_output
+from shardspec.checkpoint.output_files import in_store, on_disk
 from shardspec.checkpoint.read_boxes import crc_text
 from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.source_files import OpenFiles
@@ -154,7 +154,8 @@ def _write(
     job = Execution(source, target, options, workers, whole_files=remote)
     written = []
     # The other processes are told of an error before their files are removed.
-    with begin_output(job, workers, destination) as output, workers.failing_together():
+    begin = in_store if remote else on_disk
+    with begin(job, workers, destination) as output, workers.failing_together():
         job.run(output.copy)
         if job.member.rank:
             source.check_unchanged()
