@@ -1,10 +1,9 @@
 """Outputs that appear whole or not at all: staged under another name, flushed, then renamed.
 
-A staged file or directory has a random name beside the output, and belongs to its maker alone
-(modes 0600 and 0700) until it is renamed. Everything in it is opened through its descriptor, and no
-link is followed, so nobody who may write to the same directory can redirect a write. A lock tells a
-run that is alive from the remains of a killed one: the first is respected, the second are removed.
-Where the file system has no locks, nothing is removed.
+Staged is a file or directory of a random name beside the output, with mode 0600 or 0700. Everything
+in it is opened through its descriptor, and no link is followed, so nobody who may write to the same
+directory can redirect a write. A lock tells a run that is alive from the remains of a killed one,
+which are removed; where the file system has no locks, nothing is.
 """
 
 import errno
@@ -48,8 +47,7 @@ def staged_output(destination: Destination, *, directory: bool, overwrite: bool)
 
     Of a directory that is replaced, files of the same names and those in `replaced` are removed;
     all others are kept, also those that appear meanwhile. If an exception is raised, what was made
-    is removed: an `OutputExistsError` if the output exists and `overwrite` is not set, a
-    `CheckpointError` if another run is writing the same output, or has replaced it.
+    is removed: also a `CheckpointError` if another run is writing the output, or has replaced it.
     """
     path = destination.path
     with _opened_parent(path) as parent:
@@ -96,10 +94,8 @@ def write_atomically(
 ) -> None:
     """Create a file under another name, fill it by its descriptor, flush it, then rename it.
 
-    It gets mode and owner of the file that it replaces, or of the one in the same directory that
-    `mode_of` names. The unfinished file is removed when an exception is raised: an
-    `OutputExistsError` if the file exists and `overwrite` is not set, a `CheckpointError` if the
-    disk has no room for `num_bytes`, or the like.
+    It gets mode and owner of the file that it replaces, or of the one beside it that `mode_of`
+    names. If an exception is raised, such as an `OutputExistsError`, the file is removed.
     """
     name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
     with _opened_parent(path) as parent:
@@ -116,7 +112,7 @@ def write_atomically(
                     older = None  # another user may have put it there
                 _give_mode(fd, older)
                 os.fsync(fd)
-                _rename(parent, name, path, fd, overwrite=overwrite)
+                _rename(parent, name, path, fd, overwrite)
         finally:
             # By now the file has its name, or an error is on its way that says more.
             _unlink_same(parent, name, fd)
@@ -229,13 +225,12 @@ class _Stage:
             raise CheckpointError(
                 f"{self._path}: another run has replaced it meanwhile; run again to replace that"
             )
-        if not self._directory:
-            _give_mode(self.fd, old)
-            _rename(parent, name, self._path, self.fd, overwrite=overwrite)
-            return
-        if old is None or not overwrite:
-            _give_modes(self.fd, None, None)
-            _rename(parent, name, self._path, self.fd, overwrite=False)
+        if not self._directory or old is None or not overwrite:
+            if self._directory:
+                _give_modes(self.fd, None, None)
+            else:
+                _give_mode(self.fd, old)
+            _rename(parent, name, self._path, self.fd, overwrite and not self._directory)
             self._published = True
             return
         with opened(final, parent) as older:
@@ -247,9 +242,11 @@ class _Stage:
         rest = os.fstat(self.fd).st_ino, sorted(made), sorted(replaced)
         os.pwrite(self._lock, json.dumps(rest).encode(), 0)
         os.fsync(self._lock)
+        kept = name
         if not renameat2(parent, name, self._path, _EXCHANGE):
             # Between these two, neither has the name; both are complete on the disk.
-            os.rename(final, f"{name}-old", src_dir_fd=parent, dst_dir_fd=parent)
+            kept = f"{name}-old"
+            os.rename(final, kept, src_dir_fd=parent, dst_dir_fd=parent)
             os.rename(name, final, src_dir_fd=parent, dst_dir_fd=parent)
         self._published = True
         _check_named(parent, self._path, self.fd)
@@ -258,8 +255,8 @@ class _Stage:
         except OSError as error:
             raise CheckpointError(
                 f"{self._path}: is written, but what else was in the old directory could not be "
-                f"moved there ({error.filename or name}: {reason(error)}); it is kept in "
-                f"{self._path.with_name(name)}"
+                f"moved there ({error.filename or kept}: {reason(error)}); it is kept in "
+                f"{self._path.with_name(kept)}"
             ) from None
 
     def close(self) -> None:
@@ -302,7 +299,7 @@ def move_others(old: int, new: int, made: Collection[str], replaced: Collection[
     move(old, new, "")
 
 
-def _rename(parent: int, name: str, path: Path, fd: int, *, overwrite: bool) -> None:
+def _rename(parent: int, name: str, path: Path, fd: int, overwrite: bool) -> None:
     """Give a file or directory its final name."""
     if overwrite:
         os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
@@ -343,28 +340,6 @@ def opened(
     fd = os.open(name, flags, dir_fd=parent)
     try:
         yield fd
-    finally:
-        os.close(fd)
-
-
-def open_below(place: Path, name: str, flags: int, *, make: bool = False) -> int:
-    """Open a file below a directory by its relative name; with `make`, make its directories."""
-    *above, last = name.split("/")
-    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-    if not above:
-        return os.open(place / last, flags, 0o600)
-    if not {"", ".", ".."}.isdisjoint((*above, last)):
-        raise CheckpointError(f"{name!r} does not name a file below a directory; choose another")
-    fd = os.open(place, DIRECTORY)
-    try:
-        for part in above:
-            if make:
-                with suppress(FileExistsError):
-                    os.mkdir(part, 0o700, dir_fd=fd)
-            inner = os.open(part, DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-            os.close(fd)
-            fd = inner
-        return os.open(last, flags, 0o600, dir_fd=fd)
     finally:
         os.close(fd)
 

@@ -120,7 +120,7 @@ def narrow(values: NDArray[Any], dtype: str) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class CastLosses:
-    """How many numbers a cast did not keep, not counting what was only rounded."""
+    """How many numbers a cast did not keep, not counting rounding."""
 
     overflows: int = 0
     """Too large for the dtype: now infinite, or its largest number where it has no infinity."""
@@ -153,17 +153,13 @@ def cast(data: memoryview, source: str, target: str) -> tuple[memoryview, CastLo
 
     What is too large for float8_e4m3fn becomes its largest number, 448.
 
-    Examples
-    --------
     >>> cast(memoryview(np.float32([1, 1e-9, 7e4])), "float32", "float16")[1]
     CastLosses(overflows=1, underflows=1, nans=0)
     """
     values = numbers(np.frombuffer(data, np.uint8), source)
     with np.errstate(all="ignore"):
-        if target in ("float32", "float64"):
-            raw = narrow(values, target)
-        else:
-            raw = narrow(values.astype(np.float32, copy=False), target)
+        wide = values if target in ("float32", "float64") else values.astype(np.float32, copy=False)
+        raw = narrow(wide, target)
     return raw.data, _losses(values, numbers(raw, target), target)
 
 

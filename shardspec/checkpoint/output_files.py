@@ -14,9 +14,9 @@ from typing import Final, NamedTuple, TypeAlias
 from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.commit import (
+    DIRECTORY,
     Destination,
     joined_output,
-    open_below,
     real_path,
     reserve,
     staged_output,
@@ -148,9 +148,25 @@ class Staged(NamedTuple):
             return self._open(name)
 
     def _open(self, name: str, flags: int = 0, *, make: bool = False) -> int:
+        """Open a file by its relative name, following no links; `make` its directories."""
+        flags |= os.O_RDWR | os.O_CLOEXEC
         if not self.directory:
-            return os.open(self.place, os.O_RDWR | os.O_CLOEXEC)
-        return open_below(self.place, name, os.O_RDWR | flags, make=make)
+            return os.open(self.place, flags)
+        *above, last = name.split("/")
+        if not {"", ".", ".."}.isdisjoint((*above, last)):
+            raise CheckpointError(f"{name!r} does not name a file in a directory; choose another")
+        fd = os.open(self.place, DIRECTORY)
+        try:
+            for part in above:
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, 0o700, dir_fd=fd)
+                inner = os.open(part, DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+                os.close(fd)
+                fd = inner
+            return os.open(last, flags | os.O_NOFOLLOW, 0o600, dir_fd=fd)
+        finally:
+            os.close(fd)
 
     @contextmanager
     def completing(self, name: str) -> Iterator[tuple[int, list[_FilePart]]]:

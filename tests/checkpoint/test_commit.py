@@ -223,7 +223,7 @@ def test_killed_when_it_has_its_name_it_loses_nothing_of_others(tmp_path, monkey
 @pytest.mark.parametrize("name", ["../x", "a/../x", "/x", "a//x", "a/", "a/./x"])
 def test_names_do_not_lead_out(tmp_path, name):
     with (
-        pytest.raises(CheckpointError, match="does not name a file below a directory"),
+        pytest.raises(CheckpointError, match="does not name a file in a directory"),
         staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as place,
     ):
         Staged(place, tmp_path / "out", directory=True).create(name, 1)
