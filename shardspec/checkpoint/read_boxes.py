@@ -288,16 +288,18 @@ def _reduce(
     """Combine all addends of a block of a pending tensor."""
     import numpy as np
 
-    from shardspec.checkpoint.numeric import Reduction
+    from shardspec.checkpoint.numeric import reduce
 
-    reduction = Reduction(tensor.dtype, tensor.pending)
     numbers = np.frombuffer(room, np.uint8)
-    for addend in product(*(range(pending.addends) for pending in tensor.pending)):
-        for part in parts:
-            if part.stored.addend == addend:
-                read(part)
-        reduction.add(numbers)
-    reduction.finish(numbers)
+
+    def addends() -> "Iterator[Bytes]":
+        for addend in product(*(range(pending.addends) for pending in tensor.pending)):
+            for part in parts:
+                if part.stored.addend == addend:
+                    read(part)
+            yield numbers
+
+    reduce(tensor.dtype, tensor.pending, addends(), numbers)
 
 
 def _read_part(
@@ -313,22 +315,20 @@ def _read_part(
     stored, box, shared = part
     file = files.file(stored.path)
     seen = None if checks is None or stored not in checks else partial(checks.add, stored)
-    if part.contiguous and _contiguous(shared, block):
-        at = offset_in(block, shared)
-        data = room[at : at + box_size(shared)]
-        file.read_into(data, part.start)
-        return None if seen is None else seen(part.start, data)
+    at, width = offset_in(block, shared), shared[-1][1] - shared[-1][0]
+    direct = _contiguous(shared, block)
     # Importing numpy takes as long as copying 200 MiB, and long rows need none.
-    width = shared[-1][1] - shared[-1][0]
-    if part.contiguous and shared[1:-1] == block[1:-1] and width >= _LONG_ROW:
-        data = buffers.scratch[: box_size(shared)]
+    by_rows = shared[1:-1] == block[1:-1] and width >= _LONG_ROW
+    if part.contiguous and (direct or by_rows):
+        num_bytes = box_size(shared)
+        data = room[at : at + num_bytes] if direct else buffers.scratch[:num_bytes]
         file.read_into(data, part.start)
-        if seen is not None:
-            seen(part.start, data)
-        at, row = offset_in(block, shared), block[-1][1] - block[-1][0]
-        for start in range(0, len(data), width):
+        crc = None if seen is None else seen(part.start, data)
+        if direct:
+            return crc
+        for start in range(0, num_bytes, width):
             room[at : at + width] = data[start : start + width]
-            at += row
+            at += block[-1][1] - block[-1][0]
         return None
     import numpy as np
 
