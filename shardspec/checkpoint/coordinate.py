@@ -31,6 +31,8 @@ TIMEOUT_S: Final = 30.0
 """How long a process may send no heartbeat, or the store may not answer."""
 _HEARTBEAT_S: Final = 2.0
 _RENDEZVOUS_S: Final = 600.0
+_CLEANUP_S: Final = 10.0
+"""How long a process waits for the others to remove what they have written."""
 _CHECK_S: Final = 0.5
 """How often a process checks on the others."""
 _POLL_S: Final = 0.02
@@ -138,7 +140,8 @@ class Workers:
             return
         self._ended.set()
         self._thread.join(TIMEOUT_S)
-        deadline = time.monotonic() + TIMEOUT_S
+        # The first one holds the store.
+        deadline = time.monotonic() + (_CLEANUP_S if self.member.rank else TIMEOUT_S)
         with suppress(ShardSpecError):
             keys = [f"heartbeat/{rank}" for rank in range(self.member.size)]
             self._set(keys[self.member.rank], "ended")
@@ -207,8 +210,6 @@ def together(member: Member | None, path: Path) -> Iterator[Workers]:
 
 def _meet(member: Member, path: Path) -> Workers:
     """Wait for all processes; their keys are those of this run at this output."""
-    if "\0" in str(path):
-        raise CheckpointError(f"{str(path)!r}: a file name cannot hold a NUL")
     if isinstance(path, RemotePath):
         if len(path.parts) < 3:
             raise CheckpointError(f"{path}: is a bucket; name a file or a directory in it")

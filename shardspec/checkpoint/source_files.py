@@ -261,10 +261,14 @@ class SourceFile:
         if end > at:
             with path_errors(self.path, "read"):
                 data = self._store.cat_file(str(self.path), start=at, end=end)
-        _check_range(self.path, data, end - at)
+        if len(data) > max(end - at, 0):
+            raise CheckpointError(
+                f"{self.path}: the store answered a request for {end - at} bytes with "
+                f"{len(data)}: it ignores ranges; download the checkpoint and name the copy"
+            )
         if len(data) < max(end - at, 1):
             raise _cut_short(self.path, at + len(data), due)
-        # A long range was asked for, and is in use all of it; where it ends is kept.
+        # All of a long range is in use at once; of this one only its end is kept.
         self._kept = (at, data) if len(data) <= _SEQUENTIAL_BYTES else (end, b"")
         return at, data
 
@@ -283,14 +287,6 @@ class SourceFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_range(path: Path, data: bytes, asked: int) -> None:
-    if len(data) > max(asked, 0):
-        raise CheckpointError(
-            f"{path}: the store answered a request for {asked} bytes with {len(data)}: it does not "
-            "keep to ranges; download the checkpoint and name the copy"
-        )
 
 
 class KeptOpen(Generic[_Key, _Found]):

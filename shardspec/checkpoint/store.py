@@ -29,13 +29,6 @@ _IDENTITY_KEYS: Final = (
     *("LastModified", "last_modified", "mtime", "updated", "created", "mtimeMs"),
 )
 """What stores say of an object that tells it from one written later under its name."""
-_MEANINGS: Final = {
-    FileNotFoundError: "there is no such file",
-    PermissionError: "access was denied",
-    IsADirectoryError: "it is a directory",
-    NotADirectoryError: "it is not a directory",
-}
-
 FileIdentity: TypeAlias = tuple[object, ...]
 """What changes when a file is written again: device, inode, size and time of modification; for an
 object in a store its size, ETag and times."""
@@ -251,13 +244,10 @@ def path_errors(path: Path, done: str, more: str = "") -> Iterator[None]:
 
 
 def _text(error: Exception) -> str:
-    """Return an error message in one line; some stores give no more than the path."""
-    said = reason(error) if isinstance(error, OSError) else str(error)
-    text = " ".join(said.split())
+    """Return an error message in one line, with its class where it says no more than the path."""
+    text = " ".join((reason(error) if isinstance(error, OSError) else str(error)).split())
     if " " not in text:
-        meaning = next((text for kind, text in _MEANINGS.items() if isinstance(error, kind)), None)
-        name = type(error).__name__
-        text = meaning or (f"{name}: {text}" if text else name)
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}…"
 
 

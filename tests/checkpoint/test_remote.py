@@ -214,9 +214,9 @@ def test_nothing_is_imported_without_a_url(forms, tmp_path):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (FileNotFoundError("bkt/own"), "there is no such file"),
-        (PermissionError("bkt/own"), "access was denied"),
-        (IsADirectoryError("bkt/own"), "it is a directory"),
+        (FileNotFoundError("bkt/own"), "FileNotFoundError: bkt/own"),
+        (PermissionError("bkt/own"), "PermissionError: bkt/own"),
+        (IsADirectoryError("bkt/own"), "IsADirectoryError: bkt/own"),
         (FileNotFoundError("The specified bucket does not exist"), None),
         (OSError(5, "Input/output error"), "Input/output error"),
         (OSError("timeout"), "OSError: timeout"),
