@@ -265,6 +265,9 @@ def _check_place(output: Path, source: Catalog, *, directory: bool, overwrite: b
             )
     path = _real(output)
     kind = _kind(output, path)
+    # Without an index, every file of the directory counts.
+    listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
+    all_count = kind is None and not listed and source.directory.is_dir()
     for file in source.files:
         same = path == _real(file)
         if not same and here and kind == "a file":
@@ -275,10 +278,7 @@ def _check_place(output: Path, source: Catalog, *, directory: bool, overwrite: b
             raise CheckpointError(
                 f"{output}: is {file.name} of the checkpoint itself; choose another name"
             )
-        # Without an index, every file of the directory counts.
-        listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
-        beside = file.suffix == path.suffix and _real(file.parent) == path.parent
-        if kind is None and beside and not listed and source.directory.is_dir():
+        if all_count and file.suffix == path.suffix and _real(file.parent) == path.parent:
             raise CheckpointError(
                 f"{output}: would be among the files of the checkpoint, which no index lists, and "
                 "count as one of them; choose another directory"
