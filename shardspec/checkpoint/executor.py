@@ -193,7 +193,10 @@ class Execution:
         if self._whole_files:
             threads = max(1, min(threads, len(self._files)))
 
+        spare = [Buffers() for _ in range(threads)]
+
         def work(task: Task) -> None:
+            buffers = spare.pop()
             wanted = (
                 stretch
                 for tensor, copied in task.copies
@@ -202,12 +205,14 @@ class Execution:
             try:
                 with OpenFiles() as files:
                     files.will_read(self.source.directory, wanted, AHEAD_BYTES // threads)
-                    copy(task, files, Buffers())
+                    copy(task, files, buffers)
             except _Cancelled:
                 pass
             except BaseException:
                 self._failed.set()
                 raise
+            finally:
+                spare.append(buffers)
 
         ahead = _TASKS_AHEAD * threads if threads > 1 else 0
         with prefetch_map(self._tasks(), work, ahead, threads) as done:
