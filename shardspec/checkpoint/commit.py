@@ -29,6 +29,7 @@ _DESCRIPTORS: Final = Path("/proc/self/fd")
 _NO_REPLACE: Final = 1
 _EXCHANGE: Final = 2
 _LOCK_SUFFIX: Final = ".lock"
+_ATTEMPTS: Final = 10
 
 
 class Destination(NamedTuple):
@@ -195,11 +196,12 @@ class _Stage:
                         if match[1]:
                             staged = name.removesuffix(_LOCK_SUFFIX)
                             record = os.pread(fd, os.fstat(fd).st_size, 0)
-                            if not record:  # it had not begun to publish
-                                shutil.rmtree(staged, ignore_errors=True, dir_fd=self._parent)
-                            # What cannot be moved stays.
-                            with suppress(OSError, ValueError):
+                            try:
                                 self._move_rest(staged, *json.loads(record))
+                            except ValueError:  # it had not begun to publish
+                                shutil.rmtree(staged, ignore_errors=True, dir_fd=self._parent)
+                            except OSError:  # what cannot be moved stays
+                                pass
                         os.unlink(name, dir_fd=self._parent)
 
     def _move_rest(
@@ -214,8 +216,7 @@ class _Stage:
                 with opened(self._path.name, self._parent) as new:
                     if os.fstat(new).st_ino == inode:
                         move_others(old, new, made, replaced)
-                with suppress(OSError):
-                    os.rmdir(left, dir_fd=self._parent)
+                os.rmdir(left, dir_fd=self._parent)
 
     def publish(self, overwrite: bool, replaced: Collection[str], inode: int | None) -> None:
         """Give the output its name."""
@@ -250,14 +251,19 @@ class _Stage:
             os.rename(name, final, src_dir_fd=parent, dst_dir_fd=parent)
         self._published = True
         _check_named(parent, self._path, self.fd)
-        try:
-            self._move_rest(name, *rest)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path}: is written, but what else was in the old directory could not be "
-                f"moved there ({error.filename or kept}: {reason(error)}); it is kept in "
-                f"{self._path.with_name(kept)}"
-            ) from None
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._move_rest(name, *rest)
+                return
+            except OSError as error:
+                # Somebody may put files there by its descriptor, or have them open (NFS).
+                if attempt < _ATTEMPTS - 1 or error.errno == errno.ENOTEMPTY:
+                    continue
+                raise CheckpointError(
+                    f"{self._path}: is written, but what else was in the old directory could not "
+                    f"be moved there ({error.filename or kept}: {reason(error)}); it is kept in "
+                    f"{self._path.with_name(kept)}"
+                ) from None
 
     def close(self) -> None:
         """Remove what was not published, as far as the system allows it, and the lock."""
@@ -351,11 +357,8 @@ def names_below(fd: int) -> set[str]:
 
 
 def reserve(fd: int, num_bytes: int) -> None:
-    """Give a new file its size, if the file system says that it has room.
-
-    It has room now, which is no promise: posix_fallocate promises, but takes longer than writing
-    where files are in memory, and makes disks do the work twice.
-    """
+    """Give a new file its size, if the file system says that it has room now."""
+    # posix_fallocate would promise it, but is slow in memory and makes disks do the work twice.
     room = os.fstatvfs(fd)
     # Some file systems count nothing.
     if room.f_blocks and room.f_bfree * room.f_frsize < num_bytes:
@@ -427,10 +430,7 @@ def _give_mode(fd: int, old: os.stat_result | None) -> None:
 
 
 def _give_modes(new: int, older: int | None, alike: os.stat_result | None) -> None:
-    """Give all in a directory the modes of what they replace in an older one, and flush it.
-
-    `alike` is the status of files that replace none, if it is known.
-    """
+    """Give all in a directory modes as in an older one, new names that of `alike`; flush it."""
     for above, _, names, fd in os.fwalk(".", topdown=False, onerror=_refuse, dir_fd=new):
         for name in names:
             old = None if older is None else _stat_of(older, f"{above}/{name}")
