@@ -18,9 +18,9 @@ from isal.isal_zlib import crc32_combine
 from benchmarks.checkpoint_shapes import Model, tensor_parallel_dim
 from shardspec import DeviceMesh, Layout
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.formats.safetensors import TensorSlot, encode_header
+from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.targets import OutputTensor, Write, assign_boxes
 from shardspec.checkpoint.torch_files.writer import ZipPlan
 from shardspec.interop.notations import to_placements

@@ -1,8 +1,7 @@
 """Several processes that write one output, as torchrun starts them.
 
-They talk through the store of `torch.distributed`, which torchrun has set up (or the job's own):
-each says what it has found or done, and waits for what the others say. Every process also says
-that it is alive, so that one that was killed or has stopped ends the others soon. torch is
+They exchange values through the store of `torch.distributed`: torchrun's, or the job's own. Every
+process sends heartbeats, so that one that was killed or stopped soon ends the others. torch is
 imported here only, and only where there are several processes.
 """
 
@@ -29,197 +28,169 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes to write in all."""
 
 TIMEOUT_S: Final = 30.0
-"""How long a process may show no sign of life before the others give up."""
-_ALIVE_EVERY_S: Final = 2.0
-_MEET_S: Final = 600.0
-"""How long the others may take to appear."""
-_LISTEN_S: Final = 1.0
-"""How often to ask, while writing, whether another process has failed."""
-_PAUSE_S: Final = 0.005
-_LONGEST_PAUSE_S: Final = 0.1
+"""How long a process may send no heartbeat, or the store may not answer."""
+_HEARTBEAT_S: Final = 2.0
+_RENDEZVOUS_S: Final = 600.0
+_CLEANUP_S: Final = 10.0
+"""How long a process waits for the others to remove what they have written."""
+_CHECK_S: Final = 0.5
+"""How often a process checks on the others."""
+_POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the processes."""
+    """One of the processes; `job` tells those of one torchrun from those of another."""
 
     rank: int
     size: int
     job: str = field(default="", compare=False, repr=False)
-    """A word that tells the processes of one torchrun from those of another."""
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Member | None":
-        """Return which of the processes of torchrun this is; None if it is alone."""
-        if "TORCHELASTIC_RUN_ID" not in environment:
-            return None
-        try:
-            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        except (KeyError, ValueError):
-            return None
+        """Return which of the processes of torchrun this is; None if it is the only one."""
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
         job = "/".join(environment.get(name, "") for name in names)
-        return cls(rank, size, f"{crc32(job.encode()):08x}") if size > 1 else None
+        rank, size = (environment.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+        if names[0] not in environment or not (rank.isdecimal() and size.isdecimal()):
+            return None
+        return cls(int(rank), int(size), f"{crc32(job.encode()):08x}") if int(size) > 1 else None
 
 
 class Workers:
-    """The processes of a run, once all have met; one that is alone hears what it says itself."""
+    """The processes of a run; without a store there is one."""
 
     def __init__(self, member: Member, token: str, store: "Store | None" = None) -> None:
         self.member = member
         self.token = token
-        """A word that all processes of this run know, and no other run."""
+        """A random text that all processes of this run have, and no other run."""
         self._store = store
-        self._said: dict[str, bytes] = {}
-        """What one says that is alone."""
-        self._seen = {rank: (b"", time.monotonic()) for rank in range(member.size)}
+        self._heartbeats: dict[int, tuple[bytes | None, float]] = {}
+        """Per rank the last heartbeat, and when it was first seen."""
+        self._checked = time.monotonic()
         self._ended = threading.Event()
-        self._beating = threading.Thread(target=self._keep_beating, daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, daemon=True)
         if store is not None:
-            self._set("alive", str(time.time()))
-            self._beating.start()
+            self._thread.start()
 
-    def say(self, what: str, value: object) -> None:
-        """Tell the others something, once."""
-        self._set(what, json.dumps(value))
+    def broadcast(self, key: str, value: object = None) -> Any:  # noqa: ANN401  # what JSON gives
+        """Return the value of the first process, once it is there."""
+        if self.member.rank:
+            return self._wait(key)
+        self._set(key, json.dumps(value))
+        return value
 
-    def hear(self, what: str, rank: int = 0) -> Any:  # noqa: ANN401  # what JSON gives
-        """Wait for what one of them says; raise if any has failed or shows no sign of life."""
-        pause = _PAUSE_S
-        while True:
-            value = self._get(what, rank)
-            if value is not None:
-                return json.loads(value)
-            self.listen()
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+    def gather(self, key: str, value: object) -> list[Any]:
+        """Return the values of all processes by rank; to the first process only."""
+        if self._store is None:
+            return [value]
+        self._set(f"{key}/{self.member.rank}", json.dumps(value))
+        ranks = range(0 if self.member.rank else self.member.size)
+        return [self._wait(f"{key}/{rank}") for rank in ranks]
 
-    def gather(self, what: str) -> list[Any]:
-        """Return what every one says, in the order of their ranks; raise if any has failed."""
-        return [self.hear(what, rank) for rank in range(self.member.size)]
+    def check(self) -> None:
+        """Raise a `CheckpointError` if another process has failed, or sends no heartbeats any more.
 
-    def said(self, what: str) -> list[Any]:
-        """Return what was said so far, without waiting."""
-        found = (self._get(what, rank) for rank in range(self.member.size))
-        return [json.loads(value) for value in found if value is not None]
-
-    def listen(self) -> None:
-        """Raise a `CheckpointError` if one says that it has failed, or shows no sign of life."""
-        failed = self._get("failed")
-        if failed is not None:
-            raise CheckpointError(str(json.loads(failed)))
+        Called often; it asks the store now and then.
+        """
         now = time.monotonic()
-        for rank, (beat, since) in self._seen.items():
-            found = self._get("alive", rank) or b""
-            if found != beat:
-                self._seen[rank] = found, now
-            elif found != b"ended" and now - since > TIMEOUT_S:
+        if self._store is None or now < self._checked + _CHECK_S:
+            return
+        if (failed := self._get("failed")) is not None:
+            raise CheckpointError(str(json.loads(failed)))
+        for rank in range(self.member.size):
+            beat = self._get(f"heartbeat/{rank}")
+            last, since = self._heartbeats.setdefault(rank, (beat, now))
+            if beat != last:
+                self._heartbeats[rank] = beat, now
+            elif beat != b"ended" and now - since > TIMEOUT_S:
                 raise CheckpointError(
-                    f"rank {rank} has shown no sign of life for {TIMEOUT_S:.0f} s; it was killed, "
+                    f"rank {rank} has sent no heartbeat for {TIMEOUT_S:.0f} s; it was killed, "
                     "or its machine has stopped"
                 )
+        self._checked = time.monotonic()
 
     def has_failed(self) -> bool:
-        """Return whether a process says that it has failed."""
+        """Return whether any process has failed."""
         return self._get("failed") is not None
-
-    def listener(self, progress: Progress | None) -> Progress | None:
-        """Return what is told of progress, and stops it when another process has failed."""
-        if self._store is None:
-            return progress
-        due = time.monotonic() + _LISTEN_S
-
-        def listen(done: int, total: int) -> None:
-            nonlocal due
-            if time.monotonic() > due:
-                self.listen()
-                due = time.monotonic() + _LISTEN_S
-            if progress is not None:
-                progress(done, total)
-
-        return listen
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Tell the others when something goes wrong; all raise what went wrong first.
-
-        That is the cause; that others find their files gone is not.
-        """
+        """Tell the other processes of an error; all raise the first one, which is the cause."""
         try:
             yield
         except BaseException as error:
-            if self._store is None:
+            store = self._store
+            if store is None:
                 raise
-            rank = f"rank {self.member.rank}"
-            said = f"{rank} was interrupted"
-            if isinstance(error, ShardSpecError):
-                said = str(error) if str(error).startswith("rank ") else f"{rank}: {error}"
-            store, text = self._store, json.dumps(said)
-            # Where nobody can be told any more, nobody waits.
+            text = str(error) if isinstance(error, ShardSpecError) else "was interrupted"
+            if not text.startswith("rank "):
+                text = f"rank {self.member.rank}: {text}"
+            # If the store is gone, nobody is waiting for it.
             with suppress(ShardSpecError):
-                said = json.loads(self._ask(lambda: store.compare_set("failed", "", text)))
-            if not isinstance(error, ShardSpecError) or said == str(error):
+                said = json.dumps(text)
+                text = json.loads(self._call(lambda: store.compare_set("failed", "", said)))
+            if not isinstance(error, ShardSpecError) or text == str(error):
                 raise
-            raise type(error)(said) from None
+            raise type(error)(text) from None
 
     def end(self) -> None:
-        """Stop saying that this process is alive: it has ended.
-
-        The first one waits until all have ended, as the store may go with it.
-        """
+        """Wait until all processes have ended: torchrun kills the rest once one exits in error."""
         if self._store is None:
             return
         self._ended.set()
-        self._beating.join(TIMEOUT_S)
-        others = range(1, self.member.size) if self.member.rank == 0 else ()
-        deadline = time.monotonic() + TIMEOUT_S
+        self._thread.join(TIMEOUT_S)
+        # The first one holds the store.
+        deadline = time.monotonic() + (_CLEANUP_S if self.member.rank else TIMEOUT_S)
         with suppress(ShardSpecError):
-            self._set("alive", "ended")
-            while time.monotonic() < deadline and not all(
-                self._get("alive", rank) == b"ended" for rank in others
-            ):
-                time.sleep(_PAUSE_S)
+            keys = [f"heartbeat/{rank}" for rank in range(self.member.size)]
+            self._set(keys[self.member.rank], "ended")
+            while any(self._get(k) != b"ended" for k in keys) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
 
-    def _keep_beating(self) -> None:
-        while not self._ended.wait(_ALIVE_EVERY_S):
-            # A store that has gone is noticed by who waits for something.
-            with suppress(ShardSpecError):
-                self._set("alive", str(time.time()))
+    def _send_heartbeats(self) -> None:
+        # The main thread notices by itself if the store is gone.
+        with suppress(ShardSpecError):
+            self._set(f"heartbeat/{self.member.rank}", str(time.time()))
+            while not self._ended.wait(_HEARTBEAT_S):
+                self._set(f"heartbeat/{self.member.rank}", str(time.time()))
 
-    def _set(self, what: str, value: str) -> None:
-        key, store = f"{what}/{self.member.rank}", self._store
-        if store is None:
-            self._said[key] = value.encode()
-        else:
-            self._ask(lambda: store.set(key, value))
+    def _wait(self, key: str) -> Any:  # noqa: ANN401  # what JSON gives
+        while (value := self._get(key)) is None:
+            self.check()
+            time.sleep(_POLL_S)
+        return json.loads(value)
 
-    def _get(self, what: str, rank: int | None = None) -> bytes | None:
-        key, store = what if rank is None else f"{what}/{rank}", self._store
-        if store is None:
-            return self._said.get(key)
-        return self._ask(lambda: bytes(store.get(key)) if store.check([key]) else None)
+    def _set(self, key: str, value: str) -> None:
+        if (store := self._store) is not None:
+            self._call(lambda: store.set(key, value))
 
-    def _ask(self, act: Callable[[], T]) -> T:
-        """Ask the store something; who holds it may have gone, or may have stopped."""
-        answers: list[T] = []
-        errors: list[RuntimeError] = []
+    def _get(self, key: str) -> bytes | None:
+        if (store := self._store) is None:
+            return None
+        return self._call(lambda: bytes(store.get(key)) if store.check([key]) else None)
 
-        def ask() -> None:
+    def _call(self, act: Callable[[], T]) -> T:
+        """Call the store in a thread: calls cannot be interrupted, and some have no timeout."""
+        # Importing it takes as long as copying 10 MiB.
+        from concurrent.futures import Future
+
+        answer: Future[T] = Future()
+
+        def call() -> None:
             try:
-                answers.append(act())
-            except RuntimeError as error:  # torch names its errors so, or by children of that
-                errors.append(error)
+                answer.set_result(act())
+            except RuntimeError as error:  # the class of torch's errors
+                answer.set_exception(error)
 
-        # Calls of the store cannot be interrupted, and some have no timeout.
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(TIMEOUT_S)
-        if not answers:
+        threading.Thread(target=call, daemon=True).start()
+        try:
+            return answer.result(TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:
             raise CheckpointError(
-                "the processes cannot talk to each other any more: the one that holds their store "
-                "has ended or stopped"
-            ) from (errors[0] if errors else None)
-        return answers[0]
+                "the processes have lost their connection: the one that holds the store has ended "
+                "or stopped"
+            ) from error
 
 
 @contextmanager
@@ -238,9 +209,7 @@ def together(member: Member | None, path: Path) -> Iterator[Workers]:
 
 
 def _meet(member: Member, path: Path) -> Workers:
-    """Wait for all processes; they talk through keys that only they and this call use."""
-    if "\0" in str(path):
-        raise CheckpointError(f"{str(path)!r}: a file name cannot hold a NUL")
+    """Wait for all processes; their keys are those of this run at this output."""
     if isinstance(path, RemotePath):
         if len(path.parts) < 3:
             raise CheckpointError(f"{path}: is a bucket; name a file or a directory in it")
@@ -258,22 +227,22 @@ def _meet(member: Member, path: Path) -> Workers:
             "several processes write one output through torch.distributed, and torch is missing; "
             "install torch, or start one process"
         ) from None
+    timeout = timedelta(seconds=_RENDEZVOUS_S)
     try:
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
         else:
-            waiting = timedelta(seconds=_MEET_S)
-            store, _, _ = next(rendezvous("env://", member.rank, member.size, timeout=waiting))
-        # Runs at one output follow each other in the same order in every process.
+            store, _, _ = next(rendezvous("env://", member.rank, member.size, timeout=timeout))
+        # Every process makes the same runs at one output, in the same order.
         name = f"shardspec/{crc32(os.fsencode(str(path))):08x}"
         number = store.add(f"{name}/runs/{member.rank}", 1)
         own = PrefixStore(f"{name}/{number}", store)
         if member.rank == 0:
             own.set("token", os.urandom(8).hex())
-        own.wait(["token"], timedelta(seconds=_MEET_S))
+        own.wait(["token"], timeout)
         return Workers(member, own.get("token").decode(), own)
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
-            f"{path}: the {member.size} processes did not meet within {_MEET_S:.0f} s "
+            f"{path}: the {member.size} processes did not meet within {_RENDEZVOUS_S:.0f} s "
             f"({str(error).splitlines()[0]}); start all of them by torchrun"
         ) from None

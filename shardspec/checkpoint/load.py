@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint import rank_state
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
-from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.rank_state import agree
-from shardspec.checkpoint.read_boxes import Buffers, read_box_into, stretches
+from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.select import (
     Choice,
     Patterns,

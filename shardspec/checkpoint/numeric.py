@@ -4,7 +4,7 @@ Only floating point numbers are cast. Short ones are made from float32, as torch
 float64 is rounded to float32 first. Sums of short floats are kept in float32 and rounded once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import cache
 from math import prod
@@ -120,7 +120,7 @@ def narrow(values: NDArray[Any], dtype: str) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class CastLosses:
-    """How many numbers a cast did not keep, not counting what was only rounded."""
+    """How many numbers a cast did not keep, not counting rounding."""
 
     overflows: int = 0
     """Too large for the dtype: now infinite, or its largest number where it has no infinity."""
@@ -153,17 +153,13 @@ def cast(data: memoryview, source: str, target: str) -> tuple[memoryview, CastLo
 
     What is too large for float8_e4m3fn becomes its largest number, 448.
 
-    Examples
-    --------
     >>> cast(memoryview(np.float32([1, 1e-9, 7e4])), "float32", "float16")[1]
     CastLosses(overflows=1, underflows=1, nans=0)
     """
     values = numbers(np.frombuffer(data, np.uint8), source)
     with np.errstate(all="ignore"):
-        if target in ("float32", "float64"):
-            raw = narrow(values, target)
-        else:
-            raw = narrow(values.astype(np.float32, copy=False), target)
+        wide = values if target in ("float32", "float64") else values.astype(np.float32, copy=False)
+        raw = narrow(wide, target)
     return raw.data, _losses(values, numbers(raw, target), target)
 
 
@@ -190,35 +186,28 @@ _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
 }
 
 
-class Reduction:
-    """Combines the addends of one block after the other, in a dtype for which `Layout` allows it.
+def reduce(
+    dtype: str, pending: Sequence[StoredReduction], addends: Iterable[Bytes], out: Bytes
+) -> None:
+    """Combine the addends of a block, in a dtype for which `Layout` allows it.
 
-    Several pending reductions are all of one operation, or sums and means.
+    Several pending reductions are all of one operation, or sums and means. The memory of an addend
+    may be used again for the next one, and for the result.
     """
-
-    def __init__(self, dtype: str, pending: Sequence[StoredReduction]) -> None:
-        self._dtype = dtype
-        self._combine = _UFUNCS[pending[0].op]
-        self._divisor = prod(p.addends for p in pending if p.op == "avg")
-        self._total: NDArray[Any] | None = None
-
-    def add(self, raw: Bytes) -> None:
-        """Take in the next addend of the block, as its bytes; they are free for reuse then."""
-        addend = numbers(raw, self._dtype)
-        if self._dtype == "float16":
-            addend = addend.astype(np.float32)
-        if self._total is None:
-            self._total = addend.copy()
-            return
-        # Overflow and NaN are results like others here, as they are in torch.
-        with np.errstate(all="ignore"):
-            self._combine(self._total, addend, out=self._total)
-
-    def finish(self, out: Bytes) -> None:
-        """Write the bytes of the result, and start anew."""
-        assert self._total is not None, "a reduction has at least one addend"
-        total, self._total = self._total, None
-        with np.errstate(all="ignore"):
-            if self._divisor != 1:
-                total /= self._divisor
-            out[:] = narrow(total, self._dtype)
+    combine = _UFUNCS[pending[0].op]
+    divisor = prod(p.addends for p in pending if p.op == "avg")
+    total: NDArray[Any] | None = None
+    # Overflow and NaN are results like others, as they are in torch.
+    with np.errstate(all="ignore"):
+        for raw in addends:
+            addend = numbers(raw, dtype)
+            if dtype == "float16":
+                addend = addend.astype(np.float32)
+            if total is None:
+                total = addend.copy()
+            else:
+                combine(total, addend, out=total)
+        assert total is not None, "a reduction has at least one addend"
+        if divisor != 1:
+            total /= divisor
+        out[:] = narrow(total, dtype)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import box_text, replica_holders
-from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.formats.safetensors import TensorSlot, encode_header
+from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten, leaves
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import ReduceOp

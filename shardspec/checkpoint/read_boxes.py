@@ -1,51 +1,182 @@
-"""Putting boxes of tensors together from stored boxes: a block at a time, no byte more than needed.
+"""Reading boxes of tensors out of stored boxes, block by block, and checking their digests.
 
-All goes through a buffer that fits the CPU's cache: for files in memory this is faster than having
-the system copy by itself (copy_file_range), and what passes by can be checked. Memory does not grow
-with the size of a tensor.
+All goes through a buffer that fits the CPU's cache: for files in memory this is faster than a copy
+by the system (copy_file_range), and the bytes can be checked on the way. Memory does not grow with
+the size of a tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from math import prod
+from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
+from isal.isal_zlib import crc32 as _crc32
+from isal.isal_zlib import crc32_combine
+
 from shardspec.boxes import Box, box_shape, box_size, chunks, intersect, slices_within
-from shardspec.checkpoint.catalog import StoredBox, StoredTensor, distinct
-from shardspec.checkpoint.digests import Checks
+from shardspec.checkpoint.catalog import (
+    Digest,
+    FileBox,
+    Outline,
+    StoredBox,
+    StoredTensor,
+    box_text,
+    distinct,
+)
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles, SourceFile
 from shardspec.copies import overlaps
 from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import Bytes
 
 BLOCK_BYTES: Final = 1 << 20
 """Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
+_LONG_ROW: Final = 2048
+"""Bytes from which rows are copied one by one, and not by numpy."""
+_PAGE: Final = 4096
+"""Shorter gaps are read along: the system reads whole pages anyway."""
+_MAX_SPANS: Final = 64
+"""Spans of a box kept apart; there are more where columns are read of which not all are wanted."""
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
 _Seen: TypeAlias = Callable[[int, memoryview], int | None]
-"""Told of every stretch that was read: its position in the file, and its bytes."""
+"""Called with what was read: its position in the file, and its bytes."""
+_Key: TypeAlias = tuple[Path, Digest]
+_Spans: TypeAlias = dict[int, tuple[int, int]]
+"""First byte to the end and the CRC-32; no two touch."""
+
+
+def crc32(data: Buffer, value: int = 0) -> int:
+    """Return the CRC-32 of bytes (that of zlib and zip), going on from `value`."""
+    return int(_crc32(data, value))
+
+
+def crc_text(value: int) -> str:
+    """Write a CRC-32 as the eight digits under which it is stored and shown."""
+    return f"{value:08x}"
+
+
+def stored_bytes(tensor: Outline[FileBox], stored: FileBox) -> int:
+    """Return the bytes of a stored box."""
+    return box_size(stored.box) * item_bytes(tensor.dtype)
+
+
+class Checks:
+    """Checks the digests of the boxes of one tensor while they are read, by threads, in any order.
+
+    `finish` reads what was not read yet. Without it, a box of which some bytes are never read, or
+    that is read in many pieces at once, is not checked.
+    """
+
+    def __init__(self, tensor: StoredTensor, boxes: Iterable[StoredBox] | None = None) -> None:
+        self._tensor = tensor
+        self._lock = Lock()
+        # Boxes inside one digested stretch, such as parts of a storage, are checked together.
+        self._open: dict[_Key, tuple[StoredBox, _Spans]] = {}
+        self._late: dict[_Key, tuple[StoredBox, _Spans]] = {}
+        """Those read in too many pieces."""
+        for stored in tensor.boxes if boxes is None else boxes:
+            if stored.digest is not None:
+                self._open.setdefault((stored.path, stored.digest), (stored, {}))
+
+    def __contains__(self, stored: StoredBox) -> bool:
+        return (stored.path, stored.digest) in self._open
+
+    def add(self, stored: StoredBox, start: int, data: Buffer) -> int | None:
+        """Take in bytes from a position in the file of a box; return their CRC-32 if computed.
+
+        Raises `CheckpointError` if they complete the box and its digest is another.
+        """
+        length = memoryview(data).nbytes
+        with self._lock:
+            if self._spans(stored, start, start + length) is None:
+                return None
+        value = crc32(data)
+        self.add_known(stored, start, length, value)
+        return value
+
+    def _spans(self, stored: StoredBox, start: int, end: int) -> _Spans | None:
+        """Return what was read of a box so far, unless some of these bytes were."""
+        assert stored.digest is not None, "only those with a digest are checked"
+        found = self._open.get((stored.path, stored.digest))
+        # Gaps between the rows of one box are read as the rows of another.
+        if found is None or any(at < end and start < to for at, (to, _) in found[1].items()):
+            return None
+        return found[1]
+
+    def add_known(self, stored: StoredBox, start: int, num_bytes: int, value: int) -> None:
+        """Take in bytes whose CRC-32 is `value`; otherwise like `add`."""
+        digest, end = stored.digest, start + num_bytes
+        with self._lock:
+            spans = self._spans(stored, start, end)
+            if spans is None or digest is None:
+                return
+            before = next((at for at, (to, _) in spans.items() if to == start), None)
+            if before is not None:
+                start, value = before, int(crc32_combine(spans.pop(before)[1], value, num_bytes))
+            if end in spans:
+                at, (end, tail) = end, spans.pop(end)
+                value = int(crc32_combine(value, tail, end - at))
+            spans[start] = end, value
+            if (start, end) == (digest.start, digest.start + digest.num_bytes):
+                del self._open[stored.path, digest]
+                if value != digest.crc32:
+                    raise CheckpointError(
+                        f"tensor {self._tensor.name!r}: rank {stored.rank}'s box "
+                        f"{box_text(stored.box)} in {stored.path} has CRC-32 {crc_text(value)}, "
+                        f"but {crc_text(digest.crc32)} was saved; its bytes were changed, restore "
+                        "the file or save again"
+                    )
+            elif len(spans) > _MAX_SPANS:
+                spans.clear()
+                self._late[stored.path, digest] = self._open.pop((stored.path, digest))
+
+    def unchecked(self, boxes: Sequence[StoredBox]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield what was read of boxes that are not checked yet, for `add_known` elsewhere.
+
+        That is the index of the box among `boxes`, position, bytes and CRC-32.
+        """
+        numbers = {id(stored): number for number, stored in enumerate(boxes)}
+        for (_, digest), (stored, spans) in (*self._open.items(), *self._late.items()):
+            # A box of which nothing was read has to be checked too.
+            for start, (end, value) in spans.items() or [(digest.start, (digest.start, 0))]:
+                yield numbers[id(stored)], start, end - start, value
+
+    def finish(self, files: OpenFiles) -> None:
+        """Read the rest of the boxes that are not checked yet, and check them."""
+        self._open |= self._late
+        for (path, digest), (stored, spans) in list(self._open.items()):
+            at, last = digest.start, digest.start + digest.num_bytes
+            for start, end in (*sorted((a, b) for a, (b, _) in spans.items()), (last, last)):
+                for piece in range(at, start, BLOCK_BYTES):
+                    num_bytes = min(BLOCK_BYTES, start - piece)
+                    self.add(stored, piece, files.file(path).read(piece, num_bytes))
+                at = end
+            if not digest.num_bytes:
+                self.add(stored, at, b"")
 
 
 class Part(NamedTuple):
     """What a stored box holds of a block."""
 
     stored: StoredBox
-    box: Box
-    """The stored box in bytes, as `byte_box` gives it."""
-    shared: Box
-    """What is in both, in bytes."""
+    box: Box  # the stored box in bytes
+    shared: Box  # what is in both, in bytes
 
     @property
     def start(self) -> int:
-        """Position in the file of its first byte, if the stored box is row-major."""
+        """Position in the file of its first byte, in a row-major box."""
         return self.stored.offset + offset_in(self.box, self.shared)
 
     @property
     def contiguous(self) -> bool:
-        """Whether it lies in its file as one stretch."""
-        return not self.stored.strides and in_one(self.shared, self.box)
+        """Whether it is one stretch of its file."""
+        return not self.stored.strides and _contiguous(self.shared, self.box)
 
 
 def byte_box(box: Box, item_bytes: int) -> Box:
@@ -57,21 +188,15 @@ def byte_box(box: Box, item_bytes: int) -> Box:
 
 
 def offset_in(outer: Box, inner: Box) -> int:
-    """Return how many bytes of a row-major box precede the first one of another in it."""
+    """Return how many elements of a row-major box precede the first one of another in it."""
     offset = 0
     for (lo, hi), (at, _) in zip(outer, inner, strict=True):
         offset = offset * (hi - lo) + at - lo
     return offset
 
 
-def in_one(part: Box, outer: Box) -> bool:
-    """Return whether a part of a row-major box is one stretch of it.
-
-    Examples
-    --------
-    >>> in_one(((1, 3), (0, 4)), ((0, 9), (0, 4))), in_one(((1, 3), (0, 2)), ((0, 9), (0, 4)))
-    (True, False)
-    """
+def _contiguous(part: Box, outer: Box) -> bool:
+    """Return whether a part of a row-major box is one stretch of it."""
     whole = True
     for side, outer_side in zip(reversed(part), reversed(outer), strict=True):
         if not whole and side[1] - side[0] > 1:
@@ -83,10 +208,9 @@ def in_one(part: Box, outer: Box) -> bool:
 def cut(
     tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
 ) -> Iterator[tuple[Box, list[Part]]]:
-    """Cut a box of a tensor into blocks of at most so many bytes, to be put together in order.
+    """Cut a box of a tensor into blocks of at most so many bytes, a multiple of every item size.
 
-    Yields each block in bytes, and what holds its parts: of all addends of a pending reduction.
-    `most` is a multiple of every item size.
+    Yields each block in bytes, and its parts in stored boxes: of all addends that are pending.
     """
     size = item_bytes(tensor.dtype)
     wanted = byte_box(target, size)
@@ -97,10 +221,9 @@ def cut(
 
 
 def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
-    """Return what will be read to put one box of a tensor together, in that order.
+    """Yield what will be read for a box of a tensor, in that order, where that is contiguous.
 
-    Addends of a pending reduction are left out, and so is what does not lie in a file as one
-    stretch.
+    Addends of a pending reduction are left out.
     """
     if tensor.pending:
         return
@@ -111,24 +234,11 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
 
 
 class Buffers:
-    """Memory for one thread that copies: made once, used for every tensor."""
+    """Memory for one thread that copies: for a block of the target, and for what is put into it."""
 
     def __init__(self) -> None:
         self.block = memoryview(bytearray(BLOCK_BYTES))
-        """Where a block of the target is put together."""
         self.scratch = memoryview(bytearray(BLOCK_BYTES))
-        """What was read and is still to be put in place."""
-
-
-class BlockRead(NamedTuple):
-    """A stretch of a box that was put together."""
-
-    offset: int
-    """Where in the box, row-major, it starts."""
-    data: memoryview
-    """Good until the next one is read."""
-    crc32: int | None
-    """Of the bytes, if it was taken."""
 
 
 def read_box(
@@ -138,12 +248,11 @@ def read_box(
     buffers: Buffers,
     checks: Checks | None = None,
     out: memoryview | None = None,
-) -> Iterator[BlockRead]:
-    """Read one box of a tensor, from its start to its end; pending reductions are finished.
+) -> Iterator[tuple[memoryview, int | None]]:
+    """Read one box of a tensor in order; yield blocks, and their CRC-32 if it was computed.
 
-    The stored boxes tile the tensor, as `check_tiling` makes sure. Blocks are put together in
-    `out`, flat and as long as the box, or in a buffer. Digests are compared on the way, if there
-    are `checks`. Raises CheckpointError if reading fails, or bytes are not as saved.
+    The stored boxes tile the tensor (`check_tiling`). Pending reductions are finished. A block is
+    valid until the next one is read, or a part of `out`, which is flat and as long as the box.
     """
     at = 0
     for block, parts in cut(tensor, target, len(buffers.block)):
@@ -156,7 +265,7 @@ def read_box(
         else:
             for part in parts:
                 crc = read(part)
-        yield BlockRead(at, room, crc if len(parts) == 1 else None)
+        yield room, crc if len(parts) == 1 else None
         at += num_bytes
 
 
@@ -168,7 +277,7 @@ def read_box_into(
     buffers: Buffers,
     checks: Checks | None = None,
 ) -> None:
-    """Read one box of a tensor into flat memory as long as the box; as `read_box`."""
+    """Read one box of a tensor into flat memory; as `read_box`."""
     for _ in read_box(tensor, target, files, buffers, checks, out):
         pass
 
@@ -179,16 +288,18 @@ def _reduce(
     """Combine all addends of a block of a pending tensor."""
     import numpy as np
 
-    from shardspec.checkpoint.numeric import Reduction
+    from shardspec.checkpoint.numeric import reduce
 
-    reduction = Reduction(tensor.dtype, tensor.pending)
     numbers = np.frombuffer(room, np.uint8)
-    for addend in product(*(range(pending.addends) for pending in tensor.pending)):
-        for part in parts:
-            if part.stored.addend == addend:
-                read(part)
-        reduction.add(numbers)
-    reduction.finish(numbers)
+
+    def addends() -> "Iterator[Bytes]":
+        for addend in product(*(range(pending.addends) for pending in tensor.pending)):
+            for part in parts:
+                if part.stored.addend == addend:
+                    read(part)
+            yield numbers
+
+    reduce(tensor.dtype, tensor.pending, addends(), numbers)
 
 
 def _read_part(
@@ -204,22 +315,20 @@ def _read_part(
     stored, box, shared = part
     file = files.file(stored.path)
     seen = None if checks is None or stored not in checks else partial(checks.add, stored)
-    if part.contiguous and in_one(shared, block):
-        at = offset_in(block, shared)
-        data = room[at : at + box_size(shared)]
-        file.read_into(data, part.start)
-        return None if seen is None else seen(part.start, data)
+    at, width = offset_in(block, shared), shared[-1][1] - shared[-1][0]
+    direct = _contiguous(shared, block)
     # Importing numpy takes as long as copying 200 MiB, and long rows need none.
-    width = shared[-1][1] - shared[-1][0]
-    if part.contiguous and shared[1:-1] == block[1:-1] and width >= _LONG_ROW:
-        data = buffers.scratch[: box_size(shared)]
+    by_rows = shared[1:-1] == block[1:-1] and width >= _LONG_ROW
+    if part.contiguous and (direct or by_rows):
+        num_bytes = box_size(shared)
+        data = room[at : at + num_bytes] if direct else buffers.scratch[:num_bytes]
         file.read_into(data, part.start)
-        if seen is not None:
-            seen(part.start, data)
-        at, row = offset_in(block, shared), block[-1][1] - block[-1][0]
-        for start in range(0, len(data), width):
+        crc = None if seen is None else seen(part.start, data)
+        if direct:
+            return crc
+        for start in range(0, num_bytes, width):
             room[at : at + width] = data[start : start + width]
-            at += row
+            at += block[-1][1] - block[-1][0]
         return None
     import numpy as np
 
@@ -239,12 +348,6 @@ def _read_part(
     steps = (*(gaps[dim] for dim in order), 1)
     _read(file, start, steps, out.transpose(*order, len(gaps)), buffers.scratch, seen)
     return None
-
-
-_LONG_ROW: Final = 2048
-"""Bytes from which rows are put in place one by one, and not by numpy."""
-_PAGE: Final = 4096
-"""Gaps shorter than this are read along: the system reads whole pages of a file anyway."""
 
 
 def _read(

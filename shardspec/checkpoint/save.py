@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.commit import write_atomically
-from shardspec.checkpoint.digests import crc32
-from shardspec.checkpoint.directories import DIRECTORY, lock, opened
+from shardspec.checkpoint.commit import DIRECTORY, lock, opened, write_atomically
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.native import (
     ShardingInfo,
@@ -38,8 +36,9 @@ from shardspec.checkpoint.rank_state import (
     describe,
     tensor_bytes,
 )
+from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import RemotePath, as_path, reason, system_errors, upload
+from shardspec.checkpoint.store import RemotePath, as_path, path_errors, reason, upload
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
@@ -166,7 +165,7 @@ def _check_free(path: Path) -> None:
 
 def _make_directory(path: Path) -> None:
     if not isinstance(path, RemotePath):  # stores make it with the first file
-        with system_errors(path, "made a directory"):
+        with path_errors(path, "made a directory"):
             path.mkdir(parents=True, exist_ok=True)
 
 
@@ -178,7 +177,7 @@ def _claim(path: Path, overwrite: bool, held: ExitStack) -> bool:
     _make_directory(path)
     locked: bool | None = None
     if not isinstance(path, RemotePath):
-        with system_errors(path, "read"):
+        with path_errors(path, "read"):
             locked = lock(held.enter_context(opened(path, flags=DIRECTORY)))
     if locked is False:
         raise CheckpointError(

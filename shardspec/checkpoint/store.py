@@ -1,8 +1,8 @@
-"""Files of checkpoints, on this machine or behind URLs: listed, identified, named and uploaded.
+"""Paths of checkpoints, on this machine or behind URLs: listed, identified and uploaded.
 
-A URL such as ``s3://bucket/model`` is a `RemotePath`. What lies behind it is reached through
-fsspec, which knows the stores and takes keys and endpoints from the environment or its own
-settings. It is imported when the first URL is given.
+A URL such as ``s3://bucket/model`` is a `RemotePath`. fsspec reaches what lies behind it; it knows
+the stores, and takes keys and endpoints from the environment or its own settings. It is imported
+when the first URL is given.
 """
 
 import os
@@ -14,34 +14,31 @@ from functools import lru_cache
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
-from shardspec.checkpoint.directories import exists
-from shardspec.errors import CheckpointError, ShardSpecError
+from shardspec.errors import CheckpointError, OutputExistsError, ShardSpecError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
-_LONGEST: Final = 300
-"""Most characters of what a store says about an error."""
+_MAX_ERROR_CHARS: Final = 300
 _PART_BYTES: Final = 8 << 20
-_MOST_PARTS: Final = 9_000
-"""S3 takes 10,000 parts; a file of more than 72 GB comes in larger ones."""
+_MAX_PARTS: Final = 9_000
+"""S3 takes 10,000 parts; a file of more than 72 GB is uploaded in larger ones."""
 _IDENTITY_KEYS: Final = (
     *("size", "ETag", "etag", "md5Hash", "checksum", "generation", "VersionId", "version_id"),
     *("LastModified", "last_modified", "mtime", "updated", "created", "mtimeMs"),
 )
 """What stores say of an object that tells it from one written later under its name."""
-
 FileIdentity: TypeAlias = tuple[object, ...]
-"""What differs once a file was written again: device, inode, size and time of modification; of an
+"""What changes when a file is written again: device, inode, size and time of modification; for an
 object in a store its size, ETag and times."""
 
 
 class RemotePath(PosixPath):
-    """A URL as a path: joined, listed and looked at like one.
+    """A URL as a path, which can be joined and listed.
 
-    It leads to no file of this machine. What would take it for one, as `os.stat` and the methods of
-    `Path` that are not defined here would, gets a TypeError.
+    It is no file of this machine: `os.stat`, and methods of `Path` that are not defined here, raise
+    a TypeError.
 
     >>> url = RemotePath("s3://models/llama") / "model.safetensors"
     >>> print(url, url.parent, url.name)
@@ -61,7 +58,7 @@ class RemotePath(PosixPath):
 
     @property
     def store(self) -> "AbstractFileSystem":
-        """The file system of fsspec; kept for the next time, by fsspec or for all threads."""
+        """The file system of fsspec, which is cached."""
         scheme = self.parts[0].rstrip(":")
         if scheme in ("http", "https"):
             raise CheckpointError(f"{self}: a web server does not list its files; download them")
@@ -76,7 +73,7 @@ class RemotePath(PosixPath):
             return shared or url_to_fs(str(self))[0]
         except ImportError as error:
             raise CheckpointError(
-                f"{self}: {scheme}:// needs a package that is not there: {error}"
+                f"{self}: {scheme}:// needs a package that is not installed: {error}"
             ) from None
         except ValueError as error:
             raise CheckpointError(
@@ -85,28 +82,28 @@ class RemotePath(PosixPath):
 
     @property
     def shared_store(self) -> bool:
-        """Whether threads share its store; of other kinds each has one, and connects by itself."""
+        """Whether all threads share the store; otherwise each has its own connection."""
         return bool(self.store.async_impl)
 
     def info(self) -> dict[str, Any] | None:
-        """Return what the store knows of it; None if there is nothing."""
+        """Return what the store says about it; None if there is nothing."""
         store = self.store
-        with store_errors(self, "read"):
+        with path_errors(self, "read"):
             for _ in range(2):
                 try:
                     found: dict[str, Any] = store.info(str(self))
                 except FileNotFoundError as error:
-                    # Not only the file is missing, but the bucket.
+                    # Not just the file is missing, but the bucket.
                     if "bucket" in str(error).lower().split():
                         raise
                 else:
                     return found
-                # Perhaps it has been written since the store was last asked.
+                # It may have been written since the store was last asked.
                 store.invalidate_cache(str(self.parent))
         return None
 
     def listing(self) -> dict[str, dict[str, Any]]:
-        """Return the names in a directory, and what the store knows of each.
+        """Return the names in a directory, and what the store says about each.
 
         Raises FileNotFoundError or NotADirectoryError if there is no directory of that name.
         """
@@ -117,45 +114,35 @@ class RemotePath(PosixPath):
             raise FileNotFoundError(own)
         if info["type"] == "file":
             raise NotADirectoryError(own)
-        with store_errors(self, "read"):
+        with path_errors(self, "read"):
             found = store.ls(own, detail=True)
         entries = {entry["name"].rstrip("/"): entry for entry in found}
         # Some tools mark a directory by an empty object of its name.
         entries.pop(info["name"].rstrip("/"), None)
         return {name.rpartition("/")[2]: entry for name, entry in entries.items()}
 
-    def entries(self) -> dict[str, bool]:
-        """Return the names in a directory, and whether each is a file; raises as `listing`."""
-        return {name: entry["type"] == "file" for name, entry in self.listing().items()}
-
     def iterdir(self) -> Generator[Self, None, None]:
-        """Yield what lies in a directory; raises as `listing`."""
+        """Yield the paths in a directory; raises as `listing`."""
         for name in self.listing():
             yield self / name
 
-    def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002  # named by pathlib
+    def exists(self, **_: bool) -> bool:
         """Return whether there is a file or a directory of that name."""
         return self.info() is not None
 
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002  # named by pathlib
+    def is_dir(self, **_: bool) -> bool:
         """Return whether there is a directory of that name."""
         return (self.info() or {}).get("type") == "directory"
 
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002  # named by pathlib
+    def is_file(self, **_: bool) -> bool:
         """Return whether there is a file of that name."""
         return (self.info() or {}).get("type") == "file"
-
-    def is_symlink(self) -> bool:
-        """Return False: stores have no links."""
-        return False
 
     def resolve(self, strict: bool = False) -> Self:  # noqa: ARG002  # named by pathlib
         """Return the path itself."""
         return self
 
-    def absolute(self) -> Self:
-        """Return the path itself."""
-        return self
+    absolute = resolve
 
     def num_bytes(self) -> int:
         """Return the size of a file."""
@@ -167,15 +154,15 @@ class RemotePath(PosixPath):
         return int(info["size"])
 
     def replace(self, target: "RemotePath") -> "RemotePath":  # type: ignore[override]  # Path takes names on the disk
-        """Give a file another name, in place of any of that name; return the new name.
+        """Rename a file, replacing any of that name; return the new name.
 
-        The store copies it in one step. What has the other name is the old file or the new one.
+        The store copies it in one step, so the name has the old file or the new one.
         """
         store = self.store
-        with store_errors(target, "replaced"):
+        with path_errors(target, "replaced"):
             store.cp_file(str(self), str(target))
         store.invalidate_cache(str(target.parent))
-        # It has its name: what is left of the other takes room and does no harm.
+        # The file has its name; if the other one stays, it only takes room.
         with suppress(CheckpointError):
             self.unlink(missing_ok=True)
         return target
@@ -183,7 +170,7 @@ class RemotePath(PosixPath):
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove a file."""
         store = self.store
-        with store_errors(self, "removed"):
+        with path_errors(self, "removed"):
             try:
                 store.rm_file(str(self))
             except FileNotFoundError:
@@ -212,9 +199,9 @@ def as_path(place: Path | str) -> Path:
 
 @lru_cache(maxsize=16)
 def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG001  # a fork has its own
-    """Return what fsspec makes of scheme and bucket, if it is made for many threads.
+    """Return fsspec's store for a scheme and bucket, if threads can share it.
 
-    fsspec itself keeps one for each thread, up to its version 2026.4, and each would connect again.
+    fsspec up to 2026.4 keeps one for each thread, and each would connect again.
     """
     from fsspec.core import url_to_fs
 
@@ -222,44 +209,11 @@ def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG
     return store if store.async_impl else None
 
 
-@contextmanager
-def store_errors(path: Path, done: str) -> Iterator[None]:
-    """Make a `CheckpointError` of what a store raises: that a path "cannot be <done>", and why.
-
-    Stores raise errors of the system and errors of their own libraries, which are not known here.
-    What Python raises for a mistake in a program, such as a TypeError, stays what it is.
-    """
-    try:
-        yield
-    except ShardSpecError:
-        raise
-    except Exception as error:
-        if isinstance(error, FileExistsError) and done == "written":
-            raise exists(path) from None
-        # Stores have errors of their packages, or raise these; any other is a fault of ours.
-        foreign = type(error).__module__ != "builtins"
-        if not foreign and not isinstance(error, OSError | ValueError | NotImplementedError):
-            raise
-        raise CheckpointError(f"{path}: cannot be {done}: {_text(error)}") from None
-
-
-_MEANINGS: Final = (
-    (FileNotFoundError, "there is no such file"),
-    (PermissionError, "access was denied"),
-    (IsADirectoryError, "it is a directory"),
-    (NotADirectoryError, "it is no directory"),
-)
-
-
-def _text(error: Exception) -> str:
-    """Return what a store says, in one line; some say no more than the path."""
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    text = " ".join(said.split())
-    if " " not in text:
-        meaning = next((m for kind, m in _MEANINGS if isinstance(error, kind)), None)
-        name = type(error).__name__
-        text = meaning or (f"{name}: {text}" if text else name)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+def output_exists(path: Path) -> OutputExistsError:
+    """Return the error for an output that exists already."""
+    return OutputExistsError(
+        f"{path}: exists; choose another name, or overwrite it with --force (overwrite=True)"
+    )
 
 
 def reason(error: OSError) -> str:
@@ -268,14 +222,33 @@ def reason(error: OSError) -> str:
 
 
 @contextmanager
-def system_errors(path: Path, done: str, more: str = "") -> Iterator[None]:
-    """Make a `CheckpointError` of what the system refuses; as `store_errors` for this machine."""
+def path_errors(path: Path, done: str, more: str = "") -> Iterator[None]:
+    """Turn errors of the system and of stores into a `CheckpointError`: what cannot be <done>.
+
+    Stores also raise errors of their own libraries, which are not known here. Errors that Python
+    raises for bugs, such as a TypeError, are not converted.
+    """
     try:
         yield
-    except CheckpointError:  # one of an output that exists is an OSError too
+    except ShardSpecError:
         raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be {done}: {reason(error)}{more}") from None
+    except Exception as error:
+        known: tuple[type[Exception], ...] = (OSError,)
+        if isinstance(path, RemotePath):
+            known = (OSError, ValueError, NotImplementedError)
+            if isinstance(error, FileExistsError) and done == "written":
+                raise output_exists(path) from None
+        if type(error).__module__ == "builtins" and not isinstance(error, known):
+            raise
+        raise CheckpointError(f"{path}: cannot be {done}: {_text(error)}{more}") from None
+
+
+def _text(error: Exception) -> str:
+    """Return an error message in one line, with its class where it says no more than the path."""
+    text = " ".join((reason(error) if isinstance(error, OSError) else str(error)).split())
+    if " " not in text:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}…"
 
 
 def path_exists(path: Path) -> bool:
@@ -285,14 +258,14 @@ def path_exists(path: Path) -> bool:
 
 
 def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
-    """Return the path of a file that a checkpoint names, which must lie in its directory.
+    """Return the path of a file that a checkpoint names, which must be in its directory.
 
     It may be a link inside the directory, or from the ``snapshots`` of a hub cache to its
     ``blobs``.
     """
     if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
         raise CheckpointError(
-            f"{stated_by}: file name {name!r} is not a plain name; files of a checkpoint lie in "
+            f"{stated_by}: file name {name!r} is not a plain name; files of a checkpoint are in "
             "its own directory"
         )
     path = directory / name
@@ -313,54 +286,50 @@ def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
 def upload(
     path: RemotePath, num_bytes: int, *, overwrite: bool
 ) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Write a file in a store, of this size as far as is known, by what is yielded.
+    """Upload a file of about this size; yields a function that appends to it.
 
-    It appears at the end of the block unless anything is raised: an `OutputExistsError` in the end
-    if there is such a file and `overwrite` is not set.
+    The file appears at the end of the block, unless an exception is raised: an `OutputExistsError`
+    if the file exists by then and `overwrite` is not set.
     """
     from fsspec.transaction import Transaction
 
     store = path.store
-    part = max(_PART_BYTES, -(-num_bytes // _MOST_PARTS))
+    part = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
     part += -part % (1 << 20)
-    # One of its own: stores that threads share have one for all files.
+    # A transaction of its own: threads share the one of the store.
     transaction = Transaction(store)
     if not store.async_impl:
-        # Some of these look for a transaction only.
-        transaction.start()
-    ended = False
+        transaction.start()  # some of these ignore `autocommit`
     try:
-        with store_errors(path, "written"):
+        with path_errors(path, "written"):
             mode = "wb" if overwrite else "xb"
             file = store.open(str(path), mode, block_size=part, autocommit=False)
             transaction.files.append(file)
 
         def write(data: bytes | memoryview) -> None:
-            with store_errors(path, "written"):
+            with path_errors(path, "written"):
                 file.write(data)
 
         try:
             yield write
         finally:
-            with store_errors(path, "written"):
-                # Sends what is left; in a transaction the file is not there yet.
-                file.close()
-        ended = True
-        with store_errors(path, "written"):
-            transaction.complete(commit=True)
+            with path_errors(path, "written"):
+                file.close()  # sends the rest; the file appears with the commit
     except BaseException:
-        if not ended:
-            transaction.complete(commit=False)
+        transaction.complete(commit=False)
         raise
+    else:
+        with path_errors(path, "written"):
+            transaction.complete(commit=True)
     finally:
         store.invalidate_cache(str(path.parent))
 
 
 class Snapshot(NamedTuple):
-    """Which files were at a place at some moment; taken before a checkpoint is opened.
+    """The files of a place, and their identities; taken before a checkpoint is opened.
 
-    Whoever has read it asks `check_unchanged`: files written meanwhile may have been read half as
-    they were and half as they are.
+    `check_unchanged` is called once everything has been read: files that were written meanwhile may
+    have been read half old and half new.
     """
 
     place: Path
@@ -375,7 +344,7 @@ class Snapshot(NamedTuple):
         return cls(place, nested, _identities(place, nested))
 
     def check_unchanged(self, files: Iterable[Path]) -> None:
-        """Check that files are still those that they were."""
+        """Check that files are the same as in the snapshot."""
         files = tuple(files)
         if isinstance(self.place, RemotePath):
             now = _identities(self.place, self.nested)
@@ -391,9 +360,9 @@ class Snapshot(NamedTuple):
 
 
 def _identities(place: Path, nested: bool) -> dict[Path, FileIdentity]:
-    """Return what tells the files at a place from those written later under their names."""
+    """Return the identities of the files in a directory; a file stands for itself."""
     found: dict[Path, FileIdentity] = {}
-    for path, (identity, is_directory) in _entries(place).items():
+    for path, identity, is_directory in _listed(place):
         if not is_directory:
             found[path] = identity
         elif nested:
@@ -401,34 +370,35 @@ def _identities(place: Path, nested: bool) -> dict[Path, FileIdentity]:
     return found
 
 
-def _entries(place: Path) -> dict[Path, tuple[FileIdentity, bool]]:
-    """Return what lies in a directory, and what is a directory; a file is all that is in it."""
+def _listed(place: Path) -> Iterator[tuple[Path, FileIdentity, bool]]:
+    """Yield what is in a directory, and whether it is a directory too."""
     if isinstance(place, RemotePath):
+        infos: dict[Path, dict[str, Any]] = {}
         try:
-            infos: dict[Path, dict[str, Any]] = {place / n: i for n, i in place.listing().items()}
-        except FileNotFoundError:
-            return {}
+            infos = {place / name: info for name, info in place.listing().items()}
         except NotADirectoryError:
             place.store.invalidate_cache(str(place.parent))
             infos = {place: place.info() or {}}
-        return {
-            path: (
-                tuple((key, str(info[key])) for key in _IDENTITY_KEYS if key in info),
-                info.get("type") != "file",
-            )
-            for path, info in infos.items()
-        }
+        except FileNotFoundError:
+            pass
+        for path, info in infos.items():
+            identity = tuple((key, str(info[key])) for key in _IDENTITY_KEYS if key in info)
+            yield path, identity, info.get("type") != "file"
+        return
+    paths: list[Path] = []
     try:
         paths = [place / name for name in os.listdir(place)]
     except NotADirectoryError:
         paths = [place]
-    except OSError:  # who reads it says why it cannot be
-        return {}
-    return {path: at for path in paths if (at := _identity(path)) is not None}
+    except OSError:  # the reader of the checkpoint reports it
+        pass
+    for path in paths:
+        if (at := _identity(path)) is not None:
+            yield path, *at
 
 
 def _identity(path: Path) -> tuple[FileIdentity, bool] | None:
-    """Return what tells a file of this machine from a later one, and whether it is a directory."""
+    """Return the identity of a file of this machine, and whether it is a directory."""
     try:
         at = os.stat(path)
     except OSError:

@@ -1,7 +1,7 @@
 """What an output consists of, as plain values: files, and which boxes of which tensors they hold.
 
-A format says where everything goes. How the bytes get there, are checked and committed is the same
-for all of them.
+A format says what goes where. How the bytes get there, are checked and committed is the same for
+all formats.
 """
 
 from array import array
@@ -20,35 +20,29 @@ class BoxEntry(NamedTuple):
     """One box in a file, stored under the name of its tensor."""
 
     tensor: str
-    box: Box
-    """Never empty."""
-    addend: tuple[int, ...]
-    """Which addend of a pending reduction: one index per pending axis, in the order of the spec."""
+    box: Box  # never empty
+    addend: tuple[int, ...]  # of pending reductions: an index per axis, in the order of the spec
     crc32: int | None = None
-    """CRC-32 of its bytes; None where it was saved without."""
 
 
 def stored_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """Return the shape under which a file holds boxes of one tensor, one after the other.
+    """Return the shape under which a file stores boxes of one tensor, one after the other.
 
-    It is that of the box, and of several, as parts are, the number of their elements.
+    It is that of a single box, else, as for parts, the number of elements.
     """
     return _shape(boxes[0]) if len(boxes) == 1 else (sum(map(box_size, boxes)),)
 
 
 _shape = lru_cache(1024)(box_shape)
-"""One object for boxes that are alike."""
+"""One object for equal boxes."""
 
 
 class FileEntry(NamedTuple):
-    """One file and the boxes it holds; those of one tensor follow each other, as their bytes do."""
+    """One file of a rank; boxes of one tensor follow each other, as their bytes do."""
 
     name: str
-    """A plain name in the directory of the checkpoint."""
     rank: int
-    """Physical id of the device whose boxes these are."""
     num_bytes: int
-    """Size of the file."""
     boxes: Sequence[BoxEntry]
 
 
@@ -56,12 +50,9 @@ class OutputTensor(NamedTuple):
     """A tensor to be written."""
 
     name: str
-    """Its name in the output."""
-    source: str
-    """Its name in the checkpoint that is read."""
+    source: str  # its name in the checkpoint that is read
     shape: tuple[int, ...]
-    dtype: str
-    """The dtype in the output."""
+    dtype: str  # in the output
 
     @property
     def num_bytes(self) -> int:
@@ -70,12 +61,11 @@ class OutputTensor(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Room in a file for a box of a tensor, row-major."""
+    """A box of a tensor in a file, row-major."""
 
     tensor: OutputTensor
     box: Box
-    offset: int
-    """Position of the first byte in the file."""
+    offset: int  # in the file
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +74,7 @@ class Extent(NamedTuple):
 
 
 class RawBytes(NamedTuple):
-    """Bytes that are no tensor's, such as a header."""
+    """Bytes of a file that are no tensor's, such as a header."""
 
     offset: int
     data: bytes
@@ -108,7 +98,7 @@ class _MadeBytes(Sequence[RawBytes]):
 
 
 def made_bytes(count: int, make: Callable[[int], RawBytes]) -> Sequence[RawBytes]:
-    """Return raw bytes that are made, given a number from 0, each time that they are asked for."""
+    """Return raw bytes that are made by index each time they are used."""
     return _MadeBytes(range(count), make)
 
 
@@ -116,24 +106,21 @@ class Trailer(Protocol):
     """Makes the pieces of a file that depend on the CRC-32 of its extents."""
 
     def __call__(self, crcs: Sequence[int], first: int = 0) -> Sequence[RawBytes]:
-        """Return what follows the extents from number `first` on, in ascending order.
+        """Return what follows the extents from index `first` on, in ascending order.
 
-        Given the CRC-32 of the first extents of a file, not of all, it is what follows these: so a
-        file can be written from its start to its end.
+        Given the CRC-32 of the first extents only, it is what follows these: so a file can be
+        written from start to end.
         """
         ...
 
 
 class OutputFile(NamedTuple):
-    """A file to be written."""
+    """A file to be written; raw bytes and extents are in ascending order."""
 
-    name: str
-    """Its place below the output, parts separated by slashes; that of the output if it is one."""
+    name: str  # relative to the output, with slashes; that of the output if it is one file
     num_bytes: int
     raw: Sequence[RawBytes]
-    """In ascending order."""
     extents: Sequence[Extent]
-    """In ascending order."""
     trailer: Trailer | None = None
 
     @property
@@ -143,7 +130,7 @@ class OutputFile(NamedTuple):
 
 
 Write: TypeAlias = Callable[[bytes], object]
-"""Writes on where it stopped."""
+"""Appends to a file."""
 Put: TypeAlias = Callable[[str, Callable[[Write], object]], None]
 """Makes a file of a name, and has it written piece by piece."""
 
@@ -153,14 +140,11 @@ class Target(NamedTuple):
 
     files: tuple[OutputFile, ...]
     directory: bool
-    last: Callable[[Mapping[str, Sequence[int]], "Put"], None] | None = None
-    """Writes, given the CRC-32 of every extent by file, the files that say what is in it."""
-    digested: bool = False
-    """Whether the form needs the CRC-32 of every extent."""
-    carried: frozenset[str] = frozenset()
-    """Names, in the source, of the values that are no tensors and go along."""
-    sidecars: tuple[str, ...] = ()
-    """Names of the files that lie beside the weights of the source and go along."""
+    last: Callable[[Mapping[str, Sequence[int]], Put], None] | None = None
+    """Writes the files that list the others, given the CRC-32 of every extent by file."""
+    digested: bool = False  # whether the format needs the CRC-32 of every extent
+    carried: frozenset[str] = frozenset()  # names of the source's plain values that go along
+    sidecars: tuple[str, ...] = ()  # names of the files beside the weights that go along
 
     @property
     def num_bytes(self) -> int:
@@ -171,12 +155,11 @@ class Target(NamedTuple):
 def assign_boxes(
     mesh: DeviceMesh, tensors: Mapping[str, Layout], *, spread: bool = True
 ) -> dict[int, list[BoxEntry]]:
-    """Choose one of the devices that hold a box to store it, for every box that is not empty.
+    """Choose the device that stores each box, among those that hold it.
 
-    Every rank computes the same answer alone: boxes of one holder first, then the others from the
-    largest down, each to the holder that has the fewest bytes so far (the first of equals). If they
-    are not to be `spread`, each box goes to the first of its holders. Returns for every device its
-    boxes, by tensor name.
+    Every rank computes the same answer: boxes of one holder first, then the others from the largest
+    down, each to the holder that has the fewest bytes so far, or without `spread` to the first.
+    Returns for every device its boxes, by tensor name.
 
     >>> mesh = DeviceMesh(range(2), (2,))
     >>> chosen = assign_boxes(mesh, {name: Layout(mesh, "[R]", (3,), "int8") for name in "abc"})
@@ -186,9 +169,8 @@ def assign_boxes(
     parts_of = lru_cache(None)(replica_holders)
     load = dict.fromkeys(mesh.ids, 0)
     names = sorted(tensors)
-    shared: list[tuple[int, ...]] = []
-    """The holders of every box that has several, and its bytes."""
-    sizes = array("q")
+    shared: list[tuple[int, ...]] = []  # the holders of every box that has several
+    sizes = array("q")  # its bytes
     for name in names:
         layout = tensors[name]
         for (box, _), ranks in parts_of(layout).items():

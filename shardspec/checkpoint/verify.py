@@ -13,10 +13,15 @@ from numpy.typing import NDArray
 from shardspec.boxes import box_shape, box_size, chunks
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, whole_box
 from shardspec.checkpoint.coordinate import Progress
-from shardspec.checkpoint.digests import Checks, stored_bytes
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, read_box_into
+from shardspec.checkpoint.read_boxes import (
+    BLOCK_BYTES,
+    Buffers,
+    Checks,
+    read_box_into,
+    stored_bytes,
+)
 from shardspec.checkpoint.select import Choice, Patterns, Renames, select
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
 from shardspec.checkpoint.tiling import check_replicas, check_tiling, element_index

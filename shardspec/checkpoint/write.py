@@ -1,45 +1,62 @@
 """From a checkpoint to an output: open, select and lay out, plan, execute, commit."""
 
+import os
+import re
+import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.catalog import Catalog, distinct
-from shardspec.checkpoint.commit import joined_output, real_path, staged_output
+from shardspec.checkpoint.commit import Destination, names_below, opened
 from shardspec.checkpoint.coordinate import Member, Workers, together
-from shardspec.checkpoint.destination import check_destination, check_others, files_of_checkpoint
-from shardspec.checkpoint.digests import crc_text
-from shardspec.checkpoint.executor import Execution, Findings, WriteOptions, plan_copies, plan_files
-from shardspec.checkpoint.formats.names import INDEX_SUFFIX, INFO_NAME, METADATA_NAME
-from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.output_files import RemoteStaging, Staged, Written
+from shardspec.checkpoint.executor import Execution, Findings, WriteOptions
+from shardspec.checkpoint.formats.names import (
+    BIN_INDEX,
+    DEEPSPEED_MODEL,
+    DEEPSPEED_UNIVERSAL,
+    INDEX_SUFFIX,
+    INFO_NAME,
+    METADATA_NAME,
+    UNIVERSAL_LATEST,
+    UNIVERSAL_OPTIMIZER,
+    format_of_names,
+    is_data_file,
+)
+from shardspec.checkpoint.open import as_catalog, open_checkpoint
+from shardspec.checkpoint.output_files import in_store, on_disk
+from shardspec.checkpoint.read_boxes import crc_text
 from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.source_files import OpenFiles
-from shardspec.checkpoint.store import RemotePath
-from shardspec.checkpoint.targets import OutputTensor, Put, Target
+from shardspec.checkpoint.store import RemotePath, output_exists, path_errors
+from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.checkpoint.tiling import check_replicas, check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
-from shardspec.errors import CheckpointError
+from shardspec.errors import CheckpointError, ShardSpecError
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
 
 LayOut: TypeAlias = Callable[[Catalog, str], tuple[Sequence[OutputTensor], Target]]
-"""Selects tensors of a catalog and lays out the files for them, given a word to name them by."""
-
+"""Selects tensors of a catalog and lays out the files for them, given a text to name them by."""
 _LISTS: Final = {
     "shardspec": INFO_NAME,
     "dcp": METADATA_NAME,
     "huggingface": f"model{INDEX_SUFFIX}",
 }
-"""What names the other files of an output, by its format."""
+"""The file that lists the others of an output, by its format."""
+_LISTS_OF_FILES: Final = (INFO_NAME, METADATA_NAME, BIN_INDEX, INDEX_SUFFIX)
+_DATA: Final = (".safetensors", ".distcp", ".bin")
+_OWN_NAMES: Final = re.compile(
+    r"(model(-\d{5}-of-\d{5})?|shard-\d+-model-\d+-of-\d+|shard-\d{5,}-[0-9a-f]{16})\.safetensors"
+    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin"
+)
+"""Files that are parts of a checkpoint by their names, also where nothing lists them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +70,7 @@ class WriteReport:
     read: str
     """What the source is."""
     read_files: int
-    """How many files bytes of tensors come from."""
+    """How many files tensors are read from."""
     read_bytes: int
     """Bytes of all boxes that are read, each once."""
     tensors: int
@@ -63,16 +80,16 @@ class WriteReport:
     """Size of all files."""
     seconds: float
     crc32: int | None
-    """CRC-32 of all files in their order; None if it was not taken."""
+    """CRC-32 of all files in their order; None if it was not computed."""
     cast_losses: "CastLosses | None"
     """What a cast to another dtype did not keep; None if nothing was cast."""
     left_out: tuple[str, ...]
     """Entries of the source that are no tensors, and that the output does not hold; the metadata of
     safetensors files is ``"__metadata__"``."""
     sidecars: tuple[str, ...]
-    """Names of the files that lay beside the weights of the source and went along."""
+    """Names of the files beside the weights of the source that were copied along."""
     written: bool
-    """False if nothing was written because that was asked for."""
+    """False after a dry run."""
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
@@ -112,64 +129,70 @@ def write_checkpoint(
         raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
     member = None if options.dry_run else options.member
     with together(member, output.absolute()) as workers:
-        report = _write(checkpoint, output, format, lay_out, options, workers)
+        source = as_catalog(checkpoint)
+        tensors, target = lay_out(source, workers.token)
+        if options.sidecars:
+            target = add_sidecars(source, target, format)
+        if isinstance(output, RemotePath) and any("/" in file.name for file in target.files):
+            raise CheckpointError(
+                f"{output}: the format {format!r} has files in directories, which are not written "
+                "into a store; write to a directory here, and copy that"
+            )
+        destination = Destination(output)
+        first, overwrite = workers.member.rank == 0, options.overwrite
+        if first:
+            path = _check_place(output, source, directory=target.directory, overwrite=overwrite)
+            destination = Destination(path)
+        read_files, read_bytes = _check_tensors(source, tensors, options.verify, workers.member)
+        if first and overwrite and target.directory:
+            destination = _check_replaced(destination.path, target, format)
+        report = WriteReport(
+            path=output,
+            format=format,
+            read=source.format,
+            read_files=read_files,
+            read_bytes=read_bytes,
+            tensors=len(tensors),
+            files=tuple(file.name for file in target.files),
+            num_bytes=target.num_bytes,
+            seconds=0.0,
+            crc32=None,
+            cast_losses=None,
+            left_out=_left_out(source, target),
+            sidecars=target.sidecars,
+            written=False,
+        )
+        if not options.dry_run:
+            report = _write(report, source, target, destination, options, workers)
     return replace(report, seconds=time.monotonic() - started)
 
 
 def _write(
-    checkpoint: Path | str | Catalog,
-    output: Path,
-    format: str,  # as the report names it
-    lay_out: LayOut,
+    report: WriteReport,
+    source: Catalog,
+    target: Target,
+    destination: Destination,
     options: WriteOptions,
     workers: Workers,
 ) -> WriteReport:
-    source = as_catalog(checkpoint)
-    tensors, target = lay_out(source, workers.token)
-    if options.sidecars:
-        target = add_sidecars(source, target, format)
-    path = output
-    if isinstance(path, RemotePath) and any("/" in file.name for file in target.files):
-        raise CheckpointError(
-            f"{output}: the format {format!r} has files in directories, which are not written into "
-            "a store; write to a directory here, and copy that"
-        )
-    rank = workers.member.rank
-    replaced: frozenset[str] = frozenset()
-    old: int | None = None
-    if rank == 0:
-        path = check_destination(
-            output, source, directory=target.directory, overwrite=options.overwrite
-        )
-    read_files, read_bytes = _check_tensors(source, tensors, options.verify, workers.member)
-    if options.overwrite and target.directory and rank == 0:
-        old = None if isinstance(path, RemotePath) else _inode(path)
-        replaced = files_of_checkpoint(path)
-        new = {file.name for file in target.files}
-        if target.last is not None:
-            new.add(_LISTS[format])
-        check_others(path, replaced, frozenset(new), listed=format in ("shardspec", "dcp"))
-    report = WriteReport(
-        path=output,
-        format=format,
-        read=source.format,
-        read_files=read_files,
-        read_bytes=read_bytes,
-        tensors=len(tensors),
-        files=tuple(file.name for file in target.files),
-        num_bytes=target.num_bytes,
-        seconds=0.0,
-        crc32=None,
-        cast_losses=None,
-        left_out=_left_out(source, target),
-        sidecars=target.sidecars,
-        written=False,
-    )
-    if options.dry_run:
-        return report
-    progress = workers.listener(options.progress)
-    job = Execution(source, target, path, options, progress, workers.member)
-    written = _write_files(job, workers, replaced, old)
+    """Write all files; the first process completes the output."""
+    remote = isinstance(destination.path, RemotePath)
+    job = Execution(source, target, options, workers, whole_files=remote)
+    written = []
+    # The other processes are told of an error before their files are removed.
+    begin = in_store if remote else on_disk
+    with begin(job, workers, destination) as output, workers.failing_together():
+        job.run(output.copy)
+        if job.member.rank:
+            source.check_unchanged()
+        every = workers.gather("findings", job.findings)
+        if job.member.rank == 0:
+            job.join([Findings(*found) for found in every])
+            written = output.finish()
+        else:
+            # Only the first process knows whether all went well.
+            written = workers.broadcast("written")
+    workers.broadcast("written", written)
     crc = 0
     for _, num_bytes, value in written:
         crc = int(crc32_combine(crc, value, num_bytes))
@@ -184,7 +207,7 @@ def _write(
 
 
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
-    """Return the names of what does not go along."""
+    """Return the names of what is not carried along."""
     left = sorted(source.extras.keys() - target.carried)
     metadata = source.file_metadata
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
@@ -192,113 +215,10 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
     return tuple(left)
 
 
-def _write_files(
-    job: Execution, workers: Workers, replaced: frozenset[str], old: int | None
-) -> Written:
-    """Write all files; return what the first process has written in the end."""
-    if isinstance(job.path, RemotePath):
-        begun: AbstractContextManager[Staged | RemoteStaging] = _in_store(job, workers, replaced)
-    else:
-        begun = _on_disk(job, workers, replaced, old)
-    # The others hear of a failure before their files go away.
-    with begun as staged, workers.failing_together():
-        staged.fill(job)
-        if job.member.rank:
-            job.source.check_unchanged()
-            workers.say("findings", job.findings)
-            # The first process alone knows whether all went well.
-            return [(name, size, crc) for name, size, crc in workers.hear("written")]
-        workers.say("findings", job.findings)
-        job.join([Findings(*said) for said in workers.gather("findings")])
-        written = staged.finish(job)
-        job.source.check_unchanged()
-        # What lists the others is written once they are on the disk.
-        written += staged.publish(job.target, partial(_write_last, job))
-    workers.say("written", written)
-    return written
-
-
-@contextmanager
-def _on_disk(
-    job: Execution, workers: Workers, replaced: frozenset[str], old: int | None
-) -> Iterator[Staged]:
-    """Stage the files, which the other processes open."""
-    path, directory = job.path, job.target.directory
-    plan = plan_copies(job.target, job.member.rank, job.member.size)
-    job.total = sum(copy.num_bytes for tensor in plan for copy in tensor.copies)
-    if job.member.rank:
-        with joined_output(Path(workers.hear("place")), path) as place:
-            yield Staged(place, path, directory)
-        return
-    job.total += sum(file.other_bytes for file in job.target.files)
-
-    with staged_output(
-        path,
-        directory=directory,
-        overwrite=job.options.overwrite,
-        replaced=replaced,
-        inode=old,
-    ) as place:
-        staged = Staged(place, path, directory)
-        for file in job.target.files:
-            staged.create(file.name, file.num_bytes)
-        workers.say("place", str(real_path(place)))
-        yield staged
-
-
-def _inode(path: Path) -> int:
-    """Return what tells the directory of a name from one that takes its place; 0 without one."""
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return 0
-
-
-@contextmanager
-def _in_store(
-    job: Execution, workers: Workers, replaced: frozenset[str]
-) -> Iterator[RemoteStaging]:
-    """Find out what is there; of what was uploaded, nothing stays if all fails."""
-    path, target = job.path, job.target
-    assert isinstance(path, RemotePath), "others are on a disk"
-    rank, overwrite = job.member.rank, job.options.overwrite
-    job.total = sum(target.files[n].num_bytes for n in plan_files(target, rank, job.member.size))
-    if rank == 0:
-        there: list[str] = []
-        if overwrite and target.directory:
-            with suppress(FileNotFoundError):
-                there = sorted(path.entries())
-        elif overwrite and path.is_file():
-            there = [path.name]
-        workers.say("there", there)
-    names = frozenset(workers.hear("there"))
-    staging = RemoteStaging(path, target.directory, overwrite, workers.token, names, replaced)
-    try:
-        yield staging
-    except BaseException:
-        # Unless any says that it has failed, the first process may have ended well.
-        with suppress(CheckpointError):
-            if rank == 0:
-                staging.discard()
-                # Those of the others too: they may be killed by now.
-                every = [Findings(*said) for said in workers.said("findings")]
-                staging.discard(name for found in every for name in found.files)
-            elif workers.has_failed():
-                staging.discard()
-        raise
-
-
-def _write_last(job: Execution, put: Put) -> None:
-    """Write what lists the other files."""
-    if job.target.last is not None:
-        files = zip(job.target.files, job.crcs, strict=True)
-        job.target.last({file.name: crcs for file, crcs in files}, put)
-
-
 def _check_tensors(
     source: Catalog, tensors: Sequence[OutputTensor], verify: bool, member: Member
 ) -> tuple[int, int]:
-    """Check that the boxes of every tensor tile it, and that those stored twice agree.
+    """Check that the boxes of every tensor tile it, and that copies agree.
 
     Returns how many files, and how many bytes of them, will be read.
     """
@@ -320,3 +240,171 @@ def _check_tensors(
             addends = prod(pending.addends for pending in outline.pending)
             num_bytes += addends * prod(outline.shape) * item_bytes(outline.dtype)
     return len(paths), num_bytes
+
+
+def _check_place(output: Path, source: Catalog, *, directory: bool, overwrite: bool) -> Path:
+    """Return where to write, links resolved, if writing there does no harm.
+
+    No part of the `source` is overwritten, and what is there is a directory or a file like the
+    output. Raises an `OutputExistsError` if it exists and `overwrite` is not set, a
+    `CheckpointError` otherwise.
+    """
+    if "\0" in str(output):
+        raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
+    here = not isinstance(output, RemotePath)
+    # Somebody else's link may lead to any file of this user. Path.is_symlink raises where a name is
+    # too long.
+    if here and os.path.islink(output):
+        owner = os.lstat(output).st_uid
+        if owner not in (os.geteuid(), 0):
+            raise CheckpointError(
+                f"{output}: is a link that another user has made (user id {owner}); remove it, or "
+                "choose another name"
+            )
+    path = _real(output)
+    kind = _kind(output, path)
+    # Without an index, every file of the directory counts.
+    listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
+    all_count = kind is None and not listed and source.directory.is_dir()
+    for file in source.files:
+        same = path == _real(file)
+        if not same and here and kind == "a file":
+            same = not isinstance(file, RemotePath) and path.samefile(file)
+        if directory and (same or path in _real(file).parents):
+            raise CheckpointError(f"{output}: holds the checkpoint itself; choose another name")
+        if same:
+            raise CheckpointError(
+                f"{output}: is {file.name} of the checkpoint itself; choose another name"
+            )
+        if all_count and file.suffix == path.suffix and _real(file.parent) == path.parent:
+            raise CheckpointError(
+                f"{output}: would be among the files of the checkpoint, which no index lists, and "
+                "count as one of them; choose another directory"
+            )
+    due = "a directory" if directory else "a file"
+    if kind not in (None, due):
+        raise CheckpointError(f"{output}: is {kind}; name {due} to write")
+    # A directory in a store may be an empty mark.
+    if kind and not overwrite and (here or not path.is_dir() or any(path.iterdir())):
+        raise output_exists(output)
+    if here and not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+        problem = "is not writable" if path.parent.is_dir() else "does not exist"
+        raise CheckpointError(
+            f"{output}: its directory {path.parent} {problem}; make it first, or write elsewhere"
+        )
+    return path
+
+
+def _real(path: Path) -> Path:
+    """Return a path with links resolved."""
+    return path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
+
+
+def _kind(output: Path, path: Path) -> str | None:
+    """Return what is there, in words; None if there is nothing."""
+    if isinstance(path, RemotePath):
+        info = path.info()
+        return None if info is None else f"a {info['type']}"
+    with path_errors(output, "written"):
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            return None
+    if stat.S_ISDIR(mode):
+        return "a directory"
+    return "a file" if stat.S_ISREG(mode) else "no regular file"
+
+
+def _check_replaced(path: Path, target: Target, format: str) -> Destination:
+    """Return which files of a directory an output replaces.
+
+    Refuse it where others would count as parts of what is new, or be read instead: a kept index,
+    for example.
+    """
+    inode: int | None = None
+    if not isinstance(path, RemotePath):
+        inode = path.stat().st_ino if path.exists() else 0
+    replaced = _files_of_checkpoint(path)
+    new = {file.name for file in target.files}
+    if target.last is not None:
+        new.add(_LISTS[format])
+    inner = {name.split("/")[0] for name in new if "/" in name}
+    heads = {name for name in new if "/" not in name} - inner
+    _check_kinds(path, new)
+    kept = _names_in(path, inner) - replaced - new
+    counted: list[str] = []
+    if format not in ("shardspec", "dcp"):  # these list their files
+        counted = sorted(
+            name
+            for name in kept
+            if is_data_file(name)
+            or name.endswith(INDEX_SUFFIX)
+            # Of a Universal Checkpoint.
+            or (inner and DEEPSPEED_MODEL.fullmatch(name))
+            or ("/" in name and name.endswith(".pt"))
+        )
+    read: list[str] = []
+    known = format_of_names(heads)
+    if format_of_names(heads | kept) is not known:
+        read = sorted(name for name in kept if format_of_names(heads | {name}) is not known)
+        read = read or sorted(kept)
+    for names, do in ((counted, "count as parts of"), (read, "be read instead of")):
+        if names:
+            raise CheckpointError(
+                f"{path}: holds {', '.join(map(repr, names[:3]))}, which would {do} what is "
+                "written there; move them, or choose another directory"
+            )
+    return Destination(path, replaced, inode)
+
+
+def _files_of_checkpoint(directory: Path) -> frozenset[str]:
+    """Return the names of the files that make up the checkpoint in a directory.
+
+    Only what can be opened counts, and in it only what an index or a sharding info lists, or what
+    has a name that only parts of checkpoints have. All other files are somebody else's.
+    """
+    try:
+        source = open_checkpoint(directory)
+        for name in source.names:
+            source.tensor(name)
+    except ShardSpecError:
+        return frozenset(name for name in _names_in(directory) if _OWN_NAMES.fullmatch(name))
+    if source.format == DEEPSPEED_UNIVERSAL:
+        below = (file.relative_to(source.directory).as_posix() for file in source.files)
+        return frozenset((*below, UNIVERSAL_OPTIMIZER, UNIVERSAL_LATEST))
+    inside = {file.name for file in source.files if file.parent == source.directory}
+    lists = {name for name in inside if name.endswith(_LISTS_OF_FILES)}
+    listed = {name for name in inside if lists and name.endswith(_DATA)}
+    return frozenset(lists | listed | {name for name in inside if _OWN_NAMES.fullmatch(name)})
+
+
+def _names_in(directory: Path, inner: Collection[str] = ()) -> set[str]:
+    """Return the names in a directory, and instead of `inner` directories what is below them."""
+    try:
+        if isinstance(directory, RemotePath):
+            return set(directory.listing())
+        found = set(os.listdir(directory))
+        for name in found & set(inner):
+            with opened(directory / name) as fd:
+                found = found - {name} | {f"{name}/{below}" for below in names_below(fd)}
+    except OSError:
+        return set()
+    return found
+
+
+def _check_kinds(output: Path, new: Collection[str]) -> None:
+    """Refuse to write files where directories are, or directories where anything else is."""
+    if isinstance(output, RemotePath):
+        return
+    due = dict.fromkeys(new, "file")
+    due |= {str(at): "directory" for name in new for at in PurePosixPath(name).parents}
+    for name, kind in due.items():
+        try:
+            mode = os.lstat(output / name).st_mode
+        except OSError:
+            continue
+        if stat.S_ISDIR(mode) != (kind == "directory"):
+            raise CheckpointError(
+                f"{output}: holds {name!r}, where a {kind} is to be written; move it, or choose "
+                "another directory"
+            )

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, merge, reshard, save_sharded
-from shardspec.checkpoint import commit, directories
-from shardspec.checkpoint.commit import real_path, staged_output
+from shardspec.checkpoint import commit
+from shardspec.checkpoint.commit import Destination, real_path, staged_output
 from shardspec.checkpoint.output_files import Staged
 from shardspec.errors import CheckpointError, OutputExistsError
 
@@ -30,7 +30,7 @@ def text_of(path, directory):
 
 
 def work(path, directory, *, overwrite=True, interrupted=False):
-    with staged_output(path, directory=directory, overwrite=overwrite) as place:
+    with staged_output(Destination(path), directory=directory, overwrite=overwrite) as place:
         fill(place, directory, "newer")
         if interrupted:
             raise KeyboardInterrupt
@@ -39,7 +39,7 @@ def work(path, directory, *, overwrite=True, interrupted=False):
 @pytest.mark.parametrize("directory", [False, True])
 def test_it_appears_when_done(tmp_path, directory):
     path = tmp_path / "out"
-    with staged_output(path, directory=directory, overwrite=False) as place:
+    with staged_output(Destination(path), directory=directory, overwrite=False) as place:
         fill(place, directory, "new")
         (staged,) = {real_path(place).name} & set(os.listdir(tmp_path))
         assert re.fullmatch(r"\.out\.shardspec-[0-9a-f]{16}", staged)
@@ -54,7 +54,7 @@ def test_it_appears_when_done(tmp_path, directory):
 def test_replacing(tmp_path, directory):
     path = tmp_path / "out"
     for text in ("old", "new"):
-        with staged_output(path, directory=directory, overwrite=True) as place:
+        with staged_output(Destination(path), directory=directory, overwrite=True) as place:
             fill(place, directory, text)
     assert text_of(path, directory) == "new"
     with pytest.raises(OutputExistsError, match="out: exists"):
@@ -74,7 +74,7 @@ def test_a_failure_leaves_nothing(tmp_path, directory):
 @pytest.mark.parametrize("directory", [False, True])
 def test_two_at_once(tmp_path, directory):
     path = tmp_path / "out"
-    with staged_output(path, directory=directory, overwrite=True) as place:
+    with staged_output(Destination(path), directory=directory, overwrite=True) as place:
         fill(place, directory, "first")
         with pytest.raises(CheckpointError, match="out: another run is writing it; wait"):
             work(path, directory)
@@ -83,7 +83,7 @@ def test_two_at_once(tmp_path, directory):
 
 
 def work_until_killed(path, directory, ready):
-    with staged_output(path, directory=directory, overwrite=True) as place:
+    with staged_output(Destination(path), directory=directory, overwrite=True) as place:
         fill(place, directory, "half")
         ready.set()
         signal.pause()
@@ -103,7 +103,7 @@ def test_after_a_run_that_was_killed(tmp_path, directory):
     process.join()
     assert not path.exists()
     assert [name for name in os.listdir(tmp_path) if name.startswith(".out.shardspec-")]
-    with staged_output(path, directory=directory, overwrite=False) as place:
+    with staged_output(Destination(path), directory=directory, overwrite=False) as place:
         assert not directory or os.listdir(place) == []
         fill(place, directory, "whole")
     assert text_of(path, directory) == "whole"
@@ -125,7 +125,7 @@ def test_what_is_none_of_ours_is_left_alone(tmp_path):
     (tmp_path / ".out.shardspec-mine").write_text("kept")
     before = set(os.listdir(tmp_path))
     for directory in (False, True):
-        with staged_output(path, directory=directory, overwrite=False) as place:
+        with staged_output(Destination(path), directory=directory, overwrite=False) as place:
             fill(place, directory, "new")
         path.unlink() if not directory else os.unlink(path / "a")
     path.rmdir()
@@ -136,18 +136,22 @@ def test_what_is_none_of_ours_is_left_alone(tmp_path):
 @pytest.mark.parametrize("directory", [False, True])
 def test_modes_are_kept(tmp_path, directory):
     path = tmp_path / "out"
-    with staged_output(path, directory=directory, overwrite=True) as place:
+    with staged_output(Destination(path), directory=directory, overwrite=True) as place:
         fill(place, directory, "old")
     umask = os.umask(0o022)
     try:
         fresh = 0o777 & ~0o022 if directory else 0o644
-        with staged_output(tmp_path / "fresh", directory=directory, overwrite=True) as place:
+        with staged_output(
+            Destination(tmp_path / "fresh"), directory=directory, overwrite=True
+        ) as place:
             fill(place, directory, "new")
         assert stat.S_IMODE((tmp_path / "fresh").stat().st_mode) == fresh
         private = [path, path / "a"] if directory else [path]
         for file in private:
             file.chmod(0o750 if file.is_dir() else 0o600)
-        with staged_output(path, directory=directory, overwrite=True, replaced={"a"}) as place:
+        with staged_output(
+            Destination(path, frozenset("a")), directory=directory, overwrite=True
+        ) as place:
             fill(place, directory, "new")
         assert [stat.S_IMODE(file.stat().st_mode) for file in private] == (
             [0o750, 0o600] if directory else [0o600]
@@ -164,7 +168,9 @@ def test_only_what_is_replaced_goes_from_a_directory(tmp_path):
     (path / "config.json").write_text("kept")
     (path / "notes").mkdir()
     (path / "notes" / "one").write_text("kept")
-    with staged_output(path, directory=True, overwrite=True, replaced={"a", "old"}) as place:
+    with staged_output(
+        Destination(path, frozenset({"a", "old"})), directory=True, overwrite=True
+    ) as place:
         fill(place, True, "new")
         (path / "late.txt").write_text("put there meanwhile")
     assert sorted(os.listdir(path)) == ["a", "config.json", "late.txt", "notes"]
@@ -179,12 +185,12 @@ def test_a_directory_in_the_way_of_a_file_is_kept(tmp_path):
     path.mkdir()
 
     def replace():
-        with staged_output(path, directory=True, overwrite=True) as place:
+        with staged_output(Destination(path), directory=True, overwrite=True) as place:
             fill(place, True, "new")
             (path / "a").mkdir()
             (path / "a" / "precious").write_text("kept")
 
-    with pytest.raises(CheckpointError, match=r"is written, but what else lay .* it is kept in "):
+    with pytest.raises(CheckpointError, match=r"is written, but what else was .* it is kept in "):
         replace()
     assert text_of(path, True) == "new"
     (kept,) = set(os.listdir(tmp_path)) - {"out"}
@@ -217,8 +223,8 @@ def test_killed_when_it_has_its_name_it_loses_nothing_of_others(tmp_path, monkey
 @pytest.mark.parametrize("name", ["../x", "a/../x", "/x", "a//x", "a/", "a/./x"])
 def test_names_do_not_lead_out(tmp_path, name):
     with (
-        pytest.raises(CheckpointError, match="does not name a file below a directory"),
-        staged_output(tmp_path / "out", directory=True, overwrite=False) as place,
+        pytest.raises(CheckpointError, match="does not name a file in a directory"),
+        staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as place,
     ):
         Staged(place, tmp_path / "out", directory=True).create(name, 1)
     assert os.listdir(tmp_path) == []
@@ -226,7 +232,7 @@ def test_names_do_not_lead_out(tmp_path, name):
 
 def test_no_link_is_followed_on_the_way_to_a_file(tmp_path):
     (tmp_path / "victim").mkdir()
-    with staged_output(tmp_path / "out", directory=True, overwrite=False) as place:
+    with staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as place:
         staged = Staged(place, tmp_path / "out", directory=True)
         staged.create("a/b/c", 3)
         os.close(staged.open("a/b/c"))
@@ -241,7 +247,7 @@ def test_no_link_is_followed_on_the_way_to_a_file(tmp_path):
 
 
 def test_without_exchanging_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(directories, "renameat2", lambda *_: False)
+    monkeypatch.setattr(commit, "renameat2", lambda *_: False)
     test_only_what_is_replaced_goes_from_a_directory(tmp_path)
     for directory in (False, True):
         here = tmp_path / f"more-{directory}"
@@ -260,7 +266,7 @@ def test_two_at_once_without_locks(tmp_path, monkeypatch, directory):
     path = tmp_path / "out"
 
     def both():
-        with staged_output(path, directory=directory, overwrite=True) as place:
+        with staged_output(Destination(path), directory=directory, overwrite=True) as place:
             fill(place, directory, "half")
             work(path, directory)
             assert text_of(path, directory) == "newer"

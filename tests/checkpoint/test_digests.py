@@ -12,8 +12,8 @@ import torch
 from shardspec import DeviceMesh, DTensor, load_sharded, save_sharded
 from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.convert import merge
-from shardspec.checkpoint.digests import Checks
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.read_boxes import Checks
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.verify import diff_checkpoints
 from shardspec.errors import CheckpointError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardspec.checkpoint.catalog import StoredReduction
-from shardspec.checkpoint.numeric import CastLosses, Reduction, cast, narrow, numbers
+from shardspec.checkpoint.numeric import CastLosses, cast, narrow, numbers, reduce
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import is_floating
 from tests.comm.test_results import combine
@@ -30,11 +30,8 @@ def raw(tensor):
 
 
 def reduced(addends, dtype, pending):
-    reduction = Reduction(dtype, pending)
-    for addend in addends:
-        reduction.add(raw(addend))
     out = np.empty_like(raw(addends[0]))
-    reduction.finish(out)
+    reduce(dtype, pending, map(raw, addends), out)
     return out
 
 

@@ -87,7 +87,7 @@ def test_what_is_read_twice_is_asked_for_once(files):
 def test_so_much_is_under_way_and_no_more(files, most, count):
     a, b, _ = files
     parts = [(path, at * 5 * MIB, 4 * MIB) for at in range(4) for path in files]
-    planned = prefetcher(files, *parts, most_bytes=most)
+    planned = prefetcher(files, *parts, max_bytes=most)
     batch = count // 3
     assert requests(count) == [4 * MIB] * count
     time.sleep(0.05)

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardspec.checkpoint.convert import merge
-from shardspec.checkpoint.digests import crc32
 from shardspec.checkpoint.formats.rank_files import read_states
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.values import tensor_place
 from shardspec.checkpoint.verify import verify_checkpoint

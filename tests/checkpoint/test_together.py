@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shardspec import DeviceMesh, DTensor, merge, reshard, save_sharded
 from shardspec.checkpoint import coordinate
-from shardspec.checkpoint.commit import staged_output
+from shardspec.checkpoint.commit import Destination, staged_output
 from shardspec.checkpoint.coordinate import Member
 from shardspec.checkpoint.executor import plan_copies
 from shardspec.checkpoint.formats.safetensors import huggingface_target
@@ -161,7 +161,7 @@ def test_what_only_the_first_finds_out(ckpt, tmp_path):
 
 
 def test_beside_another_run(ckpt, tmp_path):
-    with staged_output(tmp_path / "out", directory=False, overwrite=True) as place:
+    with staged_output(Destination(tmp_path / "out"), directory=False, overwrite=True) as place:
         place.write_text("of the other")
         found = in_processes(partial(merge, ckpt, tmp_path / "out"))
         assert all("another run is writing it" in answer[2] for answer in found)
@@ -242,7 +242,7 @@ def kill_self(done, _total, rank, victim, how):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_is_killed_or_stops_and_the_others_end(ckpt, tmp_path, monkeypatch, victim, how):
     monkeypatch.setattr(coordinate, "TIMEOUT_S", 3.0)
-    monkeypatch.setattr(coordinate, "_ALIVE_EVERY_S", 0.3)
+    monkeypatch.setattr(coordinate, "_HEARTBEAT_S", 0.3)
     context = get_context("fork")
     answers, port = context.Queue(), free_port()
     acts = [
@@ -269,7 +269,7 @@ def test_one_is_killed_or_stops_and_the_others_end(ckpt, tmp_path, monkeypatch, 
     assert [rank for rank, *_ in found] == [rank for rank in range(3) if rank != victim]
     for _, kind, said, _ in found:
         assert kind == "CheckpointError"
-        assert f"rank {victim} has shown no sign of life" in said or "has ended" in said
+        assert f"rank {victim} has sent no heartbeat" in said or "has ended" in said
     assert not (tmp_path / "out").exists()
     # What a killed first process has staged is cleared away by the next run.
     merge(ckpt, tmp_path / "out")

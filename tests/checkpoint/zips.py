@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shardspec.checkpoint.digests import crc32
+from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import tensor_place

@@ -17,7 +17,7 @@ from io import BytesIO
 from math import prod
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.digests import crc32
+from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.targets import RawBytes
 from shardspec.checkpoint.torch_files.values import STORAGES
 from shardspec.dtypes import item_bytes
