@@ -33,14 +33,15 @@ def renamed_module(former: str, new: str) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module whose names have moved to another one."""
 
     def attribute(name: str) -> Any:  # noqa: ANN401  # of any type
-        if name.startswith("__"):
+        found = vars(import_module(new))
+        if name.startswith("__") or name not in found:
             raise AttributeError(f"module {former!r} has no attribute {name!r}")
         warnings.warn(
             f"{former} is {new} now; the former name goes with the next release",
             DeprecationWarning,
             stacklevel=2,
         )
-        return getattr(import_module(new), name)
+        return found[name]
 
     return attribute
 

@@ -178,7 +178,7 @@ def test_what_does_not_fit():
         zeros(2, device_mesh=MESH, sharding_spec="[R|P0]")
     with pytest.raises(LayoutError, match="give whole numbers"):
         empty(2.5, 3, device_mesh=MESH)  # type: ignore[arg-type]  # the test
-    with pytest.raises(LayoutError, match="negative size"):
+    with pytest.raises(LayoutError, match="give a sequence of whole numbers from 0"):
         empty(-2, device_mesh=MESH)
     with pytest.raises(DTypeError, match="random numbers of int64: make them of one of float64"):
         rand(3, device_mesh=MESH, dtype=torch.int64)

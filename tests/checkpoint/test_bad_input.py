@@ -145,11 +145,11 @@ def test_swapped_files_and_files_of_another_save(tmp_path):
     a.rename(spare)
     b.rename(a)
     spare.rename(b)
-    assert "says shardspec.rank '4' but sharding_info.json says '3'" in refused(ckpt)
+    assert "shardspec.rank is '4' but sharding_info.json says '3'" in refused(ckpt)
     made = handmade(sample())
     made.metadata["rank4.safetensors"]["shardspec.save"] = "beef"
     message = refused(made.write(tmp_path / "other"))
-    assert "says shardspec.save 'beef' but sharding_info.json says 'feed'" in message
+    assert "shardspec.save is 'beef' but sharding_info.json says 'feed'" in message
 
 
 def test_a_box_that_no_file_holds(tmp_path):

@@ -156,22 +156,28 @@ def _read_run(place: Path) -> _Run:
         )
     due = list(range(ranks)) if stage == 3 else [-1]
     models = read_torch_states(_files(place, there, names.DEEPSPEED_MODEL, due), DEEPSPEED_NAMES)
-    first, counted = models[0], f"the number of files in {place}"
+    first = models[0]
 
-    def require(state: TorchState, key: str, said: object, due: object, other: Path | str) -> None:
+    def require(state: TorchState, key: str, said: object, due: object, other: Path) -> None:
         if said != due:
             raise of_two_saves(state.path, key, said, other, due)
+
+    def require_count(state: TorchState, key: str, said: object) -> None:
+        if said != ranks:
+            raise CheckpointError(
+                f"{state.path}: {key} is {said!s:.60}, but {place} has files of {ranks} ranks; "
+                "restore what is missing, or move files of another save away"
+            )
 
     for state in models:
         for key in ("ds_version", "global_steps", "param_shapes"):
             require(state, key, state.extras.get(key), first.extras.get(key), first.path)
-        require(state, "dp_world_size", state.extras.get("dp_world_size", ranks), ranks, counted)
+        require_count(state, "dp_world_size", state.extras.get("dp_world_size", ranks))
     for state in optimizers:
         version = state.extras.get("ds_version")
         require(state, "ds_version", version, first.extras.get("ds_version"), first.path)
         require(state, "zero_stage", _number(state, "zero_stage"), stage, optimizers[0].path)
-        said = _number(state, "partition_count") or ranks
-        require(state, "partition_count", said, ranks, counted)
+        require_count(state, "partition_count", _number(state, "partition_count") or ranks)
     check_no_copies(optimizers)
     return _Run(stage, optimizers, models)
 

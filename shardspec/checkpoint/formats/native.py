@@ -324,7 +324,7 @@ def _read_header(path: Path, file: FileEntry, save: str) -> safetensors.Header:
     for key, due in {"bytes": file.num_bytes, **shard_metadata(save, file.rank)}.items():
         if said.get(key) != due:
             raise CheckpointError(
-                f"{path}: says {key} {said.get(key)!r} but {INFO_NAME} says {due!r}; the file was "
+                f"{path}: {key} is {said.get(key)!r} but {INFO_NAME} says {due!r}; the file was "
                 "changed or belongs elsewhere, restore the right one"
             )
     return header

@@ -98,8 +98,8 @@ def read_header(file: SourceFile) -> Header:
     most = min(_MAX_HEADER_BYTES, file_bytes - 8)
     if length > most:
         raise CheckpointError(
-            f"{path}: states a header of {length} bytes, but has {file_bytes} in all, of which a "
-            f"header takes at most {max(most, 0)}; it is no safetensors file, or truncated"
+            f"{path}: has {file_bytes} bytes and states a header of {length}, but at most "
+            f"{max(most, 0)} fit; it is not a safetensors file, or truncated"
         )
     if file.read(8, min(length, 1)) != b"{":
         raise CheckpointError(f"{path}: the header does not start with '{{'; it is damaged")
@@ -258,12 +258,13 @@ def _opened(
                     )
                 home[name] = path
                 tensors[name] = unsharded_tensor(name, shape, dtype, path, offset)
-            for key in header.metadata.keys() - _OWN_KEYS:
-                known, other = said.setdefault(key, (header.metadata[key], path))
-                if known != header.metadata[key]:
+            for key, text in header.metadata.items():
+                known, other = said.setdefault(key, (text, path))
+                if known != text and key not in _OWN_KEYS:
                     contradictions.setdefault(key, (other, path))
     found = ListedCatalog(SAFETENSORS, place, tensors, (index, *files) if index else tuple(files))
-    agreed = {key: value for key, (value, _) in said.items() if key not in contradictions}
+    left_out = contradictions.keys() | _OWN_KEYS
+    agreed = {key: text for key, (text, _) in said.items() if key not in left_out}
     found.file_metadata = FileMetadata(agreed, contradictions)
     return found
 
