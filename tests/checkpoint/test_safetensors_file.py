@@ -183,6 +183,6 @@ def test_too_short_for_any_header(tmp_path):
     path.write_bytes(b"1234567")
     with pytest.raises(
         CheckpointError,
-        match=r"has 7 bytes and states a header of .*, but at most 0 fit; it is not a safetensors file",
+        match=r"has 7 bytes and states a header of .*, but at most 0 fit; it is not a",
     ):
         read(path)
