@@ -287,11 +287,11 @@ def _even_rows(space: Space, model: CostModel) -> list[_Row]:
     scale, found = size**space.dims, []
     for some, permute, exchange in _rows(space, model, (size,) * space.dims, even=True):
         # Lines along the slow axis in memory: their maximum is taken many times faster.
-        of_both = [
+        permute, exchange = (
             (np.asfortranarray(fixed), np.asfortranarray(slope / scale))
             for fixed, slope in (permute, pruned(*exchange))
-        ]
-        found.append((some, *of_both))
+        )
+        found.append((some, permute, exchange))
     return found
 
 
