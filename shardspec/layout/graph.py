@@ -282,6 +282,11 @@ def distances(move: Floats, sources: Sequence[int] | Ints, join: np.ufunc = np.a
         middles = np.flatnonzero((rows < inf).any(axis=0))
         while len(middles):
             before = rows.copy()
+            if len(rows) == 1:  # all at once is faster
+                join(rows[0, middles, None], move[middles]).min(axis=0, initial=inf, out=through[0])
+                np.minimum(rows, through, out=rows)
+                middles = np.flatnonzero(rows[0] < before[0])
+                continue
             for middle in middles:
                 join(rows[:, middle, None], move[middle], out=through)
                 np.minimum(rows, through, out=rows)

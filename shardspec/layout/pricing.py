@@ -26,6 +26,7 @@ from shardspec.layout.graph import (
     Ints,
     PartialState,
     Space,
+    count_states,
     is_symmetric,
     space_of,
     spec_of,
@@ -44,6 +45,8 @@ from shardspec.layout.routed import (
 
 _ROUNDING: Final = 1e-12
 """Prices that differ by so little, in proportion, are one price summed in another order."""
+_FEW_STATES: Final = 200
+"""Up to so many states prices take less than a MiB, so those of many tensors are kept."""
 _MAX_CELLS: Final = 1 << 21
 """Pairs of specs times pairs of devices that are priced together."""
 _MAX_WORK: Final = 1e7
@@ -145,8 +148,11 @@ def prices_of(tensor: Layout, model: CostModel, max_work: float = _MAX_WORK) -> 
 
     Permute and exchange are priced for up to `max_work` pairs of specs times devices.
     """
-    pending, item = state_of(tensor.spec)[1], item_bytes(tensor.dtype)
-    return cached_prices(tensor.mesh.shape, pending, tensor.global_shape, item, model, max_work)
+    mesh_shape, pending = tensor.mesh.shape, state_of(tensor.spec)[1]
+    few = count_states(len(mesh_shape), tensor.spec.dims, len(pending)) <= _FEW_STATES
+    prices = small_prices if few else large_prices
+    item = item_bytes(tensor.dtype)
+    return prices(mesh_shape, pending, tensor.global_shape, item, model, max_work)
 
 
 def prices_to_search(
@@ -168,8 +174,7 @@ def prices_to_search(
     return prices, move
 
 
-@lru_cache(maxsize=16)
-def cached_prices(
+def _prices(
     mesh_shape: tuple[int, ...],
     pending: PartialState,
     global_shape: tuple[int, ...],
@@ -192,9 +197,14 @@ def cached_prices(
     for number, price in enumerate(routed or (), 1):
         best = seconds[:known, :known]
         cheaper = price < best * (1 - _ROUNDING)
-        np.copyto(best, price, where=price < best)
-        kind[:known, :known][cheaper] = number
+        np.minimum(price, best, out=best)
+        # Ten times as fast as by a mask: a later move that is cheaper has the larger number.
+        np.maximum(kind[:known, :known], cheaper * np.int8(number), out=kind[:known, :known])
     return Prices(space, space.steps, local_bytes, seconds, kind, routed is not None, model)
+
+
+small_prices = lru_cache(maxsize=64)(_prices)
+large_prices = lru_cache(maxsize=4)(_prices)
 
 
 @lru_cache(maxsize=16)
@@ -256,7 +266,7 @@ def _routed(
         for each, prices in zip(lines, seconds, strict=True):
             prices[some] = value_at(each, size).reshape(-1, count)
     if orbits is not None:
-        seconds = seconds[:, orbits[0][:, None], orbits[1]]
+        seconds = seconds.reshape(2, -1).take(orbits[0][:, None] * count + orbits[1], axis=1)
     seconds[1][seconds[1] == 0] = np.inf  # nothing moves: that is a slice, or no step at all
     return seconds[0], seconds[1]
 
@@ -276,8 +286,12 @@ def _even_rows(space: Space, model: CostModel) -> list[_Row]:
     size = prod(model.mesh_shape)
     scale, found = size**space.dims, []
     for some, permute, exchange in _rows(space, model, (size,) * space.dims, even=True):
-        fixed, slope = pruned(*exchange)
-        found.append((some, (permute[0], permute[1] / scale), (fixed, slope / scale)))
+        # Lines along the slow axis in memory: their maximum is taken many times faster.
+        permute, exchange = (
+            (np.asfortranarray(fixed), np.asfortranarray(slope / scale))
+            for fixed, slope in (permute, pruned(*exchange))
+        )
+        found.append((some, permute, exchange))
     return found
 
 
