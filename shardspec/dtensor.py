@@ -133,8 +133,8 @@ class DTensor(TensorLike):
         """Make a DTensor of torch's: the same storage, and gradients flow back.
 
         A rank outside the mesh gets a tensor without shards. `device_mesh` is its mesh with links
-        or names that torch's mesh lacks. Raises `LayoutError` if this is no DTensor of torch or a
-        placement has no counterpart in a spec, and `MeshError` if its mesh is of another job.
+        or names that torch's mesh lacks. Raises `LayoutError` if this is not a DTensor of torch or
+        a placement has no counterpart in a spec, and `MeshError` if its mesh is of another job.
         """
         from torch.distributed.tensor import DTensor as TorchDTensor
 

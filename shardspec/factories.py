@@ -100,7 +100,7 @@ def empty(*size: _Size, **options: Unpack[Options]) -> DTensor:
     Raises
     ------
     LayoutError
-        If a size is no whole number, the spec does not fit, or has a pending reduction.
+        If a size is not a whole number, the spec does not fit, or has a pending reduction.
     AxisError
         If the mesh lacks an axis of the spec.
 
@@ -183,7 +183,7 @@ def rand(
     place and on the dtype, as `shardspec.factories` describes.
 
     The first rank of the mesh draws the seed from `generator`, on the CPU, or from torch's own. A
-    dtype that is no real floating one of at least 16 bits is a `DTypeError`; see also `empty`.
+    dtype that is not a real floating one of at least 16 bits is a `DTypeError`; see also `empty`.
 
     Examples
     --------

@@ -77,7 +77,7 @@ def check_dense(tensor: object) -> None:
     """Raise `LayoutError` unless this is a plain dense tensor of torch."""
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(
-            f"a {type(tensor).__name__} is no plain tensor; torch.as_tensor makes one of arrays "
+            f"a {type(tensor).__name__} is not a plain tensor; torch.as_tensor makes one of arrays "
             "and lists, and a DTensor has redistribute"
         )
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:

@@ -76,12 +76,12 @@ CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
         (
             lambda: DTensor(np.ones((4, 4)), MESH, "[S0,R]"),  # type: ignore[arg-type]
             "LayoutError",
-            "a ndarray is no plain tensor",
+            "a ndarray is not a plain tensor",
         ),
         (
             lambda: DTensor([[1.0]], MESH, "[S0,R]"),  # type: ignore[arg-type]
             "LayoutError",
-            "a list is no plain tensor",
+            "a list is not a plain tensor",
         ),
         (
             lambda: shardspec.match_rules([("*", "[R]")], {"w": 1}),  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
             (
                 lambda mesh=mesh: shardspec.reshard("a", "b", device_mesh=mesh),
                 "CheckpointError",
-                f"a {type(mesh).__name__} is no mesh to shard for",
+                f"a {type(mesh).__name__} is not a mesh to shard for",
             )
             for mesh in ((2, 2), "2x2")
         ),

@@ -246,7 +246,7 @@ def reshard(
         ),
         (
             not isinstance(onto, DeviceMesh | None),
-            f"a {type(onto).__name__} is no mesh to shard for; give a DeviceMesh, as of "
+            f"a {type(onto).__name__} is not a mesh to shard for; give a DeviceMesh, as of "
             "DeviceMesh(range(8), (2, 4))",
         ),
         (

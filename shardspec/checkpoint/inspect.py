@@ -152,7 +152,7 @@ class CheckpointSummary:
     tensors: tuple[TensorSummary, ...]
     """Sorted by name."""
     extras: Mapping[str, object]
-    """Entries that are no tensors."""
+    """Entries that are not tensors."""
 
     @property
     def num_bytes(self) -> int:
@@ -203,7 +203,7 @@ def _file(path: Path, directory: Path) -> str:
 
 
 def other_text(value: object, most: int = 200) -> str:
-    """Return a value that is no tensor as text of at most `most` characters."""
+    """Return a value that is not a tensor as text of at most `most` characters."""
     text = value.text if isinstance(value, OpaqueValue) else repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 

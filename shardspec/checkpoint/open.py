@@ -17,7 +17,7 @@ from shardspec.errors import CheckpointError
 
 _ZIP: Final = b"PK"
 _OLD_TORCH: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-"""Start of a file of torch.save that is no zip: a number in a pickle."""
+"""Start of a file of torch.save that is not a zip: a number in a pickle."""
 _MOST_TRACKER_BYTES: Final = 4096
 _DEPTH: Final = 2
 _MOST_DIRECTORIES: Final = 256
@@ -136,7 +136,7 @@ def _find(place: Path, run: Format | None = None) -> _Found:
     if not problem:
         *others, last = dict.fromkeys(one.known_by for one in FORMATS)
         problem = (
-            f"has no {', '.join(others)} or {last}; this is no checkpoint of a format that is "
+            f"has no {', '.join(others)} or {last}; this is not a checkpoint of a format that is "
             "known, or its save did not finish"
         )
     raise CheckpointError(f"{place}: {problem}")
@@ -225,7 +225,7 @@ def _reader_of_file(place: Path) -> str:
 
 def _nearby(place: Path, there: Sequence[str]) -> str:
     """Return which checkpoints lie in a directory that is none, or which files could be ones."""
-    start = "is no checkpoint itself, but there"
+    start = "is not a checkpoint itself, but there"
     level = [place]
     # In a store every look would be a request.
     for _ in range(0 if isinstance(place, RemotePath) else _DEPTH):

@@ -168,7 +168,7 @@ def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
 
 @lru_cache(maxsize=64)
 def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
-    """Return which axis of a mesh each longer axis of a slice of it is; None if it is no slice."""
+    """Return the axis of a mesh for each longer axis of its slice; None if it is not a slice."""
     if not set(own.ids) <= set(mesh.ids):
         return None
     longer = [axis for axis, size in enumerate(own.shape) if size > 1]

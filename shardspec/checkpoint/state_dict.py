@@ -97,7 +97,7 @@ def flatten(state: Mapping[str, object]) -> FlatState:
         if _is_tensor(value):
             tensors[name] = value
         else:
-            # Refuses what is no plain value.
+            # Refuses what is not a plain value.
             encode_value(value, name)
             values[name] = value
     return FlatState(tensors, values, paths)
@@ -121,7 +121,7 @@ def _shown(path: KeyPath) -> str:
 def encode_value(value: object, name: str = "", depth: int = 0) -> object:
     """Return a plain value as JSON has it; what JSON lacks is an object of one member.
 
-    Raises CheckpointError, which tells the name, if it is no plain value.
+    Raises CheckpointError, which tells the name, if it is not a plain value.
 
     >>> encode_value({"betas": (0.9, float("inf"))})
     {'dict': [['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
@@ -175,7 +175,7 @@ def decode_value(value: object) -> object:
                     return dict(pairs)
         case None | bool() | int() | float() | str():
             return value
-    raise ValueError("is no encoded value")
+    raise ValueError("is not an encoded value")
 
 
 def encode_path(path: KeyPath) -> list[object]:
@@ -186,7 +186,7 @@ def encode_path(path: KeyPath) -> list[object]:
 def decode_path(path: object) -> KeyPath:
     """Return the keys that `encode_path` has encoded; ValueError if they are none such."""
     if not isinstance(path, list) or not path[:1] or len(path) > _MAX_DEPTH:
-        raise ValueError("is no list of keys")
+        raise ValueError("is not a list of keys")
     found: list[str | int | tuple[int]] = []
     for key in path:
         match key:

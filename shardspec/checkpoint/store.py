@@ -37,8 +37,8 @@ object in a store its size, ETag and times."""
 class RemotePath(PosixPath):
     """A URL as a path, which can be joined and listed.
 
-    It is no file of this machine: `os.stat`, and methods of `Path` that are not defined here, raise
-    a TypeError.
+    It is not a file of this machine: `os.stat`, and methods of `Path` that are not defined here,
+    raise a TypeError.
 
     >>> url = RemotePath("s3://models/llama") / "model.safetensors"
     >>> print(url, url.parent, url.name)
@@ -54,7 +54,7 @@ class RemotePath(PosixPath):
         return f"{scheme}//{'/'.join(rest)}"
 
     def __fspath__(self) -> str:
-        raise TypeError(f"{self} is no file of this machine")
+        raise TypeError(f"{self} is not a file of this machine")
 
     @property
     def store(self) -> "AbstractFileSystem":
@@ -188,9 +188,9 @@ def as_path(place: Path | str) -> Path:
     if isinstance(place, Path):
         return place
     if not isinstance(place, str):
-        raise CheckpointError(f"a {type(place).__name__} is no path; give text or a Path")
+        raise CheckpointError(f"a {type(place).__name__} is not a path; give text or a Path")
     if not place:
-        raise CheckpointError("an empty text is no path; '.' is the working directory")
+        raise CheckpointError("an empty text is not a path; '.' is the working directory")
     scheme, mark, rest = place.partition("://")
     if not mark or _SCHEME.fullmatch(scheme) is None:
         return Path(place)

@@ -84,7 +84,7 @@ class WriteReport:
     cast_losses: "CastLosses | None"
     """What a cast to another dtype did not keep; None if nothing was cast."""
     left_out: tuple[str, ...]
-    """Entries of the source that are no tensors, and that the output does not hold; the metadata of
+    """Entries of the source that are not tensors and that the output lacks; the metadata of
     safetensors files is ``"__metadata__"``."""
     sidecars: tuple[str, ...]
     """Names of the files beside the weights of the source that were copied along."""

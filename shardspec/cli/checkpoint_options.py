@@ -24,7 +24,7 @@ def _as_path(text: str) -> Path:
     from shardspec.checkpoint.store import as_path
 
     if not text:
-        raise ValueError("an empty text is no path; '.' is the working directory")
+        raise ValueError("an empty text is not a path; '.' is the working directory")
     return as_path(text)
 
 
@@ -65,7 +65,7 @@ def _expression(pair: tuple[str, str]) -> tuple[str, str]:
     try:
         re.compile(pair[0])
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pair[0]!r} is no regular expression: {error}") from None
+        raise ValueError(f"{pair[0]!r} is not a regular expression: {error}") from None
     return pair
 
 

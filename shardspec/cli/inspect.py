@@ -30,7 +30,7 @@ _NOT_THE_SAME: Final = 3
 _MOST_CELLS: Final = 1024
 """Boxes of the largest picture."""
 _MOST_VALUE: Final = 60
-"""Characters that are shown of a value that is no tensor."""
+"""Characters that are shown of a value that is not a tensor."""
 
 
 @command

@@ -134,7 +134,7 @@ def _environment(name: str) -> int:
     """Return a number that torchrun has set, 0 outside of a job."""
     text = os.environ.get(name, "0")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise click.UsageError(f"{name}={shown(text)} is no number; start it with torchrun")
+        raise click.UsageError(f"{name}={shown(text)} is not a number; start it with torchrun")
     return int(text)
 
 

@@ -74,7 +74,7 @@ def parse_numbers(text: str) -> tuple[float, ...]:
         try:
             number = float(part)
         except ValueError:
-            raise ValueError(f"{shown(part)} is no number; give them as in 1e-5,3e-6") from None
+            raise ValueError(f"{shown(part)} is not a number; give them as in 1e-5,3e-6") from None
         if not (math.isfinite(number) and number >= 0):
             raise ValueError(f"{shown(part)} must be finite and not negative")
         numbers.append(number)
@@ -94,7 +94,7 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].lower() not in _UNITS:
         raise ValueError(
-            f"{shown(text)} is no size; give bytes as in 1000000, or as in 64MiB or 1.5GB"
+            f"{shown(text)} is not a size; give bytes as in 1000000, or as in 64MiB or 1.5GB"
         )
     return math.floor(float(found[1]) * _UNITS[found[2].lower()])
 
@@ -119,7 +119,9 @@ def _whole_numbers(
     for digits in map(str.strip, text.split(",") if parts is None else parts):
         # int() also takes '1_000' and digits of other scripts, and refuses thousands of digits.
         if not (digits.isascii() and digits.isdecimal()):
-            raise ValueError(f"{what} {shown(text)}: {shown(digits)} is no whole number; {remedy}")
+            raise ValueError(
+                f"{what} {shown(text)}: {shown(digits)} is not a whole number; {remedy}"
+            )
         if len(digits) > len(str(_MAX_SIZE)) or int(digits) > _MAX_SIZE:
             raise ValueError(
                 f"{what} {shown(text)}: {digits[:24]} is too large, the limit is 2^63 - 1"

@@ -209,7 +209,7 @@ def copies(step: Step, devices: int) -> int:
 
 
 def kind_of(step: Step) -> str | None:
-    """Return which of `KINDS` a step is; None for one that is no collective."""
+    """Return which of `KINDS` a step is; None for one that is not a collective."""
     return _KIND_OF.get(type(step))
 
 

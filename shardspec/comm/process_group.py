@@ -103,8 +103,8 @@ def check_members(mesh: DeviceMesh) -> None:
     world = dist.get_world_size()
     if max(mesh.ids) >= world:
         raise CommunicatorError(
-            f"device {next(id_ for id_ in mesh.ids if id_ >= world)} of mesh {mesh} is no rank of "
-            f"this job, which has {world} ranks numbered from 0"
+            f"device {next(id_ for id_ in mesh.ids if id_ >= world)} of mesh {mesh} is not a rank "
+            f"of this job, which has {world} ranks numbered from 0"
         )
 
 

@@ -101,7 +101,7 @@ def torch_dtensor(
 def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     """Return the tensor with placements that a spec can express, in most cases unchanged.
 
-    Masked and scaled sums of torch are finished, and shards that are no boxes, as after flattening
+    Masked and scaled sums of torch are finished, and shards that are not boxes, as after flattening
     over a sharded dim, are gathered. A pending min, max or prod is finished where its gradient is
     tracked, which torch has and a conversion here has not.
     """

@@ -136,7 +136,7 @@ def draw_transitions(mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = 
     in_columns = tuple(map(tuple, columns.values()))
     if plan is None:
         return Drawing(title, in_columns, edges)
-    # Cuts by parts and blocks are no states of the graph.
+    # Cuts by parts and blocks are not states of the graph.
     known = set(labels.values())
     others = (label for layout in plan.layouts if (label := str(layout.labelled_spec)) not in known)
     if beside := tuple(dict.fromkeys(others)):

@@ -52,7 +52,7 @@ class Layout:
     Raises
     ------
     LayoutError
-        If the spec has another number of dims than the shape, or a size is no whole number from 0.
+        If spec and shape differ in the number of dims, or a size is not a whole number from 0.
     AxisError
         If the mesh lacks an axis of the spec.
     DTypeError

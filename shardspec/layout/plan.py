@@ -82,7 +82,7 @@ class ConversionPlan:
 
     @property
     def communicating(self) -> tuple[tuple[Step, Layout, Layout], ...]:
-        """The moves that are no slices: slices move nothing, and may come in any order."""
+        """The moves that are not slices: slices move nothing, and may come in any order."""
         return tuple(move for move in self.moves if not isinstance(move[0], Slice))
 
     @property

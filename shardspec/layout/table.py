@@ -146,7 +146,7 @@ def _contents(path: str | os.PathLike[str]) -> dict[str, Any]:
     with open(path, "rb") as raw:
         # A file that is no archive would be taken for a pickle or a single array.
         if not zipfile.is_zipfile(raw):
-            raise ValueError("it is no zip archive")
+            raise ValueError("it is not a zip archive")
         raw.seek(0)
         with np.load(raw, allow_pickle=False) as file:
             found: dict[str, Any] = {name: file[name] for name in _ARRAYS}

@@ -146,7 +146,7 @@ def step_of(kind: str, axes: tuple[int, ...]) -> Step:
         "all-to-all": AllToAll(0, 1, axes, axes),
     }
     if kind not in steps:
-        raise ProfileError(f"{kind!r} is no kind of step that is measured; use one of {KINDS}")
+        raise ProfileError(f"{kind!r} is not a kind of step that is measured; use one of {KINDS}")
     return steps[kind]
 
 

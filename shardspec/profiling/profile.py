@@ -166,7 +166,7 @@ def _read(path: Path) -> Profile:
     data = read_input_file(path, _MOST_BYTES)
     root = checked(parse_json(data, path, "profile"), dict, path, "the profile")
     if root.get("format") != _FORMAT:
-        raise ProfileError("is no profile; 'shardspec profile' makes one")
+        raise ProfileError("is not a profile; 'shardspec profile' makes one")
     version = field(root, "version", int, path, "")
     if version != _VERSION:
         raise ProfileError(
@@ -174,7 +174,7 @@ def _read(path: Path) -> Profile:
         )
     shape = field(root, "mesh_shape", tuple, path, "")
     if not 0 < prod(shape) <= _MOST_DEVICES:
-        raise ProfileError(f"mesh_shape {list(shape)} is no mesh")
+        raise ProfileError(f"mesh_shape {list(shape)} is not a mesh")
     names = None
     if root.get("axis_names") is not None:
         names = tuple(field(root, "axis_names", list, path, ""))

@@ -93,7 +93,7 @@ class NameMap:
         Raises
         ------
         LayoutError
-            If the file cannot be read, or is no map.
+            If the file cannot be read, or is not a map.
         """
         try:
             return cls.parse(read_input_file(Path(path), _MOST_BYTES).decode())
@@ -109,7 +109,7 @@ class NameMap:
         Raises
         ------
         LayoutError
-            If the text is no map.
+            If the text is not a map.
         """
         try:
             found = tomllib.loads(text)

@@ -150,7 +150,7 @@ _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
 
 
 def parse_view(text: str) -> _Dims:
-    """Return per dim the names of its factors; SpecSyntaxError shows where the text is no view."""
+    """Return the names of the factors per dim; SpecSyntaxError shows where the text is wrong."""
     dims: list[tuple[str, ...]] = []
     at, end = 0, len(text.rstrip())
     while at < end:

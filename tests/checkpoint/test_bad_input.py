@@ -326,7 +326,7 @@ def drop(*keys):
         (drop("tensors", "w"), "boxes['w'] is of a tensor that 'tensors' does not list"),
         (put("files", {}), "files should be a list but is {}"),
         (put("files", 1, 5), "files[1] should be an object but is 5"),
-        (put("files", 1, "rank", 6), "files[1].rank is 6, which is no device of the mesh"),
+        (put("files", 1, "rank", 6), "files[1].rank is 6, which is not a device of the mesh"),
         (put("files", 1, "name", "rank0.safetensors"), "files repeats the file name 'rank0"),
         (put("files", 1, "name", 5), "files[1].name should be a string but is 5"),
         (

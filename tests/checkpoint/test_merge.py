@@ -245,7 +245,7 @@ def test_outputs_that_are_no_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for out, problem in [
         (tmp_path, "is a directory; name a file"),
-        (tmp_path / "pipe", "is no regular file"),
+        (tmp_path / "pipe", "is not a regular file"),
         (tmp_path / "no" / "such" / "out", "its directory .* does not exist"),
         (tmp_path / "pipe" / "out", "cannot be written: Not a directory"),
         (tmp_path / ("x" * 300), "cannot be written: File name too long"),

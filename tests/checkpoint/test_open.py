@@ -86,14 +86,14 @@ def test_a_checkpoint_one_or_two_directories_down_is_named(ckpt, tmp_path):
     ckpt.rename(run / "global_step_9" / "actor")
     there = run / "global_step_9" / "actor"
     assert refused(run) == (
-        f"{run}: is no checkpoint itself, but there is one in it: name {there} (shardspec)"
+        f"{run}: is not a checkpoint itself, but there is one in it: name {there} (shardspec)"
     )
     for step in (10, 1000, 200):
         merge(there, run / f"step-{step}.d", format="huggingface")
     # The nearest count, in the order of their numbers; one that was killed does not.
     (run / "step-200.d").rename(run / ".step-200.d")
     assert refused(run) == (
-        f"{run}: is no checkpoint itself, but there are some in it: step-10.d (safetensors), "
+        f"{run}: is not a checkpoint itself, but there are some in it: step-10.d (safetensors), "
         "step-1000.d (safetensors); name one of them"
     )
 
@@ -102,7 +102,7 @@ def test_files_that_could_be_meant_are_named(tmp_path):
     for name in ("optimizer.pt", "scheduler.pt", "args.bin", "rng.pth", "config.json"):
         (tmp_path / name).touch()
     assert refused(tmp_path) == (
-        f"{tmp_path}: is no checkpoint itself, but there are files of torch in it: args.bin, "
+        f"{tmp_path}: is not a checkpoint itself, but there are files of torch in it: args.bin, "
         "optimizer.pt, rng.pth and 1 more; name one of them"
     )
     (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
@@ -116,8 +116,9 @@ def test_a_directory_with_nothing_of_the_kind(tmp_path):
     (tmp_path / "notes.txt").touch()
     (tmp_path / "src").mkdir()
     message = refused(tmp_path)
-    assert message.endswith("this is no checkpoint of a format that is known, or its save did not "
-                            "finish")  # fmt: skip
+    assert message.endswith(
+        "this is not a checkpoint of a format that is known, or its save did not finish"
+    )
     for form in FORMATS:
         assert form.known_by in message
 

@@ -185,7 +185,7 @@ def test_a_url_is_no_file_of_this_machine():
     assert url not in url.parents
     assert [str(place) for place in url.parent.parents] == ["s3://models", "s3://", "."]
     for act in (url.stat, url.read_bytes, url.mkdir, lambda: os.path.exists(url)):
-        with pytest.raises(TypeError, match="is no file of this machine"):
+        with pytest.raises(TypeError, match="is not a file of this machine"):
             act()
     for text in ("a/b", "/a/b", "s3:/a/b", "C://x", "://a"):
         assert type(as_path(text)) is type(Path())

@@ -116,13 +116,13 @@ def test_files_of_rules(tmp_path):
     for text, problem in [
         ("a = 1", "the rule of 'a' is 1, not a spec in quotes"),
         ("a.b = '[R]'", "the rule of 'a' is {'b': '\\[R\\]'}, not a spec"),
-        ("a = [", "is no TOML"),
+        ("a = [", "is not TOML"),
     ]:
         path.write_text(text)
         with pytest.raises(CheckpointError, match=problem):
             read_rules(path)
     path.write_bytes(b"\xff")
-    with pytest.raises(CheckpointError, match="is no TOML"):
+    with pytest.raises(CheckpointError, match="is not TOML"):
         read_rules(path)
     with pytest.raises(CheckpointError, match="No such file"):
         read_rules(tmp_path / "none")

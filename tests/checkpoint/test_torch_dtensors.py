@@ -253,7 +253,7 @@ def test_one_mesh_for_many(path):
             "a ShardedTensor, which FSDP1 makes without a device mesh, is read from torch DCP only",
         ),
         (dtensor(mesh_of_ids(), CUT, shard_order=7), "a shard order"),
-        (dtensor(mesh_of_ids(), CUT, shard_order=((0,),)), "a shard order is no list of dims"),
+        (dtensor(mesh_of_ids(), CUT, shard_order=((0,),)), "a shard order is not a list of dims"),
     ],
 )
 def test_what_is_no_dtensor(path, value, message):

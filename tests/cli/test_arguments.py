@@ -35,16 +35,16 @@ def test_parse_mesh(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "mesh '': '' is no whole number; give sizes as in 2x4, or named axes as in dp=2,tp=4"),
-        ("2y4", "'2y4' is no whole number"),
-        ("2x", "'' is no whole number"),
-        ("2,4", "'2,4' is no whole number"),
-        ("-2x4", "'-2' is no whole number"),
-        ("1_0", "'1_0' is no whole number"),
-        ("٣", "'٣' is no whole number"),
-        ("2.5", "'2.5' is no whole number"),
-        ("dp=2,tp", "'' is no whole number"),
-        ("dp=2,tp=x", "'x' is no whole number"),
+        ("", "mesh '': '' is not a whole number; give sizes as in 2x4, or named axes as in dp=2"),
+        ("2y4", "'2y4' is not a whole number"),
+        ("2x", "'' is not a whole number"),
+        ("2,4", "'2,4' is not a whole number"),
+        ("-2x4", "'-2' is not a whole number"),
+        ("1_0", "'1_0' is not a whole number"),
+        ("٣", "'٣' is not a whole number"),
+        ("2.5", "'2.5' is not a whole number"),
+        ("dp=2,tp", "'' is not a whole number"),
+        ("dp=2,tp=x", "'x' is not a whole number"),
         ("1024x1025", f"mesh '1024x1025' has more than {MAX_DEVICES:,} devices"),
         ("9" * 5000, "99999 is too large, the limit is 2^63 - 1"),
     ],
@@ -74,9 +74,9 @@ def test_parse_shape(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("4x", "shape '4x': '' is no whole number; give sizes as in 4096x4096, or \"\" for a"),
-        ("4,4", "'4,4' is no whole number"),
-        ("-1", "'-1' is no whole number"),
+        ("4x", "shape '4x': '' is not a whole number; give sizes as in 4096x4096, or \"\" for a"),
+        ("4,4", "'4,4' is not a whole number"),
+        ("-1", "'-1' is not a whole number"),
         (f"{2**32}x{2**31}", "more elements than a tensor can have, 2^63 - 1"),
         (f"{2**63}", "9223372036854775808 is too large"),
     ],
@@ -88,7 +88,7 @@ def test_no_shape(text, message):
 
 def test_parse_ids():
     assert IDS.read("3, 1,0,2") == (3, 1, 0, 2)
-    message = "ids '3,,1': '' is no whole number; give them as in 3,1,0,2"
+    message = "ids '3,,1': '' is not a whole number; give them as in 3,1,0,2"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         IDS.read("3,,1")
 
@@ -100,8 +100,8 @@ def test_parse_numbers():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1e-5,x", "'x' is no number; give them as in 1e-5,3e-6"),
-        ("", "'' is no number; give them as in 1e-5,3e-6"),
+        ("1e-5,x", "'x' is not a number; give them as in 1e-5,3e-6"),
+        ("", "'' is not a number; give them as in 1e-5,3e-6"),
         ("-1", "'-1' must be finite and not negative"),
         ("1,inf", "'inf' must be finite and not negative"),
         ("nan", "'nan' must be finite and not negative"),

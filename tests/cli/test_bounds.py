@@ -125,7 +125,7 @@ def test_a_job_whose_size_is_no_number(monkeypatch, value, tmp_path):
     result = run("profile", "--mesh", "2", "-o", tmp_path / "p.json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("Error: WORLD_SIZE=")
-    assert "is no number; start it with torchrun" in result.stderr
+    assert "is not a number; start it with torchrun" in result.stderr
 
 
 def test_an_error_is_no_longer_than_a_screen():

@@ -113,7 +113,7 @@ def test_conversions_are_counted_as_they_are(axes, dims, pending):
             ("--mesh", "2", "--mesh", "2x2", "--links", "unit,unit"),
             "no links fit mesh 2: give one preset for all axes, or 1 of them",
         ),
-        (("--mesh", "2y2"), "is no whole number"),
+        (("--mesh", "2y2"), "is not a whole number"),
     ],
 )
 def test_bad_input(tmp_path, args, message):

@@ -68,7 +68,7 @@ def test_who_holds_a_row(ckpt):
         (("--picture",), 2, "name them: --tensor"),
         (("--tensor", "w", "--index", "8"), 3, "index [8] does not lie in the shape [8, 7]"),
         (("--tensor", "b", "--index", "0,0"), 3, "index [0, 0] does not lie in the shape [7]"),
-        (("--tensor", "b", "--index", "-1"), 2, "'-1' is no whole number"),
+        (("--tensor", "b", "--index", "-1"), 2, "'-1' is not a whole number"),
     ]:
         result = run(ckpt, *bad)
         assert (result.exit_code, result.stdout) == (code, "")

@@ -153,7 +153,7 @@ def test_a_name_that_ends_in_a_slash_is_a_directory(tmp_path):
     ("options", "words"),
     [
         (["--max-shard-size", "0"], ["'--max-shard-size'", "files of no bytes hold nothing"]),
-        (["--rename", "(", "x"], ["'--rename'", "'(' is no regular expression"]),
+        (["--rename", "(", "x"], ["'--rename'", "'(' is not a regular expression"]),
     ],
 )
 def test_wrong_usage(tmp_path, options, words):
@@ -171,10 +171,10 @@ def test_an_empty_text_is_no_path(tmp_path, monkeypatch):
     assert run("", "-o", tmp_path / "out").exit_code == 2
     assert run(".", "-o", "").exit_code == 3
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match=r"an empty text is no path"):
+    with pytest.raises(CheckpointError, match=r"an empty text is not a path"):
         save_sharded({"w": torch.ones(2)}, "")
     for place in (None, b"ckpt", 7):
-        with pytest.raises(CheckpointError, match=f"a {type(place).__name__} is no path"):
+        with pytest.raises(CheckpointError, match=f"a {type(place).__name__} is not a path"):
             merge(tmp_path / "ckpt", place)  # type: ignore[arg-type]  # on purpose
 
 

@@ -249,8 +249,8 @@ def test_no_sizes(text):
     result = run(*README_EXAMPLE, "--max-bytes", text)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"Error: Invalid value for '--max-bytes': {text!r} is no size; give bytes as in 1000000, "
-        "or as in 64MiB or 1.5GB; see 'shardspec plan -h'\n"
+        f"Error: Invalid value for '--max-bytes': {text!r} is not a size; give bytes as in "
+        "1000000, or as in 64MiB or 1.5GB; see 'shardspec plan -h'\n"
     )
 
 
@@ -269,7 +269,7 @@ def test_no_sizes(text):
         ),
         (
             "[S0,R] [R,R] --mesh 2y4 --shape 4x4",
-            "Invalid value for '--mesh': mesh '2y4': '2y4' is no whole number; "
+            "Invalid value for '--mesh': mesh '2y4': '2y4' is not a whole number; "
             "give sizes as in 2x4, or named axes as in dp=2,tp=4; see 'shardspec plan -h'",
         ),
         (
@@ -286,7 +286,7 @@ def test_no_sizes(text):
         ),
         (
             "[S0] [R] --mesh 2 --shape four",
-            "Invalid value for '--shape': shape 'four': 'four' is no whole number; "
+            "Invalid value for '--shape': shape 'four': 'four' is not a whole number; "
             "give sizes as in 4096x4096, or \"\" for a scalar; see 'shardspec plan -h'",
         ),
         (
@@ -321,7 +321,7 @@ def test_no_sizes(text):
         ),
         (
             "[S0] [R] --mesh 2 --shape 4 --alpha fast --beta 1",
-            "Invalid value for '--alpha': 'fast' is no number; give them as in 1e-5,3e-6; "
+            "Invalid value for '--alpha': 'fast' is not a number; give them as in 1e-5,3e-6; "
             "see 'shardspec plan -h'",
         ),
         (

@@ -55,7 +55,7 @@ def test_what_does_not_go_together(tmp_path):
         (["--mesh", "2", "--rules", tmp_path / "none"], 3, "cannot be read"),
         (["--mesh", "2", "--include", "v"], 3, "pattern 'v' matches nothing"),
         (["--mesh", "2", "--dtype", "int8"], 2, "cannot cast to int8"),
-        (["--like", tmp_path], 3, "is no checkpoint itself, but there is one in it: name"),
+        (["--like", tmp_path], 3, "is not a checkpoint itself, but there is one in it: name"),
     ]:
         result = run("reshard", ckpt, "-o", tmp_path / "out", *args)
         assert (result.exit_code, result.stdout) == (code, "")

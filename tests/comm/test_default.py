@@ -44,7 +44,7 @@ def test_a_job_of_one(tmp_path):
         assert isinstance(communicator, ProcessGroupCommunicator)
         assert communicator_of(one) is communicator
         assert communicator.gather({0: "here"}) == {0: "here"}
-        with pytest.raises(CommunicatorError, match="device 1 of mesh 2x2 is no rank of this job"):
+        with pytest.raises(CommunicatorError, match="device 1 of mesh 2x2 is not a rank of"):
             communicator_of(MESH)
     finally:
         dist.destroy_process_group()

@@ -34,7 +34,7 @@ def told(call) -> str:
 
 
 def like_a_tensor(rank, mesh):
-    """What is no operation on values: attributes, numbers, writing, modules."""
+    """What is not an operation on values: attributes, numbers, writing, modules."""
     t = Cut(WHOLE, mesh, "[S0,S1]")
     total = WHOLE.sum()
     torch.testing.assert_close(torch.tensor(float(t.sum())), total.float())

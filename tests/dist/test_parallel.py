@@ -350,7 +350,7 @@ REFUSALS = [
     "LayoutError: rule '*.out' matches no tensor",
     "LayoutError: the output of module 'layers.0.self_attn.o_proj' is matched by two rules",
     "MeshError: mesh 8 has the ids (7, 6, 5, 4, 3, 2, 1, 0) along an axis, but torch numbers",
-    "CommunicatorError: device 8 of mesh 9 is no rank of this job, which has 8 ranks",
+    "CommunicatorError: device 8 of mesh 9 is not a rank of this job, which has 8 ranks",
 ]
 
 

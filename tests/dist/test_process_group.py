@@ -129,7 +129,7 @@ def test_gather_returns_every_value_in_the_order_of_the_mesh(ranks):
 
 def test_a_device_outside_the_job_is_named(ranks):
     for _, _, _, message in ranks:
-        assert "device 9 of mesh 2 is no rank of this job, which has 6 ranks" in message
+        assert "device 9 of mesh 2 is not a rank of this job, which has 6 ranks" in message
 
 
 def test_without_a_job():

@@ -177,7 +177,7 @@ REFUSALS = [
     "AxisError: mesh dp=2,tp=2 has no axis named 'pp'; its names: dp, tp",
     "MeshError: mesh 2x2 has the ids (3, 0) along an axis, but torch numbers the ranks of a group "
     "upwards, and mixes up shards there; use a mesh of ascending ids",
-    "CommunicatorError: device 7 of mesh 2 is no rank of this job, which has 4 ranks numbered "
+    "CommunicatorError: device 7 of mesh 2 is not a rank of this job, which has 4 ranks numbered "
     "from 0",
     "MeshError: torch mesh 6 has device 5, but this job has 4 ranks numbered from 0; it was made "
     "in another job",
@@ -185,7 +185,7 @@ REFUSALS = [
     "another job, or without groups",
     "MeshError: mesh 2x2 has the ids (3, 0) along an axis, but torch numbers the ranks of a group "
     "upwards",
-    "CommunicatorError: device 4 of mesh 2x4 is no rank of this job, which has 4 ranks numbered "
+    "CommunicatorError: device 4 of mesh 2x4 is not a rank of this job, which has 4 ranks numbered "
     "from 0",
     "MeshError: init_device_mesh('cpux', (2, 2)): give a device type and whole numbers, as in "
     "init_device_mesh('cpu', (2, 4)): Expected one of cpu",
@@ -219,4 +219,4 @@ def test_a_mesh_stays_a_value():
     mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
     assert hash(mesh) == hash(DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp")))
     with pytest.raises(AxisError, match="slice a mesh by axis names"):
-        list(mesh)  # type: ignore[call-overload]  # a mesh is no sequence
+        list(mesh)  # type: ignore[call-overload]  # a mesh is not a sequence

@@ -82,7 +82,7 @@ def wrong_dtype(rng: random.Random, entries: _Entries, _data: bytes) -> bytes:
 
 
 def wrong_shape(rng: random.Random, entries: _Entries, _data: bytes) -> bytes:
-    """Give a shape of another size, or what is no shape."""
+    """Give a shape of another size, or what is not a shape."""
     entry = _entry(rng, entries)
     shape = entry["shape"]
     more: tuple[object, ...] = (rng.randrange(2, 99), 0, -1, 1.0, True, None, "1", [])

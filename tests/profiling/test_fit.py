@@ -103,5 +103,5 @@ def test_too_few_measurements():
         fit_links((2, 2), times(CostModel((2, 2), LINKS), axes=((0,),)), "ring")
     with pytest.raises(ProfileError, match="axis 0 has 1 measurements"):
         fit_links((2,), [Measurement("all-gather", (0,), 4096, 1.0)], "ring")
-    with pytest.raises(ProfileError, match="'nonsense' is no kind of step"):
+    with pytest.raises(ProfileError, match="'nonsense' is not a kind of step"):
         step_of("nonsense", (0,))

@@ -77,7 +77,7 @@ def test_errors_are_those_of_sizes_left_out(profile):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r.update(format="other"), "is no profile; 'shardspec profile' makes one"),
+        (lambda r: r.update(format="other"), "is not a profile; 'shardspec profile' makes one"),
         (lambda r: r.update(version=2), "is of version 2, but this reads version 1"),
         (lambda r: r.update(mesh_shape=[]), "mesh shape (): need at least one axis"),
         (
@@ -108,7 +108,7 @@ def test_errors_are_those_of_sizes_left_out(profile):
             lambda r: r["measurements"][0].update(num_bytes=0),
             "num_bytes is 0, but should be above 0",
         ),
-        (lambda r: r.update(mesh_shape=[2**40, 3]), "is no mesh"),
+        (lambda r: r.update(mesh_shape=[2**40, 3]), "is not a mesh"),
         (lambda r: r.update(axis_names=["dp", "dp"]), "axis names ('dp', 'dp') repeat"),
         (lambda r: r.pop("fits"), "fits is missing"),
         (

@@ -285,7 +285,7 @@ def _read_metadata(
         data = file.read(0, min(file.num_bytes, unpickler.MOST_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata")
     if not isinstance(root, Record) or root.name not in ("Metadata", "MCoreMetadata"):
-        raise CheckpointError(f"{path}: is no metadata of a torch distributed checkpoint")
+        raise CheckpointError(f"{path}: is not metadata of a torch distributed checkpoint")
     flat = root.get("mcore_data") or {}
     match root.get("state_dict_metadata"), root.get("storage_data"), flat:
         case (dict() as entries, dict() as storage, dict()):

@@ -39,7 +39,7 @@ def dcp_target(
 ) -> targets.Target:
     """Return the output that is a directory which `torch.distributed.checkpoint.load` reads.
 
-    `layouts`, by name in the output, have no pending reductions. `others` are no tensors; they are
+    `layouts`, by name in the output, have no pending reductions. `others` are not tensors; they are
     stored in the file of the first device.
     """
     by_name = {tensor.name: tensor for tensor in tensors}

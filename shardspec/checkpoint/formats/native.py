@@ -121,7 +121,7 @@ def read_info(directory: Path) -> ShardingInfo:
     if not path_exists(path):
         raise CheckpointError(
             f"{directory}: has no {INFO_NAME}, which is written last; the save did not finish, or "
-            "this is no checkpoint; save again"
+            "this is not a checkpoint; save again"
         )
     shrink = partial(_box_entry, {})
     stated = read_json(path, "sharding info", _MOST_BYTES, _MOST_VALUES, shrink)
@@ -199,7 +199,7 @@ def _parse_file(
 ) -> FileEntry:
     name, rank, num_bytes, boxes = fields(value, _FILE, path, key)
     if rank not in mesh:
-        raise CheckpointError(f"{path}: {key}.rank is {rank}, which is no device of the mesh")
+        raise CheckpointError(f"{path}: {key}.rank is {rank}, which is not a device of the mesh")
     entries = []
     for tensor in list(boxes):
         said = boxes.pop(tensor)

@@ -62,7 +62,7 @@ def read_toml(path: Path) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         # Besides its own error: numbers of thousands of digits, and what nests too deep.
         raise CheckpointError(
-            f'{path}: is no TOML: {error}; write one rule a line: "*.weight" = "[S(tp),R]"'
+            f'{path}: is not TOML: {error}; write one rule a line: "*.weight" = "[S(tp),R]"'
         ) from None
 
 

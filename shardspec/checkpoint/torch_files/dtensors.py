@@ -69,7 +69,7 @@ class _DTensors:
                 raise ValueError("it takes two names, arguments and a state")
         if function is not _WRAPPER:
             if kind is not _PLAIN:
-                raise ValueError(f"{kind.name} is no tensor")
+                raise ValueError(f"{kind.name} is not a tensor")
             return function(*inner)
         members: dict[object, object] = {}
         # Its dict, and its slots beside it where it has some.
@@ -77,10 +77,10 @@ class _DTensors:
             if isinstance(part, dict):
                 members.update(part)
             elif part is not None:
-                raise ValueError("the state of a tensor is no dict")
+                raise ValueError("the state of a tensor is not a dict")
         spec, local = members.get("_spec"), members.get("_local_tensor")
         if kind.name != "DTensor" or not isinstance(spec, Record):
-            raise ValueError(f"a {kind.name} is no DTensor with a spec")
+            raise ValueError(f"a {kind.name} is not a DTensor with a spec")
         mesh, placements = spec.get("mesh"), spec.get("placements")
         match local, mesh, placements:
             case TorchTensor(), Record(name="DeviceMesh"), (tuple() | list()):
@@ -244,5 +244,5 @@ def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | Non
             case int() as dim, tuple() as axes:
                 order.append((dim, sizes_of(axes)))
             case _:
-                raise ValueError("a shard order is no list of dims and axes")
+                raise ValueError("a shard order is not a list of dims and axes")
     return tuple(order)

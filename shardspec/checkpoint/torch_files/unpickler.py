@@ -60,7 +60,7 @@ def screen(data: bytes, fixed: bytearray | None = None) -> None:
     if len(data) > MOST_PICKLE_BYTES:
         raise RefusedError(f"has {len(data)} bytes, past the limit of {MOST_PICKLE_BYTES}")
     if not data.startswith(_STARTS):
-        raise RefusedError("is no pickle of protocol 2 to 5; it is damaged")
+        raise RefusedError("is not a pickle of protocol 2 to 5; it is damaged")
     # Bytes inside of texts and numbers are counted too.
     cost = sum(each * data.count(code) for codes, each in _COSTS.items() for code in codes)
     if cost > _FREE_BYTES + _BYTES_A_BYTE * len(data):
@@ -252,7 +252,7 @@ def mere_name(name: str) -> Global:
     """Return what may be named, but not called."""
 
     def refuse(*_: object) -> Never:
-        raise RefusedError(f"calls {name}, which is no function; nothing was run")
+        raise RefusedError(f"calls {name}, which is not a function; nothing was run")
 
     return made_by(name, refuse)
 

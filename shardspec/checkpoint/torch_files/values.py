@@ -67,7 +67,7 @@ class TorchTensor(NamedTuple):
     """Elements of the storage before the first."""
     storage: TorchStorage
     placed: Placed | None = None
-    """None if it is no DTensor."""
+    """None if it is not a DTensor."""
     digested: bool = True
     """Whether the digest of its storage is checked with it; of several views with one only."""
 
@@ -177,7 +177,7 @@ def _storage(value: object) -> TorchStorage:
                     f"a storage of {name} is of no dtype that is known here; cast it and save again"
                 )
             return TorchStorage(key, dtype, size)
-    raise ValueError("it refers to something that is no storage")
+    raise ValueError("it refers to something that is not a storage")
 
 
 def _rebuild(

@@ -344,7 +344,7 @@ def test_what_is_no_metadata(small):
         small.write(thing)
         message = refused(small.path)
         assert (
-            message == f"{small.path}/.metadata: is no metadata of a torch distributed checkpoint"
+            message == f"{small.path}/.metadata: is not metadata of a torch distributed checkpoint"
         )
 
 

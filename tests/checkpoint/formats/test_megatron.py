@@ -164,7 +164,7 @@ def test_rules_of_the_caller(tmp_path):
             "the rule of 'a' is {'spec': '[S(tp)]', 'parts': [1, -1]}; give a spec in quotes",
         ),
         ('"a" = "[R|P(tp)]"', "the rule of 'a' is '[R|P(tp)]'; give a spec in quotes"),
-        ("a = [", "is no TOML: "),
+        ("a = [", "is not TOML: "),
     ],
 )
 def test_rules_that_are_none(tmp_path, rules, problem):
