@@ -312,7 +312,7 @@ def _kind(output: Path, path: Path) -> str | None:
             return None
     if stat.S_ISDIR(mode):
         return "a directory"
-    return "a file" if stat.S_ISREG(mode) else "no regular file"
+    return "a file" if stat.S_ISREG(mode) else "not a regular file"
 
 
 def _check_replaced(path: Path, target: Target, format: str) -> Destination:

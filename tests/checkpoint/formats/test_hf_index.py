@@ -115,7 +115,7 @@ def test_swapped_files_are_found(tmp_path):
         ),
         (
             lambda t: t["weight_map"].update(step="../x.safetensors"),
-            "file name '../x.safetensors' is not a plain name; files of a checkpoint lie in its "
+            "file name '../x.safetensors' is not a plain name; files of a checkpoint are in its "
             "own directory",
         ),
         (
