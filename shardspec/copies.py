@@ -1,34 +1,43 @@
-"""Copies: who holds which boxes, who wants which, and who gives which to whom.
+"""The planner: copies of boxes, from those that hold them to those that want them.
 
-A plan is a set of copies (holder, box) -> (holder, box). Holders are devices or files:
+Every plan that moves data is made of such copies. Holders and receivers are devices or files:
 
-- ``plan_reshard`` copies from devices to devices (`shardspec.resharding.stages`);
-- ``load_sharded``, and a plan whose source is a checkpoint, from files to devices
+- an exchange within the conversion of one tensor copies from devices to devices
+  (`shardspec.comm.routes`);
+- ``plan_reshard`` does so for a whole state dict (`shardspec.resharding.stages`);
+- ``load_sharded``, and a plan whose source is a checkpoint, copy from files to devices
   (`shardspec.checkpoint.load`);
-- ``merge`` and ``reshard`` from files to files (`shardspec.checkpoint.executor`);
-- ``save_sharded`` from devices to files (`shardspec.checkpoint.targets.assign_boxes`);
-- an exchange within one tensor's conversion from devices to devices (`shardspec.comm.routes`),
-  whose senders are the nearest ones, and give whole pieces unless these are very uneven, as a
-  message has a price of its own there.
+- ``merge`` and ``reshard`` copy from files to files (`shardspec.checkpoint.executor`);
+- ``save_sharded`` copies from devices to files (`shardspec.checkpoint.targets`).
 
-All of them ask the same two questions. `overlaps` tells which parts of the boxes held are wanted,
-one wanted box after the other, so that a plan of 100,000 tensors need not be in memory. `balanced`
-tells which of several holders gives how much, so that the busiest one gives least; `Senders` turns
-these shares into boxes and may cut them. Boxes that stay whole, as in files, go to the holder with
-the least so far, since errors of rounding to boxes would add up over the sets of holders.
+All of them ask two questions here. Who has what is wanted? `overlaps` answers that for one wanted
+box after the other, so that a plan of a large checkpoint need not be in memory, and `find_copies`
+lists all. Which of several holders gives it? `Senders` may cut boxes, so that the busiest holder gives as
+little as possible; `whole_senders` keeps each box whole, as files and messages do.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise, product
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, intersect
 
 Holders: TypeAlias = tuple[int, ...]
 """Numbers of the devices or files that hold the same box."""
+
+
+class Copy(NamedTuple):
+    """A box that a receiver gets from one of its holders."""
+
+    box: Box
+    """In coordinates of the global tensor."""
+    holders: Holders
+    """Who has it; only the sender once that is chosen."""
+    receiver: int
+
 
 _MOST_ROUNDS: Final = 1000
 _ENOUGH_ROWS: Final = 64
@@ -85,6 +94,44 @@ def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list
         near = [number for number in near if have[number][0][1] > box[0][0]]
         shared = ((number, intersect(have[number], box)) for number in near)
         yield box, [(number, part) for number, part in shared if part is not None]
+
+
+def find_copies(have: Mapping[Box, Holders], want: Mapping[Box, Sequence[int]]) -> Iterator[Copy]:
+    """Yield what every receiver needs, by wanted box in ascending order; no box is empty.
+
+    What a receiver holds already it copies from itself.
+
+    Examples
+    --------
+    >>> list(find_copies({((0, 2),): (0, 1), ((2, 4),): (2,)}, {((1, 3),): [1]}))
+    [Copy(box=((1, 2),), holders=(1,), receiver=1), Copy(box=((2, 3),), holders=(2,), receiver=1)]
+    """
+    held = list(have.values())
+    for box, shared in overlaps(list(have), sorted(want)):
+        for number, part in shared:
+            for receiver in want[box]:
+                own = receiver in held[number]
+                yield Copy(part, (receiver,) if own else held[number], receiver)
+
+
+def whole_senders(
+    demands: Iterable[tuple[Holders, int]], gives: MutableMapping[int, int]
+) -> Iterator[int]:
+    """Yield which of its holders gives each of some boxes that stay whole: who gives least so far.
+
+    `gives` is what each holder gives already, and is added to. Given the largest first, the busiest
+    of those that hold the same boxes gives at most 4/3 of what is possible (Graham, "Bounds on
+    multiprocessing timing anomalies", 1969).
+
+    Examples
+    --------
+    >>> list(whole_senders([((0, 1), 5), ((0, 1), 3), ((0, 2), 4)], {0: 4, 1: 0, 2: 0}))
+    [1, 0, 2]
+    """
+    for holders, amount in demands:
+        holder = min(holders, key=gives.__getitem__)
+        gives[holder] += amount
+        yield holder
 
 
 def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:

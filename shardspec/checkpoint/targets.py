@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias, overload
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import replica_holders, whole_box
+from shardspec.copies import whole_senders
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -181,10 +182,12 @@ def assign_boxes(
             else:
                 load[ranks[0]] += num_bytes
     # A stable sort: boxes of equal size keep their order, by name and then by holder.
+    order = sorted(range(len(shared)), key=lambda number: -sizes[number])
     chosen = array("q", bytes(8 * len(shared)))
-    for number in sorted(range(len(shared)), key=lambda number: -sizes[number]):
-        chosen[number] = rank = min(shared[number], key=load.__getitem__)
-        load[rank] += sizes[number]
+    for number, rank in zip(
+        order, whole_senders(((shared[n], sizes[n]) for n in order), load), strict=True
+    ):
+        chosen[number] = rank
     found: dict[int, list[BoxEntry]] = {rank: [] for rank in mesh.ids}
     several = iter(chosen)
     for name in names:

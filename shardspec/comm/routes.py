@@ -10,12 +10,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import ne
+from operator import itemgetter, ne
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_size, intersect, split_interval
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
-from shardspec.copies import Holders, Senders, overlaps
+from shardspec.copies import Holders, Senders, find_copies, whole_senders
 from shardspec.mesh import DeviceMesh
 
 BoxOf: TypeAlias = Callable[[int], Box]
@@ -54,26 +54,28 @@ def exchange_routes(
     takes time, pieces are divided only where one holder would send much more than its share, and
     than anyone receives. Moves are in the order of `after`, every element once.
     """
-    holders: dict[Box, list[int]] = defaultdict(list)
-    for device, box in before.items():
+    have: dict[Box, Holders] = {}
+    for device, box in sorted(before.items(), key=itemgetter(1)):
         if box_size(box):
-            holders[box].append(device)
-    have = sorted(holders)
-    met = dict(overlaps(have, sorted({box for box in after.values() if box_size(box)})))
+            have[box] = (*have.get(box, ()), device)
+    want: dict[Box, list[int]] = defaultdict(list)
+    for device, box in after.items():
+        if box_size(box):
+            want[box].append(device)
+    order = {device: place for place, device in enumerate(after)}
+    moves: list[Transfer] = []
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     of_replicas: dict[Holders, list[int]] = defaultdict(list)
-    moves: list[Transfer] = []
-    for device, target in after.items():
-        for number, piece in met.get(target, ()):
-            holder = device
-            if have[number] != before.get(device):
-                near = _nearest(holders[have[number]], device, distance)
-                holder = min(near, key=sent.__getitem__)
-                sent[holder] += _MESSAGE + box_size(piece)
-                received[device] += _MESSAGE + box_size(piece)
-                of_replicas[near].append(len(moves))
-            moves.append(Transfer(holder, device, piece))
+    for copy in sorted(find_copies(have, want), key=lambda copy: order[copy.receiver]):
+        holder = copy.receiver
+        if holder not in copy.holders:
+            near = _nearest(copy.holders, copy.receiver, distance)
+            cost = _MESSAGE + box_size(copy.box)
+            (holder,) = whole_senders([(near, cost)], sent)
+            received[copy.receiver] += cost
+            of_replicas[near].append(len(moves))
+        moves.append(Transfer(holder, copy.receiver, copy.box))
     most = max(received.values(), default=0)
     divided: dict[int, list[Transfer]] = {}
     for near, places in of_replicas.items():

@@ -20,10 +20,10 @@ from shardspec.mesh import DeviceMesh
 from shardspec.resharding.maps import NameMap
 from shardspec.resharding.stages import (
     MAX_PEERS,
-    Copy,
     Hosts,
     Schedule,
     Stage,
+    StateCopy,
     copies_between,
     crossing_once,
     hosts_of,
@@ -160,10 +160,10 @@ class StateCopies:
         return None if self.files else hosts_of(self._meshes)
 
     @cached_property
-    def _copies(self) -> tuple[list[Copy], list[Copy]]:
+    def _copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
         """What devices have already, and what they lack."""
-        kept: list[Copy] = []
-        lacking: list[Copy] = []
+        kept: list[StateCopy] = []
+        lacking: list[StateCopy] = []
         for key, places in self.kinds.items():
             width = item_bytes(self.moves[places[0]].wire_dtype)
             for copy in copies_between(*key, places, width):
@@ -194,7 +194,7 @@ class StateCopies:
         found: Schedule = self._known[device]
         return found
 
-    def reads(self, device: int, stage: int) -> tuple[set[int], dict[int, list[Copy]]]:
+    def reads(self, device: int, stage: int) -> tuple[set[int], dict[int, list[StateCopy]]]:
         """Return who reads from a device in a stage, and what it reads, by holder.
 
         What a device has already it reads from itself.
@@ -206,10 +206,10 @@ class StateCopies:
                 if copy.receiver == device:
                     wanted.setdefault(copy.holders[0], []).append(copy)
             self._known[device, stage] = {copy.receiver for copy in copies} - {device}, wanted
-        found: tuple[set[int], dict[int, list[Copy]]] = self._known[device, stage]
+        found: tuple[set[int], dict[int, list[StateCopy]]] = self._known[device, stage]
         return found
 
-    def kept(self, device: int) -> list[Copy]:
+    def kept(self, device: int) -> list[StateCopy]:
         """Return what a device has already."""
         return [copy for copy in self._copies[0] if copy.receiver == device]
 

@@ -31,10 +31,10 @@ from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.copies import StateCopies, flat_state
 from shardspec.resharding.stages import (
-    Copy,
     Message,
     Piece,
     Schedule,
+    StateCopy,
     Wave,
     message_bytes,
     region_of,
@@ -362,7 +362,7 @@ class DeviceShards:
                 at = (piece.start + number * piece.step) // width
                 yield typed.as_strided(shape, strides, at), part
 
-    def _parts(self, shards: Shards, piece: Piece | Copy) -> Iterator[torch.Tensor]:
+    def _parts(self, shards: Shards, piece: Piece | StateCopy) -> Iterator[torch.Tensor]:
         """Yield the parts of shards that a box of some tensors is."""
         known: tuple[int, ...] | None = None
         move, of_source = self.plan.moves[piece.places[0]], shards is self.source
@@ -403,7 +403,7 @@ class DeviceShards:
         return np.array(rows, dtype=np.int64).reshape(len(moves), len(nothing))
 
     def _arrays(
-        self, stage: int, copies: Sequence[Copy], theirs: Ints, ours: Ints
+        self, stage: int, copies: Sequence[StateCopy], theirs: Ints, ours: Ints
     ) -> Iterator[Arrays]:
         """Yield where boxes lie at their sender, and where they belong here, by both's tables."""
         for copy in copies:

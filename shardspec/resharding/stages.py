@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
-from shardspec.copies import Holders, Senders, overlaps
+from shardspec.copies import Holders, Senders, find_copies
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
@@ -26,7 +26,7 @@ _MESSAGE_BYTES: Final = 4 << 20
 """The longest message: longer ones are no faster, and smaller buckets stay in caches."""
 
 
-class Copy(NamedTuple):
+class StateCopy(NamedTuple):
     """The same box of some tensors that are laid out alike, for one device."""
 
     places: Sequence[int]
@@ -47,7 +47,7 @@ class Copy(NamedTuple):
 
 def copies_between(
     source: Layout, target: Layout, view: View | None, places: Sequence[int], item_bytes: int
-) -> Iterator[Copy]:
+) -> Iterator[StateCopy]:
     """Yield what devices need of tensors that go from one layout to another.
 
     What a device has already it copies from itself.
@@ -55,13 +55,8 @@ def copies_between(
     view = view or identity_view(source.global_shape)
     axes = len(view.shape)
     have, want = _holders(source, view.source, axes), _holders(target, view.target, axes)
-    held = list(have.items())
-    for box, shared in overlaps(list(have), sorted(want)):
-        for number, part in shared:
-            for device in want[box]:
-                holders = held[number][1]
-                own = (device,) if device in holders else holders
-                yield Copy(places, part, own, device, item_bytes)
+    for copy in find_copies(have, want):
+        yield StateCopy(places, *copy, item_bytes)
 
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
@@ -79,7 +74,7 @@ def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
 
 
 def _divided(
-    senders: Senders, copy: Copy, holders: Holders, start: int
+    senders: Senders, copy: StateCopy, holders: Holders, start: int
 ) -> dict[tuple[int, Box], Sequence[int]]:
     """Return which of the holders gives which boxes, and of which tensors."""
     size = copy.tensor_bytes
@@ -102,7 +97,7 @@ class Stage:
         Of each group by itself the busiest sender sends as little as possible.
     """
 
-    def __init__(self, *groups: Sequence[Copy]) -> None:
+    def __init__(self, *groups: Sequence[StateCopy]) -> None:
         self.groups = groups
 
     @cached_property
@@ -111,7 +106,7 @@ class Stage:
         sizes = ([(c.holders, c.tensor_bytes * len(c.places)) for c in g] for g in self.groups)
         return [Senders([group]) for group in sizes]
 
-    def _copies(self) -> Iterator[tuple[Copy, Senders, int]]:
+    def _copies(self) -> Iterator[tuple[StateCopy, Senders, int]]:
         """Yield every copy, and where its bytes are in the sequence of its holders."""
         for copies, senders in zip(self.groups, self.senders, strict=True):
             for copy, start in zip(copies, senders.starts[0], strict=True):
@@ -145,7 +140,7 @@ class Stage:
                 seconds[one] += latency + per_byte * num_bytes
         return max((s for end in busy for one, s in end.items() if one not in files), default=0.0)
 
-    def copies_of(self, device: int) -> Iterator[Copy]:
+    def copies_of(self, device: int) -> Iterator[StateCopy]:
         """Yield what a device sends or receives, each copy with its sender alone.
 
         What goes from one device to another comes in the same order on both.
@@ -206,7 +201,7 @@ def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
 
 
 def crossing_once(
-    copies: Iterable[Copy], host: Mapping[int, int], width_of: Callable[[int], int]
+    copies: Iterable[StateCopy], host: Mapping[int, int], width_of: Callable[[int], int]
 ) -> tuple[Stage, Stage]:
     """Return the same copies in two stages, so that no byte goes to a host twice.
 
@@ -214,25 +209,25 @@ def crossing_once(
     divided among them in the first stage, so that the busiest of them gets least, and in the second
     each hands its part to the rest; `width_of` says how wide elements of a tensor are by then.
     """
-    wanted: dict[tuple[int, Box, int], list[Copy]] = {}
+    wanted: dict[tuple[int, Box, int], list[StateCopy]] = {}
     for copy in copies:
         wanted.setdefault((copy.places[0], copy.box, host[copy.receiver]), []).append(copy)
-    near: list[Copy] = []
-    far: list[tuple[Copy, Holders]] = []
+    near: list[StateCopy] = []
+    far: list[tuple[StateCopy, Holders]] = []
     for (_, _, number), same in wanted.items():
         here = tuple(holder for holder in same[0].holders if host[holder] == number)
         near += [copy._replace(holders=here) for copy in same if here]
         if not here:
             far.append((same[0], tuple(copy.receiver for copy in same)))
     relays = Senders([[(ids, copy.tensor_bytes * len(copy.places)) for copy, ids in far]])
-    across: list[Copy] = []
-    inside: list[Copy] = []
+    across: list[StateCopy] = []
+    inside: list[StateCopy] = []
     for (copy, receivers), start in zip(far, relays.starts[0], strict=True):
         for (relay, box), places in _divided(relays, copy, receivers, start).items():
             across.append(copy._replace(places=places, box=box, receiver=relay))
             width = width_of(places[0])
             others = (device for device in receivers if device != relay)
-            inside += [Copy(places, box, (relay,), other, width) for other in others]
+            inside += [StateCopy(places, box, (relay,), other, width) for other in others]
     return Stage(across, near), Stage(inside)
 
 
@@ -282,7 +277,7 @@ def schedule_of(
     receives: dict[Wave, dict[int, Message]] = {}
     largest = 0
     for number, stage in enumerate(stages):
-        streams: dict[tuple[int, int], list[Copy]] = {}
+        streams: dict[tuple[int, int], list[StateCopy]] = {}
         for copy in stage.copies_of(device):
             streams.setdefault((copy.holders[0], copy.receiver), []).append(copy)
         for (sender, receiver), copies in streams.items():
@@ -294,7 +289,7 @@ def schedule_of(
     return Schedule(sends, receives, largest)
 
 
-def _messages(copies: Iterable[Copy], most_bytes: int) -> Iterator[Message]:
+def _messages(copies: Iterable[StateCopy], most_bytes: int) -> Iterator[Message]:
     """Divide what goes from one device to another into messages of bounded size."""
     message: Message = []
     end = 0
