@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from shardspec.resharding.maps import NameMap as NameMap
     from shardspec.resharding.maps import check_map as check_map
     from shardspec.resharding.plan import ReshardPlan as ReshardPlan
-    from shardspec.resharding.plan import plan_reshard as plan_reshard
     from shardspec.resharding.plan import reshard_state as reshard_state
     from shardspec.resharding.shipped import load_map as load_map
     from shardspec.resharding.shipped import map_chain as map_chain
     from shardspec.resharding.shipped import shipped_maps as shipped_maps
     from shardspec.resharding.trace import trace_map as trace_map
+    from shardspec.state_plans import plan_reshard as plan_reshard
     from shardspec.torch_dtensors import redistribute as redistribute
     from shardspec.tracing import trace as trace
 
@@ -65,9 +65,10 @@ _NAMES: Final = {
     "mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),
     "resharding.maps": ("NameMap", "check_map"),
-    "resharding.plan": ("ReshardPlan", "plan_reshard", "reshard_state"),
+    "resharding.plan": ("ReshardPlan", "reshard_state"),
     "resharding.shipped": ("load_map", "map_chain", "shipped_maps"),
     "resharding.trace": ("trace_map",),
+    "state_plans": ("plan_reshard",),
     "torch_dtensors": ("redistribute",),
     "tracing": ("trace",),
 }

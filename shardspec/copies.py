@@ -11,8 +11,8 @@ Every plan that moves data is made of such copies. Holders and receivers are dev
 - ``save_sharded`` copies from devices to files (`shardspec.checkpoint.targets`).
 
 All of them ask two questions here. Who has what is wanted? `overlaps` answers that for one wanted
-box after the other, so that a plan of a large checkpoint need not be in memory, and `find_copies`
-lists all. Which of several holders gives it? `Senders` may cut boxes, so that the busiest holder gives as
+box after the other, so that a plan of a large checkpoint need not be in memory; `find_copies` lists
+all. Which of several holders gives it? `Senders` may cut boxes, so that the busiest holder gives as
 little as possible; `whole_senders` keeps each box whole, as files and messages do.
 """
 

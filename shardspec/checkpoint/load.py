@@ -5,6 +5,7 @@ several files the first is read: if they differed, a model would otherwise be mi
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +37,9 @@ from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed_argument
-from shardspec.resharding.copies import StateCopies, StoredLayout, flat_state
+from shardspec.resharding.copies import StoredLayout, flat_state
+from shardspec.resharding.maps import NameMap
+from shardspec.resharding.plan import ReshardPlan, Target, layouts_of, plan_state
 from shardspec.text import shown
 
 if TYPE_CHECKING:
@@ -263,17 +266,51 @@ def stored_layouts(
     return found, {number: path.name for path, number in numbers.items()}
 
 
-def load_by_plan(
-    plan: StateCopies, state: Mapping[str, object], out: Mapping[str, object] | None
-) -> dict[str, Any]:
-    """Read what a plan says from its checkpoint; see `ReshardPlan.run`."""
+@dataclass(frozen=True)
+class LoadPlan(ReshardPlan):
+    """A reshard plan whose source is a checkpoint: devices read what they are to hold."""
+
+    checkpoint: Path = Path()
+    names: NameMap | None = field(default=None, compare=False)
+    """By which map, if by one."""
+
+    def run(
+        self, state: Mapping[str, object], out: Mapping[str, object] | None = None
+    ) -> dict[str, Any]:
+        """Read what the plan says; see `ReshardPlan.run`."""
+        if state:
+            raise LayoutError(
+                f"the source of this plan is the checkpoint {self.checkpoint}; pass an empty state "
+                "dict, as in plan.run({})"
+            )
+        return _load_by_plan(self, out)
+
+
+def plan_load(
+    checkpoint: Path,
+    target: Target,
+    names: Mapping[str, str] | NameMap | None,
+    dtype: object,
+    max_bytes: int | None,
+) -> LoadPlan:
+    """Plan how devices read a checkpoint; see `plan_reshard`."""
+    if isinstance(target, tuple):
+        meshes = [target[0]]
+    else:
+        meshes = [layout.mesh for layout in layouts_of(target).values()]
+    # Files are numbered behind the ids of all devices.
+    behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
+    stored, _ = stored_layouts(checkpoint, behind)
+    plan = plan_state(stored, target, names, dtype, max_bytes)
+    if isinstance(names, Mapping):
+        names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
+    known = (plan.moves, plan.max_bytes, plan.ties, plan.values, plan.padded)
+    return LoadPlan(*known, checkpoint, names)
+
+
+def _load_by_plan(plan: LoadPlan, out: Mapping[str, object] | None) -> dict[str, Any]:
     from shardspec.comm.process_group import communicator_of
 
-    if state:
-        raise LayoutError(
-            f"the source of this plan is the checkpoint {plan.checkpoint}; pass an empty state "
-            "dict, as in plan.run({})"
-        )
     layouts = {move.target_name: move.target for move in plan.moves}
     layouts |= {tie.target_name: plan.moves[tie.first].target for tie in plan.ties}
     given = None if out is None else flat_state(out)
@@ -297,13 +334,12 @@ def load_by_plan(
 
 
 def _plan_as_made(
-    plan: StateCopies,
+    plan: LoadPlan,
     out: Mapping[str, object] | None,
     layouts: Mapping[str, Layout],
     communicator: Communicator,
 ) -> _Plan:
     """Open the checkpoint of a reshard plan; it, and what is filled, are as the plan says."""
-    assert plan.checkpoint is not None, "the plan has one"
     source = open_checkpoint(plan.checkpoint)
     now, _ = stored_layouts(source, min(plan.files, default=0))
     for move in plan.moves:

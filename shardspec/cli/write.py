@@ -325,7 +325,7 @@ def plan_state_command(
     """
     from shardspec.checkpoint.load import stored_layouts
     from shardspec.checkpoint.mapped import mapped
-    from shardspec.resharding.plan import plan_reshard
+    from shardspec.state_plans import plan_reshard
 
     mesh, model = cluster.build()
     if cluster.links is not None or cluster.profile is not None:

@@ -4,10 +4,9 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
 from shardspec.boxes import Box
@@ -17,7 +16,6 @@ from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.maps import NameMap
 from shardspec.resharding.stages import (
     MAX_PEERS,
     Hosts,
@@ -113,10 +111,6 @@ class StateCopies:
     """Plain values that go along: the name in the source, and in the target."""
     padded: tuple[str, ...] = ()
     """Tensors of the target that are zero where no tensor of the source fills them."""
-    checkpoint: Path | None = None
-    """What is read, where the source is a checkpoint."""
-    names: NameMap | None = field(default=None, compare=False)
-    """By which map, if by one."""
 
     @cached_property
     def digest(self) -> str:

@@ -1,9 +1,8 @@
-"""Making reshard plans: from layouts, state dicts, or rules on a mesh."""
+"""Reshard plans of state dicts in memory: from layouts, tensors, or rules on a mesh."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating
@@ -39,6 +38,7 @@ class ReshardPlan(StateCopies):
     --------
     >>> mesh = DeviceMesh(range(4), (4,))
     >>> source = {"w": Layout(mesh, "[S0,R]", (8, 6), "float32")}
+    >>> from shardspec import plan_reshard
     >>> plan = plan_reshard(source, (DeviceMesh([6, 5], (2,)), {"w": "[R,S0]"}))
     >>> print(plan)
     1 tensor on 6 devices
@@ -91,10 +91,6 @@ class ReshardPlan(StateCopies):
         """
         from shardspec.resharding.execute import run_plan
 
-        if self.checkpoint is not None:
-            from shardspec.checkpoint.load import load_by_plan
-
-            return load_by_plan(self, state, out)
         if self.files:
             raise LayoutError(
                 "the source of this plan lies in files; give plan_reshard the checkpoint's path"
@@ -102,62 +98,14 @@ class ReshardPlan(StateCopies):
         return run_plan(self, state, out)
 
 
-def plan_reshard(
-    source: Mapping[str, object] | Path | str,
+def plan_state(
+    source: Mapping[str, object],
     target: Target,
-    *,
-    names: Mapping[str, str] | NameMap | None = None,
-    dtype: object = None,
-    max_bytes: int | None = None,
+    names: Mapping[str, str] | NameMap | None,
+    dtype: object,
+    max_bytes: int | None,
 ) -> ReshardPlan:
-    """Plan how a state dict gets from its layouts to others; needs no job.
-
-    Parameters
-    ----------
-    source
-        Name to `Layout`, or a state dict of DTensors, shardspec's or torch's; or the path of a
-        checkpoint.
-    target
-        The same, or a mesh and rules: name pattern to spec, what no pattern matches is replicated.
-        Meshes may be any: the same, grown, shrunk, permuted, disjoint or overlapping ones.
-    names
-        Name in the source to name in the target, for those that differ; or a `NameMap`, which
-        also fuses, splits, stacks, transposes and pads.
-    dtype
-        What floating-point tensors become, where `target` is a mesh and rules.
-    max_bytes
-        Bytes in buckets for sending, and as many for receiving, on each device; 256 MiB by
-        default.
-
-    Raises
-    ------
-    LayoutError
-        If names are missing on either side, shapes differ, a reduction is pending, or `max_bytes`
-        is too small.
-
-    Examples
-    --------
-    >>> mesh = DeviceMesh(range(4), (2, 2))
-    >>> source = {"w": Layout(mesh, "[S0,R]", (8, 6), "float32")}
-    >>> plan = plan_reshard(source, (DeviceMesh([1, 5], (2,)), {"w": "[R,S0]"}))
-    >>> dict(plan.sent), dict(plan.received)
-    ({0: 24, 1: 24, 2: 48, 3: 48, 5: 0}, {0: 0, 1: 48, 2: 0, 3: 0, 5: 96})
-    """
-    if isinstance(source, str | Path):
-        from shardspec.checkpoint.load import stored_layouts
-
-        if isinstance(target, tuple):
-            meshes = [target[0]]
-        else:
-            meshes = [layout.mesh for layout in _layouts(target).values()]
-        checkpoint = Path(source)
-        # Files are numbered behind the ids of all devices.
-        behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
-        stored, _ = stored_layouts(checkpoint, behind)
-        plan = plan_reshard(stored, target, names=names, dtype=dtype, max_bytes=max_bytes)
-        if isinstance(names, Mapping):
-            names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
-        return replace(plan, checkpoint=checkpoint, names=names)
+    """Plan how a state dict, or layouts by name, become others; see `plan_reshard`."""
     given = flat_state(source)
     described = {name: _described(name, v) for name, v in given.items() if not is_plain(v)}
     before = {name: layout for name, (layout, _) in described.items()}
@@ -230,14 +178,14 @@ def reshard_state(
     tensor([0., 1., 2., 3., 4., 5.])
     """
     if device_mesh is None:
-        meshes = {layout.mesh for layout in _layouts(state).values()}
+        meshes = {layout.mesh for layout in layouts_of(state).values()}
         if len(meshes) != 1:
             raise LayoutError(
                 f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as in "
                 "device_mesh=mesh"
             )
         (device_mesh,) = meshes
-    return plan_reshard(state, (device_mesh, rules), max_bytes=max_bytes).run(state)
+    return plan_state(state, (device_mesh, rules), None, None, max_bytes).run(state)
 
 
 def _described(name: str, value: object) -> tuple[Layout, int | None]:
@@ -263,7 +211,8 @@ def _described(name: str, value: object) -> tuple[Layout, int | None]:
     return layout, local.data_ptr() if local is not None and local.numel() else None
 
 
-def _layouts(state: Mapping[str, object]) -> dict[str, Layout]:
+def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
+    """Return the layouts of the tensors of a state dict, by name."""
     tensors = {name: value for name, value in flat_state(state).items() if not is_plain(value)}
     return {name: _described(name, value)[0] for name, value in tensors.items()}
 
@@ -287,7 +236,7 @@ def _targets(
 ) -> dict[str, Layout]:
     """Return the layouts of the target; by rules for the shapes and dtypes that are due."""
     if not isinstance(target, tuple):
-        return _layouts(target)
+        return layouts_of(target)
     mesh, rules = target
     specs = match_rules(rules, {name: len(shape) for name, (shape, _) in due.items()})
     wanted = None if dtype is None else dtype_name(dtype)

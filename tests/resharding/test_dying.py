@@ -14,7 +14,7 @@ from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
 from shardspec.comm.process_group import current_job
 from shardspec.errors import CommunicatorError
 from shardspec.resharding.execute import DeviceShards
-from shardspec.resharding.plan import plan_reshard
+from shardspec.state_plans import plan_reshard
 
 pytestmark = pytest.mark.dist
 

@@ -11,7 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.comm.process_group import ProcessGroupCommunicator, current_job
 from shardspec.errors import ShardSpecError
-from shardspec.resharding.plan import plan_reshard, reshard_state
+from shardspec.resharding.plan import reshard_state
+from shardspec.state_plans import plan_reshard
 from tests.dist.processes import run_ranks
 from tests.resharding.states import random_case, shard_at, wrong_shards
 

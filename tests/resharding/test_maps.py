@@ -12,9 +12,9 @@ import torch
 from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.maps import Equation, NameMap, check_map
-from shardspec.resharding.plan import plan_reshard
 from shardspec.resharding.trace import trace_map
 from shardspec.resharding.views import views_of
+from shardspec.state_plans import plan_reshard
 from tests.resharding.states import random_mesh, random_spec, wrong_shards
 
 TEXT = """

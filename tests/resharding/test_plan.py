@@ -10,7 +10,8 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.errors import LayoutError
-from shardspec.resharding.plan import plan_reshard, reshard_state
+from shardspec.resharding.plan import reshard_state
+from shardspec.state_plans import plan_reshard
 from tests.resharding.states import random_case, wrong_shards
 
 FOUR = DeviceMesh([2, 0, 3, 1], (2, 2))

@@ -13,8 +13,8 @@ from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.cli.main import cli
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import check_map
-from shardspec.resharding.plan import plan_reshard
 from shardspec.resharding.shipped import load_map, shipped_maps
+from shardspec.state_plans import plan_reshard
 
 Array = npt.NDArray[np.float32]
 State = dict[str, Array]

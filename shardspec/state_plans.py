@@ -1,0 +1,57 @@
+"""Plans of whole state dicts, whether they lie in memory or in a checkpoint."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardspec.resharding.maps import NameMap
+from shardspec.resharding.plan import ReshardPlan, Target, plan_state
+
+
+def plan_reshard(
+    source: Mapping[str, object] | Path | str,
+    target: Target,
+    *,
+    names: Mapping[str, str] | NameMap | None = None,
+    dtype: object = None,
+    max_bytes: int | None = None,
+) -> ReshardPlan:
+    """Plan how a state dict gets from its layouts to others; needs no job.
+
+    Parameters
+    ----------
+    source
+        Name to `Layout`, or a state dict of DTensors, shardspec's or torch's; or the path of a
+        checkpoint.
+    target
+        The same, or a mesh and rules: name pattern to spec, what no pattern matches is replicated.
+        Meshes may be any: the same, grown, shrunk, permuted, disjoint or overlapping ones.
+    names
+        Name in the source to name in the target, for those that differ; or a `NameMap`, which
+        also fuses, splits, stacks, transposes and pads.
+    dtype
+        What floating-point tensors become, where `target` is a mesh and rules.
+    max_bytes
+        Bytes in buckets for sending, and as many for receiving, on each device; 256 MiB by
+        default.
+
+    Raises
+    ------
+    LayoutError
+        If names are missing on either side, shapes differ, a reduction is pending, or `max_bytes`
+        is too small.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh, Layout
+    >>> mesh = DeviceMesh(range(4), (2, 2))
+    >>> source = {"w": Layout(mesh, "[S0,R]", (8, 6), "float32")}
+    >>> plan = plan_reshard(source, (DeviceMesh([1, 5], (2,)), {"w": "[R,S0]"}))
+    >>> dict(plan.sent), dict(plan.received)
+    ({0: 24, 1: 24, 2: 48, 3: 48, 5: 0}, {0: 0, 1: 48, 2: 0, 3: 0, 5: 96})
+    """
+    if isinstance(source, str | Path):
+        # State dicts in memory need nothing of it.
+        from shardspec.checkpoint.load import plan_load
+
+        return plan_load(Path(source), target, names, dtype, max_bytes)
+    return plan_state(source, target, names, dtype, max_bytes)
