@@ -30,7 +30,7 @@ from shardspec.checkpoint.formats.names import RANK_FILE, RANK_FILES, is_rank_fi
 from shardspec.checkpoint.rank_state import on_larger_mesh
 from shardspec.checkpoint.source_files import HeaderFiles, SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.torch_files.unpickler import alike_screen
+from shardspec.checkpoint.torch_files.unpickler import alike_screen, no_collection
 from shardspec.checkpoint.torch_files.values import (
     TensorPlace,
     TorchTensor,
@@ -155,7 +155,7 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
     screened = alike_screen()
     distinct: list[tuple[Mapping[str, TorchTensor], Directory]] = []
     states: list[RankState] = []
-    with prefetch_map([path for path, _ in files], _look, ahead) as looks:
+    with no_collection(), prefetch_map([path for path, _ in files], _look, ahead) as looks:
         for (path, rank), (found, data) in zip(files, looks, strict=True):
             tensors, extras = torch_file.read_contents(found, data, None, rank, screened)
             contents = tensors, found.directory

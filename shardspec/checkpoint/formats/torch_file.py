@@ -10,7 +10,7 @@ files are compared both ways. A file with DTensors is one rank's part. It is rea
 the part is the whole, as on a mesh of one device.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -138,46 +138,54 @@ def read_contents(
 def _flat_state(state: dict[object, object], path: Path) -> dict[str, object]:
     """Return every part of nested dicts, and of lists that hold tensors, by its flat name."""
     flat: dict[str, object] = {}
-    left = _MOST_PARTS
-
-    def count(depth: int) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0 or depth > _MOST_DEPTH:
-            raise CheckpointError(
-                f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
-                "end; save a plain state dict"
-            )
-
-    def holds_tensors(value: object, depth: int) -> bool:
-        count(depth)
-        if isinstance(value, TorchTensor):
-            return True
-        parts: Iterable[object] = value if isinstance(value, list | tuple) else ()
-        if isinstance(value, dict):
-            parts = value.values()
-        return any(holds_tensors(part, depth + 1) for part in parts)
-
-    def add(name: str, value: object, depth: int) -> None:
-        count(depth)
-        parts: Iterable[tuple[object, object]] | None = None
-        if isinstance(value, dict) and (value or not depth):
-            parts = value.items()
-        elif isinstance(value, list | tuple) and not isinstance(value, TorchTensor):
-            parts = enumerate(value) if holds_tensors(value, depth) else None
-        if parts is not None:
-            for key, part in parts:
-                add(f"{name}.{key}" if depth else str(key), part, depth + 1)
-        elif name in flat:
+    for name, value in _leaves("", state, 0, iter(range(_MOST_PARTS)), path):
+        if name in flat:
             raise CheckpointError(
                 f"{path}: two entries have the name {name!r} once their dicts are joined with "
                 "dots; rename one of them and save again"
             )
-        else:
-            flat[name] = value
-
-    add("", state, 0)
+        flat[name] = value
     return flat
+
+
+def _leaves(
+    name: str, value: object, depth: int, left: Iterator[int], path: Path
+) -> Iterator[tuple[str, object]]:
+    """Yield the parts of a value with their names; `left` bounds how many are visited."""
+    _visit(depth, left, path)
+    parts: Iterable[tuple[object, object]]
+    if isinstance(value, dict) and (value or not depth):
+        parts = value.items()
+    elif isinstance(value, list | tuple) and _holds_tensors(value, depth, left, path):
+        parts = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, part in parts:
+        inner = f"{name}.{key}" if depth else str(key)
+        if isinstance(part, TorchTensor):
+            _visit(depth + 1, left, path)
+            yield inner, part
+        else:
+            yield from _leaves(inner, part, depth + 1, left, path)
+
+
+def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -> bool:
+    _visit(depth, left, path)
+    if isinstance(value, TorchTensor):
+        return True
+    parts: Iterable[object] = value if isinstance(value, list | tuple) else ()
+    if isinstance(value, dict):
+        parts = value.values()
+    return any(_holds_tensors(part, depth + 1, left, path) for part in parts)
+
+
+def _visit(depth: int, left: Iterator[int], path: Path) -> None:
+    if depth > _MOST_DEPTH or next(left, None) is None:
+        raise CheckpointError(
+            f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
+            "end; save a plain state dict"
+        )
 
 
 def plain_value(value: object) -> object:

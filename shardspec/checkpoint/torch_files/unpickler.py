@@ -11,7 +11,8 @@ instructions first, without building anything. Lib/pickletools.py of CPython des
 import gc
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, Never, Self, TypeAlias
 
@@ -293,6 +294,18 @@ _DAMAGED: Final = (
 )
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause Python's garbage collector: it would visit millions of objects, all of them in use."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def unpickle(
     data: bytes,
     names: Names,
@@ -306,12 +319,10 @@ def unpickle(
     Errors say that `what` (``"metadata"``) in `path` is damaged. `persistent` is asked for what the
     pickle refers to outside of itself. Raises `UnlistedNameError` for a name that is not listed.
     """
-    collects = gc.isenabled()
     try:
         screened(data)
-        # The collector would visit millions of new objects, all of them in use.
-        gc.disable()
-        return _Unpickler(data, names, persistent, f"{path}: the {what}").load()
+        with no_collection():
+            return _Unpickler(data, names, persistent, f"{path}: the {what}").load()
     except UnlistedNameError:
         raise
     except RefusedError as error:
@@ -321,7 +332,4 @@ def unpickle(
     except _DAMAGED as error:
         told = printable(str(error) or type(error).__name__)
         problem = f"cannot be read ({told:.200}); it is damaged"
-    finally:
-        if collects:
-            gc.enable()
     raise CheckpointError(f"{path}: the {what} {problem}")
