@@ -211,6 +211,7 @@ def test_other_meshes_in_a_job(printed):
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.dist
 def test_under_torchrun(printed, tmp_path):
     """As a newcomer runs them; the other jobs here are forks of one process."""

@@ -4,6 +4,7 @@ import ast
 import pkgutil
 import subprocess
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -98,11 +99,13 @@ def imports(tree):
                 yield name, node not in late
 
 
-EDGES = [
-    (module, name, at_once)
-    for module in MODULES
-    for name, at_once in imports(ast.parse(source(module).read_text("utf-8")))
-]
+@cache
+def edges():
+    return [
+        (module, name, at_once)
+        for module in MODULES
+        for name, at_once in imports(ast.parse(source(module).read_text("utf-8")))
+    ]
 
 
 def layer(module):
@@ -115,14 +118,14 @@ def layer(module):
 def test_the_modules_are_found():
     assert {"shardspec.mesh", "shardspec.layout.converter", "shardspec.cli"} <= set(MODULES)
     assert set(MODULES) > WITH_TENSORS
-    assert ("shardspec.layout.layout", "shardspec.mesh", True) in EDGES
-    assert ("shardspec.mesh", "shardspec.comm.torch_mesh", False) in EDGES
+    assert ("shardspec.layout.layout", "shardspec.mesh", True) in edges()
+    assert ("shardspec.mesh", "shardspec.comm.torch_mesh", False) in edges()
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_downwards(module):
     up = set()
-    for importer, name, _ in EDGES:
+    for importer, name, _ in edges():
         if importer != module or name.split(".")[0] != "shardspec":
             continue
         assert name in MODULES, f"{module} imports {name}; import from the module that defines it"
@@ -134,7 +137,7 @@ def test_imports_go_downwards(module):
 
 def test_no_circles():
     """Late imports and those for types alone count too; what a mesh asks a job for is sugar."""
-    graph = nx.DiGraph((importer, name) for importer, name, _ in EDGES)
+    graph = nx.DiGraph((importer, name) for importer, name, _ in edges())
     graph.remove_edges_from(UPWARD_ON_PURPOSE)
     assert graph.number_of_edges() > 500
     assert list(nx.simple_cycles(graph)) == []
@@ -142,7 +145,7 @@ def test_no_circles():
 
 def test_only_modules_with_tensors_import_torch_at_once():
     importers = {
-        importer for importer, name, at_once in EDGES if at_once and name.split(".")[0] == "torch"
+        importer for importer, name, at_once in edges() if at_once and name.split(".")[0] == "torch"
     }
     assert importers == WITH_TENSORS
 
