@@ -37,9 +37,8 @@ LAYERS = [
     {"__main__"},
 ]
 # A mesh is a value; that it builds its communicator, or torch's mesh, is sugar; so it is that
-# a cost model reads a profile, and that a plan opens a checkpoint.
+# a plan opens a checkpoint.
 UPWARD_ON_PURPOSE = {
-    ("shardspec.comm.cost", "shardspec.profiling.profile"),
     ("shardspec.mesh", "shardspec.comm.process_group"),
     ("shardspec.mesh", "shardspec.comm.torch_mesh"),
     ("shardspec.resharding.plan", "shardspec.checkpoint.load"),

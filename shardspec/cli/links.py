@@ -120,14 +120,14 @@ def profile_command(
     profile = _measure(devices, [*sizes, max_bytes], repeats, show=rank == 0)
     if rank:
         return
-    from shardspec.profiling.chart import chart_svg, chart_text
+    from shardspec.profiling.profile import chart_svg, chart_text
 
-    profile.save(output, overwrite=overwrite)
+    write_file(output, profile.to_json(), overwrite=overwrite)
     if plot is not None:
         write_file(plot, chart_svg(profile), overwrite=overwrite)
     say(f"{profile.table()}\n\n{chart_text(profile)}\n")
     say(f"known error: {profile.cost_model.known_error}")
-    say(f"{path_text(output)}: the links of mesh {devices}, {profile.fit.link_model} model")
+    say(f"{path_text(output)}: the links of mesh {devices}, {profile.cost_model.link_model} model")
 
 
 def _environment(name: str) -> int:

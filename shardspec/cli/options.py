@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, get_args
 
 import click
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_copy_s
+from shardspec.comm.profile_file import ProfileFile, read_profile
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError, ProfileError
 from shardspec.mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
-
-if TYPE_CHECKING:
-    from shardspec.profiling.profile import Profile
 
 T = TypeVar("T")
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
@@ -301,12 +299,6 @@ class TensorOptions:
     dtype: str = dtype_option()
 
 
-def _read_profile(path: str) -> "Profile":
-    from shardspec.profiling.profile import Profile
-
-    return Profile.load(Path(path))
-
-
 def plain_mesh(mesh: MeshShape, ids: tuple[int, ...] | None = None) -> DeviceMesh:
     """Return a mesh without links; its ids are counted from 0 unless they are given."""
     shape, names = mesh
@@ -342,8 +334,8 @@ class ClusterOptions:
         "The rate of a device's memory in 10^9 bytes a second, by which local copies are "
         "priced: 'preset', that of --links (the default where it is known), or 'none'.",
     )
-    profile: "Profile | None" = option(
-        Kind("FILE", _read_profile, is_file=True),
+    profile: ProfileFile | None = option(
+        Kind("FILE", read_profile, is_file=True),
         "Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
         "and --link-model.",
     )
@@ -356,12 +348,12 @@ class ClusterOptions:
         profile, links, given = self.profile, self.links, self.mesh
         own = (self.alpha, self.beta, self.link_model) != (None, None, None)
         if profile is not None:
-            measured = (profile.mesh_shape, profile.axis_names)
+            measured = profile.mesh.shape, profile.mesh.axis_names
             refuse_if(links is not None, "give --links or --profile, not both")
             text = "--profile has measured links; leave out --alpha, --beta and --link-model"
             refuse_if(own, text)
             refuse_if(
-                given is not None and given[0] != profile.mesh_shape,
+                given is not None and given[0] != profile.mesh.shape,
                 f"--mesh has the shape {_sizes(given or measured)}, but the profile was measured "
                 f"on {_sizes(measured)}; leave out --mesh, or measure again",
             )
@@ -388,7 +380,7 @@ class ClusterOptions:
         refuse_if(nothing, "--memory preset is for --links; give the rate in GB/s")
         per_axis = _per_axis("--links", links, len(shape))
         if profile is not None:
-            model = profile.cost_model
+            model = CostModel(*profile.model)
         elif per_axis is None:
             model = CostModel.of_mesh(devices)
         else:
