@@ -78,15 +78,8 @@ class Profile:
             for fit in (self.ring, self.shared_bus)
             for label, devices, link in zip(labels, self.mesh_shape, fit.model.links, strict=True)
         ]
-        of_curves = [
-            "collective",
-            "axes",
-            "devices",
-            "low latency",
-            "high rate",
-            "error",
-            "from 1 MiB",
-        ]
+        kind = ["collective", "axes", "devices"]
+        of_curves = [*kind, "low latency", "high rate", "error", "from 1 MiB"]
         of_links = ["model", "axis", "devices", "latency", "rate", "typical error", "worst"]
         tables = (of_curves, curves), (of_links, links)
         return "\n\nelsewhere:\n".join(table_text(*table, numbers_from=2) for table in tables)
