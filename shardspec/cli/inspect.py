@@ -31,6 +31,9 @@ _MOST_CELLS: Final = 1024
 """Boxes of the largest picture."""
 _MOST_VALUE: Final = 60
 """Characters that are shown of a value that is not a tensor."""
+_INDEX: Final = opts.numbers_kind(
+    "I,J,…", "index", "give one position for each of the first dims, as in 17 or 3,0"
+)
 
 
 @command
@@ -42,7 +45,7 @@ def inspect_command(
         "Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
     ),
     index: tuple[int, ...] | None = option(
-        opts.INDEX, "Say which ranks hold this element, row or block of the tensors that match."
+        _INDEX, "Say which ranks hold this element, row or block of the tensors that match."
     ),
     picture: bool = flag("Draw how the tensors that match are sharded."),
     only: str | None = option(
@@ -318,8 +321,8 @@ def _tolerance(text: str) -> opts.Declared:
 @command
 def diff_command(
     *,
-    a: Path = argument(CHECKPOINT._replace(name="A")),
-    b: Path = argument(CHECKPOINT._replace(name="B")),
+    a: Path = argument("A", type=CHECKPOINT),
+    b: Path = argument("B", type=CHECKPOINT),
     atol: float = _tolerance("Largest absolute difference that is none."),
     rtol: float = _tolerance("Largest one relative to B."),
     choice: ChoiceOptions,
