@@ -4,8 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
-from functools import partial
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +30,7 @@ _MOST_CELLS: Final = 1024
 """Boxes of the largest picture."""
 _MOST_VALUE: Final = 60
 """Characters that are shown of a value that is not a tensor."""
+_TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
 _INDEX: Final = opts.numbers_kind(
     "I,J,…", "index", "give one position for each of the first dims, as in 17 or 3,0"
 )
@@ -189,16 +189,15 @@ def _some(summary: CheckpointSummary, only: str, of: int) -> Iterator[str]:
 def _tensors(summary: CheckpointSummary) -> Iterator[str]:
     """Yield an empty line, and a table of the tensors."""
     header = ["tensor", "spec", "dtype", "shape", "size", "remarks"]
-    known: dict[Layout, list[str]] = {}  # most of 100,000 tensors share a layout
+    known: dict[Layout | None, list[str]] = {}  # most of 100,000 tensors share a layout
 
-    def row(tensor: TensorSummary) -> list[str]:
-        layout = tensor.layout
-        cells = _cells(tensor) if layout is None or layout not in known else known[layout]
-        if layout is not None:
-            known[layout] = cells
-        return [_name(tensor.name), *cells]
+    def rows() -> Iterator[list[str]]:
+        for tensor in summary.tensors:
+            cells = known.get(tensor.layout) or _cells(tensor)
+            if tensor.layout is not None:
+                known[tensor.layout] = cells
+            yield [_name(tensor.name), *cells]
 
-    rows = partial(map, row, summary.tensors)
     yield ""
     yield from table_lines(header, rows, numbers=(3, 4), empty_columns=False)
 
@@ -292,12 +291,12 @@ def verify_command(
     else:
         for flaw in flaws:
             say(printable(flaw))
-        digests = "none with digests, so that changed bytes cannot be told"
-        if report.digested_bytes:
-            some = f"{bytes_text(report.digested_bytes)} of them"
-            digests = f"{'all' if report.digested_bytes == report.num_bytes else some} with digests"
-        elif not report.num_bytes:
+        if report.digested_bytes == report.num_bytes:
             digests = "all with digests"
+        elif report.digested_bytes:
+            digests = f"{bytes_text(report.digested_bytes)} of them with digests"
+        else:
+            digests = "none with digests, so that changed bytes cannot be told"
         part = "what was chosen is " if choice.include or choice.exclude else ""
         same = "" if against is None or flaws else f", and {part}the same as {path_text(against)}"
         say(
@@ -309,22 +308,13 @@ def verify_command(
         click.get_current_context().exit(_NOT_THE_SAME)
 
 
-def _tolerance(text: str) -> opts.Declared:
-    def finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
-        if not isfinite(value):
-            raise click.BadParameter(f"{value} is not finite", ctx, param)
-        return value
-
-    return option("NUMBER", text, type=click.FloatRange(0), callback=finite, default=0.0)
-
-
 @command
 def diff_command(
     *,
     a: Path = argument("A", type=CHECKPOINT),
     b: Path = argument("B", type=CHECKPOINT),
-    atol: float = _tolerance("Largest absolute difference that is none."),
-    rtol: float = _tolerance("Largest one relative to B."),
+    atol: float = option(_TOLERANCE, "Largest absolute difference that is none.", default="0"),
+    rtol: float = option(_TOLERANCE, "Largest one relative to B.", default="0"),
     choice: ChoiceOptions,
     source: SourceOptions,
     as_json: bool = opts.json_flag("Print what was found as JSON."),

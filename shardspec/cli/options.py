@@ -8,6 +8,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, get_args
@@ -64,18 +65,21 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
+def parse_number(text: str, remedy: str = "give one as in 1e-5") -> float:
+    """Read a finite number from 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{shown(text)} is not a number; {remedy}") from None
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{shown(text)} must be finite and not negative")
+    return number
+
+
 def parse_numbers(text: str) -> tuple[float, ...]:
     """Read finite numbers from 0, separated by commas."""
-    numbers = []
-    for part in map(str.strip, text.split(",")):
-        try:
-            number = float(part)
-        except ValueError:
-            raise ValueError(f"{shown(part)} is not a number; give them as in 1e-5,3e-6") from None
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{shown(part)} must be finite and not negative")
-        numbers.append(number)
-    return tuple(numbers)
+    remedy = "give them as in 1e-5,3e-6"
+    return tuple(parse_number(part.strip(), remedy) for part in text.split(","))
 
 
 def parse_links(text: str) -> tuple[str, ...]:
@@ -100,11 +104,10 @@ def _memory_rate(text: str) -> float:
     """Read a rate above 0 in GB/s; 0.0 for ``preset``, infinity for ``none``."""
     if text in ("preset", "none"):
         return 0.0 if text == "preset" else math.inf
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not (rate > 0 and math.isfinite(rate)):
+    rate = 0.0
+    with suppress(ValueError):
+        rate = parse_number(text)
+    if not rate:
         raise ValueError(f"{shown(text)}: give a rate above 0 in GB/s, 'preset' or 'none'")
     return rate
 
