@@ -166,17 +166,12 @@ def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
 @lru_cache(maxsize=64)
 def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
     """Return the axis of a mesh for each longer axis of its slice; None if it is not a slice."""
-    if not set(own.ids) <= set(mesh.ids):
-        return None
-    longer = [axis for axis, size in enumerate(own.shape) if size > 1]
-    places = [(own.coordinates(device), mesh.coordinates(device)) for device in own.ids]
-    for onto in permutations(range(mesh.ndim), len(longer)):
-        axes = dict(zip(longer, onto, strict=True))
-        if any(own.shape[a] != mesh.shape[b] for a, b in axes.items()):
-            continue
-        rest = {tuple(at for b, at in enumerate(there) if b not in onto) for _, there in places}
-        if len(rest) == 1 and all(h[a] == t[b] for h, t in places for a, b in axes.items()):
-            return axes
+    first, longer = own.ids[0], [axis for axis, size in enumerate(own.shape) if size > 1]
+    shape = [own.shape[axis] for axis in longer]
+    for onto in permutations(range(mesh.ndim), len(longer)) if first in mesh.ids else ():
+        alike = [mesh.shape[axis] for axis in onto] == shape
+        if alike and tuple(mesh.group(first, onto)) == tuple(own.ids):
+            return dict(zip(longer, onto, strict=True))
     return None
 
 

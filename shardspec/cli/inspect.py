@@ -75,7 +75,7 @@ def inspect_command(
     whole = inspect.inspect_checkpoint(catalog)
     summary = _chosen(whole, tensor, only)
     if only is not None and not as_json and not (summary.tensors and (index or picture or tensor)):
-        say_parts(_some(summary, only, len(whole.tensors)))
+        say_parts(_overview(summary, only, len(whole.tensors)))
     elif index is not None:
         _say_holders(summary, index, as_json)
     elif as_json:
@@ -144,15 +144,23 @@ def _picture(tensor: TensorSummary) -> str:
     return Picture(f"{_title(tensor)} {list(shape)}", cells).text()
 
 
-def _overview(summary: CheckpointSummary) -> Iterator[str]:
-    facts = [counted(len(summary.tensors), "tensor"), bytes_text(summary.num_bytes)]
-    facts.append(f"in the format of {summary.format}")
-    mesh = summary.mesh
-    if mesh is not None:
-        facts.append(f"saved on mesh {mesh} ({counted(mesh.size, 'device')})")
-    yield f"{path_text(summary.directory)}: {', '.join(facts)}"
-    if summary.tensors:
+def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) -> Iterator[str]:
+    """Yield the lines about a checkpoint; those about its tensors if `only` some of them count."""
+    tensors, mesh = summary.tensors, summary.mesh
+    if only is None:
+        facts = f"{counted(len(tensors), 'tensor')}, {bytes_text(summary.num_bytes)}"
+        facts += f", in the format of {summary.format}"
+        if mesh is not None:
+            facts += f", saved on mesh {mesh} ({counted(mesh.size, 'device')})"
+    else:
+        verb = "are" if len(tensors) > 1 else "is"
+        facts = f"{len(tensors) or 'none'} of {counted(of, 'tensor')} {verb} {only}"
+        if only == "replicated" and mesh is None:
+            facts += f", as far as {summary.format} says: what ranks hold alike may be stored once"
+    yield f"{path_text(summary.directory)}: {facts}"
+    if tensors:
         yield from _tensors(summary)
+    if tensors and only is None:
         yield ""
         files = summary.files_by_rank
         rows = [
@@ -166,24 +174,13 @@ def _overview(summary: CheckpointSummary) -> Iterator[str]:
         ]
         header = ["rank", "coordinates", "stored", "file"]
         yield from table_lines(header, lambda: rows, numbers=(2,), empty_columns=False)
-    if summary.extras:
+    if summary.extras and only is None:
         yield ""
         values = sorted(summary.extras.items())
         rows = [
             [_name(name), _name(inspect.other_text(value, _MOST_VALUE))] for name, value in values
         ]
         yield from table_lines(["no tensor", "value"], lambda: rows)
-
-
-def _some(summary: CheckpointSummary, only: str, of: int) -> Iterator[str]:
-    found = f"{len(summary.tensors) or 'none'} of {counted(of, 'tensor')}"
-    verb = "are" if len(summary.tensors) > 1 else "is"
-    line = f"{path_text(summary.directory)}: {found} {verb} {only}"
-    if only == "replicated" and summary.mesh is None:
-        line += f", as far as {summary.format} says: what ranks hold alike may be stored once"
-    yield line
-    if summary.tensors:
-        yield from _tensors(summary)
 
 
 def _tensors(summary: CheckpointSummary) -> Iterator[str]:
