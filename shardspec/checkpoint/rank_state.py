@@ -1,6 +1,5 @@
 """What each rank holds of a state dict, and that all ranks agree on it before anything is done."""
 
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -48,15 +47,13 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
     if not communicator.addressable:
         return act()
     done: list[T] = []
-    failure: tuple[bool, str] | None = None
-    cause: Exception | None = None
+    failure = cause = None
     try:
         done.append(act())
     except Exception as error:  # or the other ranks would wait for this one
         cause = error
-        ours = isinstance(error, ShardSpecError)
-        text = str(error) if ours else f"{type(error).__name__}: {error}"
-        failure = isinstance(error, OutputExistsError), text
+        kind = "" if isinstance(error, ShardSpecError) else f"{type(error).__name__}: "
+        failure = isinstance(error, OutputExistsError), f"{kind}{error}"
     failures = communicator.gather(dict.fromkeys(communicator.addressable, failure))
     failed = {rank: found for rank, found in failures.items() if found is not None}
     if cause is not None and not isinstance(cause, _FAILURES):
@@ -169,17 +166,12 @@ def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
 @lru_cache(maxsize=64)
 def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
     """Return the axis of a mesh for each longer axis of its slice; None if it is not a slice."""
-    if not set(own.ids) <= set(mesh.ids):
-        return None
-    longer = [axis for axis, size in enumerate(own.shape) if size > 1]
-    places = [(own.coordinates(device), mesh.coordinates(device)) for device in own.ids]
-    for onto in permutations(range(mesh.ndim), len(longer)):
-        axes = dict(zip(longer, onto, strict=True))
-        if any(own.shape[a] != mesh.shape[b] for a, b in axes.items()):
-            continue
-        rest = {tuple(at for b, at in enumerate(there) if b not in onto) for _, there in places}
-        if len(rest) == 1 and all(h[a] == t[b] for h, t in places for a, b in axes.items()):
-            return axes
+    first, longer = own.ids[0], [axis for axis, size in enumerate(own.shape) if size > 1]
+    shape = [own.shape[axis] for axis in longer]
+    for onto in permutations(range(mesh.ndim), len(longer)) if first in mesh.ids else ():
+        alike = [mesh.shape[axis] for axis in onto] == shape
+        if alike and tuple(mesh.group(first, onto)) == tuple(own.ids):
+            return dict(zip(longer, onto, strict=True))
     return None
 
 
@@ -203,15 +195,17 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
 
 def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
     """Return what all ranks have to agree on, each with the words that say what it is."""
-    facts = {"the mesh": f"{mesh} of ids {mesh.ids}", "replicas": repr(replicas)}
     at = {name: f" at {path}" for name, path in what.flat.paths.items()}
-    for name, layout in what.layouts.items():
-        shown = f"{layout.spec} of {list(layout.global_shape)} {layout.dtype}"
-        facts[f"tensor {name!r}"] = shown + at.get(name, "")
-    for name, value in what.flat.values.items():
-        shown = repr(value) if replicas == "equal" else "a value"
-        facts[f"value {name!r}"] = shown + at.get(name, "")
-    return facts
+    tensors = {
+        f"tensor {name!r}": f"{x.spec} of {list(x.global_shape)} {x.dtype}{at.get(name, '')}"
+        for name, x in what.layouts.items()
+    }
+    values = {
+        f"value {name!r}": (repr(x) if replicas == "equal" else "a value") + at.get(name, "")
+        for name, x in what.flat.values.items()
+    }
+    mesh_and_replicas = {"the mesh": f"{mesh} of ids {mesh.ids}", "replicas": repr(replicas)}
+    return {**mesh_and_replicas, **tensors, **values}
 
 
 def check_same(what: Described, communicator: Communicator, replicas: Replicas) -> None:
@@ -252,15 +246,15 @@ def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None
             known[id(tensor), box] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
         return known[id(tensor), box]
 
-    def crcs() -> dict[int, bytes]:
+    def crcs() -> dict[int, list[int]]:
         """Return by rank the CRC-32 of each of its shared boxes, in the order of `shared`."""
         return {
-            rank: array("I", [crc(rank, n, box) for n, box, on in shared if rank in on]).tobytes()
+            rank: [crc(rank, name, box) for name, box, ranks in shared if rank in ranks]
             for rank in communicator.addressable
         }
 
     gathered = communicator.gather(agree(communicator, crcs))
-    left = {rank: iter(array("I", found)) for rank, found in gathered.items()}
+    left = {rank: iter(found) for rank, found in gathered.items()}
     differ: dict[str, str] = {}
     for name, box, ranks in shared:
         groups: dict[int, list[int]] = {}

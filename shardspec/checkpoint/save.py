@@ -257,8 +257,7 @@ def _publish(path: Path, info: ShardingInfo) -> list[str]:
                 "another program has changed it, save again"
             )
     older: list[str] = []
-    # An older info that cannot be read names nothing that could be removed.
-    with suppress(CheckpointError):
+    with suppress(CheckpointError):  # one that cannot be read names nothing that could be removed
         older = [file.name for file in read_info(path).files]
     text = "".join(info_lines(info)).encode()
     _write_file(path / INFO_NAME, len(text), [text])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import Declared, Kind, flag, option
+from shardspec.cli.options import FILE, Declared, Kind, flag, option
 from shardspec.errors import CheckpointError, InputFileError
 from shardspec.input_files import read_input_file
 
@@ -28,11 +28,9 @@ def _as_path(text: str) -> Path:
     return as_path(text)
 
 
-CHECKPOINT: Final = Kind("CKPT", _as_path, is_file=True)
+CHECKPOINT: Final = Kind("CKPT", _as_path)
 """A path, or a URL such as ``s3://bucket/model``."""
-OTHER: Final = CHECKPOINT._replace(name="OTHER")
-_COUNT: Final = click.IntRange(1)
-_RULES: Final = click.Path(path_type=Path)
+OTHER: Final = Kind("OTHER", _as_path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +38,14 @@ class SourceOptions:
     """What a user says about a checkpoint whose format does not say it."""
 
     ranks: int | None = option(
-        "N", "How many ranks wrote the checkpoint, for formats that do not say it.", type=_COUNT
+        "N",
+        "How many ranks wrote the checkpoint, for formats that do not say it.",
+        type=click.IntRange(1),
     )
     source_rules: Path | None = option(
-        "FILE",
+        FILE,
         "TOML file that says how the ranks shard tensors, for formats that do not say it and names "
         "that the library does not know.",
-        type=_RULES,
     )
 
     def open(self, *paths: Path | None, quiet: bool = False) -> "list[Catalog]":
@@ -61,12 +60,12 @@ class SourceOptions:
         return found
 
 
-def _expression(pair: tuple[str, str]) -> tuple[str, str]:
+def _expression(text: str) -> str:
     try:
-        re.compile(pair[0])
+        re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pair[0]!r} is not a regular expression: {error}") from None
-    return pair
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +81,10 @@ class ChoiceOptions:
         "PATTERN", "No tensors whose name matches; may be given several times.", multiple=True
     )
     rename: tuple[tuple[str, str], ...] = option(
-        Kind("REGEX NEW", _expression),
+        "REGEX NEW",
         "Replace the first match of REGEX in every name by NEW; may be given several times.",
         multiple=True,
-        nargs=2,
+        type=(Kind("REGEX", _expression), str),
     )
 
     def arguments(self) -> dict[str, Any]:
@@ -97,7 +96,7 @@ class ChoiceOptions:
 class RuleOptions:
     """How to shard tensors."""
 
-    rules: Path | None = option("FILE", "TOML file with name patterns and specs.", type=_RULES)
+    rules: Path | None = option(FILE, "TOML file with name patterns and specs.")
     rule: tuple[tuple[str, str], ...] = option(
         "PATTERN SPEC", "One more rule; may be given several times.", multiple=True, nargs=2
     )

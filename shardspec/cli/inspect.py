@@ -4,8 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
-from functools import partial
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +30,10 @@ _MOST_CELLS: Final = 1024
 """Boxes of the largest picture."""
 _MOST_VALUE: Final = 60
 """Characters that are shown of a value that is not a tensor."""
+_TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
+_INDEX: Final = opts.numbers_kind(
+    "I,J,…", "index", "give one position for each of the first dims, as in 17 or 3,0"
+)
 
 
 @command
@@ -42,7 +45,7 @@ def inspect_command(
         "Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
     ),
     index: tuple[int, ...] | None = option(
-        opts.INDEX, "Say which ranks hold this element, row or block of the tensors that match."
+        _INDEX, "Say which ranks hold this element, row or block of the tensors that match."
     ),
     picture: bool = flag("Draw how the tensors that match are sharded."),
     only: str | None = option(
@@ -72,7 +75,7 @@ def inspect_command(
     whole = inspect.inspect_checkpoint(catalog)
     summary = _chosen(whole, tensor, only)
     if only is not None and not as_json and not (summary.tensors and (index or picture or tensor)):
-        say_parts(_some(summary, only, len(whole.tensors)))
+        say_parts(_overview(summary, only, len(whole.tensors)))
     elif index is not None:
         _say_holders(summary, index, as_json)
     elif as_json:
@@ -141,15 +144,23 @@ def _picture(tensor: TensorSummary) -> str:
     return Picture(f"{_title(tensor)} {list(shape)}", cells).text()
 
 
-def _overview(summary: CheckpointSummary) -> Iterator[str]:
-    facts = [counted(len(summary.tensors), "tensor"), bytes_text(summary.num_bytes)]
-    facts.append(f"in the format of {summary.format}")
-    mesh = summary.mesh
-    if mesh is not None:
-        facts.append(f"saved on mesh {mesh} ({counted(mesh.size, 'device')})")
-    yield f"{path_text(summary.directory)}: {', '.join(facts)}"
-    if summary.tensors:
+def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) -> Iterator[str]:
+    """Yield the lines about a checkpoint; those about its tensors if `only` some of them count."""
+    tensors, mesh = summary.tensors, summary.mesh
+    if only is None:
+        facts = f"{counted(len(tensors), 'tensor')}, {bytes_text(summary.num_bytes)}"
+        facts += f", in the format of {summary.format}"
+        if mesh is not None:
+            facts += f", saved on mesh {mesh} ({counted(mesh.size, 'device')})"
+    else:
+        verb = "are" if len(tensors) > 1 else "is"
+        facts = f"{len(tensors) or 'none'} of {counted(of, 'tensor')} {verb} {only}"
+        if only == "replicated" and mesh is None:
+            facts += f", as far as {summary.format} says: what ranks hold alike may be stored once"
+    yield f"{path_text(summary.directory)}: {facts}"
+    if tensors:
         yield from _tensors(summary)
+    if tensors and only is None:
         yield ""
         files = summary.files_by_rank
         rows = [
@@ -163,7 +174,7 @@ def _overview(summary: CheckpointSummary) -> Iterator[str]:
         ]
         header = ["rank", "coordinates", "stored", "file"]
         yield from table_lines(header, lambda: rows, numbers=(2,), empty_columns=False)
-    if summary.extras:
+    if summary.extras and only is None:
         yield ""
         values = sorted(summary.extras.items())
         rows = [
@@ -172,30 +183,18 @@ def _overview(summary: CheckpointSummary) -> Iterator[str]:
         yield from table_lines(["no tensor", "value"], lambda: rows)
 
 
-def _some(summary: CheckpointSummary, only: str, of: int) -> Iterator[str]:
-    found = f"{len(summary.tensors) or 'none'} of {counted(of, 'tensor')}"
-    verb = "are" if len(summary.tensors) > 1 else "is"
-    line = f"{path_text(summary.directory)}: {found} {verb} {only}"
-    if only == "replicated" and summary.mesh is None:
-        line += f", as far as {summary.format} says: what ranks hold alike may be stored once"
-    yield line
-    if summary.tensors:
-        yield from _tensors(summary)
-
-
 def _tensors(summary: CheckpointSummary) -> Iterator[str]:
     """Yield an empty line, and a table of the tensors."""
     header = ["tensor", "spec", "dtype", "shape", "size", "remarks"]
-    known: dict[Layout, list[str]] = {}  # most of 100,000 tensors share a layout
+    known: dict[Layout | None, list[str]] = {}  # most of 100,000 tensors share a layout
 
-    def row(tensor: TensorSummary) -> list[str]:
-        layout = tensor.layout
-        cells = _cells(tensor) if layout is None or layout not in known else known[layout]
-        if layout is not None:
-            known[layout] = cells
-        return [_name(tensor.name), *cells]
+    def rows() -> Iterator[list[str]]:
+        for tensor in summary.tensors:
+            cells = known.get(tensor.layout) or _cells(tensor)
+            if tensor.layout is not None:
+                known[tensor.layout] = cells
+            yield [_name(tensor.name), *cells]
 
-    rows = partial(map, row, summary.tensors)
     yield ""
     yield from table_lines(header, rows, numbers=(3, 4), empty_columns=False)
 
@@ -289,12 +288,12 @@ def verify_command(
     else:
         for flaw in flaws:
             say(printable(flaw))
-        digests = "none with digests, so that changed bytes cannot be told"
-        if report.digested_bytes:
-            some = f"{bytes_text(report.digested_bytes)} of them"
-            digests = f"{'all' if report.digested_bytes == report.num_bytes else some} with digests"
-        elif not report.num_bytes:
+        if report.digested_bytes == report.num_bytes:
             digests = "all with digests"
+        elif report.digested_bytes:
+            digests = f"{bytes_text(report.digested_bytes)} of them with digests"
+        else:
+            digests = "none with digests, so that changed bytes cannot be told"
         part = "what was chosen is " if choice.include or choice.exclude else ""
         same = "" if against is None or flaws else f", and {part}the same as {path_text(against)}"
         say(
@@ -306,22 +305,13 @@ def verify_command(
         click.get_current_context().exit(_NOT_THE_SAME)
 
 
-def _tolerance(text: str) -> opts.Declared:
-    def finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
-        if not isfinite(value):
-            raise click.BadParameter(f"{value} is not finite", ctx, param)
-        return value
-
-    return option("NUMBER", text, type=click.FloatRange(0), callback=finite, default=0.0)
-
-
 @command
 def diff_command(
     *,
-    a: Path = argument(CHECKPOINT._replace(name="A")),
-    b: Path = argument(CHECKPOINT._replace(name="B")),
-    atol: float = _tolerance("Largest absolute difference that is none."),
-    rtol: float = _tolerance("Largest one relative to B."),
+    a: Path = argument("A", type=CHECKPOINT),
+    b: Path = argument("B", type=CHECKPOINT),
+    atol: float = option(_TOLERANCE, "Largest absolute difference that is none.", default="0"),
+    rtol: float = option(_TOLERANCE, "Largest one relative to B.", default="0"),
     choice: ChoiceOptions,
     source: SourceOptions,
     as_json: bool = opts.json_flag("Print what was found as JSON."),

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardspec.checkpoint.store import output_exists
 from shardspec.cli import options as opts
 from shardspec.cli.options import BYTES, FILE, MeshShape, command, option
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.presets import PRESETS, LinkPreset
-from shardspec.errors import OutputExistsError, ProfileError
+from shardspec.errors import ProfileError
 from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, shown, table_text
 
@@ -36,14 +37,13 @@ def presets_command(*, as_json: bool = opts.json_flag("Print everything as JSON.
     if as_json:
         say_json({"presets": [preset.as_dict() for preset in presets]})
         return
-    header = ["preset", "scope", "basis", "confidence", "devices", "latency", "rate"]
+    texts = ["scope", "basis", "confidence"]
+    header = ["preset", *texts, "devices", "latency", "rate"]
     rows = [
         [
             preset.name,
-            preset.scope,
-            preset.basis,
-            preset.confidence,
-            _devices(preset),
+            *(getattr(preset, name) for name in texts),
+            "{} to {}".format(*preset.devices).replace("to None", "or more"),
             f"{preset.start_us + preset.latency_us:.4g} µs",
             f"{preset.gb_per_s:.4g} GB/s",
         ]
@@ -63,11 +63,6 @@ def presets_command(*, as_json: bool = opts.json_flag("Print everything as JSON.
 
 def _note(title: str, text: str) -> str:
     return fill(f"  {title:4}  {text}", 100, subsequent_indent=" " * 8, break_on_hyphens=False)
-
-
-def _devices(preset: LinkPreset) -> str:
-    fewest, most = preset.devices
-    return f"{fewest} or more" if most is None else f"{fewest} to {most}"
 
 
 def _sizes(preset: LinkPreset) -> str:
@@ -120,14 +115,14 @@ def profile_command(
     profile = _measure(devices, [*sizes, max_bytes], repeats, show=rank == 0)
     if rank:
         return
-    from shardspec.profiling.chart import chart_svg, chart_text
+    from shardspec.profiling.profile import chart_svg, chart_text
 
-    profile.save(output, overwrite=overwrite)
+    write_file(output, profile.to_json(), overwrite=overwrite)
     if plot is not None:
         write_file(plot, chart_svg(profile), overwrite=overwrite)
     say(f"{profile.table()}\n\n{chart_text(profile)}\n")
     say(f"known error: {profile.cost_model.known_error}")
-    say(f"{path_text(output)}: the links of mesh {devices}, {profile.fit.link_model} model")
+    say(f"{path_text(output)}: the links of mesh {devices}, {profile.cost_model.link_model} model")
 
 
 def _environment(name: str) -> int:
@@ -143,7 +138,7 @@ def _check_place(path: Path, overwrite: bool) -> None:
     if not path.resolve().parent.is_dir():
         raise ProfileError(f"{path}: its directory does not exist; make it first")
     if path.exists() and (path.is_dir() or not overwrite):
-        raise OutputExistsError(f"{path}: exists; choose another name, or use --overwrite")
+        raise output_exists(path)
 
 
 def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) -> "Profile":

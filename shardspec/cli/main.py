@@ -100,24 +100,22 @@ class _LazyGroup(click.Group):
             code = _fail(error.format_message(), error.exit_code)
         except click.Abort:
             code = _fail("interrupted", _BY_SIGNAL + signal.SIGINT)
-        except SpecSyntaxError as error:
-            # Of several lines: the last one points at a character.
-            click.echo(f"Error: {printable(str(error), keep=chr(10))}", err=True)
-            code = _USAGE
         except ShardSpecError as error:
             bad_input = isinstance(error, CheckpointError | InputFileError | ProfileError)
-            code = _fail(str(error), _BAD_INPUT if bad_input else _USAGE)
+            # The last of several lines points at a character of a spec.
+            lines = "\n" if isinstance(error, SpecSyntaxError) else ""
+            code = _fail(str(error), _BAD_INPUT if bad_input else _USAGE, keep=lines)
         except OSError as error:
             # Errors of files have been caught where these are used; what is left is printing.
             code = _fail(f"cannot print what is to be said: {error.strerror}", _NO_OUTPUT)
         sys.exit(code or 0)
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(message: str, code: int, keep: str = "") -> int:
     """Print an error in one line, with escapes for the terminal and arguments as options."""
     as_options = re.sub(r" ?\((\w+)=True\)", "", message)
     as_options = re.sub(r"\b(overwrite|force)=True\b", "--overwrite", as_options)
-    text = printable(as_options)
+    text = printable(as_options, keep)
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[: _MOST_CHARACTERS // 2]} … {text[-_MOST_CHARACTERS // 2 :]}"
     click.echo(f"Error: {text}", err=True)

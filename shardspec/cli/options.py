@@ -8,22 +8,20 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 import click
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_copy_s
+from shardspec.comm.profile_file import ProfileFile, read_profile
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError, ProfileError
 from shardspec.mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
-
-if TYPE_CHECKING:
-    from shardspec.profiling.profile import Profile
 
 T = TypeVar("T")
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
@@ -67,18 +65,21 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
+def parse_number(text: str, remedy: str = "give one as in 1e-5") -> float:
+    """Read a finite number from 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{shown(text)} is not a number; {remedy}") from None
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{shown(text)} must be finite and not negative")
+    return number
+
+
 def parse_numbers(text: str) -> tuple[float, ...]:
     """Read finite numbers from 0, separated by commas."""
-    numbers = []
-    for part in map(str.strip, text.split(",")):
-        try:
-            number = float(part)
-        except ValueError:
-            raise ValueError(f"{shown(part)} is not a number; give them as in 1e-5,3e-6") from None
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{shown(part)} must be finite and not negative")
-        numbers.append(number)
-    return tuple(numbers)
+    remedy = "give them as in 1e-5,3e-6"
+    return tuple(parse_number(part.strip(), remedy) for part in text.split(","))
 
 
 def parse_links(text: str) -> tuple[str, ...]:
@@ -103,20 +104,17 @@ def _memory_rate(text: str) -> float:
     """Read a rate above 0 in GB/s; 0.0 for ``preset``, infinity for ``none``."""
     if text in ("preset", "none"):
         return 0.0 if text == "preset" else math.inf
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not (rate > 0 and math.isfinite(rate)):
+    rate = 0.0
+    with suppress(ValueError):
+        rate = parse_number(text)
+    if not rate:
         raise ValueError(f"{shown(text)}: give a rate above 0 in GB/s, 'preset' or 'none'")
     return rate
 
 
-def _whole_numbers(
-    what: str, remedy: str, text: str, parts: list[str] | None = None
-) -> tuple[int, ...]:
+def _whole_numbers(what: str, remedy: str, text: str, parts: list[str]) -> tuple[int, ...]:
     numbers = []
-    for digits in map(str.strip, text.split(",") if parts is None else parts):
+    for digits in map(str.strip, parts):
         # int() also takes '1_000' and digits of other scripts, and refuses thousands of digits.
         if not (digits.isascii() and digits.isdecimal()):
             raise ValueError(
@@ -130,44 +128,51 @@ def _whole_numbers(
     return tuple(numbers)
 
 
-class Kind(NamedTuple):
-    """What an argument is."""
+class Kind(click.ParamType[Any]):
+    """What an argument is: its name in the help, and what reads its text."""
 
-    name: str
-    """As help calls it."""
-    read: Callable[[Any], object]
-    """Reads its text; a `ValueError` says what is wrong."""
-    is_file: bool = False
-    """Whether shells may complete it to the name of a file."""
+    def __init__(self, name: str, read: Callable[[str], object]) -> None:
+        self.name = name
+        self.read = read
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> object:
+        """Read a text; a `ValueError` says what is wrong."""
+        try:
+            return self.read(value)
+        except (CheckpointError, ProfileError):
+            raise  # of another exit code: what is named is bad, not how
+        except (ValueError, DTypeError) as error:
+            self.fail(str(error), param, ctx)
+
+
+def numbers_kind(name: str, what: str, remedy: str) -> Kind:
+    """Return a list of whole numbers, with the words for one that is none."""
+    return Kind(name, lambda text: _whole_numbers(what, remedy, text, text.split(",")))
 
 
 BYTES: Final = Kind("SIZE", parse_bytes)
 FILE: Final = Kind("FILE", Path)
-IDS: Final = Kind("IDS", partial(_whole_numbers, "ids", "give them as in 3,1,0,2"))
+IDS: Final = numbers_kind("IDS", "ids", "give them as in 3,1,0,2")
 MESH: Final = Kind("SHAPE", parse_mesh)
 PRESETS: Final = Kind("PRESETS", parse_links)
 SHAPE: Final = Kind("SIZES", parse_shape)
-INDEX: Final = Kind(
-    "I,J,…",
-    partial(
-        _whole_numbers, "index", "give one position for each of the first dims, as in 17 or 3,0"
-    ),
-)
 
 
 def argument(kind: Kind | str, **more: Declared) -> Declared:
-    """Declare a field as an argument; `more` is for click."""
-    return field(metadata={"click": lambda name: click.Argument([name], **_typed(kind), **more)})
+    """Declare a field as an argument; text is any text, by its name in the help."""
+    typed = {"metavar": kind} if isinstance(kind, str) else {"type": kind, "metavar": kind.name}
+    return field(metadata={"click": lambda name: click.Argument([name], **typed, **more)})
 
 
-def option(
-    kind: Kind | click.ParamType[Any] | str, text: str, *names: str, **more: Declared
-) -> Declared:
+def option(kind: click.ParamType[Any] | str, text: str, *names: str, **more: Declared) -> Declared:
     """Declare a field as an option, called as the field is unless names are given."""
 
     def made(name: str) -> click.Parameter:
         called = names or (f"--{name.replace('_', '-')}",)
-        return click.Option([name, *called], help=text, **_typed(kind), **more)
+        typed = {"metavar": kind} if isinstance(kind, str) else {"type": kind}
+        return click.Option([name, *called], help=text, **typed, **more)
 
     default = more.get("default", () if more.get("multiple") else None)
     return field(default=default, metadata={"click": made})
@@ -185,27 +190,6 @@ def unless(text: str) -> Declared:
         return click.Option([name, f"--no-{name}"], help=text, flag_value=False, default=True)
 
     return field(default=True, metadata={"click": made})
-
-
-def _typed(kind: Kind | click.ParamType[Any] | str) -> dict[str, Any]:
-    """Return click's arguments for a kind; text stands for any text, by its name in the help."""
-    if isinstance(kind, str):
-        return {"metavar": kind}
-    if not isinstance(kind, Kind):
-        return {"type": kind}
-
-    def read(ctx: click.Context, param: click.Parameter, value: Declared) -> object:
-        if value is None:
-            return None
-        try:
-            return tuple(map(kind.read, value)) if param.multiple else kind.read(value)
-        except (CheckpointError, ProfileError):
-            raise  # of another exit code: what is named is bad, not how
-        except (ValueError, DTypeError) as error:
-            raise click.BadParameter(str(error), ctx, param) from None
-
-    path = {"type": click.Path()} if kind.is_file else {}
-    return {"metavar": kind.name, "callback": read, **path}
 
 
 def command(run: Callable[..., None]) -> click.Command:
@@ -301,16 +285,13 @@ class TensorOptions:
     dtype: str = dtype_option()
 
 
-def _read_profile(path: str) -> "Profile":
-    from shardspec.profiling.profile import Profile
-
-    return Profile.load(Path(path))
-
-
-def plain_mesh(mesh: MeshShape, ids: tuple[int, ...] | None = None) -> DeviceMesh:
-    """Return a mesh without links; its ids are counted from 0 unless they are given."""
+def plain_mesh(
+    mesh: MeshShape, ids: tuple[int, ...] | None = None, **links: Declared
+) -> DeviceMesh:
+    """Return a mesh, without links unless they are given; ids are counted from 0 by default."""
     shape, names = mesh
-    return DeviceMesh(range(math.prod(shape)) if ids is None else ids, shape, axis_names=names)
+    numbers = range(math.prod(shape)) if ids is None else ids
+    return DeviceMesh(numbers, shape, axis_names=names, **links)
 
 
 _SECONDS: Final = Kind("SECONDS", parse_numbers)
@@ -342,8 +323,8 @@ class ClusterOptions:
         "The rate of a device's memory in 10^9 bytes a second, by which local copies are "
         "priced: 'preset', that of --links (the default where it is known), or 'none'.",
     )
-    profile: "Profile | None" = option(
-        Kind("FILE", _read_profile, is_file=True),
+    profile: ProfileFile | None = option(
+        Kind("FILE", read_profile),
         "Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
         "and --link-model.",
     )
@@ -353,46 +334,39 @@ class ClusterOptions:
 
         Options that contradict each other or leave something open are a `click.UsageError`.
         """
-        profile, links, given = self.profile, self.links, self.mesh
-        own = (self.alpha, self.beta, self.link_model) != (None, None, None)
-        if profile is not None:
-            measured = (profile.mesh_shape, profile.axis_names)
-            refuse_if(links is not None, "give --links or --profile, not both")
-            text = "--profile has measured links; leave out --alpha, --beta and --link-model"
-            refuse_if(own, text)
-            refuse_if(
-                given is not None and given[0] != profile.mesh_shape,
-                f"--mesh has the shape {_sizes(given or measured)}, but the profile was measured "
-                f"on {_sizes(measured)}; leave out --mesh, or measure again",
-            )
-            text = "--profile has timed steps with their copies; leave out --memory"
-            refuse_if(self.memory is not None, text)
-            given = given or measured
-        if given is None:
-            raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
+        profile, links = self.profile, self.links
         one = (self.alpha is None) != (self.beta is None)
         refuse_if(one, "give both --alpha and --beta, or neither")
-        shape, names = given
-        devices = DeviceMesh(
-            range(math.prod(shape)) if self.ids is None else self.ids,
-            shape,
-            mesh_alpha=_per_axis("--alpha", self.alpha, len(shape)),
-            mesh_beta=_per_axis("--beta", self.beta, len(shape)),
-            axis_names=names,
-            link_model=self.link_model or "ring",
-        )
-        both = self.alpha is not None and links is not None
-        refuse_if(both, "give --links, or --alpha and --beta, not both")
-        known = links or ((DEFAULT_PRESET,) if self.alpha is None else ())
+        given = self.alpha is not None
+        refuse_if(given and links is not None, "give --links, or --alpha and --beta, not both")
+        if profile is not None:
+            mesh, measured = self.mesh, (profile.mesh.shape, profile.mesh.axis_names)
+            refuse_if(links is not None, "give --links or --profile, not both")
+            text = "--profile has measured links; leave out --alpha, --beta and --link-model"
+            refuse_if(given or self.link_model is not None, text)
+            text = "--profile has timed steps with their copies; leave out --memory"
+            refuse_if(self.memory is not None, text)
+            refuse_if(
+                mesh is not None and mesh[0] != measured[0],
+                f"--mesh has the shape {_sizes(mesh or measured)}, but the profile was measured "
+                f"on {_sizes(measured)}; leave out --mesh, or measure again",
+            )
+            return plain_mesh(mesh or measured, self.ids), CostModel(*profile.model)
+        if self.mesh is None:
+            raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
+        known = links or (() if given else (DEFAULT_PRESET,))
         nothing = self.memory == 0 and not known
         refuse_if(nothing, "--memory preset is for --links; give the rate in GB/s")
-        per_axis = _per_axis("--links", links, len(shape))
-        if profile is not None:
-            model = profile.cost_model
-        elif per_axis is None:
-            model = CostModel.of_mesh(devices)
-        else:
-            model = CostModel.from_presets(devices, per_axis)
+        axes = len(self.mesh[0])
+        devices = plain_mesh(
+            self.mesh,
+            self.ids,
+            mesh_alpha=_per_axis("--alpha", self.alpha, axes),
+            mesh_beta=_per_axis("--beta", self.beta, axes),
+            link_model=self.link_model or "ring",
+        )
+        names = _per_axis("--links", links, axes)
+        model = CostModel.from_presets(devices, names) if names else CostModel.of_mesh(devices)
         if self.memory is None:
             return devices, model
         copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(known)

@@ -1,7 +1,6 @@
 """What commands print and write: lines that are safe to print, files, progress."""
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -45,13 +44,12 @@ def path_text(path: Path | str) -> str:
 def write_file(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a file that appears when it is complete; `CheckpointError` if that cannot be."""
     from shardspec.checkpoint.commit import write_atomically
+    from shardspec.checkpoint.output_files import write_all
 
-    content = text.encode()
+    content = memoryview(text.encode())
 
-    def fill(descriptor: int) -> None:
-        left = memoryview(content)
-        while left:
-            left = left[os.write(descriptor, left) :]
+    def fill(fd: int) -> None:
+        write_all(fd, content, 0, path)
 
     write_atomically(path, len(content), fill, overwrite=overwrite)
 

@@ -125,10 +125,9 @@ def _model_of_target(mesh: DeviceMesh, model: CostModel) -> CostModel:
 
 def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
     """Return what is a plan's own, and its seconds as a multiple of the best plan's."""
-    keys = ("steps", "cost_seconds", "bytes_received", "peak_bytes")
     record = plan.as_dict()
-    ratio = plan.cost_seconds / best.cost_seconds if best.cost_seconds else None
-    return {**{key: record[key] for key in keys}, "ratio": ratio}
+    own = {key: record[key] for key in ("steps", "cost_seconds", "bytes_received", "peak_bytes")}
+    return own | {"ratio": plan.cost_seconds / best.cost_seconds if best.cost_seconds else None}
 
 
 def _styled(text: str) -> str:

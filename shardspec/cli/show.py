@@ -59,10 +59,8 @@ def show_command(
     layout = Layout(opts.plain_mesh(mesh, ids), spec, tensor.shape, tensor.dtype)
     if output is None:
         click.echo(layout.drawing().text(_paint()))
-        wide, here = (
-            max(map(len, layout.picture().splitlines())),
-            shutil.get_terminal_size().columns,
-        )
+        wide = max(map(len, layout.picture().splitlines()))
+        here = shutil.get_terminal_size().columns
         if sys.stdout.isatty() and wide > here:
             say(
                 f"the picture is {wide} columns wide, this terminal {here}: give -o layout.svg, or "
@@ -86,23 +84,14 @@ def _paint() -> Paint:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return lambda _box, text: text
     # Terminals with more than 256 colours say so; others would show anything.
-    every = os.environ.get("COLORTERM", "") in ("truecolor", "24bit")
-    return lambda box, text: click.style(
-        text, fg="black" if every else 16, bg=box_rgb(box) if every else _nearest(box_rgb(box))
-    )
+    if os.environ.get("COLORTERM", "") in ("truecolor", "24bit"):
+        return lambda box, text: click.style(text, fg="black", bg=box_rgb(box))
+    from rich.color import Color, ColorSystem
 
+    def nearest(box: int) -> int | None:
+        return Color.from_rgb(*box_rgb(box)).downgrade(ColorSystem.EIGHT_BIT).number
 
-def _nearest(rgb: tuple[int, int, int]) -> int:
-    """Return the nearest colour of the 6×6×6 that terminals have from number 16 on.
-
-    >>> _nearest((255, 255, 255)), _nearest((0, 0, 0)), _nearest((172, 209, 246))
-    (231, 16, 153)
-    """
-    red, green, blue = (
-        min(range(6), key=lambda level: abs((0, 95, 135, 175, 215, 255)[level] - part))
-        for part in rgb
-    )
-    return 16 + 36 * red + 6 * green + blue
+    return lambda box, text: click.style(text, fg=16, bg=nearest(box))
 
 
 def _check_devices(mesh: MeshShape, most: int) -> None:
@@ -119,13 +108,12 @@ def _languages() -> dict[str, _Words]:
     """Return what writes a spec, given a mesh and perhaps a shape, by the name of the library."""
     from shardspec.interop import notations
 
-    def shardy(spec: str, mesh: DeviceMesh, _: object) -> str:
-        return f"{notations.shardy_text(spec, mesh)}   {notations.shardy_mesh_text(mesh)}"
-
     return {
         "torch": lambda spec, mesh, _: notations.placements_text(spec, mesh),
         "jax": notations.partition_spec_text,
-        "shardy": shardy,
+        "shardy": lambda spec, mesh, _: (
+            f"{notations.shardy_text(spec, mesh)}   {notations.shardy_mesh_text(mesh)}"
+        ),
         "oneflow": lambda spec, mesh, _: notations.sbp_text(spec, mesh),
         "colossal": lambda spec, mesh, _: str(notations.to_colossal(spec, mesh)),
     }

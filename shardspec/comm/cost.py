@@ -25,16 +25,15 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isfinite, prod
 from operator import gt
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from shardspec.comm import curves, presets
 from shardspec.comm.curves import Band, Curve, Line, Link, share, whole
+from shardspec.comm.profile_file import read_profile
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
 from shardspec.mesh import DeviceMesh, LinkModel
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NO_MEASUREMENT: Final = "no measurement"
 
@@ -125,11 +124,9 @@ class CostModel:
         return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s)
 
     @classmethod
-    def from_profile(cls, path: "str | Path") -> "CostModel":
+    def from_profile(cls, path: str | Path) -> "CostModel":
         """Return the model of links that ``shardspec profile`` has measured."""
-        from shardspec.profiling.profile import Profile
-
-        return Profile.load(path).cost_model
+        return cls(*read_profile(path).model)
 
     def step_seconds(self, step: Step, num_bytes: int) -> float:
         """Return the seconds of a collective, given the bytes of the largest shard before it."""

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import product
 from math import comb
 from typing import Final, TypeAlias
 
@@ -69,11 +70,8 @@ def explorer_page(
     for mark, part in parts.items():
         page = page.replace(f"%{mark}%", part)
     size = len(page.encode())
-    if size > MAX_PAGE_BYTES:
-        raise LayoutError(
-            f"the page would have {size:,} bytes, the limit is {MAX_PAGE_BYTES:,}; give fewer "
-            "meshes, shapes or links"
-        )
+    text = f"the page would have {size:,} bytes, the limit is {MAX_PAGE_BYTES:,}; give fewer"
+    _refuse_if(size > MAX_PAGE_BYTES, f"{text} meshes, shapes or links")
     return page
 
 
@@ -83,33 +81,28 @@ def _asset(name: str) -> str:
 
 def _check(meshes: Sequence[DeviceMesh], shapes: Sequence[tuple[int, ...]], links: _Links) -> None:
     for mesh in meshes:
-        if mesh.size > MAX_DEVICES:
-            raise LayoutError(
-                f"mesh {mesh} of {mesh.size} devices is too large to draw; the limit is "
-                f"{MAX_DEVICES} devices"
-            )
+        text = f"mesh {mesh} of {mesh.size} devices is too large to draw; the limit is"
+        _refuse_if(mesh.size > MAX_DEVICES, f"{text} {MAX_DEVICES} devices")
     for shape in shapes:
-        if not 1 <= len(shape) <= MAX_DIMS or 0 in shape:
-            raise LayoutError(
-                f"a tensor of shape {shape} cannot be drawn; give one of 1 to {MAX_DIMS} dims that "
-                "has elements"
-            )
+        text = f"a tensor of shape {shape} cannot be drawn; give one of 1 to {MAX_DIMS} dims that"
+        wrong = not 1 <= len(shape) <= MAX_DIMS or 0 in shape
+        _refuse_if(wrong, f"{text} has elements")
     for names in links:
-        if all(len(names) not in (1, mesh.ndim) for mesh in meshes):
-            raise LayoutError(
-                f"links {','.join(names)} fit no mesh: give one preset for all axes, "
-                "or one per axis"
-            )
-    count = sum(
-        count_conversions(mesh.ndim, len(shape)) * len(models_of(mesh, links))
-        for mesh in meshes
-        for shape in shapes
+        text = f"links {','.join(names)} fit no mesh: give one preset for all axes, or one per axis"
+        _refuse_if(all(len(names) not in (1, mesh.ndim) for mesh in meshes), text)
+    models = {mesh: len(models_of(mesh, links)) for mesh in meshes}
+    pairs = product(meshes, shapes)
+    count = sum(count_conversions(mesh.ndim, len(shape)) * models[mesh] for mesh, shape in pairs)
+    _refuse_if(
+        count > MAX_CONVERSIONS,
+        f"the page would hold {count:,} conversions, the limit is {MAX_CONVERSIONS:,}; give "
+        "meshes of fewer axes, or fewer meshes, shapes or links",
     )
-    if count > MAX_CONVERSIONS:
-        raise LayoutError(
-            f"the page would hold {count:,} conversions, the limit is {MAX_CONVERSIONS:,}; give "
-            "meshes of fewer axes, or fewer meshes, shapes or links"
-        )
+
+
+def _refuse_if(wrong: bool, text: str) -> None:
+    if wrong:
+        raise LayoutError(text)
 
 
 def count_conversions(num_axes: int, dims: int) -> int:
@@ -146,10 +139,8 @@ def models_of(mesh: DeviceMesh, links: _Links) -> dict[str, CostModel]:
         for names in links
         if len(names) in (1, mesh.ndim)
     }
-    if not models:
-        raise LayoutError(
-            f"no links fit mesh {mesh}: give one preset for all axes, or {mesh.ndim} of them"
-        )
+    text = f"no links fit mesh {mesh}: give one preset for all axes, or {mesh.ndim} of them"
+    _refuse_if(not models, text)
     return models
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import KINDS, LARGE, Band, Curve, Errors, Line, Link, whole
+from shardspec.comm.curves import LARGE, Band, Curve, Errors, Line, Link, whole
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
 from shardspec.errors import ProfileError
 from shardspec.mesh import LinkModel
@@ -50,15 +50,11 @@ def _line_of(x: Floats, y: Floats, seconds: Floats) -> Line:
 
 def _nonnegative(x: Floats, y: Floats, right: Floats) -> Line:
     """Solve least squares of two unknowns that are not negative: inside, or on one of two edges."""
-    xx, xy, yy, xr, yr = (float(v) for v in (x @ x, x @ y, y @ y, x @ right, y @ right))
-    det = xx * yy - xy * xy
-    if det > 1e-12 * xx * yy:
-        inside = ((xr * yy - yr * xy) / det, (yr * xx - xr * xy) / det)
-        if min(inside) >= 0:
-            return inside
-    # What an edge explains of the right side.
-    first, second = (xr * xr / xx if xx else 0.0), (yr * yr / yy if yy else 0.0)
-    return (xr / xx, 0.0) if first >= second else (0.0, yr / yy)
+    (a, b), *_ = np.linalg.lstsq(np.stack([x, y], axis=1), right)
+    if a >= 0 and b >= 0:
+        return float(a), float(b)
+    edges = [(float(x @ right / (x @ x)), 0.0), (0.0, float(y @ right / (y @ y)))]
+    return min(edges, key=lambda edge: np.linalg.norm(edge[0] * x + edge[1] * y - right))
 
 
 def _fit_lines(times: Times) -> tuple[Line, ...]:
@@ -124,29 +120,29 @@ class Measurement:
 class Fit:
     """Links that fit measurements under one model, and how well."""
 
-    link_model: LinkModel
-    links: tuple[Link, ...]
+    model: CostModel
     typical_error: float
     """Median of the relative errors of all measurements."""
     worst_error: float
     mean_error: float
     """Mean of the errors, each counted as 1 at most: what models are compared by."""
 
-    def cost_model(self, mesh_shape: tuple[int, ...]) -> CostModel:
-        """Return the model with these links."""
-        return CostModel(mesh_shape, self.links, self.link_model)
+    def as_dict(self) -> dict[str, object]:
+        """Return plain values, ready for JSON."""
+        keys = ("latency_s", "seconds_per_byte")
+        links = [{key: getattr(link, key) for key in keys} for link in self.model.links]
+        errors = {key: getattr(self, key) for key in self.__slots__ if key != "model"}
+        return {"links": links, **errors}
 
 
 def step_of(kind: str, axes: tuple[int, ...]) -> Step:
-    """Return the step that a kind stands for, on a tensor of two dims."""
+    """Return the step that one of `KINDS` stands for, on a tensor of two dims."""
     steps: dict[str, Step] = {
         "all-gather": AllGather(0, axes),
         "reduce-scatter": ReduceScatter(0, axes, "sum"),
         "all-reduce": AllReduce(axes, "sum"),
         "all-to-all": AllToAll(0, 1, axes, axes),
     }
-    if kind not in steps:
-        raise ProfileError(f"{kind!r} is not a kind of step that is measured; use one of {KINDS}")
     return steps[kind]
 
 
@@ -178,7 +174,7 @@ def fit_links(
     model = CostModel(mesh_shape, tuple(links), link_model)
     errors = [abs(fitted(model, m) / m.seconds - 1) for m in measurements]
     mean = fmean(min(error, 1.0) for error in errors)
-    return Fit(link_model, tuple(links), median(errors), max(errors), mean)
+    return Fit(model, median(errors), max(errors), mean)
 
 
 def curves_of_groups(

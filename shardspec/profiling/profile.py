@@ -1,31 +1,22 @@
-"""A profile of a cluster: measured times, the links that fit them, and the file they are in."""
+"""A profile of a cluster: measured times and what fits them, as tables, as a chart, as a file."""
 
 import json
-import os.path
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import isclose, prod
-from pathlib import Path
-from typing import Any, Final
+from math import ceil, floor, log10
+from typing import Final
+from xml.etree.ElementTree import Element
 
-from shardspec.checkpoint.commit import write_atomically
-from shardspec.checkpoint.strict_json import checked, field, parse_json
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import KINDS, Line
-from shardspec.errors import CheckpointError, InputFileError, MeshError, ProfileError
-from shardspec.input_files import read_input_file
-from shardspec.mesh import DeviceMesh
+from shardspec.comm.profile_file import FORMAT, VERSION
+from shardspec.layout.picture import draw, svg_page
 from shardspec.profiling.fit import Fit, Measurement, curves_of_groups, fit_links, fitted
 from shardspec.text import seconds_text, table_text
 
-_FORMAT: Final = "shardspec profile"
-_VERSION: Final = 1
-_MOST_BYTES: Final = 64 << 20
-_ALIKE: Final = 1e-6
-_MOST_DEVICES: Final = 2**20
-_SECONDS: Final = (1e-9, 1e6)
-"""No step takes less or more; what is read must not overflow in a fit either."""
+_LEAST_GAIN: Final = 1e-6
+"""By which a bus has to fit better; along one axis both say the same, but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +41,15 @@ class Profile:
 
     @property
     def fit(self) -> Fit:
-        """The better fit; along one axis alone both say the same, and it is the ring."""
-        bus_is_nearer = self.shared_bus.mean_error < self.ring.mean_error - _ALIKE
+        """The better fit."""
+        bus_is_nearer = self.shared_bus.mean_error < self.ring.mean_error - _LEAST_GAIN
         return self.shared_bus if bus_is_nearer else self.ring
 
     @cached_property
     def cost_model(self) -> CostModel:
         """The curves of collectives, and the better fit for what has none."""
         curves = curves_of_groups(self.mesh_shape, self.measurements)
-        return replace(self.fit.cost_model(self.mesh_shape), measured=curves)
+        return replace(self.fit.model, measured=curves)
 
     def table(self) -> str:
         """Return the curves, and the links with how well each model fits, as text."""
@@ -74,18 +65,9 @@ class Profile:
             for axes, some in self.cost_model.measured
             for curve in some
         ]
-        header = [
-            "collective",
-            "axes",
-            "devices",
-            "low latency",
-            "high rate",
-            "error",
-            "from 1 MiB",
-        ]
         links = [
             [
-                f"{fit.link_model}{' (chosen)' if fit is self.fit else ''}",
+                f"{fit.model.link_model}{' (chosen)' if fit is self.fit else ''}",
                 label,
                 str(devices),
                 seconds_text(link.latency_s),
@@ -94,21 +76,30 @@ class Profile:
                 f"{fit.worst_error:.1%}",
             ]
             for fit in (self.ring, self.shared_bus)
-            for label, devices, link in zip(labels, self.mesh_shape, fit.links, strict=True)
+            for label, devices, link in zip(labels, self.mesh_shape, fit.model.links, strict=True)
         ]
-        titles = ["model", "axis", "devices", "latency", "rate", "typical error", "worst"]
-        tables = [(header, curves), (titles, links)]
+        kind = ["collective", "axes", "devices"]
+        of_curves = [*kind, "low latency", "high rate", "error", "from 1 MiB"]
+        of_links = ["model", "axis", "devices", "latency", "rate", "typical error", "worst"]
+        tables = (of_curves, curves), (of_links, links)
         return "\n\nelsewhere:\n".join(table_text(*table, numbers_from=2) for table in tables)
 
     def to_json(self) -> str:
-        """Return the profile as the text of its file."""
+        """Return the profile as the text of its file, of which `CostModel.from_profile` reads fits.
+
+        The measurements are there for people, with what the model says of each.
+        """
         model = self.cost_model
         record = {
-            "format": _FORMAT,
-            "version": _VERSION,
+            "format": FORMAT,
+            "version": VERSION,
             "mesh_shape": self.mesh_shape,
             "axis_names": self.axis_names,
-            **self._derived(),
+            "link_model": model.link_model,
+            "fits": {fit.model.link_model: fit.as_dict() for fit in (self.ring, self.shared_bus)},
+            "curves": [
+                {"axes": axes, **curve.as_dict()} for axes, some in model.measured for curve in some
+            ],
             "known_error": model.known_error,
             "facts": dict(self.facts),
             "measurements": [
@@ -116,40 +107,6 @@ class Profile:
             ],
         }
         return json.dumps(record, indent=1)
-
-    def _derived(self) -> dict[str, Any]:
-        """Return what follows from the measurements, and is checked when the file is read."""
-        fits = {
-            fit.link_model: {
-                "links": [
-                    {"latency_s": link.latency_s, "seconds_per_byte": link.seconds_per_byte}
-                    for link in fit.links
-                ],
-                "typical_error": fit.typical_error,
-                "worst_error": fit.worst_error,
-                "mean_error": fit.mean_error,
-            }
-            for fit in (self.ring, self.shared_bus)
-        }
-        return {"link_model": self.fit.link_model, "fits": fits}
-
-    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
-        """Write the profile; the file appears when it is complete."""
-        content = self.to_json().encode()
-
-        def fill(fd: int) -> None:
-            os.pwrite(fd, content, 0)
-
-        write_atomically(Path(path), len(content), fill, overwrite=overwrite)
-
-    @classmethod
-    def load(cls, path: Path | str) -> "Profile":
-        """Read a profile that `save` wrote; `ProfileError` if it is none, or damaged."""
-        try:
-            return _read(Path(path))
-        except (CheckpointError, InputFileError, MeshError, ProfileError) as error:
-            said = str(error)
-            raise ProfileError(said if said.startswith(str(path)) else f"{path}: {said}") from None
 
 
 def _line_text(line: Line) -> str:
@@ -160,73 +117,93 @@ def _rate_text(seconds_per_byte: float) -> str:
     return f"{1e-9 / seconds_per_byte:.4g} GB/s" if seconds_per_byte else "free"
 
 
-def _read(path: Path) -> Profile:
-    if not os.path.isfile(path):
-        raise ProfileError("there is no such file; 'shardspec profile' makes one")
-    data = read_input_file(path, _MOST_BYTES)
-    root = checked(parse_json(data, path, "profile"), dict, path, "the profile")
-    if root.get("format") != _FORMAT:
-        raise ProfileError("is not a profile; 'shardspec profile' makes one")
-    version = field(root, "version", int, path, "")
-    if version != _VERSION:
-        raise ProfileError(
-            f"is of version {version}, but this reads version {_VERSION}; measure again or update"
+_LETTERS: Final = dict(zip(KINDS, "gsra", strict=True))
+_COLOURS: Final = dict(zip(KINDS, ("#1f6feb", "#d29922", "#cf222e", "#1a7f37"), strict=True))
+_COLUMNS: Final = 61
+_LINES: Final = 21
+_PIXELS: Final = 420
+_MARGIN: Final = 70
+_STYLE: Final = (
+    "text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}"
+    ".grid{stroke:#d0d7de;fill:none}.same{stroke:#59636e;stroke-dasharray:4 4;fill:none}"
+)
+
+
+class _Scale:
+    """The points of a profile, as kind, fitted and measured, on a scale of whole decades."""
+
+    def __init__(self, profile: Profile) -> None:
+        model = profile.cost_model
+        self.points = [
+            (m.kind, log10(max(fitted(model, m), 1e-12)), log10(m.seconds))
+            for m in profile.measurements
+        ]
+        logs = [value for _, *pair in self.points for value in pair]
+        self.low = floor(min(logs))
+        self.high = max(ceil(max(logs)), self.low + 1)
+        self.labels = {at: seconds_text(10.0**at) for at in range(self.low, self.high + 1)}
+
+    def place(self, value: float, steps: int) -> float:
+        return (value - self.low) / (self.high - self.low) * steps
+
+
+def chart_text(profile: Profile) -> str:
+    """Draw measured against fitted times, both logarithmic: on the diagonal the fit is exact.
+
+    A letter is a measurement, and the last one at a place is seen.
+    """
+    scale = _Scale(profile)
+    grid = [[" "] * _COLUMNS for _ in range(_LINES)]
+    for column in range(_COLUMNS):
+        grid[round(column / (_COLUMNS - 1) * (_LINES - 1))][column] = "·"
+    for kind, across, up in scale.points:
+        row = grid[round(scale.place(up, _LINES - 1))]
+        row[round(scale.place(across, _COLUMNS - 1))] = _LETTERS[kind]
+    ticks = {round(scale.place(at, _LINES - 1)): label for at, label in scale.labels.items()}
+    lines = ["measured"]
+    for line in reversed(range(_LINES)):
+        label = ticks.get(line, "")
+        lines.append(f"{label:>8} {'┤' if label else '│'}{''.join(grid[line])}".rstrip())
+    below = [" "] * (_COLUMNS + 8)
+    for decade, label in scale.labels.items():
+        at = round(scale.place(decade, _COLUMNS - 1))
+        below[at : at + len(label)] = label
+    legend = ", ".join(f"{letter} {kind}" for kind, letter in _LETTERS.items())
+    lines.append(f"{'':>8} └{'─' * _COLUMNS}")
+    lines.append(f"{'':>10}{''.join(below).rstrip()}   fitted")
+    return "\n".join([*lines, f"{legend}; · where both are the same"])
+
+
+def chart_svg(profile: Profile) -> str:
+    """Draw the same as SVG; the title of a point says what it is."""
+    scale = _Scale(profile)
+    size, far = _PIXELS + 2 * _MARGIN, _PIXELS + _MARGIN
+    root = Element("svg")
+
+    def text(x: float, y: float, words: str, anchor: str = "start") -> None:
+        draw(root, "text", words, x=x, y=y, text_anchor=anchor)
+
+    def point(x: float, y: float, kind: str) -> Element:
+        return draw(root, "circle", cx=x, cy=y, r=4, fill=_COLOURS[kind])
+
+    draw(root, "style", _STYLE)
+    for decade, label in scale.labels.items():
+        x = _MARGIN + scale.place(decade, _PIXELS)
+        draw(root, "path", class_="grid", d=f"M{x} {_MARGIN}V{far}M{_MARGIN} {size - x}H{far}")
+        text(x, far + 18, label, "middle")
+        text(_MARGIN - 6, size - x + 4, label, "end")
+    draw(root, "path", class_="same", d=f"M{_MARGIN} {far}L{far} {_MARGIN}")
+    for (kind, across, up), measured in zip(scale.points, profile.measurements, strict=True):
+        title = (
+            f"{kind} over axes {','.join(map(str, measured.axes))}, {measured.num_bytes} bytes: "
+            f"{seconds_text(10**up)} measured, {seconds_text(10**across)} fitted"
         )
-    shape = field(root, "mesh_shape", tuple, path, "")
-    if not 0 < prod(shape) <= _MOST_DEVICES:
-        raise ProfileError(f"mesh_shape {list(shape)} is not a mesh")
-    names = None
-    if root.get("axis_names") is not None:
-        names = tuple(field(root, "axis_names", list, path, ""))
-    mesh = DeviceMesh(range(prod(shape)), shape, axis_names=names)
-    facts = {
-        name: checked(fact, str, path, name)
-        for name, fact in field(root, "facts", dict, path, "").items()
-    }
-    measurements = [
-        _measurement(item, path, f"measurements[{number}]", shape)
-        for number, item in enumerate(field(root, "measurements", list, path, ""))
-    ]
-    profile = Profile(shape, mesh.axis_names, tuple(measurements), facts)
-    field(root, "fits", dict, path, "")
-    _check_alike(root, profile._derived(), "")
-    return profile
-
-
-def _check_alike(found: Any, expected: Any, key: str) -> None:  # noqa: ANN401  # parsed JSON
-    """Compare what a file says with what follows, but for the rounding of another machine."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for name, value in expected.items():
-            _check_alike(found.get(name), value, f"{key}.{name}" if key else name)
-        return
-    if isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
-        for number, value in enumerate(expected):
-            _check_alike(found[number], value, f"{key}[{number}]")
-        return
-    same = found == expected
-    if isinstance(expected, float) and isinstance(found, float):
-        same = isclose(found, expected, rel_tol=_ALIKE, abs_tol=1e-15)
-    if not same:
-        raise ProfileError(
-            f"{key} is {found!r:.60}, which does not follow from the measurements; by these it is "
-            f"{expected!r:.60}. The file was changed, measure again"
-        )
-
-
-def _measurement(value: object, path: Path, key: str, mesh_shape: Sequence[int]) -> Measurement:
-    item = checked(value, dict, path, key)
-    kind = field(item, "kind", str, path, key)
-    axes = field(item, "axes", tuple, path, key)
-    num_bytes = field(item, "num_bytes", int, path, key)
-    seconds: Any = field(item, "seconds", object, path, key)
-    (least, most), dims = _SECONDS, len(mesh_shape)
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    for name, fine, due in (
-        ("kind", kind in KINDS, f"one of {', '.join(KINDS)}"),
-        ("axes", axes and len({*axes}) == len(axes) and max(axes) < dims, "axes of the mesh"),
-        ("num_bytes", num_bytes > 0, "above 0"),
-        ("seconds", number and least <= seconds <= most, f"a number from {least:g} to {most:g}"),
-    ):
-        if not fine:
-            raise ProfileError(f"{key}.{name} is {item[name]!r:.24}, but should be {due}")
-    return Measurement(kind, axes, num_bytes, float(seconds))
+        x, y = (scale.place(value, _PIXELS) for value in (across, up))
+        draw(point(_MARGIN + x, far - y, kind), "title", title)
+    for line, kind in enumerate(_COLOURS):
+        point(_MARGIN + 14, _MARGIN + 12 + 18 * line, kind)
+        text(_MARGIN + 24, _MARGIN + 16 + 18 * line, kind)
+    text(size / 2, size - 26, "fitted", "middle")
+    text(_MARGIN, _MARGIN - 30, profile.cost_model.known_error)
+    text(_MARGIN - 40, _MARGIN - 10, "measured")
+    return svg_page(root, size, size) + "\n"

@@ -1,0 +1,101 @@
+"""The file of ``shardspec profile``: a mesh, and the links and curves fitted to measured times."""
+
+import json
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias, get_args
+
+from shardspec.comm.curves import KINDS, Band, Curve, Link
+from shardspec.errors import ProfileError, ShardSpecError
+from shardspec.input_files import read_input_file
+from shardspec.mesh import DeviceMesh, LinkModel
+from shardspec.text import shown
+
+FORMAT: Final = "shardspec profile"
+VERSION: Final = 1
+_MOST_BYTES: Final = 64 << 20
+_MOST_DEVICES: Final = 2**20
+_Curves: TypeAlias = tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...]
+
+
+class ProfileFile(NamedTuple):
+    """What a profile says of a mesh, by which steps on it are priced."""
+
+    mesh: DeviceMesh
+    links: tuple[Link, ...]
+    curves: _Curves
+    """Of the collectives along some axes; none in a file of shardspec 0.1."""
+
+    @property
+    def model(self) -> tuple[tuple[int, ...], tuple[Link, ...], LinkModel, _Curves]:
+        """The arguments of a `CostModel`."""
+        return self.mesh.shape, self.links, self.mesh.link_model, self.curves
+
+
+def read_profile(path: Path | str) -> ProfileFile:
+    """Read the file of a profile; `ProfileError` if it is none, or damaged."""
+    path = Path(path)
+    if not path.is_file():
+        raise ProfileError(f"{path}: there is no such file; 'shardspec profile' makes one")
+    try:
+        return _parse(json.loads(read_input_file(path, _MOST_BYTES)))
+    except ShardSpecError as error:
+        why = str(error).removeprefix(f"{path}: ")
+    except KeyError as error:
+        why = f"{error} is missing"
+    except (TypeError, ValueError, RecursionError) as error:  # not JSON, or of another structure
+        why = str(error)
+    raise ProfileError(f"{path}: is not a profile: {why}; 'shardspec profile' makes one")
+
+
+def _parse(root: Any) -> ProfileFile:  # noqa: ANN401  # parsed JSON
+    _check("format", root["format"], [FORMAT])
+    _check("version", root["version"], [VERSION])
+    shape, names = tuple(_numbers("mesh_shape", root["mesh_shape"], int)), root["axis_names"]
+    if prod(shape) > _MOST_DEVICES:
+        raise ProfileError(f"mesh_shape is {shown(shape)}, more than {_MOST_DEVICES:,} devices")
+    model = _check("link_model", root["link_model"], get_args(LinkModel))
+    mesh = DeviceMesh(range(prod(shape)), shape, axis_names=names, link_model=model)
+    links = tuple(
+        Link(*_pair(_numbers("links", [link["latency_s"], link["seconds_per_byte"]])), "measured")
+        for link in root["fits"][model]["links"]
+    )
+    if len(links) != mesh.ndim:
+        raise ProfileError(f"{len(links)} links for the {mesh.ndim} axes of mesh {mesh}")
+    curves: dict[tuple[int, ...], tuple[Curve, ...]] = {}
+    for record in root.get("curves", []):
+        axes = tuple(_numbers("axes", record["axes"], int))
+        devices = prod(mesh.shape[_check("axis", axis, range(mesh.ndim))] for axis in axes)
+        lines = tuple(_pair(_numbers("lines", line)) for line in record["lines"])
+        curve = Curve(
+            _check("collective", record["collective"], KINDS),
+            _check("devices", record["devices"], [devices]),
+            lines or _check("lines", lines, ["one or more"]),
+            _pair(_numbers("sizes", record["sizes"], int)),
+            _pair(band and Band(*_numbers("errors", band)) for band in record["errors"]),
+        )
+        curves[axes] = (*curves.get(axes, ()), curve)
+    return ProfileFile(mesh, links, tuple(curves.items()))
+
+
+def _check(key: str, value: Any, known: Iterable[Any]) -> Any:  # noqa: ANN401  # parsed JSON
+    if value not in known:
+        due = " or ".join(map(repr, known))
+        raise ProfileError(f"{key} is {shown(value, 24)}, but this release reads {due}")
+    return value
+
+
+def _numbers(key: str, values: Any, kind: type = float) -> list[Any]:  # noqa: ANN401
+    """Return a list of numbers from 0, whole ones if `kind` is int."""
+    kinds = (int,) if kind is int else (int, float)
+    if not isinstance(values, list) or not all(
+        type(value) in kinds and 0 <= value < 2**63 for value in values
+    ):
+        raise ProfileError(f"{key} is {shown(values, 24)}, but should be numbers from 0")
+    return values
+
+
+def _pair(values: Iterable[Any]) -> tuple[Any, Any]:
+    first, second = values
+    return first, second
