@@ -5,7 +5,7 @@ by the system (copy_file_range), and the bytes can be checked on the way. Memory
 the size of a tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from math import prod
@@ -135,17 +135,6 @@ class Checks:
             elif len(spans) > _MAX_SPANS:
                 spans.clear()
                 self._late[stored.path, digest] = self._open.pop((stored.path, digest))
-
-    def unchecked(self, boxes: Sequence[StoredBox]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield what was read of boxes that are not checked yet, for `add_known` elsewhere.
-
-        That is the index of the box among `boxes`, position, bytes and CRC-32.
-        """
-        numbers = {id(stored): number for number, stored in enumerate(boxes)}
-        for (_, digest), (stored, spans) in (*self._open.items(), *self._late.items()):
-            # A box of which nothing was read has to be checked too.
-            for start, (end, value) in spans.items() or [(digest.start, (digest.start, 0))]:
-                yield numbers[id(stored)], start, end - start, value
 
     def finish(self, files: OpenFiles) -> None:
         """Read the rest of the boxes that are not checked yet, and check them."""

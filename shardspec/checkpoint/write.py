@@ -15,7 +15,7 @@ from isal.isal_zlib import crc32_combine
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.commit import Destination, names_below, opened
 from shardspec.checkpoint.coordinate import Member, Workers, together
-from shardspec.checkpoint.executor import Execution, Findings, WriteOptions
+from shardspec.checkpoint.executor import Execution, WriteOptions
 from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
     DEEPSPEED_MODEL,
@@ -31,10 +31,9 @@ from shardspec.checkpoint.formats.names import (
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.output_files import in_store, on_disk
 from shardspec.checkpoint.read_boxes import crc_text
-from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath, output_exists, path_errors
-from shardspec.checkpoint.targets import OutputTensor, Target
+from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
 from shardspec.checkpoint.tiling import check_replicas, check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, ShardSpecError
@@ -176,18 +175,16 @@ def _write(
     workers: Workers,
 ) -> WriteReport:
     """Write all files; the first process completes the output."""
-    remote = isinstance(destination.path, RemotePath)
-    job = Execution(source, target, options, workers, whole_files=remote)
-    written = []
+    begin = in_store if isinstance(destination.path, RemotePath) else on_disk
+    job = Execution(source, target, options, workers, destination.path)
     # The other processes are told of an error before their files are removed.
-    begin = in_store if remote else on_disk
-    with begin(job, workers, destination) as output, workers.failing_together():
+    with begin(job, destination) as output, workers.failing_together():
         job.run(output.copy)
         if job.member.rank:
             source.check_unchanged()
-        every = workers.gather("findings", job.findings)
+        every = workers.gather("findings", job.findings())
         if job.member.rank == 0:
-            job.join([Findings(*found) for found in every])
+            job.join(every[1:])
             written = output.finish()
         else:
             # Only the first process knows whether all went well.
