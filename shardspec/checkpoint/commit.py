@@ -167,12 +167,14 @@ def _locked(parent: int, path: Path) -> Iterator[tuple[str, int]]:
                 stacklevel=2,
             )
         pattern = re.compile(re.escape(f".{path.name}.shardspec-") + r"[0-9a-f]{16}\.lock")
-        for other in filter(pattern.fullmatch, os.listdir(parent)):
-            if other != f"{name}.lock" and _remove_remains(parent, other, path) is False:
-                raise another_run
+        with path_errors(path, "written"):
+            for other in filter(pattern.fullmatch, os.listdir(parent)):
+                if other != f"{name}.lock" and _remove_remains(parent, other, path) is False:
+                    raise another_run
         # Before it was locked, another run may have taken it for remains.
-        if locked is False or not _is_same(parent, f"{name}.lock", own):
-            raise another_run
+        with path_errors(path, "written"):
+            if locked is False or not _is_same(parent, f"{name}.lock", own):
+                raise another_run
         with suppress(OSError):
             fcntl.flock(parent, fcntl.LOCK_UN)
         yield name, own
@@ -183,7 +185,7 @@ def _locked(parent: int, path: Path) -> Iterator[tuple[str, int]]:
 
 def _remove_remains(parent: int, locked_by: str, path: Path) -> bool | None:
     """Remove what a killed run has left, known by its lock; return False if the run is alive."""
-    with path_errors(path, "written"), suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         at = os.stat(locked_by, dir_fd=parent, follow_symlinks=False)
         if not stat.S_ISREG(at.st_mode) or at.st_uid != os.geteuid():
             return None

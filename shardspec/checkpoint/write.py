@@ -138,13 +138,9 @@ def write_checkpoint(
                 "into a store; write to a directory here, and copy that"
             )
         destination = Destination(output)
-        first, overwrite = workers.member.rank == 0, options.overwrite
-        if first:
-            path = _check_place(output, source, directory=target.directory, overwrite=overwrite)
-            destination = Destination(path)
+        if workers.member.rank == 0:
+            destination = _check_place(output, source, target, format, options.overwrite)
         read_files, read_bytes = _check_tensors(source, tensors, options.verify, workers.member)
-        if first and overwrite and target.directory:
-            destination = _check_replaced(destination.path, target, format)
         report = WriteReport(
             path=output,
             format=format,
@@ -239,13 +235,16 @@ def _check_tensors(
     return len(paths), num_bytes
 
 
-def _check_place(output: Path, source: Catalog, *, directory: bool, overwrite: bool) -> Path:
-    """Return where to write, links resolved, if writing there does no harm.
+def _check_place(
+    output: Path, source: Catalog, target: Target, format: str, overwrite: bool
+) -> Destination:
+    """Return where to write, links resolved, and what is replaced, if that does no harm.
 
     No part of the `source` is overwritten, and what is there is a directory or a file like the
     output. Raises an `OutputExistsError` if it exists and `overwrite` is not set, a
     `CheckpointError` otherwise.
     """
+    directory = target.directory
     if "\0" in str(output):
         raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
     here = not isinstance(output, RemotePath)
@@ -289,7 +288,7 @@ def _check_place(output: Path, source: Catalog, *, directory: bool, overwrite: b
         raise CheckpointError(
             f"{output}: its directory {path.parent} {problem}; make it first, or write elsewhere"
         )
-    return path
+    return _check_replaced(path, target, format) if overwrite and directory else Destination(path)
 
 
 def _real(path: Path) -> Path:

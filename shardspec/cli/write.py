@@ -80,7 +80,7 @@ def _write(title: str, options: _Options, convert: Callable[..., WriteReport]) -
     quiet = options.quiet or (member is not None and member.rank > 0)
     with progress_bar(not (quiet or options.as_json), title) as progress:
         report = convert(
-            names=names,
+            names=names or None,
             progress=progress,
             member=member,
             **options.choice.arguments(),
