@@ -16,7 +16,7 @@ import stat
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
@@ -25,8 +25,8 @@ from shardspec.errors import CheckpointError
 
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _INNER: Final = DIRECTORY | os.O_NOFOLLOW
-_FILE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-_NEW_FILE: Final = _FILE | os.O_CREAT | os.O_EXCL
+FILE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+NEW_FILE: Final = FILE | os.O_CREAT | os.O_EXCL
 _NO_REPLACE: Final = 1
 _EXCHANGE: Final = 2
 _ATTEMPTS: Final = 10
@@ -42,53 +42,13 @@ class Destination(NamedTuple):
     """Inode of the directory to replace, 0 if there is none; None if that is not known."""
 
 
-class Staged(NamedTuple):
-    """A staged file, or a directory of files, opened."""
-
-    fd: int
-    place: Path
-    """Its present name; not opened by that, as somebody else may give it to something else."""
-    path: Path
-    """Its final name, for errors."""
-    directory: bool
-
-    def create(self, name: str, num_bytes: int) -> None:
-        """Make a file of a size: a full disk is reported before anything is written."""
-        more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
-        with path_errors(self.path, "written", more):
-            fd = self._open(name, _NEW_FILE)
-            try:
-                reserve(fd, num_bytes)
-            finally:
-                os.close(fd)
-
-    def open(self, name: str) -> int:
-        """Open a file that was made; return its descriptor."""
-        with path_errors(self.path, "written"):
-            return self._open(name, _FILE)
-
-    def _open(self, name: str, flags: int) -> int:
-        """Open a file by its relative name, following no links; make those above a new one."""
-        if not self.directory:
-            return os.dup(self.fd)
-        *above, last = name.split("/")
-        if not {"", ".", ".."}.isdisjoint((*above, last)):
-            raise CheckpointError(f"{name!r} does not name a file in a directory; choose another")
-        with ExitStack() as held:
-            fd = self.fd
-            for part in above:
-                if flags & os.O_CREAT:
-                    with suppress(FileExistsError):
-                        os.mkdir(part, 0o700, dir_fd=fd)
-                fd = held.enter_context(opened(part, fd))
-            return os.open(last, flags, 0o600, dir_fd=fd)
-
-
 @contextmanager
 def staged_output(
     destination: Destination, *, directory: bool, overwrite: bool
-) -> Iterator[Staged]:
+) -> Iterator[tuple[int, Path]]:
     """Make an empty file or directory to fill, which gets the final name at the end of the block.
+
+    Yields its descriptor and its name until then, which somebody else may give to something else.
 
     Of a directory that is replaced, files of the same names and those in `replaced` are removed;
     all others are kept, also those that appear meanwhile. If an exception is raised, what was made
@@ -99,9 +59,9 @@ def staged_output(
         with path_errors(path, "written"):
             if directory:
                 os.mkdir(name, 0o700, dir_fd=parent)
-            fd = os.open(name, _INNER if directory else _NEW_FILE, 0o600, dir_fd=parent)
+            fd = os.open(name, _INNER if directory else NEW_FILE, 0o600, dir_fd=parent)
         try:
-            yield Staged(fd, path.with_name(name), path, directory)
+            yield fd, path.with_name(name)
             with path_errors(path, "written"):
                 old = _stat_of(parent, path.name)
                 if destination.inode not in (None, 0 if old is None else old.st_ino):
@@ -122,10 +82,10 @@ def staged_output(
 
 
 @contextmanager
-def joined_output(place: Path, path: Path, *, directory: bool) -> Iterator[Staged]:
+def joined_output(place: Path, path: Path, *, directory: bool) -> Iterator[int]:
     """Open what another process of the same user has staged; `path` is its final name."""
     try:
-        fd = os.open(place, _INNER if directory else _FILE)
+        fd = os.open(place, _INNER if directory else FILE)
     except OSError as error:
         raise CheckpointError(
             f"{path}: what the first process has begun is not seen here ({reason(error)}); write "
@@ -134,7 +94,7 @@ def joined_output(place: Path, path: Path, *, directory: bool) -> Iterator[Stage
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             raise CheckpointError(f"{path}: {place.name} beside it belongs to another user")
-        yield Staged(fd, place, path, directory)
+        yield fd
     finally:
         os.close(fd)
 
@@ -156,7 +116,7 @@ def _locked(parent: int, path: Path) -> Iterator[tuple[str, int]]:
     while lock(parent) is False and time.monotonic() < deadline:
         time.sleep(0.002)
     with path_errors(path, "written"):
-        own = os.open(f"{name}.lock", _NEW_FILE, 0o600, dir_fd=parent)
+        own = os.open(f"{name}.lock", NEW_FILE, 0o600, dir_fd=parent)
     try:
         locked = lock(own)
         if locked is None:
@@ -189,7 +149,7 @@ def _remove_remains(parent: int, locked_by: str, path: Path) -> bool | None:
         at = os.stat(locked_by, dir_fd=parent, follow_symlinks=False)
         if not stat.S_ISREG(at.st_mode) or at.st_uid != os.geteuid():
             return None
-        with opened(locked_by, parent, _FILE | os.O_NONBLOCK) as fd:
+        with opened(locked_by, parent, FILE | os.O_NONBLOCK) as fd:
             if not (locked := lock(fd)) or not _is_same(parent, locked_by, fd):
                 return locked
             name = locked_by.removesuffix(".lock")
@@ -266,7 +226,7 @@ def write_atomically(
     name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
     with _opened_parent(path) as parent:
         with path_errors(path, "written"):
-            fd = os.open(name, _NEW_FILE, 0o600, dir_fd=parent)
+            fd = os.open(name, NEW_FILE, 0o600, dir_fd=parent)
         try:
             more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
             with path_errors(path, "written", more):

@@ -7,7 +7,7 @@ start to end; it appears when it is complete, and a file that it replaces stays 
 import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -15,9 +15,12 @@ from typing import Final, NamedTuple, TypeAlias
 from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.commit import (
+    FILE,
+    NEW_FILE,
     Destination,
-    Staged,
     joined_output,
+    opened,
+    reserve,
     staged_output,
 )
 from shardspec.checkpoint.executor import Execution, Task
@@ -126,6 +129,45 @@ def _write_list(name: str, fill: Callable[[Write], object], write: Write) -> _Fi
     return _FilePart(0, num_bytes, crc, name)
 
 
+class Staged(NamedTuple):
+    """A staged file, or a directory of files, opened."""
+
+    fd: int
+    path: Path  # its final name, for errors
+    directory: bool
+
+    def create(self, name: str, num_bytes: int) -> None:
+        """Make a file of a size: a full disk is reported before anything is written."""
+        more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
+        with path_errors(self.path, "written", more):
+            fd = self._open(name, NEW_FILE)
+            try:
+                reserve(fd, num_bytes)
+            finally:
+                os.close(fd)
+
+    def open(self, name: str) -> int:
+        """Open a file that was made; return its descriptor."""
+        with path_errors(self.path, "written"):
+            return self._open(name, FILE)
+
+    def _open(self, name: str, flags: int) -> int:
+        """Open a file by its relative name, following no links; make those above a new one."""
+        if not self.directory:
+            return os.dup(self.fd)
+        *above, last = name.split("/")
+        if not {"", ".", ".."}.isdisjoint((*above, last)):
+            raise CheckpointError(f"{name!r} does not name a file in a directory; choose another")
+        with ExitStack() as held:
+            fd = self.fd
+            for part in above:
+                if flags & os.O_CREAT:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, 0o700, dir_fd=fd)
+                fd = held.enter_context(opened(part, fd))
+            return os.open(last, flags, 0o600, dir_fd=fd)
+
+
 class DiskOutput:
     """An output on a disk."""
 
@@ -200,14 +242,15 @@ def on_disk(job: Execution, destination: Destination) -> Iterator[DiskOutput]:
     """Begin an output on a disk: files are staged, and opened by the other processes."""
     path, directory, workers = destination.path, job.target.directory, job.workers
     if job.member.rank:
-        with joined_output(Path(workers.broadcast("place")), path, directory=directory) as staged:
-            yield DiskOutput(job, staged)
+        with joined_output(Path(workers.broadcast("place")), path, directory=directory) as fd:
+            yield DiskOutput(job, Staged(fd, path, directory))
         return
     overwrite = job.options.overwrite
-    with staged_output(destination, directory=directory, overwrite=overwrite) as staged:
+    with staged_output(destination, directory=directory, overwrite=overwrite) as (fd, place):
+        staged = Staged(fd, path, directory)
         for file in job.target.files:
             staged.create(file.name, file.num_bytes)
-        workers.broadcast("place", str(staged.place))
+        workers.broadcast("place", str(place))
         yield DiskOutput(job, staged)
 
 

@@ -15,12 +15,13 @@ import torch
 from shardspec import DeviceMesh, merge, reshard, save_sharded
 from shardspec.checkpoint import commit
 from shardspec.checkpoint.commit import Destination, staged_output
+from shardspec.checkpoint.output_files import Staged
 from shardspec.errors import CheckpointError, OutputExistsError
 
 
 def by_descriptor(staged):
     """What is staged, whatever becomes of its name."""
-    return Path(f"/proc/self/fd/{staged.fd}")
+    return Path(f"/proc/self/fd/{staged[0]}")
 
 
 def fill(staged, directory, text):
@@ -47,7 +48,7 @@ def test_it_appears_when_done(tmp_path, directory):
     path = tmp_path / "out"
     with staged_output(Destination(path), directory=directory, overwrite=False) as place:
         fill(place, directory, "new")
-        (staged,) = {place.place.name} & set(os.listdir(tmp_path))
+        (staged,) = {place[1].name} & set(os.listdir(tmp_path))
         assert re.fullmatch(r"\.out\.shardspec-[0-9a-f]{16}", staged)
         at = (tmp_path / staged).stat()
         assert stat.S_IMODE(at.st_mode) == (0o700 if directory else 0o600)
@@ -110,7 +111,7 @@ def test_after_a_run_that_was_killed(tmp_path, directory):
     assert not path.exists()
     assert [name for name in os.listdir(tmp_path) if name.startswith(".out.shardspec-")]
     with staged_output(Destination(path), directory=directory, overwrite=False) as place:
-        assert not directory or os.listdir(place.fd) == []
+        assert not directory or os.listdir(place[0]) == []
         fill(place, directory, "whole")
     assert text_of(path, directory) == "whole"
     assert os.listdir(tmp_path) == ["out"]
@@ -232,14 +233,15 @@ def test_names_do_not_lead_out(tmp_path, name):
         pytest.raises(CheckpointError, match="does not name a file in a directory"),
         staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as staged,
     ):
-        staged.create(name, 1)
+        Staged(staged[0], tmp_path / "out", directory=True).create(name, 1)
     assert os.listdir(tmp_path) == []
 
 
 def test_no_link_is_followed_on_the_way_to_a_file(tmp_path):
     (tmp_path / "victim").mkdir()
-    with staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as staged:
-        place = by_descriptor(staged)
+    with staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as made:
+        place = by_descriptor(made)
+        staged = Staged(made[0], tmp_path / "out", directory=True)
         staged.create("a/b/c", 3)
         os.close(staged.open("a/b/c"))
         assert stat.S_IMODE((place / "a" / "b").stat().st_mode) == 0o700

@@ -162,7 +162,7 @@ def test_what_only_the_first_finds_out(ckpt, tmp_path):
 
 def test_beside_another_run(ckpt, tmp_path):
     with staged_output(Destination(tmp_path / "out"), directory=False, overwrite=True) as place:
-        os.write(place.fd, b"of the other")
+        os.write(place[0], b"of the other")
         found = in_processes(partial(merge, ckpt, tmp_path / "out"))
         assert all("another run is writing it" in answer[2] for answer in found)
     assert (tmp_path / "out").read_text() == "of the other"
