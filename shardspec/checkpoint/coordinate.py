@@ -147,9 +147,10 @@ class Workers:
     def _send_heartbeats(self) -> None:
         # The main thread notices by itself if the store is gone.
         with suppress(ShardSpecError):
-            self._set(f"heartbeat/{self.member.rank}", str(time.time()))
-            while not self._ended.wait(_HEARTBEAT_S):
+            ended = False
+            while not ended:
                 self._set(f"heartbeat/{self.member.rank}", str(time.time()))
+                ended = self._ended.wait(_HEARTBEAT_S)
 
     def _wait(self, key: str) -> Any:  # noqa: ANN401  # what JSON gives
         while (value := self._get(key)) is None:
@@ -168,25 +169,21 @@ class Workers:
 
     def _call(self, act: Callable[[], T]) -> T:
         """Call the store in a thread: calls cannot be interrupted, and some have no timeout."""
-        # Importing it takes as long as copying 10 MiB.
-        from concurrent.futures import Future
-
-        answer: Future[T] = Future()
+        answer: list[T] = []
 
         def call() -> None:
-            try:
-                answer.set_result(act())
-            except RuntimeError as error:  # the class of torch's errors
-                answer.set_exception(error)
+            with suppress(RuntimeError):  # the class of torch's errors
+                answer.append(act())
 
-        threading.Thread(target=call, daemon=True).start()
-        try:
-            return answer.result(TIMEOUT_S)
-        except (RuntimeError, TimeoutError) as error:
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(TIMEOUT_S)
+        if not answer:
             raise CheckpointError(
                 "the processes have lost their connection: the one that holds the store has ended "
                 "or stopped"
-            ) from error
+            )
+        return answer[0]
 
 
 @contextmanager

@@ -130,17 +130,17 @@ class Execution:
         """How many extents of each tensor are still to be copied."""
         self._open: dict[str, tuple[StoredTensor, Checks | None]] = {}
         """Tensors of which some extents are copied."""
-        others = {task.file for task in self._tasks()} if whole_files else set[int]()
-        if not (whole_files or rank):
-            others = set(range(len(target.files)))
-        self._done, self._total = 0, sum(target.files[file].other_bytes for file in others)
+        self._done = self._total = tasks = 0
         for task in self._tasks():
+            tasks += 1
             for extent in map(self._extent, task.extents):
                 self._left[extent.tensor.source] += 1
                 self._total += extent.num_bytes
-        self._threads = (
-            min(options.threads, max(1, len(others))) if whole_files else options.threads
-        )
+            if whole_files:
+                self._total += target.files[task.file].other_bytes
+        if not (whole_files or rank):
+            self._total += sum(file.other_bytes for file in target.files)
+        self._threads = max(1, min(options.threads, tasks))
         self._failed, self._lock = Event(), Lock()
 
     def _extent(self, at: tuple[int, int]) -> Extent:
